@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: MIT
+"""Settings of the test session: strict JAX, and the Hypothesis budgets."""
+
+import os
+
+# Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from hypothesis import HealthCheck, settings
+
+# What is silently promoted here would hide a wrong batch axis or a lost dtype.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+for name, max_examples in {"quick": 20, "full": 300}.items():
+    settings.register_profile(
+        name,
+        max_examples=max_examples,
+        # The first example of a shape compiles, so no single time says anything.
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+        # In CI a failure must come from the change, not from the draw.
+        derandomize=bool(os.environ.get("CI")),
+    )
+settings.load_profile(os.environ.get("RANKAX_HYPOTHESIS", "quick"))
