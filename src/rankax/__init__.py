@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: MIT
+"""Write a numerical kernel for one item; call it on any broadcastable batch, in bounded memory."""
+
+__version__ = "0.1.0"
+__all__ = [
+    "BatchShapeError",
+    "CoreDimensionError",
+    "RankError",
+    "Static",
+    "chunked_vmap",
+]
+
+from rankax._chunked import chunked_vmap as chunked_vmap
+from rankax._errors import BatchShapeError as BatchShapeError
+from rankax._errors import CoreDimensionError as CoreDimensionError
+from rankax._errors import RankError as RankError
+from rankax._static import Static as Static

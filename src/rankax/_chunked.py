@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: MIT
+"""The memory-bounded engine: `jax.vmap` with at most ``chunk_size`` items in flight.
+
+One `jax.lax.scan` walks the chunks. An operand reaches it in one of three ways (`_Operands`), an
+output leaves it in one of three (`_loop`); which one decides the memory:
+
+* Even chunks along axis 0 are the scan's own ``xs`` and ``ys``. Splitting the axis is a reshape, so
+  nothing is copied in any direction of differentiation.
+* Anything else is read and written in place, by index. That is as good forward, but its transpose
+  would add a cotangent as large as the whole input at every step. So the derivative of such a loop
+  is given by hand: the same loop over the same operands, with the tangents as ``xs`` beside them.
+  That loop is differentiated by the same rule, so every order of derivative is covered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax._errors import function_name, plural
+from rankax._slicing import (
+    Chunks,
+    common_length,
+    positive_int,
+    split_into_chunks,
+    stack_chunks,
+    take_chunk,
+    write_chunk,
+)
+from rankax._trees import leaves_with_names, spread_prefix
+
+__all__ = ["chunked_vmap"]
+
+
+def chunked_vmap(
+    fun: Callable[..., Any],
+    chunk_size: int | None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    axis_size: int | None = None,
+    checkpoint: bool = True,
+) -> Callable[..., Any]:
+    r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
+
+    Equivalent to ::
+
+        jax.vmap(fun, in_axes, out_axes, axis_size=axis_size)
+
+    but evaluated chunk after chunk, so that the intermediate values of at most ``chunk_size`` items
+    exist at once, in the forward pass and in derivatives of every order.
+
+    Parameters
+    ----------
+    fun : callable
+        Takes and returns pytrees of arrays, for one item.
+    chunk_size : int or None
+        Upper bound of the items evaluated at once. A smaller chunk is used where it divides the
+        axis (down to 4/5 of the bound) or makes the chunks alike in size. ``None``, or a bound at
+        least as large as the axis, is plain `jax.vmap` with exactly its program.
+    in_axes, out_axes : int, None, or a pytree prefix of those, default 0
+        As in `jax.vmap`; negative axes count from the end. Keyword arguments are mapped over
+        axis 0. ``None`` passes an argument to every item; for an output it promises that the value
+        does not depend on the item.
+    axis_size : int, optional
+        Length of the mapped axis, needed only where no argument is mapped.
+    checkpoint : bool, default True
+        Recompute each chunk in the reverse pass instead of storing the intermediate values of
+        all chunks. ``False`` is faster (one evaluation less) and takes memory that grows with the
+        axis.
+
+    Returns
+    -------
+    callable
+        Takes the arguments of ``fun`` with the mapped axis added, returns its outputs with the
+        axis at ``out_axes``. Shapes and dtypes are those of `jax.vmap`.
+
+    Raises
+    ------
+    TypeError
+        If ``chunk_size`` is not an int or None, or ``in_axes`` or ``out_axes`` holds anything but
+        ints and None.
+    ValueError
+        If ``chunk_size`` is not positive, the mapped axes differ in length, a leaf has no such
+        axis, ``in_axes`` does not fit the arguments, or nothing is mapped.
+
+    Notes
+    -----
+    *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
+    whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
+    axis is 0; otherwise at most one copy of the mapped inputs that are differentiated.
+
+    *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
+    last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
+    their cotangents count once.
+
+    *Limits.* There is no ``axis_name``: a collective could not see across chunks.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from rankax import chunked_vmap
+    >>> def spread(points):  # (k, 3) -> (): needs (k, k, 3) numbers on the way
+    ...     return jnp.sum((points[:, None] - points[None]) ** 2)
+    >>> clouds = jnp.arange(10 * 4 * 3.0).reshape(10, 4, 3)
+    >>> chunked_vmap(spread, 3)(clouds).shape
+    (10,)
+    >>> jax.grad(lambda c: chunked_vmap(spread, 3)(c).sum())(clouds).shape
+    (10, 4, 3)
+    """
+    if not callable(fun):
+        raise TypeError(f"chunked_vmap: fun must be callable, got {type(fun).__name__}")
+    where = f"chunked_vmap({function_name(fun)})"
+    bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
+    size = None if axis_size is None else _axis_size(axis_size, where)
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    _check_axes(in_axes, where, "in_axes")
+    _check_axes(out_axes, where, "out_axes")
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        mapping = _resolve(fun, where, args, kwargs, in_axes, size)
+        if bound is None or mapping.length <= bound:
+            vmapped = jax.vmap(fun, in_axes=in_axes, out_axes=out_axes, axis_size=size)
+            return vmapped(*args, **kwargs)
+        chunks = split_into_chunks(mapping.length, bound)
+        vmapped = jax.vmap(fun, in_axes=in_axes, out_axes=out_axes, axis_size=chunks.size)
+        return _chunked_call(vmapped, mapping, out_axes, chunks, checkpoint=checkpoint)
+
+    return mapped
+
+
+# What is asked for: checked before anything is traced.
+
+
+class _Mapping(NamedTuple):
+    """The arguments of one call, flat, and the axis of each that is mapped."""
+
+    leaves: list[Any]
+    axes: list[int | None]
+    treedef: Any
+    length: int
+
+
+def _axis_size(value: Any, where: str) -> int:
+    return value if value == 0 and not isinstance(value, bool) else positive_int(
+        value, where, "axis_size"
+    )
+
+
+def _is_axis(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, (int, np.integer)) and not isinstance(entry, bool))
+
+
+def _check_axes(axes: Any, where: str, parameter: str) -> None:
+    for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
+        if not _is_axis(entry):
+            raise TypeError(
+                f"{where}: {parameter} must hold ints and None, got {type(entry).__name__} "
+                f"{entry!r} at {parameter}{jax.tree_util.keystr(path)}"
+            )
+
+
+def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Name positional arguments as ``fun`` does; by position where it has no signature."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
+    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
+
+
+def _resolve(
+    fun: Callable[..., Any],
+    where: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_axes: Any,
+    axis_size: int | None,
+) -> _Mapping:
+    """Give every leaf its axis and find the common length, or say which leaf does not fit."""
+    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+        raise ValueError(
+            f"{where}: in_axes has {plural(len(in_axes), 'entry')} for "
+            f"{plural(len(args), 'positional argument')}"
+        )
+    prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    names = _argument_names(fun, len(args))
+    named: list[tuple[str, Any]] = []
+    axes: list[int | None] = []
+    for name, prefix, arg in [
+        *zip(names, prefixes, args, strict=True),
+        *((name, 0, kwargs[name]) for name in sorted(kwargs)),
+    ]:
+        named += leaves_with_names(arg, name)
+        try:
+            axes += spread_prefix(prefix, arg, name, is_prefix_leaf=_is_axis, what="in_axes")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    table = [(name, x, a) for (name, x), a in zip(named, axes, strict=True) if a is not None]
+    if not table and axis_size is None:
+        raise ValueError(
+            f"{where}: nothing is mapped; map at least one array through in_axes, or give axis_size"
+        )
+    if axis_size is not None:
+        table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
+    length = common_length(table, where)
+    leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, axes, strict=True)]
+    axes = [None if a is None else a % jnp.ndim(x) for a, x in zip(axes, leaves, strict=True)]
+    return _Mapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
+
+
+# How it is done: one trace of the chunk, then one loop over the chunks.
+
+
+class _Operands(NamedTuple):
+    """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row."""
+
+    shared: list[Any]
+    sliced: list[Any]
+    stacked: list[Any]
+
+
+Body = Callable[[_Operands], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The fixed facts of one loop: the axis of each sliced operand and each output."""
+
+    chunks: Chunks
+    sliced_axes: tuple[int, ...]
+    out_axes: tuple[int | None, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]  # of one chunk
+    checkpoint: bool
+
+
+def _chunked_call(
+    vmapped: Callable[..., Any],
+    mapping: _Mapping,
+    out_axes: Any,
+    chunks: Chunks,
+    *,
+    checkpoint: bool,
+) -> Any:
+    positions = [i for i, axis in enumerate(mapping.axes) if axis is not None]
+    axes = [axis for axis in mapping.axes if axis is not None]
+
+    def on_chunk(*chunk: Any) -> Any:
+        leaves = list(mapping.leaves)
+        for position, leaf in zip(positions, chunk, strict=True):
+            leaves[position] = leaf
+        args, kwargs = mapping.treedef.unflatten(leaves)
+        return vmapped(*args, **kwargs)
+
+    # A jaxpr, so that `fun` is traced once and everything it closes over becomes an operand, which
+    # a rule of differentiation given by hand requires.
+    mapped = [mapping.leaves[i] for i in positions]
+    avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
+    jaxpr, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
+    out_avals, out_tree = jax.tree.flatten(out_shape)
+    spread = spread_prefix(
+        out_axes, out_shape, "the output", is_prefix_leaf=_is_axis, what="out_axes"
+    )
+    layout = _Layout(
+        chunks,
+        tuple(axis for axis in axes if not _rides_along(axis, chunks)),
+        tuple(
+            None if axis is None else axis % aval.ndim
+            for axis, aval in zip(spread, out_avals, strict=True)
+        ),
+        tuple(out_avals),
+        checkpoint,
+    )
+
+    def body(operands: _Operands) -> list[Any]:
+        sliced, stacked = iter(operands.sliced), iter(operands.stacked)
+        chunk = [next(stacked if _rides_along(axis, chunks) else sliced) for axis in axes]
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, operands.shared, *chunk)
+
+    operands = _Operands(list(jaxpr.consts), [], [])
+    for leaf, axis in zip(mapped, axes, strict=True):
+        if _rides_along(axis, chunks):
+            operands.stacked.append(stack_chunks(leaf, chunks))
+        else:
+            operands.sliced.append(leaf)
+    return jax.tree.unflatten(out_tree, _map_chunks(body, layout, operands))
+
+
+def _rides_along(axis: int | None, chunks: Chunks) -> bool:
+    """Whether a leaf can be ``xs`` or ``ys`` of the scan without a copy."""
+    return axis == 0 and chunks.even
+
+
+def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
+    shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
+def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
+    """Run the loop; with a derivative rule of its own where operands are read by index."""
+    if not operands.sliced:
+        return _loop(body, layout, operands, [])
+    run = jax.custom_jvp(lambda operands: _loop(body, layout, operands, [None] * len(operands.sliced)))
+    rule = functools.partial(_loop_jvp, body, layout)
+    run.defjvp(rule, symbolic_zeros=True)  # so that inputs nobody differentiates cost nothing
+    return run(operands)
+
+
+def _loop(
+    body: Body, layout: _Layout, operands: _Operands, offsets: list[jax.Array | None]
+) -> list[Any]:
+    """Walk the chunks once, and collect each output where it causes no copy.
+
+    An output that `_rides_along` is the scan's ``ys``; another mapped one is written in place into
+    a carried buffer; an unmapped one is the same for every chunk, and the last one is kept.
+    """
+    chunks = layout.chunks
+    as_ys = [_rides_along(axis, chunks) for axis in layout.out_axes]
+
+    def one_chunk(start: Any, operands: _Operands, offsets: list[Any]) -> list[Any]:
+        window = [
+            _tangent_from(take_chunk(leaf, start, chunks.size, axis), offset)
+            for leaf, axis, offset in zip(operands.sliced, layout.sliced_axes, offsets, strict=True)
+        ]
+        return body(operands._replace(sliced=window))
+
+    if layout.checkpoint:
+        # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
+        one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
+
+    def step(buffers: list[Any], x: Any) -> Any:
+        start, stacked, row = x
+        outs = one_chunk(start, operands._replace(stacked=stacked), row)
+        axes = [axis for axis, is_ys in zip(layout.out_axes, as_ys, strict=True) if not is_ys]
+        held = [out for out, is_ys in zip(outs, as_ys, strict=True) if not is_ys]
+        buffers = [
+            out if axis is None else write_chunk(buffer, out, start, axis)
+            for buffer, out, axis in zip(buffers, held, axes, strict=True)
+        ]
+        return buffers, [out for out, is_ys in zip(outs, as_ys, strict=True) if is_ys]
+
+    specs = zip(layout.out_avals, layout.out_axes, as_ys, strict=True)
+    empty = [_buffer(aval, axis, chunks.length) for aval, axis, is_ys in specs if not is_ys]
+    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked, offsets))
+    from_carry, from_ys = iter(buffers), iter(ys)
+    return [lax.collapse(next(from_ys), 0, 2) if is_ys else next(from_carry) for is_ys in as_ys]
+
+
+def _buffer(aval: jax.ShapeDtypeStruct, axis: int | None, length: int) -> jax.Array:
+    shape = list(aval.shape)
+    if axis is not None:
+        shape[axis] = length
+    return jnp.zeros(shape, aval.dtype)
+
+
+def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
+    """Differentiate `_loop` with the tangents of what it reads by index as ``xs`` beside it.
+
+    The operands themselves are still read in place, so no second copy of them exists.
+    """
+    (operands,), (tangent,) = primals, tangents
+    live = jax.tree.map(_is_live, tangent, is_leaf=_is_symbolic_zero)
+    stacked_tangents = [
+        stack_chunks(t, layout.chunks, axis) if keep else None
+        for t, axis, keep in zip(tangent.sliced, layout.sliced_axes, live.sliced, strict=True)
+    ]
+
+    def loop(shared: list[Any], stacked: list[Any], offsets: list[Any]) -> list[Any]:
+        merged = _Operands(
+            _merge(operands.shared, live.shared, shared),
+            operands.sliced,
+            _merge(operands.stacked, live.stacked, stacked),
+        )
+        return _loop(body, layout, merged, offsets)
+
+    return jax.jvp(
+        loop,
+        (
+            _select(operands.shared, live.shared),
+            _select(operands.stacked, live.stacked),
+            jax.tree.map(jnp.zeros_like, stacked_tangents),
+        ),
+        (
+            _select(tangent.shared, live.shared),
+            _select(tangent.stacked, live.stacked),
+            stacked_tangents,
+        ),
+    )
+
+
+def _tangent_from(window: jax.Array, offset: jax.Array | None) -> jax.Array:
+    """Return ``window``, with the tangent of ``offset``: ``window + offset`` for a zero offset.
+
+    The value of the offset is never read, so the compiler drops it from the loop.
+    """
+    return window if offset is None else _with_tangent_of(window, offset)
+
+
+@jax.custom_jvp
+def _with_tangent_of(window: jax.Array, offset: jax.Array) -> jax.Array:
+    del offset
+    return window
+
+
+@_with_tangent_of.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0] + tangents[1]
+
+
+def _is_symbolic_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _is_live(tangent: Any) -> bool:
+    return not _is_symbolic_zero(tangent) and tangent.dtype != jax.dtypes.float0
+
+
+def _select(items: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+    return [item for item, kept in zip(items, keep, strict=True) if kept]
+
+
+def _merge(items: Sequence[Any], replaced: Sequence[bool], replacements: Sequence[Any]) -> Any:
+    """Put ``replacements`` where ``replaced`` is true: the inverse of `_select`."""
+    rest = iter(replacements)
+    return [next(rest) if new else item for item, new in zip(items, replaced, strict=True)]

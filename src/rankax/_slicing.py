@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: MIT
+"""Arithmetic along one axis that every loop shares: its length, its chunks, one chunk of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._errors import listed, table
+
+__all__ = [
+    "Chunks",
+    "KeptSteps",
+    "common_length",
+    "cut_steps",
+    "find_kept_steps",
+    "positive_int",
+    "split_into_chunks",
+    "stack_chunks",
+    "take_chunk",
+    "write_chunk",
+]
+
+
+def positive_int(value: Any, function: str, name: str) -> int:
+    """Return ``value`` as a positive ``int``, or say which parameter of which function is wrong."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be a positive int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {name} must be a positive int, got {type(value).__name__} {value!r}"
+        ) from None
+    if number < 1:
+        raise ValueError(f"{function}: {name} must be a positive int, got {number}")
+    return number
+
+
+def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
+    """Return the length that every ``(name, leaf, axis)`` has along its own axis.
+
+    Raises
+    ------
+    ValueError
+        If a leaf has no such axis, or the lengths differ: a table of all leaves, the odd ones
+        marked. Nothing is ever cut to the shortest.
+    """
+    if short := [i for i, (_, leaf, axis) in enumerate(leaves) if not _has_axis(leaf, axis)]:
+        rows = [(name, str(jnp.shape(leaf)), str(axis)) for name, leaf, axis in leaves]
+        raise ValueError(
+            f"{function}: {listed([leaves[i][0] for i in short])} "
+            f"{'lacks' if len(short) == 1 else 'lack'} the axis to loop over\n\n"
+            + table(("leaf", "shape", "axis"), rows, short)
+        )
+    lengths = [jnp.shape(leaf)[axis] for _, leaf, axis in leaves]
+    usual = Counter(lengths).most_common(1)[0][0]
+    if odd := [i for i, length in enumerate(lengths) if length != usual]:
+        rows = [
+            (name, str(jnp.shape(leaf)), str(axis), str(length))
+            for (name, leaf, axis), length in zip(leaves, lengths, strict=True)
+        ]
+        raise ValueError(
+            f"{function}: the looped axes must have one length, got "
+            f"{listed([str(n) for n in dict.fromkeys(lengths)])}\n\n"
+            + table(("leaf", "shape", "axis", "length"), rows, odd)
+        )
+    return usual
+
+
+def _has_axis(leaf: Any, axis: int) -> bool:
+    return -jnp.ndim(leaf) <= axis < jnp.ndim(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How an axis of ``length`` items is walked: ``steps`` chunks of ``size`` items each.
+
+    Where ``steps * size > length`` the last chunk starts early and overlaps the one before it, so
+    that every chunk has the same size and no item is invented.
+    """
+
+    length: int
+    size: int
+    steps: int
+
+    @property
+    def even(self) -> bool:
+        """Whether the chunks tile the axis without overlap."""
+        return self.steps * self.size == self.length
+
+    def starts(self) -> jax.Array:
+        """First item of each chunk, shape ``(steps,)``."""
+        # 64-bit indices where 32 would overflow, which needs jax_enable_x64 as such arrays do.
+        dtype = jnp.int32 if self.length < 2**31 else jnp.int64
+        starts = lax.iota(dtype, self.steps) * jnp.asarray(self.size, dtype)
+        return jnp.minimum(starts, jnp.asarray(self.length - self.size, dtype))
+
+
+def split_into_chunks(length: int, chunk_size: int) -> Chunks:
+    """Cut an axis into chunks of at most ``chunk_size`` items, alike in size.
+
+    The chunks are as few and then as small as possible, so that little is computed twice: 10 items
+    by at most 6 are 5 + 5, not 6 + 6. A chunk that divides the axis is worth up to a quarter more
+    steps, for it needs no overlap, and so no copy of the inputs in a derivative.
+    """
+    steps = -(-length // chunk_size)
+    size = -(-length // steps)
+    for divisor in range(chunk_size, (4 * size - 1) // 5, -1):
+        if length % divisor == 0:
+            return Chunks(length, divisor, length // divisor)
+    return Chunks(length, size, steps)
+
+
+def take_chunk(leaf: Any, start: Any, size: int, axis: int = 0) -> jax.Array:
+    """Read ``size`` items of ``leaf`` along ``axis`` from ``start``, which may be traced."""
+    return lax.dynamic_slice_in_dim(leaf, start, size, axis)
+
+
+def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) -> jax.Array:
+    """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
+    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis)
+
+
+def stack_chunks(leaf: Any, chunks: Chunks, axis: int = 0) -> jax.Array:
+    """Reorder ``leaf`` into ``(steps, ...)`` with ``size`` items left on ``axis``.
+
+    A reshape, which costs nothing, where the chunks are even and ``axis`` is 0; one copy otherwise.
+    The transpose of this function adds the cotangents of an overlapped item.
+    """
+    if not chunks.even:
+        whole = (chunks.steps - 1) * chunks.size
+        head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
+        tail = lax.slice_in_dim(leaf, chunks.length - chunks.size, chunks.length, axis=axis)
+        leaf = lax.concatenate([head, tail], axis)
+    shape = leaf.shape[:axis] + (chunks.steps, chunks.size) + leaf.shape[axis + 1 :]
+    return jnp.moveaxis(leaf.reshape(shape), axis, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSteps:
+    """Where the kept steps of a loop lie, in the order in which the steps are executed.
+
+    First ``lead`` skipped steps; then ``blocks`` times a block of ``before`` skipped steps, one
+    that is kept and ``after`` skipped ones; then, if ``partial``, a last block that ends at its
+    kept step; then ``trail`` skipped steps.
+    """
+
+    lead: int
+    blocks: int
+    before: int
+    after: int
+    partial: bool
+    trail: int
+
+    @property
+    def stride(self) -> int:
+        """Steps in one block."""
+        return self.before + 1 + self.after
+
+    @property
+    def all(self) -> bool:
+        """Whether no step is skipped."""
+        return not self.lead and self.stride == 1 and not self.trail
+
+
+def find_kept_steps(length: int, window: slice, *, reverse: bool) -> KeptSteps:
+    """Lay out the steps ``range(length)[window]`` of a loop that runs up, or down if ``reverse``.
+
+    The blocks begin as early as they can, so that they tile the loop where the stride divides its
+    length and no block is left out.
+    """
+    kept = range(length)[window]
+    if kept.step < 0:
+        kept = kept[::-1]
+    if not kept:
+        return KeptSteps(length, 0, 0, 0, False, 0)
+    first = length - 1 - kept[-1] if reverse else kept[0]
+    stride = kept.step if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
+    blocks = min(len(kept), (length - lead) // stride)
+    partial = blocks < len(kept)
+    trail = length - lead - blocks * stride - (before + 1 if partial else 0)
+    return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
+
+
+def cut_steps(tree: Any, begin: int, end: int, *, reverse: bool) -> Any:
+    """Cut the leading axis of every leaf to the steps from ``begin`` to ``end``.
+
+    Steps are counted in the order of a loop that starts at the last item if ``reverse``.
+    """
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        length = leaf.shape[0]
+        low, high = (length - end, length - begin) if reverse else (begin, end)
+        return lax.slice_in_dim(leaf, low, high)
+
+    return jax.tree.map(cut, tree)
