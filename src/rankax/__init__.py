@@ -7,11 +7,16 @@ __all__ = [
     "CoreDimensionError",
     "RankError",
     "Static",
+    "checkpoint_chunked_scan",
     "chunked_vmap",
+    "sliced_scan",
 ]
 
+from rankax._auto_vmap import auto_vmap as auto_vmap
 from rankax._chunked import chunked_vmap as chunked_vmap
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
+from rankax._scan import checkpoint_chunked_scan as checkpoint_chunked_scan
+from rankax._scan import sliced_scan as sliced_scan
 from rankax._static import Static as Static

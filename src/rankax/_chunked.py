@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from rankax._errors import function_name, plural
 from rankax._slicing import (
@@ -151,9 +151,8 @@ class _Mapping(NamedTuple):
 
 
 def _axis_size(value: Any, where: str) -> int:
-    return value if value == 0 and not isinstance(value, bool) else positive_int(
-        value, where, "axis_size"
-    )
+    is_zero = not isinstance(value, bool) and value == 0
+    return 0 if is_zero else positive_int(value, where, "axis_size")
 
 
 def _is_axis(entry: Any) -> bool:
@@ -208,7 +207,7 @@ def _resolve(
     ]:
         named += leaves_with_names(arg, name)
         try:
-            axes += spread_prefix(prefix, arg, name, is_prefix_leaf=_is_axis, what="in_axes")
+            axes += spread_prefix(prefix, arg, name, is_entry=_is_axis, what="in_axes")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     table = [(name, x, a) for (name, x), a in zip(named, axes, strict=True) if a is not None]
@@ -273,9 +272,7 @@ def _chunked_call(
     avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
     jaxpr, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
     out_avals, out_tree = jax.tree.flatten(out_shape)
-    spread = spread_prefix(
-        out_axes, out_shape, "the output", is_prefix_leaf=_is_axis, what="out_axes"
-    )
+    spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
     layout = _Layout(
         chunks,
         tuple(axis for axis in axes if not _rides_along(axis, chunks)),
@@ -290,7 +287,7 @@ def _chunked_call(
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [next(stacked if _rides_along(axis, chunks) else sliced) for axis in axes]
-        return jax.core.eval_jaxpr(jaxpr.jaxpr, operands.shared, *chunk)
+        return core.eval_jaxpr(jaxpr.jaxpr, operands.shared, *chunk)
 
     operands = _Operands(list(jaxpr.consts), [], [])
     for leaf, axis in zip(mapped, axes, strict=True):
@@ -308,14 +305,17 @@ def _rides_along(axis: int | None, chunks: Chunks) -> bool:
 
 def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+    weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)
 
 
 def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
     """Run the loop; with a derivative rule of its own where operands are read by index."""
     if not operands.sliced:
         return _loop(body, layout, operands, [])
-    run = jax.custom_jvp(lambda operands: _loop(body, layout, operands, [None] * len(operands.sliced)))
+    run = jax.custom_jvp(
+        lambda operands: _loop(body, layout, operands, [None] * len(operands.sliced))
+    )
     rule = functools.partial(_loop_jvp, body, layout)
     run.defjvp(rule, symbolic_zeros=True)  # so that inputs nobody differentiates cost nothing
     return run(operands)

@@ -72,6 +72,6 @@ def function_location(fun: Callable[..., Any]) -> str:
     name = function_name(fun)
     fun = unwrapped(fun)
     if not hasattr(fun, "__code__"):
-        fun = getattr(type(fun), "__call__", fun)
+        fun = type(fun).__call__
     code = getattr(inspect.unwrap(fun), "__code__", None)
     return f"{name}()" if code is None else f"{name}() at {code.co_filename}:{code.co_firstlineno}"

@@ -3,14 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from rankax._errors import listed, plural
 
-__all__ = ["leaves_with_names", "spread_prefix"]
+__all__ = ["ByKey", "ForEach", "governed", "leaves_with_names", "spread_prefix"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByKey:
+    """A prefix for an instance of ``cls`` that is known by its fields, without making one.
+
+    Fields without an entry are governed by ``None``.
+    """
+
+    cls: type
+    entries: Mapping[str, Any]  # by the key as a path prints it: ".rotation", "['mass']"
+
+
+@dataclasses.dataclass(frozen=True)
+class ForEach:
+    """A prefix for a container of any size: one entry governs each of its children."""
+
+    entry: Any
 
 
 def leaves_with_names(tree: Any, name: str) -> list[tuple[str, Any]]:
@@ -19,16 +38,10 @@ def leaves_with_names(tree: Any, name: str) -> list[tuple[str, Any]]:
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
 
 
-def _children(tree: Any) -> dict[str, Any]:
-    """Return the children one level down by their key; a leaf or ``None`` has none."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return {jax.tree_util.keystr(path): child for path, child in pairs if path}
-
-
 def spread_prefix(
-    prefix: Any, tree: Any, name: str, *, is_prefix_leaf: Callable[[Any], bool], what: str
-) -> Iterator[Any]:
-    """Yield the entry of ``prefix`` that governs each leaf of ``tree``, in order of the leaves.
+    prefix: Any, tree: Any, name: str, *, is_entry: Callable[[Any], bool], what: str
+) -> list[Any]:
+    """Return the entry of ``prefix`` that governs each leaf of ``tree``, in order of the leaves.
 
     Equivalent to `jax.tree.broadcast`, but a tree that does not fit is a ``ValueError`` that names
     the place; ``None`` in ``tree`` fits anything (it has no leaves to govern).
@@ -36,27 +49,60 @@ def spread_prefix(
     Parameters
     ----------
     prefix, tree : pytree
-        ``prefix`` ends at or above the leaves of ``tree``.
+        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey` and `ForEach`.
     name : str
         How the caller knows ``tree``, for error messages.
-    is_prefix_leaf : callable
+    is_entry : callable
         Tells an entry (an int, ``None``) from a container of entries.
     what : str
         What an entry is, for error messages: ``"rank"``, ``"in_axes"``.
     """
-    if tree is None:
+    return [
+        entry
+        for _, subtree, entry in governed(prefix, tree, name, is_entry=is_entry, what=what)
+        for _ in range(jax.tree.structure(subtree).num_leaves)
+    ]
+
+
+def governed(
+    prefix: Any, tree: Any, name: str, *, is_entry: Callable[[Any], bool], what: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield ``(name, subtree, entry)`` for each part of ``tree`` that one entry governs."""
+    if is_entry(prefix) or tree is None:
+        yield name, tree, prefix
         return
-    if is_prefix_leaf(prefix):
-        yield from [prefix] * jax.tree.structure(tree).num_leaves
-        return
-    entries, children = _children(prefix), _children(tree)
-    same_type = type(prefix) is type(tree)
-    if not same_type or entries.keys() != children.keys():
+    for key, child, entry in _paired(prefix, tree, name, what):
+        yield from governed(entry, child, name + key, is_entry=is_entry, what=what)
+
+
+def _paired(prefix: Any, tree: Any, name: str, what: str) -> list[tuple[str, Any, Any]]:
+    """Pair each child of ``tree`` with its part of ``prefix``."""
+    children = _children(tree)
+    if isinstance(prefix, ForEach):
+        return [(key, child, prefix.entry) for key, child in children.items()]
+    if isinstance(prefix, ByKey):
+        if not isinstance(tree, prefix.cls) or not children:
+            raise ValueError(_not_an_instance(prefix.cls, tree, name))
+        return [(key, child, prefix.entries.get(key)) for key, child in children.items()]
+    entries = _children(prefix)
+    if type(prefix) is not type(tree) or entries.keys() != children.keys():
         raise ValueError(_misfit(prefix, tree, entries, children, name, what))
-    for key, entry in entries.items():
-        yield from spread_prefix(
-            entry, children[key], name + key, is_prefix_leaf=is_prefix_leaf, what=what
-        )
+    return [(key, child, entries[key]) for key, child in children.items()]
+
+
+def _children(tree: Any) -> dict[str, Any]:
+    """Return the children one level down by their key; a leaf or ``None`` has none."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return {jax.tree_util.keystr(path): child for path, child in pairs if path}
+
+
+def _not_an_instance(cls: type, tree: Any, name: str) -> str:
+    if not isinstance(tree, cls):
+        return f"{name} is annotated as {cls.__name__}, but it is {type(tree).__name__}"
+    return (
+        f"{name} is {cls.__name__}, which JAX does not know as a pytree; register it, for "
+        "instance with jax.tree_util.register_dataclass"
+    )
 
 
 def _misfit(
@@ -68,13 +114,15 @@ def _misfit(
             f"the {what} of {name} is a {declared} of {plural(len(entries), 'entry')}, "
             f"but {name} is {came}"
         )
-    missing = listed([f"{name}{key}" for key in entries if key not in children])
-    extra = listed([f"{name}{key}" for key in children if key not in entries])
-    return "; ".join(
-        text
-        for text in (
-            missing and f"the {what} of {name} has an entry for {missing}, which {name} lacks",
-            extra and f"the {what} of {name} has no entry for {extra} (None leaves it as it is)",
+    missing = [name + key for key in entries if key not in children]
+    extra = [name + key for key in children if key not in entries]
+    sentences: list[str] = []
+    if missing:
+        sentences.append(
+            f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
         )
-        if text
-    )
+    if extra:
+        sentences.append(
+            f"the {what} of {name} has no entry for {listed(extra)} (None would leave it as it is)"
+        )
+    return "; ".join(sentences)

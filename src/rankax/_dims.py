@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: MIT
+"""Core dimensions: how a rank is written, and whether the sizes of one call agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+__all__ = ["Dim", "Rank", "bind_sizes", "parse_dims"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """One core dimension: of a fixed size, of a named one, an expression of names, or free."""
+
+    text: str
+    size: int | None = None
+    name: str | None = None
+    expression: str | None = None
+    stretches: bool = False  # "#n": length 1 is as good as n
+
+    def expected(self, sizes: Mapping[str, int]) -> int | None:
+        """Return the size this dimension must have, or None where nothing says so."""
+        if self.name is not None:
+            return sizes.get(self.name)
+        if self.expression is None:
+            return self.size
+        try:
+            # The text is the kernel author's own annotation, as jaxtyping evaluates it.
+            value = eval(self.expression, {"__builtins__": {"min": min, "max": max}}, dict(sizes))
+        except Exception:  # a name that this call does not bind: nothing to compare with
+            return None
+        return value if isinstance(value, int) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What is declared for one leaf: how many core dimensions, and which where that is known."""
+
+    rank: int
+    dims: tuple[Dim, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.dims is None:
+            return str(self.rank)
+        return f'"{" ".join(dim.text for dim in self.dims)}"'
+
+
+_FIXED = re.compile(r"(?:[A-Za-z_]\w*=)?(\d+)")
+
+
+def parse_dims(text: str) -> Rank | None:
+    """Read a dimension string: ``"n 3"``, ``""``, ``"*batch n 3"``, ``"... 3"``.
+
+    The words are jaxtyping's. A leading variadic stands for the batch axes and counts for nothing;
+    alone it means that no rank is declared (``None``).
+
+    Raises
+    ------
+    ValueError
+        If a word cannot be a dimension, or a variadic does not come first.
+    """
+    words = text.split()
+    if words and _is_variadic(words[0]):
+        words = words[1:]
+        if not words:
+            return None
+    if any(_is_variadic(word) for word in words):
+        raise ValueError(
+            f"the dimensions {text!r} have a variadic that is not the first word; batch axes lead, "
+            f"so write it first and name the core dimensions after it, as in '*batch n 3'"
+        )
+    return Rank(len(words), tuple(_parse_dim(word, text) for word in words))
+
+
+def _is_variadic(word: str) -> bool:
+    marks = word[: len(word) - len(word.lstrip("#?_*"))]
+    return word == "..." or "*" in marks
+
+
+def _parse_dim(word: str, text: str) -> Dim:
+    bare = word.lstrip("#?")
+    marks = word[: len(word) - len(bare)]
+    stretches = "#" in marks
+    if bare.startswith("_"):
+        return Dim(word)
+    if fixed := _FIXED.fullmatch(bare):
+        return Dim(word, size=int(fixed[1]), stretches=stretches)
+    if bare.isidentifier():
+        # "?n" differs from leaf to leaf of a pytree, so nothing can be compared across leaves.
+        return Dim(word) if "?" in marks else Dim(word, name=bare, stretches=stretches)
+    if "," in bare or not bare:
+        raise ValueError(
+            f"the dimensions {text!r} cannot be read at {word!r}: separate names and sizes by "
+            "spaces, as in 'n 3'"
+        )
+    expression = bare.split("=", 1)[1] if re.match(r"[A-Za-z_]\w*=[^=]", bare) else bare
+    try:
+        compile(expression.replace("{", "(").replace("}", ")"), "<dimension>", "eval")
+    except SyntaxError:
+        raise ValueError(
+            f"the dimensions {text!r} cannot be read at {word!r}: a dimension is a name, a size, "
+            "'_', or an expression of names without spaces such as 'n+1'"
+        ) from None
+    return Dim(word, expression=expression, stretches=stretches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clash:
+    """One dimension that disagrees: which leaves show it, and the sentence that says so."""
+
+    leaves: tuple[int, ...]
+    sentence: str
+
+
+def bind_sizes(
+    leaves: Iterable[tuple[str, tuple[int, ...], Rank]], sizes: dict[str, int]
+) -> list[Clash]:
+    """Bind each named dimension in ``sizes``, and return every disagreement.
+
+    Parameters
+    ----------
+    leaves : iterable of (name, core shape, rank)
+    sizes : dict
+        The sizes known so far, by dimension name; extended in place.
+    """
+    declared = [
+        (i, name, size, dim)
+        for i, (name, core, rank) in enumerate(leaves)
+        for size, dim in zip(core, rank.dims or (), strict=bool(rank.dims))
+    ]
+    return _bind_names(declared, sizes) + _check_others(declared, sizes)
+
+
+def _bind_names(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
+    seen: dict[str, dict[int, list[tuple[int, str]]]] = {}
+    for i, leaf, size, dim in declared:
+        if dim.name is not None and not (dim.stretches and size == 1):
+            seen.setdefault(dim.name, {}).setdefault(size, []).append((i, leaf))
+    clashes: list[Clash] = []
+    for name, by_size in seen.items():
+        if name in sizes:
+            by_size.setdefault(sizes[name], [])
+        else:
+            sizes[name] = next(iter(by_size))
+        if len(by_size) > 1:
+            parts = [
+                f"{size} ({', '.join(leaf for _, leaf in found) or 'the arguments'})"
+                for size, found in by_size.items()
+            ]
+            where = tuple(i for found in by_size.values() for i, _ in found)
+            clashes.append(Clash(where, f"Dimension {name} is {' and '.join(parts)}."))
+    return clashes
+
+
+def _check_others(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
+    clashes: list[Clash] = []
+    for i, leaf, size, dim in declared:
+        expected = None if dim.name is not None else dim.expected(sizes)
+        if expected is not None and size != expected and not (dim.stretches and size == 1):
+            value = "" if dim.text.lstrip("#") == str(expected) else f" = {expected}"
+            clashes.append(Clash((i,), f"{leaf} has {size} where {dim.text}{value} is declared."))
+    return clashes

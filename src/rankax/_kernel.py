@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: MIT
+"""One decorated kernel: from the arguments of a call to nested maps.
+
+What depends on the structure of the arguments alone (`_Structure`), and what depends on their
+shapes (`_Layout`), is worked out once and kept, for a loop calls with the same ones again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._chunked import chunked_vmap
+from rankax._dims import Rank
+from rankax._errors import function_location, function_name
+from rankax._plan import BatchPlan, LeafPlan, Level, plan_levels
+from rankax._ranks import Declaration, governed_parts, ranks_of_leaves
+from rankax._report import Item, check_items, output_error
+from rankax._trees import leaves_with_names
+
+__all__ = ["Call", "Kernel", "is_number", "keep"]
+
+Shape = tuple[int, ...]
+_MOST_KEPT = 1024  # structures per kernel, and layouts per structure
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """What the tree structure of the ranked arguments decides."""
+
+    ranks: tuple[Rank | None, ...]  # per leaf
+    lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
+    layouts: dict[Any, _Layout] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What the shapes decide: the batch, the maps, and how each leaf enters them."""
+
+    batch_shape: Shape
+    levels: tuple[Level, ...]
+    positions: tuple[int, ...]  # of the leaves that have a rank
+    reshaped: tuple[tuple[int, Shape], ...]  # leaf, and its shape without stretched axes
+    mapped: tuple[int, ...]  # of the leaves that some level maps
+    in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped leaves
+    sizes: dict[str, int]  # of the named core dimensions
+    merged: bool  # whether the levels are not simply the batch axes
+
+
+@dataclasses.dataclass
+class Call:
+    """One call: its bound arguments, and those that have a rank as leaves."""
+
+    bound: inspect.BoundArguments
+    names: tuple[str, ...]
+    leaves: list[Any]
+    treedef: Any
+    structure: _Structure
+
+
+class Kernel:
+    """A kernel and what is declared for it; the decorator's wrapper calls it."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        declaration: Declaration,
+        chunk_size: int | None,
+        checkpoint: bool,
+    ) -> None:
+        self.fun = fun
+        self.name = function_name(fun)
+        self.declaration = declaration
+        self.chunk_size = chunk_size
+        self.checkpoint = checkpoint
+        self._structures: dict[Any, _Structure] = {}
+        self._defaults = {
+            name: declaration.signature.parameters[name].default
+            for name in declaration.ranks
+            if declaration.signature.parameters[name].default is not inspect.Parameter.empty
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel on every item of the batch."""
+        call = self.bind(args, kwargs)
+        layout = self.layout(call)
+        if not layout.levels:
+            return self._checked(self.fun(*args, **kwargs), layout)
+        return self._mapped(call, layout)
+
+    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan:
+        """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        call = self.bind(args, kwargs)
+        layout = self.layout(call)
+        return BatchPlan(
+            self.name,
+            layout.batch_shape,
+            tuple(
+                LeafPlan(it.path, it.shape, it.rank.rank, it.core, it.batch, str(it.rank))
+                for it in self._items(call)
+            ),
+            layout.levels,
+        )
+
+    # From arguments to leaves.
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Bind arguments to parameters; a default with a rank counts as passed."""
+        try:
+            bound = self.declaration.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}") from None
+        for name, default in self._defaults.items():
+            bound.arguments.setdefault(name, default)
+        return bound
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Bind arguments and flatten those that have a rank."""
+        bound = self.bound(args, kwargs)
+        names = tuple(name for name in self.declaration.ranks if name in bound.arguments)
+        values = [bound.arguments[name] for name in names]
+        leaves, treedef = jax.tree.flatten(values)
+        key = (names, treedef)
+        structure = self._structures.get(key)
+        if structure is None:
+            structure = self._structure(names, values)
+            keep(self._structures, key, structure)
+        for name, group in structure.lists:
+            if all(is_number(leaves[i]) for i in group):
+                raise TypeError(
+                    f"{self.name}(): {name} is a list of numbers, where an array is meant; pass "
+                    f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
+                    "rank for each in the declaration.)"
+                )
+        for i, rank in enumerate(structure.ranks):
+            if rank is not None:
+                leaves[i] = self._as_array(leaves[i], i, names, values)
+        return Call(bound, names, leaves, treedef, structure)
+
+    def parts(self, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
+        """Cut one argument into ``(path, part, rank)``, each part governed by one rank."""
+        try:
+            return governed_parts(self.declaration.ranks.get(name), value, name)
+        except ValueError as error:
+            raise ValueError(f"{function_location(self.fun)}: {error}") from None
+
+    def _structure(self, names: tuple[str, ...], values: list[Any]) -> _Structure:
+        ranks: list[Rank | None] = []
+        lists: list[tuple[str, tuple[int, ...]]] = []
+        for name, value in zip(names, values, strict=True):
+            for path, part, rank in self.parts(name, value):
+                if rank is not None:
+                    lists += _lists(part, path, len(ranks))
+                ranks += [rank] * jax.tree.structure(part).num_leaves
+        return _Structure(tuple(ranks), tuple(lists))
+
+    def _as_array(self, leaf: Any, position: int, names: tuple[str, ...], values: Any) -> Any:
+        if isinstance(leaf, (jax.Array, np.generic)) or is_number(leaf):
+            return leaf
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
+            return leaf
+        if hasattr(leaf, "__jax_array__"):
+            return jnp.asarray(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        path = _paths(names, values)[position]
+        came = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else repr(leaf)
+        raise TypeError(
+            f"{self.name}(): {path} has a rank, so it must be an array or a number, but it is "
+            f"{type(leaf).__name__} ({came:.60}); a parameter that takes other objects has rank "
+            "None"
+        )
+
+    # From leaves to a layout.
+
+    def layout(self, call: Call) -> _Layout:
+        """Work out the maps for the shapes of this call, or find them again."""
+        shapes = tuple(
+            None if rank is None else getattr(leaf, "shape", ())
+            for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
+        )
+        layout = call.structure.layouts.get(shapes)
+        if layout is None:
+            layout = self._new_layout(self._items(call), call.structure.ranks)
+            keep(call.structure.layouts, shapes, layout)
+        return layout
+
+    def _items(self, call: Call) -> list[Item]:
+        paths = _paths(call.names, call.treedef.unflatten(call.leaves))
+        return [
+            Item(path, tuple(getattr(leaf, "shape", ())), rank)
+            for path, leaf, rank in zip(paths, call.leaves, call.structure.ranks, strict=True)
+            if rank is not None
+        ]
+
+    def _new_layout(self, items: list[Item], ranks: Sequence[Rank | None]) -> _Layout:
+        sizes: dict[str, int] = {}
+        batch_shape = check_items(self.fun, items, sizes)
+        levels = plan_levels(tuple(item.batch for item in items), batch_shape, self.chunk_size)
+        positions = tuple(i for i, rank in enumerate(ranks) if rank is not None)
+        columns = list(zip(*(level.mapped for level in levels), strict=True))
+        columns = columns or [()] * len(items)
+        targets = [
+            tuple(level.size for level, is_mapped in zip(levels, column, strict=True) if is_mapped)
+            + item.core
+            for item, column in zip(items, columns, strict=True)
+        ]
+        mapped = [i for i, column in enumerate(columns) if any(column)]
+        return _Layout(
+            batch_shape,
+            levels,
+            positions,
+            tuple(
+                (positions[i], target)
+                for i, (item, target) in enumerate(zip(items, targets, strict=True))
+                if target != item.shape
+            ),
+            tuple(positions[i] for i in mapped),
+            tuple(tuple(0 if level.mapped[i] else None for i in mapped) for level in levels),
+            sizes,
+            any(level.axes != (axis,) for axis, level in enumerate(levels))
+            or len(levels) != len(batch_shape),
+        )
+
+    # From a layout to the result.
+
+    def _mapped(self, call: Call, layout: _Layout) -> Any:
+        leaves = list(call.leaves)
+        for position, shape in layout.reshaped:
+            leaves[position] = jnp.reshape(leaves[position], shape)
+
+        def on_item(*items: Any) -> Any:
+            for position, item in zip(layout.mapped, items, strict=True):
+                leaves[position] = item
+            values = call.treedef.unflatten(leaves)
+            call.bound.arguments.update(zip(call.names, values, strict=True))
+            return self._checked(self.fun(*call.bound.args, **call.bound.kwargs), layout)
+
+        mapped = on_item
+        for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
+            mapped = self._map(mapped, level, in_axes)
+        out = mapped(*(leaves[position] for position in layout.mapped))
+        return _unmerged(out, layout) if layout.merged else out
+
+    def _map(
+        self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
+    ) -> Callable[..., Any]:
+        if level.tile == level.size:
+            return jax.vmap(fun, in_axes=in_axes)
+        return chunked_vmap(fun, level.tile, in_axes, checkpoint=self.checkpoint)
+
+    def _checked(self, out: Any, layout: _Layout) -> Any:
+        """Compare one item's output with the declared one; free of charge where nothing is."""
+        declared = self.declaration.outputs
+        if declared is None:
+            return out
+        try:
+            ranks = ranks_of_leaves(declared, out, "output")
+        except ValueError as error:
+            raise ValueError(f"{function_location(self.fun)}: {error}") from None
+        items = [
+            Item(path, tuple(jnp.shape(leaf)), rank)
+            for (path, leaf), rank in zip(leaves_with_names(out, "output"), ranks, strict=True)
+            if rank is not None
+        ]
+        if error := output_error(self.fun, items, layout.sizes):
+            raise error
+        return out
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
+    return isinstance(leaf, (int, float, complex))
+
+
+def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Name each outermost list inside ``part``, with the positions of its leaves."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    pairs = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda n: isinstance(n, list))[0]
+    for key, node in pairs:
+        count = jax.tree.structure(node).num_leaves
+        if isinstance(node, list) and count:
+            found.append((path + jax.tree_util.keystr(key), tuple(range(start, start + count))))
+        start += count
+    return found
+
+
+def _paths(names: tuple[str, ...], values: list[Any]) -> list[str]:
+    return [
+        path
+        for name, value in zip(names, values, strict=True)
+        for path, _ in leaves_with_names(value, name)
+    ]
+
+
+def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Remember ``value``, within bounds."""
+    if len(cache) >= _MOST_KEPT:
+        cache.clear()
+    cache[key] = value
+
+
+def _unmerged(out: Any, layout: _Layout) -> Any:
+    """Give the outputs of merged levels the batch shape again."""
+    depth = len(layout.levels)
+    return jax.tree.map(
+        lambda leaf: jnp.reshape(leaf, layout.batch_shape + leaf.shape[depth:]), out
+    )

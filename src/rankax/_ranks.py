@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: MIT
+"""What a kernel declares: every way of writing ranks, reduced to one normal form.
+
+The normal form is a tree per parameter whose entries are `Rank` or ``None`` (untouched). It is made
+and checked once, when the kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from rankax._annotations import UnresolvedError, annotated_ranks
+from rankax._dims import Rank, parse_dims
+from rankax._errors import function_name, plural
+from rankax._trees import ForEach, governed, spread_prefix
+
+__all__ = ["Declaration", "declare", "governed_parts", "ranks_of_leaves"]
+
+Parameter = inspect.Parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """The ranks of one kernel.
+
+    Attributes
+    ----------
+    signature : inspect.Signature
+        Of the kernel as it was written.
+    ranks : dict
+        Rank tree by parameter, without the parameters that are passed through untouched.
+    outputs : pytree of Rank or None
+        What the kernel says it returns; None where it says nothing.
+    """
+
+    signature: inspect.Signature
+    ranks: dict[str, Any]
+    outputs: Any
+
+
+def declare(
+    fun: Callable[..., Any],
+    ranks: tuple[Any, ...],
+    named_ranks: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Declaration:
+    """Reduce whatever declares the ranks of ``fun`` to the normal form.
+
+    Parameters
+    ----------
+    fun : callable
+    ranks, named_ranks
+        As given to `auto_vmap`.
+    options : dict
+        The options that were given by name, which a parameter may share its name with.
+    """
+    where = f"auto_vmap({function_name(fun)})"
+    signature = inspect.signature(fun)
+    outputs: Any = None
+    if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
+        if named_ranks:
+            raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
+        explicit, outputs = _from_gufunc(ranks[0], signature, where)
+    else:
+        bound = _bind(ranks, named_ranks, signature, where)
+        explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
+    annotated = _from_annotations(fun, explicit, signature, where)
+    _check_options(options, {**annotated, **explicit}, signature, where)
+    trees = {
+        name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
+        for name, parameter in signature.parameters.items()
+    }
+    if not explicit and not any(tree is not None for tree in trees.values()):
+        raise TypeError(
+            f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
+            "parameters with jaxtyping"
+        )
+    return Declaration(
+        signature,
+        {name: tree for name, tree in trees.items() if tree is not None},
+        outputs if outputs is not None else annotated.get("return"),
+    )
+
+
+def governed_parts(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
+    """Cut an argument into ``(path, part, rank)``, each part governed by one rank."""
+    return list(governed(tree, value, name, is_entry=_is_rank, what="rank"))
+
+
+def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:
+    """Spread a rank tree over the leaves of an argument."""
+    return spread_prefix(tree, value, name, is_entry=_is_rank, what="rank")
+
+
+def _is_rank(entry: Any) -> bool:
+    return entry is None or isinstance(entry, Rank)
+
+
+def _for_parameter(tree: Any, parameter: Parameter) -> Any:
+    """``*args`` and ``**kwargs`` arrive as one container, and a rank holds for each item."""
+    many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return ForEach(tree) if many and not _is_rank(tree) else tree
+
+
+# Ranks given to the decorator.
+
+
+def _bind(
+    ranks: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature, where: str
+) -> dict[str, Any]:
+    """Give each rank its parameter, as a call would bind arguments."""
+    parameters = signature.parameters
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    ]
+    if len(ranks) > len(positional):
+        raise TypeError(
+            f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
+            f"{plural(len(positional), 'positional parameter')}"
+            + (f" ({', '.join(positional)})" if positional else "")
+        )
+    bound = dict(zip(positional, ranks, strict=False))  # ranks may be fewer, never more
+    for name, rank in named.items():
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(parameters)}"
+            raise TypeError(f"{where}: the kernel has no parameter {name!r}{hint}")
+        if name in bound:
+            raise TypeError(
+                f"{where}: parameter {name!r} has two ranks, {bound[name]!r} by position and "
+                f"{rank!r} by name"
+            )
+        bound[name] = rank
+    return bound
+
+
+def _normal(rank: Any, where: str) -> Any:
+    """Turn one rank, or a tree of them, into a tree of `Rank` and None."""
+
+    def entry(path: Any, value: Any) -> Rank | None:
+        at = f"{where}{jax.tree_util.keystr(path)}"
+        if value is None or isinstance(value, Rank):
+            return value
+        if isinstance(value, str):
+            return _dims(value, at)
+        return Rank(_rank_number(value, at))
+
+    return jax.tree_util.tree_map_with_path(entry, rank, is_leaf=lambda node: node is None)
+
+
+def _dims(text: str, at: str) -> Rank | None:
+    if "(" in text or "->" in text:
+        raise ValueError(
+            f"{at}: {text!r} looks like a gufunc signature, which stands alone: "
+            "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
+        )
+    try:
+        return parse_dims(text)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from None
+
+
+def _rank_number(value: Any, at: str) -> int:
+    expected = "a rank is an int >= 0, None, a dimension string, or a tree of those"
+    if isinstance(value, bool):
+        raise TypeError(f"{at}: {expected}; got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{at}: {expected}; got {type(value).__name__} {value!r}") from None
+    if number < 0:
+        raise ValueError(f"{at}: {expected}; got {number}")
+    return number
+
+
+def _check_options(
+    options: Mapping[str, Any],
+    declared: Mapping[str, Any],
+    signature: inspect.Signature,
+    where: str,
+) -> None:
+    for name, value in options.items():
+        if name in signature.parameters and name not in declared:
+            raise TypeError(
+                f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
+                f"parameter {name!r} too; give that parameter its rank by position, in a "
+                "signature or by annotation (None leaves it untouched)"
+            )
+
+
+def _from_annotations(
+    fun: Callable[..., Any], explicit: Mapping[str, Any], signature: inspect.Signature, where: str
+) -> dict[str, Any]:
+    try:
+        annotated = annotated_ranks(fun)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    for name, rank in list(annotated.items()):
+        if not isinstance(rank, UnresolvedError):
+            continue
+        if not explicit and name in signature.parameters:
+            raise TypeError(
+                f"{where}: {rank}; give the parameter its rank explicitly "
+                f"({name}=None leaves it untouched)"
+            )
+        del annotated[name]
+    return annotated
+
+
+# One gufunc signature for the kernel.
+
+_GROUP = re.compile(r"\(([^()]*)\)")
+_SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
+_CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
+
+
+def _from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[dict[str, Any], Any]:
+    """Read ``"(n,3),(n)->()"``: a rank tree per positional parameter, and one for the outputs."""
+    inputs, arrow, outputs = text.partition("->")
+    if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
+        raise ValueError(
+            f"{where}: {text!r} is not a gufunc signature; one looks like '(n,3),(n)->()'"
+        )
+    ranks = [_core_dims(group, text, where) for group in _GROUP.findall(inputs)]
+    results = [_core_dims(group, text, where) for group in _GROUP.findall(outputs)]
+    names = _gufunc_parameters(signature, len(ranks))
+    if names is None:
+        raise TypeError(
+            f"{where}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
+            f"parameters {signature}"
+        )
+    return dict(zip(names, ranks, strict=True)), results[0] if len(results) == 1 else tuple(results)
+
+
+def _gufunc_parameters(signature: inspect.Signature, count: int) -> list[str] | None:
+    """Name the ``count`` parameters a signature speaks of, in order; ``self`` is not one."""
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    positional = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if not len(required) <= count <= len(positional):
+        return None
+    return [p.name for p in positional[:count]]
+
+
+def _core_dims(group: str, text: str, where: str) -> Rank:
+    words = [word.strip() for word in group.split(",")] if group.strip() else []
+    for word in words:
+        if not _CORE_DIM.fullmatch(word):
+            flexible = "?" in word or "|" in word
+            raise ValueError(
+                f"{where}: {text!r} cannot be read at {word!r}; a core dimension is a name or a "
+                f"size{' (optional and broadcastable ones are not supported)' if flexible else ''}"
+            )
+    rank = parse_dims(" ".join(words))
+    return Rank(0, ()) if rank is None else rank
