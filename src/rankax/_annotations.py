@@ -5,142 +5,270 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import functools
-import inspect
-import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 import jaxtyping
+import numpy as np
 
 from rankax._dims import Rank, parse_dims
 from rankax._errors import listed
+from rankax._hints import (
+    Names,
+    UnresolvedError,
+    field_hints,
+    hints_and_names,
+    resolved,
+    stripped,
+)
 from rankax._trees import ByKey, ForEach
 
-__all__ = ["UnresolvedError", "annotated_ranks", "rank_of_annotation"]
+__all__ = ["Unpacked", "UnresolvedError", "annotated_ranks"]
 
 
-class UnresolvedError(Exception):
-    """An annotation is a string that cannot be evaluated where the kernel was written."""
+@dataclasses.dataclass(frozen=True)
+class Unpacked:
+    """The rank tree of all of ``*args`` or ``**kwargs`` together: ``**kwargs: Unpack[Options]``."""
+
+    tree: Any
 
 
-def annotated_ranks(fun: Callable[..., Any]) -> dict[str, Any]:
+def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict[str, Any]:
     """Read a rank tree from every annotation of ``fun``, by parameter name and ``"return"``.
 
     Annotations without arrays are absent. One that cannot be resolved has an `UnresolvedError` in
-    its place, because it matters only where no explicit rank overrides it.
+    its place, because it matters only where no explicit rank stands in for it. A return annotation
+    that declares no one rank is absent too: it would only be checked.
+
+    Parameters
+    ----------
+    fun : callable
+    skip : collection of str
+        Names whose annotation is not read, for another declaration overrides it.
 
     Raises
     ------
     ValueError
         If an annotation holds dimensions that cannot be read, or a union of two ranks.
     """
+    hints, names = hints_and_names(fun)
     ranks: dict[str, Any] = {}
-    for name, hint in _resolved_hints(fun).items():
-        if isinstance(hint, UnresolvedError):
-            ranks[name] = hint
+    for name, hint in hints.items():
+        if name in skip:
             continue
         try:
-            rank = rank_of_annotation(hint)
+            rank = _Reader().rank(hint, names)
+        except UnresolvedError as error:
+            rank = UnresolvedError(f"the annotation of {name}: {error}")
         except ValueError as error:
+            if name == "return":
+                continue
             raise ValueError(f"the annotation of {name}: {error}") from None
         if rank is not None:
             ranks[name] = rank
     return ranks
 
 
-def _resolved_hints(fun: Callable[..., Any]) -> dict[str, Any]:
-    target = fun.func if isinstance(fun, functools.partial) else fun
-    if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
-        target = type(target).__call__
-    raw: dict[str, Any] = getattr(target, "__annotations__", {})
-    if not any(isinstance(hint, str) for hint in raw.values()):
-        return dict(raw)  # the usual case, and forty times cheaper than get_type_hints
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except Exception:  # one bad name spoils all: find out which
-        return {name: _resolve_one(target, name, hint) for name, hint in raw.items()}
+_NUMBERS = (bool, int, float, complex, np.generic)
+_ARRAYS = (jax.Array, np.ndarray)
+_KEYS = set(typing.get_args(jaxtyping.PRNGKeyArray))
+_MOST_KEPT = 256
+_kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
 
 
-def _resolve_one(target: Any, name: str, hint: Any) -> Any:
-    if not isinstance(hint, str):
-        return hint
-    module = sys.modules.get(getattr(inspect.unwrap(target), "__module__", ""))
-    namespace = dict(vars(module)) if module else {}
-    try:
-        return eval(hint, namespace)  # as typing.get_type_hints does, for one annotation
-    except Exception as error:
-        return UnresolvedError(f"the annotation {hint!r} of {name} cannot be resolved ({error})")
+class _Reader:
+    """Turns one annotation into a rank tree.
 
-
-def rank_of_annotation(hint: Any) -> Any:
-    """Turn one annotation into a rank tree; None where it declares no rank.
-
-    Only jaxtyping's introspection (`jaxtyping.AbstractArray` and its ``dim_str``) and `typing`'s
-    are used.
+    Only jaxtyping's introspection (`jaxtyping.AbstractArray` and its ``dim_str``, ``leaftype`` of
+    `jaxtyping.PyTree`) and `typing`'s are used.
     """
-    hint = _stripped(hint)
-    if hint == jaxtyping.PRNGKeyArray:
-        return Rank(0, ())  # it also admits raw uint32[2]; a typed key is one item
-    if _is_array_type(hint):
-        return parse_dims(hint.dim_str)
-    if _is_pytree_type(hint):
-        return _rank_of_pytree(hint.leaftype)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _rank_of_union(args)
-    if origin is tuple:
-        return _rank_of_tuple(args)
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
-        return _or_none(ForEach, rank_of_annotation(args[-1]))
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
-        entry = rank_of_annotation(args[0])
-        return entry if entry is None else ForEach(entry)  # a list is meant, not an array
-    cls = origin if isinstance(origin, type) else hint
-    return _rank_of_fields(cls) if isinstance(cls, type) else None
+
+    def __init__(self) -> None:
+        self.aliases: set[Any] = set()  # being read: none may come again inside itself
+        self.classes: dict[type, ByKey] = {}  # being read: one that comes again is its own entry
+
+    def rank(self, hint: Any, names: Names) -> Any:
+        """Return the rank tree of an annotation; None where it declares no rank."""
+        hint = stripped(resolved(hint, names))
+        if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+            return parse_dims(hint.dim_str)
+        if isinstance(hint, type) and hasattr(hint, "leaftype"):
+            return self._pytree(hint.leaftype, names)
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if hasattr(hint, "__value__"):
+            return self._alias(hint, args, names)
+        if isinstance(hint, typing.TypeVar):
+            return self._type_variable(hint, names)
+        if origin in (typing.Union, types.UnionType):
+            return self._union(args, names)
+        if origin is typing.Unpack:
+            return _unpacked(self.rank(args[0], names))
+        if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
+            tree = self._collection(origin, args, names)
+            return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
+        cls: Any = origin or hint
+        if _has_fields(cls):
+            return self._class(cls, names, dict(zip(_type_parameters(cls), args, strict=False)))
+        return None
+
+    def _pytree(self, leaf: Any, names: Names) -> Rank | None:
+        rank = self.rank(leaf, names)
+        if rank is None or isinstance(rank, Rank):
+            return rank
+        raise ValueError(
+            f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves "
+            "are; give the parameter a rank tree explicitly"
+        )
+
+    def _alias(self, hint: Any, args: tuple[Any, ...], names: Names) -> Any:
+        """Read a ``type X = ...`` statement."""
+        alias = typing.get_origin(hint) or hint
+        if alias in self.aliases:
+            raise ValueError(
+                f"the type {alias.__name__} contains itself, so it does not say at which depth the "
+                "arrays are; give the parameter a rank or a rank tree explicitly"
+            )
+        self.aliases.add(alias)
+        bound = dict(zip(_type_parameters(alias), args, strict=False))
+        try:
+            return self.rank(_substituted(alias.__value__, bound), names)
+        except NameError as error:  # the statement is evaluated only now
+            text = f"the type {alias.__name__} cannot be resolved ({error})"
+            raise UnresolvedError(text) from None
+        finally:
+            self.aliases.discard(alias)
+
+    def _type_variable(self, variable: Any, names: Names) -> Any:
+        if variable.__constraints__:
+            return self._union(variable.__constraints__, names)
+        return None if variable.__bound__ is None else self.rank(variable.__bound__, names)
+
+    def _union(self, members: Sequence[Any], names: Names) -> Any:
+        """Find one rank for all array types of a union; what holds no array has no say."""
+        members = [stripped(resolved(member, names)) for member in members]
+        if set(members) >= _KEYS:
+            # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
+            members = [m for m in members if m not in _KEYS] + [jaxtyping.Key[jax.Array, ""]]
+        ranks: list[Any] = []
+        for member in members:
+            rank = self.rank(member, names)
+            if rank is not None or member in _ARRAYS or _is_array_type(member):
+                ranks.append(rank)
+        numbers = [member for member in members if _is_number(member)]
+        if any(isinstance(rank, Rank) and rank.rank for rank in ranks):
+            ranks += [Rank(0) for _ in numbers]
+        return _common(ranks)
+
+    def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
+        if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
+            entries = tuple(self.rank(arg, names) for arg in args)
+            return entries if any(entry is not None for entry in entries) else None
+        is_mapping = issubclass(origin, collections.abc.Mapping)
+        entry = self.rank(args[-1] if is_mapping else args[0], names)
+        spreads = isinstance(entry, Rank) and (is_mapping or issubclass(origin, tuple))
+        # A rank alone spreads by itself, but over a list of numbers it would mean an array.
+        return entry if entry is None or spreads else ForEach(entry)
+
+    def _class(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
+        """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
+        if cls in self.classes:
+            return self.classes[cls]
+        if cls in _kept and not bound:
+            return _kept[cls]
+        entries: dict[str, Any] = {}
+        is_dict = typing.is_typeddict(cls)
+        node = ByKey(dict if is_dict else cls, entries, _fields_of_subclass)
+        self.classes[cls] = node
+        hints = field_hints(cls, names)
+        for name in _field_names(cls, hints):
+            hint, scope = hints[name]
+            try:
+                entry = self.rank(_substituted(resolved(hint, scope), bound), scope)
+            except UnresolvedError as error:
+                raise UnresolvedError(f"{cls.__name__}.{name}: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{cls.__name__}.{name}: {error}") from None
+            if entry is not None:
+                entries[f"['{name}']" if is_dict else f".{name}"] = entry
+        del self.classes[cls]
+        result = node if _holds_rank(entries, set()) else None
+        if not self.classes and not bound:
+            if len(_kept) >= _MOST_KEPT:
+                _kept.clear()
+            _kept[cls] = result
+        return result
 
 
-def _stripped(hint: Any) -> Any:
-    """Look through ``Annotated``, ``NewType``, ``type X = ...`` and ``Final``."""
-    while True:
-        if typing.get_origin(hint) in (typing.Annotated, typing.Final, typing.ClassVar):
-            hint = typing.get_args(hint)[0]
-        elif isinstance(hint, typing.NewType):
-            hint = hint.__supertype__
-        elif hasattr(hint, "__value__"):
-            hint = hint.__value__
-        else:
-            return hint
+def _fields_of_subclass(cls: type) -> dict[str, Any]:
+    """Read the class that came in place of the annotated one: it may have more fields."""
+    tree = _Reader().rank(cls, Names({}, {}, dict))
+    return {} if tree is None else dict(tree.entries)
+
+
+def _unpacked(tree: Any) -> Unpacked | None:
+    return None if tree is None else Unpacked(tree)
 
 
 def _is_array_type(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
 
 
-def _is_pytree_type(hint: Any) -> bool:
-    return isinstance(hint, type) and hasattr(hint, "leaftype") and hint is not jaxtyping.PyTree
+def _is_number(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, _NUMBERS)
 
 
-def _rank_of_pytree(leaf: Any) -> Rank | None:
-    rank = rank_of_annotation(leaf)
-    if rank is None or isinstance(rank, Rank):
-        return rank
-    raise ValueError(
-        f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves are; "
-        "give the parameter a rank tree explicitly"
+def _type_parameters(generic: Any) -> tuple[Any, ...]:
+    return getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
+
+
+def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
+    """Put the arguments of a generic class or alias in place of its type variables."""
+    if not bound:
+        return hint
+    if isinstance(hint, typing.TypeVar):
+        return bound.get(hint, hint)
+    is_class = isinstance(hint, type) and typing.get_origin(hint) is None
+    parameters = () if is_class else getattr(hint, "__parameters__", ())
+    return hint[tuple(bound.get(p, p) for p in parameters)] if parameters else hint
+
+
+def _has_fields(cls: Any) -> bool:
+    return isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls)
+        or typing.is_typeddict(cls)
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
     )
 
 
-def _or_none(make: Callable[[Any], Any], entry: Any) -> Any:
-    """Spread a tree of ranks over each child; a rank alone spreads by itself."""
-    return entry if entry is None or isinstance(entry, Rank) else make(entry)
+def _field_names(cls: Any, hints: Collection[str]) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        fields = dataclasses.fields(cls)
+        return [f.name for f in fields if f.name in hints and not f.metadata.get("static", False)]
+    known = getattr(cls, "_fields", hints)
+    return [name for name in known if name in hints]
 
 
-def _rank_of_union(members: tuple[Any, ...]) -> Any:
-    """One rank for all array types of a union; what is no array has no say."""
-    ranks = [rank_of_annotation(member) for member in members if not _is_plain(member)]
+def _holds_rank(tree: Any, seen: set[int]) -> bool:
+    """Whether any rank is declared inside; a class that holds itself is looked at once."""
+    if id(tree) in seen:
+        return False
+    seen.add(id(tree))
+    if isinstance(tree, ForEach):
+        return _holds_rank(tree.entry, seen)
+    if isinstance(tree, ByKey):
+        return _holds_rank(tree.entries, seen)
+    if isinstance(tree, dict):
+        return any(_holds_rank(entry, seen) for entry in tree.values())
+    if isinstance(tree, tuple):
+        return any(_holds_rank(entry, seen) for entry in tree)
+    return tree is not None
+
+
+def _common(ranks: list[Any]) -> Any:
+    """Return the one rank that the members of a union share."""
     if len(ranks) <= 1:
         return ranks[0] if ranks else None
     if not all(rank is None or isinstance(rank, Rank) for rank in ranks):
@@ -148,7 +276,7 @@ def _rank_of_union(members: tuple[Any, ...]) -> Any:
             "it is a union of containers, so the ranks cannot be known; give the parameter a rank "
             "tree explicitly, or write two kernels"
         )
-    numbers = {rank.rank if isinstance(rank, Rank) else None for rank in ranks}
+    numbers = {rank.rank if rank is not None else None for rank in ranks}
     if len(numbers) > 1:
         described = ["no rank" if n is None else f"rank {n}" for n in sorted(numbers, key=str)]
         raise ValueError(
@@ -157,53 +285,3 @@ def _rank_of_union(members: tuple[Any, ...]) -> Any:
         )
     same = all(rank == ranks[0] for rank in ranks)
     return ranks[0] if same else Rank(ranks[0].rank)  # "n" | "m": how many, but not which
-
-
-def _is_plain(member: Any) -> bool:
-    """``None``, and the scalars that ``ArrayLike`` brings along."""
-    if member is type(None):
-        return True
-    return not _is_array_type(member) and rank_of_annotation(member) is None
-
-
-def _rank_of_tuple(args: tuple[Any, ...]) -> Any:
-    if len(args) == 2 and args[1] is Ellipsis:
-        return _or_none(ForEach, rank_of_annotation(args[0]))
-    entries = tuple(rank_of_annotation(arg) for arg in args)
-    return entries if any(entry is not None for entry in entries) else None
-
-
-def _rank_of_fields(cls: type) -> Any:
-    """Ranks of a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
-    is_dict = typing.is_typeddict(cls)
-    is_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
-    if not (is_dict or is_tuple or dataclasses.is_dataclass(cls)):
-        return None
-    entries = _field_entries(cls, "['{}']" if is_dict else ".{}")
-    return ByKey(dict if is_dict else cls, entries) if entries else None
-
-
-@functools.lru_cache(maxsize=256)  # a class is read once however many kernels take it
-def _field_entries(cls: type, key: str) -> dict[str, Any]:
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    static = {field.name for field in fields if field.metadata.get("static", False)}
-    entries = {
-        key.format(name): rank_of_annotation(hint)
-        for name, hint in _class_hints(cls).items()
-        if name not in static
-    }
-    return {name: rank for name, rank in entries.items() if rank is not None}
-
-
-def _class_hints(cls: type) -> dict[str, Any]:
-    """Resolve the fields that can be; others (imported for a type checker only) hold no arrays."""
-    try:
-        return typing.get_type_hints(cls, include_extras=True)
-    except Exception:  # one bad name spoils all
-        hints: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            for name, hint in vars(base).get("__annotations__", {}).items():
-                resolved = _resolve_one(base, name, hint)
-                if not isinstance(resolved, UnresolvedError):
-                    hints[name] = resolved
-        return hints

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Dim", "Rank", "bind_sizes", "parse_dims"]
+from rankax._errors import listed
+
+__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "parse_dims", "shortened"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +49,15 @@ class Rank:
         return f'"{" ".join(dim.text for dim in self.dims)}"'
 
 
+_ANY_SHAPE = ("...", "*_")
 _FIXED = re.compile(r"(?:[A-Za-z_]\w*=)?(\d+)")
 
 
 def parse_dims(text: str) -> Rank | None:
     """Read a dimension string: ``"n 3"``, ``""``, ``"*batch n 3"``, ``"... 3"``.
 
-    The words are jaxtyping's. A leading variadic stands for the batch axes and counts for nothing;
-    alone it means that no rank is declared (``None``).
+    The words are jaxtyping's. A leading variadic stands for the batch axes and counts for nothing,
+    so that ``"*batch"`` is a scalar. ``"..."`` alone means that no rank is declared (``None``).
 
     Raises
     ------
@@ -62,10 +65,10 @@ def parse_dims(text: str) -> Rank | None:
         If a word cannot be a dimension, or a variadic does not come first.
     """
     words = text.split()
+    if len(words) == 1 and words[0] in _ANY_SHAPE:
+        return None
     if words and _is_variadic(words[0]):
         words = words[1:]
-        if not words:
-            return None
     if any(_is_variadic(word) for word in words):
         raise ValueError(
             f"the dimensions {text!r} have a variadic that is not the first word; batch axes lead, "
@@ -108,10 +111,17 @@ def _parse_dim(word: str, text: str) -> Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Clash:
-    """One dimension that disagrees: which leaves show it, and the sentence that says so."""
+    """One dimension that disagrees: the leaves that show each size, and what is wrong in words."""
 
-    leaves: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     sentence: str
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Join names by commas; of many, a few and how many more."""
+    if len(names) <= 6:
+        return ", ".join(names)
+    return f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
 def bind_sizes(
@@ -146,19 +156,26 @@ def _bind_names(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]
             sizes[name] = next(iter(by_size))
         if len(by_size) > 1:
             parts = [
-                f"{size} ({', '.join(leaf for _, leaf in found) or 'the arguments'})"
+                f"{size} ({shortened([leaf for _, leaf in found]) or 'the arguments'})"
                 for size, found in by_size.items()
             ]
-            where = tuple(i for found in by_size.values() for i, _ in found)
-            clashes.append(Clash(where, f"Dimension {name} is {' and '.join(parts)}."))
+            groups = tuple(tuple(i for i, _ in found) for found in by_size.values())
+            clashes.append(Clash(groups, f"Dimension {name} is {listed(parts)}."))
     return clashes
 
 
 def _check_others(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
-    clashes: list[Clash] = []
+    wrong: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
     for i, leaf, size, dim in declared:
         expected = None if dim.name is not None else dim.expected(sizes)
         if expected is not None and size != expected and not (dim.stretches and size == 1):
-            value = "" if dim.text.lstrip("#") == str(expected) else f" = {expected}"
-            clashes.append(Clash((i,), f"{leaf} has {size} where {dim.text}{value} is declared."))
+            wrong.setdefault((dim.text.lstrip("#"), expected, size), []).append((i, leaf))
+    clashes: list[Clash] = []
+    for (text, expected, size), found in wrong.items():
+        value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
+        leaves = shortened([leaf for _, leaf in found])
+        group = tuple(i for i, _ in found)
+        clashes.append(
+            Clash((group,), f"A dimension declared as {text}{value} is {size} ({leaves}).")
+        )
     return clashes

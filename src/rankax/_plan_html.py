@@ -1,19 +1,113 @@
 # SPDX-License-Identifier: MIT
-"""A plan as a small picture, for a notebook."""
+"""A plan as a small picture, for a notebook.
+
+A table without scripts: its colours are translucent over whatever background the notebook has, and
+its text takes the notebook's colour, so that it is readable on a light and on a dark page.
+"""
 
 from __future__ import annotations
 
-import html
+from html import escape
 from typing import TYPE_CHECKING
 
-from rankax._plan_text import plan_text
+from rankax._errors import plural
+from rankax._plan_text import axis_cells, summary
 
 if TYPE_CHECKING:
-    from rankax._plan import BatchPlan
+    from rankax._plan import BatchPlan, LeafPlan, Level
 
 __all__ = ["plan_html"]
 
+_STYLE = """
+.rankax-plan { max-width: 100%; overflow-x: auto; color: inherit; font-size: 13px;
+  line-height: 1.35; }
+.rankax-plan p { margin: 0 0 6px; text-align: left; }
+.rankax-plan table { border-collapse: separate; border-spacing: 2px; width: auto; margin: 0;
+  border: 0; background: none; color: inherit; font-size: inherit; }
+.rankax-plan th, .rankax-plan td { border: 0; padding: 2px 6px; background: none; color: inherit;
+  font-weight: normal; text-align: left; white-space: nowrap; vertical-align: middle; }
+.rankax-plan tbody th { max-width: min(24em, 36vw); white-space: normal; overflow-wrap: anywhere; }
+.rankax-plan thead th { opacity: .7; }
+.rankax-plan code { background: none; border: 0; padding: 0; color: inherit; font-size: inherit; }
+.rankax-plan td.axis { min-width: 22px; text-align: center; border-radius: 3px;
+  font-variant-numeric: tabular-nums; }
+.rankax-plan .mapped { background: rgba(60, 130, 230, .32); }
+.rankax-plan .stretched { background: repeating-linear-gradient(135deg,
+  rgba(225, 140, 30, .45) 0 3px, rgba(225, 140, 30, .12) 3px 8px); }
+.rankax-plan .absent { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .35); opacity: .6; }
+.rankax-plan tr.batch th, .rankax-plan tr.batch td { font-weight: bold; }
+.rankax-plan tr.batch td.axis { box-shadow: inset 0 0 0 1px currentColor; }
+.rankax-plan td.span { height: 8px; padding: 0; }
+.rankax-plan td.span div { height: 5px; border: 1.5px solid currentColor; border-top: 0;
+  opacity: .6; }
+.rankax-plan p.key { margin: 6px 0 0; opacity: .8; }
+.rankax-plan p.key .item { display: inline-block; margin-right: 12px; white-space: nowrap; }
+.rankax-plan p.key .item span { display: inline-block; min-width: 16px; text-align: center;
+  padding: 0 4px; border-radius: 3px; }
+"""
+
 
 def plan_html(plan: BatchPlan) -> str:
-    """Draw a plan."""
-    return f"<pre>{html.escape(plan_text(plan))}</pre>"
+    """Draw a plan: a row per leaf with its batch axes as aligned columns, the levels below."""
+    parts = [f"<p>{_summary(plan)}</p>"]
+    if plan.leaves:
+        parts.append(_table(plan))
+    if plan.batch_shape:
+        parts.append(_key(plan))
+    return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _summary(plan: BatchPlan) -> str:
+    return f"<code>{escape(plan.kernel)}</code>{escape(summary(plan)[len(plan.kernel) :])}"
+
+
+def _table(plan: BatchPlan) -> str:
+    axes = len(plan.batch_shape)
+    over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
+    head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
+    rows = [_leaf_row(leaf, plan.batch_shape) for leaf in plan.leaves]
+    if axes:
+        sizes = "".join(f'<td class="axis">{size}</td>' for size in plan.batch_shape)
+        rows.append(f'<tr class="batch"><th scope="row">batch</th>{sizes}<td></td></tr>')
+    rows += [_level_row(level, axes) for level in plan.levels]
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _leaf_row(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> str:
+    cells = "".join(_axis_cell(text) for text in axis_cells(leaf, batch_shape))
+    core = f"<code>{escape(str(leaf.core_shape))}</code>"
+    if leaf.declared.startswith('"') and leaf.declared != '""':  # names say more than the count
+        core += f" <code>{escape(leaf.declared)}</code>"
+    return f'<tr><th scope="row"><code>{escape(leaf.path)}</code></th>{cells}<td>{core}</td></tr>'
+
+
+def _axis_cell(text: str) -> str:
+    kind = "absent" if text == "-" else "stretched" if text.endswith("*") else "mapped"
+    return f'<td class="axis {kind}">{escape(text.rstrip("*").replace("-", "–"))}</td>'
+
+
+def _level_row(level: Level, axes: int) -> str:
+    """Bracket the axes that one map covers, and say how."""
+    first, last = level.axes[0], level.axes[-1]
+    how = "vmap" if level.tile == level.size else f"{plural(level.steps, 'chunk')} of {level.tile}"
+    before, after = "<td></td>" * first, "<td></td>" * (axes - 1 - last)
+    span = f'<td class="span" colspan="{last - first + 1}"><div></div></td>'
+    return f"<tr><th></th>{before}{span}{after}<td>{how} over {level.size}</td></tr>"
+
+
+def _key(plan: BatchPlan) -> str:
+    """Explain the kinds of cell that this plan shows."""
+    kinds = {
+        "mapped": ("n", "mapped"),
+        "stretched": ("1", "stretched, not copied"),
+        "absent": ("–", "absent, not copied"),
+    }
+    cells = "".join(
+        _axis_cell(c) for leaf in plan.leaves for c in axis_cells(leaf, plan.batch_shape)
+    )
+    shown = [
+        f'<span class="item"><span class="{kind}">{sign}</span> {meaning}</span>'
+        for kind, (sign, meaning) in kinds.items()
+        if f"axis {kind}" in cells
+    ]
+    return f'<p class="key">{" ".join(shown)}</p>'

@@ -10,39 +10,53 @@ from rankax._errors import plural
 if TYPE_CHECKING:
     from rankax._plan import BatchPlan, LeafPlan, Level
 
-__all__ = ["axis_cells", "level_sentence", "plan_text", "summary"]
+__all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary"]
 
 
 def plan_text(plan: BatchPlan) -> str:
     """Word a plan: a summary, a row per leaf with its batch axes in columns, a line per level."""
-    header = ["leaf", "shape", "rank", *(["batch axes"] if plan.batch_shape else [])]
-    rows = [
-        [leaf.path, str(leaf.shape), leaf.declared, *axis_cells(leaf, plan.batch_shape)]
-        for leaf in plan.leaves
-    ]
-    total = ["", "", "", *(str(size) for size in plan.batch_shape)]
-    columns = len(total)
-    widths = [max((len(row[i]) for row in [*rows, total]), default=0) for i in range(columns)]
-    widths[:3] = [max(width, len(name)) for width, name in zip(widths, header, strict=False)]
-
-    def line(cells: list[str]) -> str:
-        left = [cell.ljust(width) for cell, width in zip(cells[:3], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=False)]
-        return ("  " + "  ".join([*left, *right])).rstrip()
-
-    lines = [summary(plan), line(header[:3]) + ("  batch axes" if plan.batch_shape else "")]
-    lines += [line(row) for row in rows]
-    lines += [f"  {level_sentence(plan, level)}" for level in plan.levels]
-    return "\n".join(lines)
+    parts = [summary(plan)]
+    if plan.leaves:
+        parts.append("\n".join(_leaf_table(plan)))
+    if notes := [*level_sentences(plan), *legend(plan)]:
+        parts.append("\n".join(f"  {line}" for line in notes))
+    return "\n\n".join(parts)
 
 
 def summary(plan: BatchPlan) -> str:
     """Say in one line what the call amounts to."""
-    amount = (
+    if not plan.leaves:
+        return f"{plan.kernel}: no argument with a rank, so the kernel is simply called"
+    if not plan.batch_shape:
+        return f"{plan.kernel}: no batch axes, so the kernel is simply called"
+    return (
+        f"{plan.kernel}: batch shape {plan.batch_shape}, "
         f"{plural(plan.evaluations, 'evaluation')}, {plan.in_flight} in flight, "
         f"{plural(plan.steps, 'step')}"
     )
-    return f"{plan.kernel}: batch {plan.batch_shape}, {amount}"
+
+
+def _leaf_table(plan: BatchPlan) -> list[str]:
+    """Align the leaves: words to the left, lengths to the right, as digits are read."""
+    head = ["leaf", "shape", "rank", "core"]
+    rows = [
+        [leaf.path, str(leaf.shape), leaf.declared, str(leaf.core_shape)] for leaf in plan.leaves
+    ]
+    cells = [axis_cells(leaf, plan.batch_shape) for leaf in plan.leaves]
+    if plan.batch_shape:
+        rows.append(["batch", str(plan.batch_shape), "", ""])
+        cells.append([str(size) for size in plan.batch_shape])
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    axes = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    def line(words: list[str], lengths: list[str]) -> str:
+        left = [word.ljust(width) for word, width in zip(words, widths, strict=True)]
+        right = [length.rjust(width) for length, width in zip(lengths, axes, strict=True)]
+        return "  " + "  ".join([*left, " ".join(right)]).rstrip()
+
+    title = line(head, [""] * len(axes))
+    title = title.ljust(sum(widths) + 2 * len(widths) + 2) + "batch axes" if axes else title
+    return [title, *(line(words, lengths) for words, lengths in zip(rows, cells, strict=True))]
 
 
 def axis_cells(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> list[str]:
@@ -52,10 +66,25 @@ def axis_cells(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> list[str]:
     return ["-"] * absent + [f"{n}*" if n != size else str(n) for n, size in present]
 
 
-def level_sentence(plan: BatchPlan, level: Level) -> str:
-    """Say what one level does: its axes, its tile, the leaves it maps."""
+def level_sentences(plan: BatchPlan) -> list[str]:
+    """Say what each level does, outermost first: its axes, its tile, the leaves it maps."""
+    return [_level_sentence(plan, level) for level in plan.levels]
+
+
+def _level_sentence(plan: BatchPlan, level: Level) -> str:
     paths = [leaf.path for leaf, mapped in zip(plan.leaves, level.mapped, strict=True) if mapped]
-    noun = "axis" if len(level.axes) == 1 else "axes"
+    shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
     axes = ", ".join(str(axis) for axis in level.axes)
-    how = "vmap" if level.tile == level.size else f"chunks of {level.tile}"
-    return f"{noun} {axes}: {how} over {level.size} of {', '.join(paths)}"
+    where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
+    how = f"vmap over {level.size}"
+    if level.tile != level.size:
+        how = f"{plural(level.steps, 'chunk')} of {level.tile} over {level.size}"
+    return f"{where}: {how}, mapping {', '.join(shown)}"
+
+
+def legend(plan: BatchPlan) -> list[str]:
+    """Explain the signs that this plan shows."""
+    cells = {cell for leaf in plan.leaves for cell in axis_cells(leaf, plan.batch_shape)}
+    signs = ["1* stretched"] if "1*" in cells else []
+    signs += ["- absent"] if "-" in cells else []
+    return [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []

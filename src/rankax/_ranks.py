@@ -12,12 +12,12 @@ import difflib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
-from rankax._annotations import UnresolvedError, annotated_ranks
+from rankax._annotations import Unpacked, UnresolvedError, annotated_ranks
 from rankax._dims import Rank, parse_dims
 from rankax._errors import function_name, plural
 from rankax._trees import ForEach, governed, spread_prefix
@@ -72,7 +72,8 @@ def declare(
     else:
         bound = _bind(ranks, named_ranks, signature, where)
         explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
-    annotated = _from_annotations(fun, explicit, signature, where)
+    overridden = explicit.keys() | ({"return"} if outputs is not None else set())
+    annotated = _from_annotations(fun, overridden, signature, where)
     _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
@@ -106,6 +107,8 @@ def _is_rank(entry: Any) -> bool:
 
 def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     """``*args`` and ``**kwargs`` arrive as one container, and a rank holds for each item."""
+    if isinstance(tree, Unpacked):
+        return tree.tree
     many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return ForEach(tree) if many and not _is_rank(tree) else tree
 
@@ -199,16 +202,16 @@ def _check_options(
 
 
 def _from_annotations(
-    fun: Callable[..., Any], explicit: Mapping[str, Any], signature: inspect.Signature, where: str
+    fun: Callable[..., Any], overridden: Collection[str], signature: inspect.Signature, where: str
 ) -> dict[str, Any]:
     try:
-        annotated = annotated_ranks(fun)
+        annotated = annotated_ranks(fun, skip=overridden)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     for name, rank in list(annotated.items()):
         if not isinstance(rank, UnresolvedError):
             continue
-        if not explicit and name in signature.parameters:
+        if not overridden and name in signature.parameters:
             raise TypeError(
                 f"{where}: {rank}; give the parameter its rank explicitly "
                 f"({name}=None leaves it untouched)"

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankax._dims import Rank, bind_sizes
+from rankax._dims import Rank, bind_sizes, shortened
 from rankax._errors import (
     BatchShapeError,
     CoreDimensionError,
@@ -42,10 +42,14 @@ class Item:
         return self.shape[len(self.shape) - self.rank.rank :]
 
 
+_MOST_ROWS = 16  # of a table; with more, the rows that clash and some context are shown
+_EXAMPLES = 4  # of each side of a clash, where not all rows are shown
+
+
 @dataclasses.dataclass(frozen=True)
 class _Clash:
     error: type[ValueError]
-    marked: frozenset[int]
+    groups: tuple[tuple[int, ...], ...]  # of items that agree among themselves
     sentence: str
 
 
@@ -59,25 +63,42 @@ def check_items(fun: Callable[..., Any], items: Sequence[Item], sizes: dict[str,
     """
     short = [i for i, item in enumerate(items) if len(item.shape) < item.rank.rank]
     whole = [i for i in range(len(items)) if i not in short]
-    clashes = [_Clash(RankError, frozenset([i]), _too_few_axes(items[i])) for i in short]
-    core = bind_sizes([(items[i].path, items[i].core, items[i].rank) for i in whole], sizes)
-    clashes += [
-        _Clash(CoreDimensionError, frozenset(whole[i] for i in clash.leaves), clash.sentence)
-        for clash in core
-    ]
-    batch_shape, clash = _broadcast([(i, items[i]) for i in whole])
-    clashes += [clash] if clash else []
-    if clashes:
-        raise _error(fun, items, clashes)
+    core = _core_clashes(items, whole, sizes, lambda item: item.core)
+    batch_shape, batch = _broadcast([(i, items[i]) for i in whole])
+    if short or core or batch:
+        few = _too_few_axes(items, short, sizes) if short else []
+        only_batch = len(batch) == 1 and not short and not core
+        raise _error(
+            fun, items, [*few, *core, *(_with_hint(items, batch) if only_batch else batch)]
+        )
     return batch_shape
 
 
+def _core_clashes(
+    items: Sequence[Item],
+    positions: Sequence[int],
+    sizes: dict[str, int],
+    core: Callable[[Item], Shape],
+) -> list[_Clash]:
+    found = bind_sizes([(items[i].path, core(items[i]), items[i].rank) for i in positions], sizes)
+    return [
+        _Clash(
+            CoreDimensionError,
+            tuple(tuple(positions[i] for i in group) for group in clash.groups),
+            clash.sentence,
+        )
+        for clash in found
+    ]
+
+
+_SUMMARIES: dict[type[ValueError], str] = {
+    RankError: "an argument has fewer axes than its rank",
+    CoreDimensionError: "the core dimensions disagree",
+    BatchShapeError: "the batch axes do not broadcast together",
+}
+
+
 def _error(fun: Callable[..., Any], items: Sequence[Item], clashes: list[_Clash]) -> ValueError:
-    summaries: dict[type[ValueError], str] = {
-        RankError: "an argument has fewer axes than its rank",
-        CoreDimensionError: "the core dimensions disagree",
-        BatchShapeError: "the batch axes do not broadcast together",
-    }
     kinds = list(dict.fromkeys(clash.error for clash in clashes))
     rows = [
         (
@@ -88,31 +109,68 @@ def _error(fun: Callable[..., Any], items: Sequence[Item], clashes: list[_Clash]
         )
         for item in items
     ]
-    marked = frozenset[int]().union(*(clash.marked for clash in clashes))
     return kinds[0](
-        f"{function_location(fun)}: {listed([summaries[kind] for kind in kinds])}\n\n"
-        + table(("argument", "shape", "rank", "batch axes"), rows, marked)
+        f"{function_location(fun)}: {listed([_SUMMARIES[kind] for kind in kinds])}\n\n"
+        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, clashes)
         + "\n\n"
         + "\n".join(clash.sentence for clash in clashes)
     )
 
 
-def _too_few_axes(item: Item) -> str:
-    missing = item.rank.rank - len(item.shape)
+def _marked_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], clashes: Sequence[_Clash]
+) -> str:
+    """Mark the rows that clash; of very many rows, show some of each side and count the others."""
+    groups = [group for clash in clashes for group in clash.groups]
+    marked = {i for group in groups for i in group}
+    shown = range(len(rows))
+    if len(rows) > _MOST_ROWS:
+        shown = sorted({i for group in groups for i in group[:_EXAMPLES]} | {0, len(rows) - 1})
+    position = {row: at for at, row in enumerate(shown)}
+    text = table(header, [rows[i] for i in shown], {position[i] for i in marked if i in position})
+    first, *lines = text.split("\n")
+    body: list[str] = [first]
+    for line, i, previous in zip(lines, shown, [-1, *shown], strict=False):
+        hidden = range(previous + 1, i)
+        if hidden:
+            clash = sum(row in marked for row in hidden)
+            part = f", {clash} of which clash" if clash else ""
+            also = " that clash" if clash == len(hidden) else part
+            body.append(f"    ... {len(hidden)} more{also}")
+        body.append(line)
+    return "\n".join(body)
+
+
+def _too_few_axes(
+    items: Sequence[Item], short: Sequence[int], sizes: dict[str, int]
+) -> list[_Clash]:
+    sentences = [_too_few(items[i], sizes) for i in short]
+    if len(sentences) > _EXAMPLES:
+        count = len(sentences) - _EXAMPLES
+        rest = f"And {plural(count, 'leaf')} more with too few axes."
+        sentences = [*sentences[:_EXAMPLES], rest]
+    return [_Clash(RankError, (tuple(short),), "\n".join(sentences))]
+
+
+def _too_few(item: Item, sizes: dict[str, int]) -> str:
     sentence = (
         f"{item.path} has {plural(len(item.shape), 'axis')}, but its rank {item.rank} needs "
         f"{item.rank.rank}"
     )
-    if missing == 1 and _would_fit((1, *item.shape), item.rank):
+    # A vector where a matrix is due most likely lacks an axis; a number could be a mistake of any
+    # kind, and has no [None].
+    one_missing = item.shape and item.rank.rank - len(item.shape) == 1
+    if one_missing and _would_fit((1, *item.shape), item.rank, sizes):
         return f"{sentence}; did you mean {item.path}[None]?"
     return f"{sentence}."
 
 
-def _would_fit(core: Shape, rank: Rank) -> bool:
-    return all(dim.size in (None, size) for size, dim in zip(core, rank.dims or (), strict=False))
+def _would_fit(core: Shape, rank: Rank, sizes: dict[str, int]) -> bool:
+    declared = zip(core, rank.dims or (), strict=rank.dims is not None)
+    return all(dim.expected(sizes) in (None, size) for size, dim in declared)
 
 
-def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, _Clash | None]:
+def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, list[_Clash]]:
     """Broadcast the batch axes by NumPy's rules; report every axis that has two lengths."""
     width = max((len(item.batch) for _, item in items), default=0)
     shape: list[int] = []
@@ -125,26 +183,30 @@ def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, _Clash | None]:
         shape.append(next(iter(lengths), 1))
         if len(lengths) > 1:
             clashing[axis] = lengths
-    if not clashing:
-        return tuple(shape), None
-    sentences = [
-        f"Batch axis {axis} is "
-        + listed([f"{n} ({', '.join(it.path for _, it in who)})" for n, who in lengths.items()])
-        + "."
+    clashes = [
+        _Clash(
+            BatchShapeError,
+            tuple(tuple(i for i, _ in who) for who in lengths.values()),
+            f"Batch axis {axis} is "
+            + listed(
+                [f"{n} ({shortened([it.path for _, it in who])})" for n, who in lengths.items()]
+            )
+            + ".",
+        )
         for axis, lengths in clashing.items()
     ]
-    found = [pair for lengths in clashing.values() for who in lengths.values() for pair in who]
-    hint = _outer_hint({item.path: item for _, item in found})
-    marked = frozenset(i for i, _ in found)
-    return (), _Clash(BatchShapeError, marked, " ".join([*sentences, *hint]))
+    return tuple(shape), clashes
 
 
-def _outer_hint(found: dict[str, Item]) -> list[str]:
-    """Two leaves with one batch axis each were most likely meant as an outer product."""
-    if len(found) != 2 or any(len(item.batch) != 1 for item in found.values()):
-        return []
-    first, second = found.values()
-    return [f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."]
+def _with_hint(items: Sequence[Item], clashes: list[_Clash]) -> list[_Clash]:
+    """Two leaves with one batch axis each were perhaps meant as an outer product."""
+    (clash,) = clashes
+    involved = [items[i] for group in clash.groups for i in group]
+    if len(involved) != 2 or any(len(item.batch) != 1 for item in involved):
+        return clashes
+    first, second = (item.path for item in involved)
+    hint = f"To combine every {first} with every {second}, pass {first}[:, None]."
+    return [dataclasses.replace(clash, sentence=f"{clash.sentence}\n{hint}")]
 
 
 def output_error(
@@ -152,23 +214,23 @@ def output_error(
 ) -> CoreDimensionError | None:
     """Compare what a kernel returned for one item with what it declares."""
     wrong = [i for i, item in enumerate(items) if len(item.shape) != item.rank.rank]
-    sentences = [
-        f"{items[i].path} has {plural(len(items[i].shape), 'axis')} where the rank "
-        f"{items[i].rank} declares {items[i].rank.rank}."
+    clashes = [
+        _Clash(
+            CoreDimensionError,
+            ((i,),),
+            f"{items[i].path} has {plural(len(items[i].shape), 'axis')}, but its rank "
+            f"{items[i].rank} declares {items[i].rank.rank}.",
+        )
         for i in wrong
     ]
-    marked = set(wrong)
-    whole = [i for i in range(len(items)) if i not in marked]
-    known = dict(sizes)
-    for clash in bind_sizes([(items[i].path, items[i].shape, items[i].rank) for i in whole], known):
-        marked.update(whole[i] for i in clash.leaves)
-        sentences.append(clash.sentence)
-    if not sentences:
+    whole = [i for i in range(len(items)) if i not in wrong]
+    clashes += _core_clashes(items, whole, dict(sizes), lambda item: item.shape)
+    if not clashes:
         return None
     rows = [(item.path, str(item.shape), str(item.rank)) for item in items]
     return CoreDimensionError(
         f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
-        + table(("output", "shape", "rank"), rows, marked)
+        + _marked_table(("output", "shape", "rank"), rows, clashes)
         + "\n\n"
-        + "\n".join(sentences)
+        + "\n".join(clash.sentence for clash in clashes)
     )

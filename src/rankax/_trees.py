@@ -23,6 +23,7 @@ class ByKey:
 
     cls: type
     entries: Mapping[str, Any]  # by the key as a path prints it: ".rotation", "['mass']"
+    of_subclass: Callable[[type], Mapping[str, Any]]  # the entries, where a subclass came
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +82,11 @@ def _paired(prefix: Any, tree: Any, name: str, what: str) -> list[tuple[str, Any
     if isinstance(prefix, ForEach):
         return [(key, child, prefix.entry) for key, child in children.items()]
     if isinstance(prefix, ByKey):
-        if not isinstance(tree, prefix.cls) or not children:
+        if not isinstance(tree, prefix.cls) or not _has_named_fields(tree, children):
             raise ValueError(_not_an_instance(prefix.cls, tree, name))
-        return [(key, child, prefix.entries.get(key)) for key, child in children.items()]
+        is_same = type(tree) is prefix.cls or isinstance(tree, dict)
+        fields = prefix.entries if is_same else prefix.of_subclass(type(tree))
+        return [(key, child, fields.get(key)) for key, child in children.items()]
     entries = _children(prefix)
     if type(prefix) is not type(tree) or entries.keys() != children.keys():
         raise ValueError(_misfit(prefix, tree, entries, children, name, what))
@@ -96,13 +99,22 @@ def _children(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): child for path, child in pairs if path}
 
 
+def _has_named_fields(tree: Any, children: dict[str, Any]) -> bool:
+    """Whether JAX's paths into ``tree`` name its fields; a leaf, or a flat index, does not."""
+    if jax.tree_util.all_leaves([tree]):
+        return False
+    return isinstance(tree, dict) or all(key.startswith(".") for key in children)
+
+
 def _not_an_instance(cls: type, tree: Any, name: str) -> str:
+    came = type(tree).__name__
     if not isinstance(tree, cls):
-        return f"{name} is annotated as {cls.__name__}, but it is {type(tree).__name__}"
-    return (
-        f"{name} is {cls.__name__}, which JAX does not know as a pytree; register it, for "
-        "instance with jax.tree_util.register_dataclass"
-    )
+        return f"{name} is annotated as {cls.__name__}, but it is {came}"
+    if jax.tree_util.all_leaves([tree]):
+        unknown = f"{name} is {came}, which JAX does not know as a pytree; register it"
+    else:
+        unknown = f"{name} is {came}, which JAX knows as a pytree without field names; register it"
+    return f"{unknown} with jax.tree_util.register_dataclass"
 
 
 def _misfit(
