@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: MIT
+"""The programs in ``examples/``: their kernels against other methods, and what they write."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import planets
+import rays
+from rankax import auto_vmap
+
+# A second copy of JPL's Table 1, in the layout of the page that planets.py cites.
+TABLE_1 = """
+Mercury   0.38709927      0.20563593      7.00497902      252.25032350     77.45779628     48.33076593
+          0.00000037      0.00001906     -0.00594749   149472.67411175      0.16047689     -0.12534081
+Venus     0.72333566      0.00677672      3.39467605      181.97909950    131.60246718     76.67984255
+          0.00000390     -0.00004107     -0.00078890    58517.81538729      0.00268329     -0.27769418
+EM Bary   1.00000261      0.01671123     -0.00001531      100.46457166    102.93768193      0.0
+          0.00000562     -0.00004392     -0.01294668    35999.37244981      0.32327364      0.0
+Mars      1.52371034      0.09339410      1.84969142       -4.55343205    -23.94362959     49.55953891
+          0.00001847      0.00007882     -0.00813131    19140.30268499      0.44441088     -0.29257343
+Jupiter   5.20288700      0.04838624      1.30439695       34.39644051     14.72847983    100.47390909
+         -0.00011607     -0.00013253     -0.00183714     3034.74612775      0.21252668      0.20469106
+Saturn    9.53667594      0.05386179      2.48599187       49.95424423     92.59887831    113.66242448
+         -0.00125060     -0.00050991      0.00193609     1222.49362201     -0.41897216     -0.28867794
+Uranus   19.18916464      0.04725744      0.77263783      313.23810451    170.95427630     74.01692503
+         -0.00196176     -0.00004397     -0.00242939      428.48202785      0.40805281      0.04240589
+Neptune  30.06992276      0.00859048      1.77004347      -55.12002969     44.96476227    131.78422574
+          0.00026291      0.00005105      0.00035372      218.45945325     -0.32241464     -0.00508664
+"""  # noqa: E501
+
+
+@pytest.fixture
+def x64_off_again():
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def x64(x64_off_again):
+    jax.config.update("jax_enable_x64", True)
+
+
+def test_importing_the_examples_changes_nothing():
+    program = (
+        "import sys, jax, planets, rays; "
+        "print(jax.config.jax_enable_x64, 'matplotlib' in sys.modules, 'astropy' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "False False False\n"
+
+
+# Planets.
+
+
+def numpy_position(elements, t):
+    """One planet at one time by way of the true anomaly and the argument of latitude."""
+    a, e, inclination, longitude, perihelion, node = elements[:6] + elements[6:] * t
+    mean = np.deg2rad((longitude - perihelion) % 360)
+    eccentric = mean
+    for _ in range(60):  # a contraction by e <= 0.21
+        eccentric = mean + e * np.sin(eccentric)
+    true = 2 * np.arctan2(
+        np.sqrt(1 + e) * np.sin(eccentric / 2), np.sqrt(1 - e) * np.cos(eccentric / 2)
+    )
+    distance = a * (1 - e**2) / (1 + e * np.cos(true))
+    inclination, node = np.deg2rad(inclination), np.deg2rad(node)
+    latitude = true + np.deg2rad(perihelion) - node
+    flat = np.sin(latitude) * np.cos(inclination)
+    return distance * np.array(
+        [
+            np.cos(node) * np.cos(latitude) - np.sin(node) * flat,
+            np.sin(node) * np.cos(latitude) + np.cos(node) * flat,
+            np.sin(latitude) * np.sin(inclination),
+        ]
+    )
+
+
+def test_elements_are_the_published_ones():
+    numbers = np.array([float(n) for n in re.findall(r"-?\d+\.\d+", TABLE_1)])
+    np.testing.assert_array_equal(planets.ELEMENTS, numbers.reshape(8, 12))
+    names = re.findall(r"(?m)^[A-Z]\D*[a-z]", TABLE_1.replace("EM Bary", "Earth-Moon"))
+    assert tuple(names) == planets.PLANETS
+
+
+@pytest.mark.usefixtures("x64")
+def test_position_agrees_with_a_numpy_loop():
+    t = np.linspace(-2, 0.5, 23)
+    expected = [[numpy_position(row, time) for time in t] for row in planets.ELEMENTS]
+    actual = planets.position(planets.ELEMENTS[:, None], t)
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("shape", "t_axis"), [((5,), None), ((8, 5), 0)])
+def test_position_is_its_vmaps_nested_by_hand(shape, t_axis):
+    t = np.random.default_rng(0).uniform(-2, 0.5, shape)
+    kernel = planets.position.__wrapped__
+    by_hand = jax.vmap(jax.vmap(kernel, (None, 0)), (0, t_axis))(planets.ELEMENTS, t)
+    actual = planets.position(planets.ELEMENTS[:, None], t)
+    np.testing.assert_array_equal(actual, by_hand)
+
+
+@pytest.mark.usefixtures("x64")
+def test_position_is_as_near_to_astropy_as_the_table_is_to_the_sky():
+    t = np.linspace(-2, 0.5, 1001)
+    ours = np.asarray(planets.position(planets.ELEMENTS[:, None], t))
+    error = planets.angle(ours, planets.astropy_position(t))
+    # Largest angles over 20001 times. Against JPL's DE421, which is far better than either, the
+    # table has nearly the same: 32, 28, 23, 101, 516, 739, 113 and 60 arcseconds after 1900.
+    assert np.all(error.max(axis=1) < [31, 28, 25, 104, 516, 657, 148, 66])
+    rms = np.sqrt(np.mean(error**2, axis=1))
+    assert np.all(rms[:6] < planets.NOMINAL[:6])
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_last_planets_elements_leave_the_swing_of_the_sun_out():
+    """What ``planets.main`` says of the two planets that it finds worse than published."""
+    from astropy.coordinates import get_body_barycentric, solar_system_ephemeris
+    from astropy.time import Time
+
+    t = np.linspace(-0.99, 0.5, 501)  # the years for which astropy's Sun is good
+    with solar_system_ephemeris.set("builtin"):
+        when = Time(2451545.0, 36525 * t, format="jd", scale="tdb")
+        sun = get_body_barycentric("sun", when).xyz.to_value("au")
+    swing = np.linalg.norm(sun, axis=0).max()
+    assert 0.009 < swing < 0.011
+    obliquity = np.deg2rad(84381.448 / 3600)
+    turn = np.array(
+        [
+            [1, 0, 0],
+            [0, np.cos(obliquity), np.sin(obliquity)],
+            [0, -np.sin(obliquity), np.cos(obliquity)],
+        ]
+    )
+    ours = np.asarray(planets.position(planets.ELEMENTS[7], t))
+    from_sun = planets.astropy_position(t)[7]
+    from_barycentre = from_sun + (turn @ sun).T
+    assert planets.angle(ours, from_sun).max() > 50
+    assert planets.angle(ours, from_barycentre).max() < planets.NOMINAL[7] + planets.REFERENCE[7]
+
+
+def test_position_needs_float64():
+    """Why ``planets.main`` asks for it: in float32 the rounding exceeds the table's errors."""
+    t = np.linspace(-2, -1.9, 200)
+    mercury = planets.ELEMENTS[0]
+    expected = np.array([numpy_position(mercury, time) for time in t])
+    rounded = planets.position(mercury, t)
+    assert rounded.dtype == np.float32
+    assert planets.angle(np.float64(rounded), expected).max() > planets.NOMINAL[0]
+
+
+@pytest.mark.usefixtures("x64_off_again")
+def test_planets_main_prints_its_check_and_draws(tmp_path, capsys):
+    planets.main(out=tmp_path, times=101)
+    printed = capsys.readouterr().out
+    assert "position" in printed.splitlines()[0]
+    for name, nominal in zip(planets.PLANETS, planets.NOMINAL, strict=True):
+        largest, rms, published, _ = re.search(rf"(?m)^{name} +(.*)$", printed)[1].split()
+        assert 0 < float(rms) < float(largest) < 700
+        assert int(published) == nominal
+    assert jax.config.jax_enable_x64
+    picture = imread(tmp_path / "planets.png")
+    half = picture.shape[1] // 2
+    for panel in (picture[:, :half], picture[:, half:]):
+        assert len(np.unique(panel.reshape(-1, panel.shape[-1]), axis=0)) > 100  # colours
+
+
+# Rays.
+
+
+def numpy_hits(origin, direction, triangles):
+    """Distances along one ray, in float64: where it meets the plane and what side of each edge."""
+    origin, direction, triangles = map(np.float64, (origin, direction, triangles))
+    a, b, c = np.moveaxis(triangles, 1, 0)
+    normal = np.cross(b - a, c - a)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.sum(normal * (a - origin), axis=-1) / (normal @ direction)
+        point = origin + t[:, None] * direction
+        sides = [
+            np.sum(normal * np.cross(end - start, point - start), axis=-1)
+            for start, end in ((a, b), (b, c), (c, a))
+        ]
+    return np.where((np.min(sides, axis=0) >= 0) & (t > 0), t, np.inf)
+
+
+def test_hit_of_rays_worked_out_by_hand():
+    triangle = np.float32([[0, 0, 2], [1, 0, 2], [0, 1, 2]])
+    origin = np.float32([[0.2, 0.3, 0], [0.2, 0.3, 3], [0.7, 0.7, 0], [0.2, 0.3, 2]])
+    up = np.float32([0, 0, 1])
+    # Hit, behind the origin, past the edge, and starting on the triangle.
+    np.testing.assert_array_equal(rays.hit(origin, up, triangle), [2, np.inf, np.inf, np.inf])
+    # The distance is counted in lengths of the direction; the triangle has no back.
+    assert rays.hit(origin[0], up / 2, triangle) == 4
+    assert rays.hit(origin[0], up, triangle[::-1]) == 2
+    # Along the triangle's plane, and a triangle without area.
+    assert rays.hit(origin[3], np.float32([1, 0, 0]), triangle) == np.inf
+    assert rays.hit(origin[0], up, triangle[[0, 0, 1]]) == np.inf
+
+
+def test_hit_agrees_with_another_method_for_each_pair():
+    rng = np.random.default_rng(1)
+    triangles = np.float32(rng.normal(size=(40, 3, 3)))
+    origin = np.float32(rng.normal(size=(30, 1, 3)) * 2)
+    direction = np.float32(rng.normal(size=(30, 1, 3)) / 2) - origin
+    every_ray = zip(origin[:, 0], direction[:, 0], strict=True)
+    expected = [numpy_hits(o, d, triangles) for o, d in every_ray]
+    actual = rays.hit(origin, direction, triangles)
+    assert actual.shape == (30, 40)
+    assert actual.dtype == jnp.float32
+    assert 50 < np.isfinite(expected).sum() < 600
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+def small_scene(height=9, width=12):
+    mesh, eye = rays.teapot(), np.float32([1.7, -3.2, 2.2])
+    return mesh, eye, rays.camera(height, width, eye, target=np.float32([0.1, 0, 0.42]), zoom=2.5)
+
+
+def test_hit_in_chunks_over_every_ray_and_triangle():
+    mesh, eye, pixels = small_scene()
+    every_ray = pixels.reshape(-1, 1, 3)
+    by_hand = jax.vmap(jax.vmap(rays.hit.__wrapped__, (None, None, 0)), (None, 0, None))
+    table = by_hand(eye, pixels.reshape(-1, 3), mesh)
+    chunked = auto_vmap(origin=1, direction=1, triangle=2, chunk_size=10_000)
+    # Not bit for bit: how the compiler vectorises depends on the size of what it is given.
+    np.testing.assert_allclose(
+        chunked(rays.hit.__wrapped__)(eye, every_ray, mesh), table, rtol=1e-5
+    )
+    distance, index = rays.nearest(eye, pixels, mesh)
+    assert distance.shape == index.shape == (9, 12)
+    np.testing.assert_allclose(distance.ravel(), table.min(axis=1), rtol=1e-5)
+    # Of two triangles that share the edge under a ray, either may be the first.
+    chosen = np.take_along_axis(np.asarray(table), np.asarray(index).reshape(-1, 1), axis=1)
+    np.testing.assert_allclose(chosen.ravel(), table.min(axis=1), rtol=1e-5)
+
+
+def test_nearest_agrees_with_another_method_on_the_teapot():
+    mesh, eye, pixels = small_scene()
+    distance, index = rays.nearest(eye, pixels, mesh)
+    expected = np.array([numpy_hits(eye, ray, mesh) for ray in pixels.reshape(-1, 3)])
+    np.testing.assert_allclose(distance.ravel(), expected.min(axis=1), rtol=1e-5)
+    seen = np.isfinite(distance)
+    np.testing.assert_array_equal(index == expected.argmin(axis=1).reshape(9, 12), True)
+    assert 10 < np.sum(seen & (index < 6400)) < np.sum(seen) < 108  # the pot, the ground, the sky
+
+
+def test_camera_sees_the_target_in_the_middle_and_up_on_top():
+    eye, target = np.float32([0, -2, 1]), np.float32([0, 0, 1])
+    pixels = rays.camera(3, 5, eye, target, zoom=2)
+    assert pixels.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(pixels, axis=-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(pixels[1, 2], [0, 1, 0], atol=1e-7)
+    # Pixels are square, and 5 of them are the width: 2 / zoom at a distance of 1.
+    np.testing.assert_allclose(pixels[0, 0] / pixels[0, 0, 1], [-0.4, 1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(pixels[2, 4] / pixels[2, 4, 1], [0.4, 1, -0.2], rtol=1e-6)
+
+
+def test_teapot_stands_on_the_ground():
+    mesh = rays.teapot()
+    assert mesh.shape == (6402, 3, 3)
+    assert mesh.dtype == np.float32
+    pot, ground = mesh[:6400], mesh[6400:]
+    np.testing.assert_allclose(pot.min(axis=(0, 1)), [-0.952381, -0.634921, 0], atol=1e-6)
+    np.testing.assert_allclose(pot.max(axis=(0, 1)), [1.090159, 0.634921, 1], atol=1e-6)
+    assert np.all(ground[..., 2] == pot[..., 2].min())
+    edges = np.linalg.norm(pot - np.roll(pot, 1, axis=1), axis=-1)
+    assert edges.max() < 0.15  # neighbouring points of the surface, not any three
+
+
+def test_shade_of_a_lamp_above_with_a_roof_over_one_pixel():
+    floor = np.float32([[[-9, -9, 0], [9, -9, 0], [0, 9, 0]]])
+    roof = np.float32([[[1, -1, 1], [3, -1, 1], [2, 1, 1]]])
+    mesh, eye = np.concatenate([floor, roof]), np.float32([0, 0, 0.5])
+    lamp = np.float32([0, 0.6, 0.8])
+    pixels = np.float32([[[0, 0, -1], [0.9701425, 0, -0.2425356]]])  # down, and under the roof
+    distance, index = map(np.asarray, rays.nearest(eye, pixels, mesh))
+    np.testing.assert_array_equal(index, [[0, 0]])
+    brightness = rays.shade(eye, pixels, distance, index, mesh, lamp)
+    np.testing.assert_allclose(brightness, [[0.25 + 0.75 * 0.8, 0.25]], rtol=1e-6)
+
+
+def test_draw_shows_the_depth_on_the_left_and_the_brightness_on_the_right(tmp_path):
+    y, x = np.mgrid[0:6, 0:8]
+    distance = np.where(x == 0, np.inf, 3 + 0.1 * y)
+    for name, depth, brightness in (
+        ("a", distance, 1),
+        ("b", distance, 0.5),
+        ("c", distance + y, 1),
+    ):
+        rays.draw(tmp_path / f"{name}.png", depth, np.full((6, 8), brightness), ground=x > 4)
+    a, b, c = (imread(tmp_path / f"{name}.png") for name in "abc")
+    half = a.shape[1] // 2
+    assert np.array_equal(a[:, :half], b[:, :half])
+    assert not np.array_equal(a[:, half:], b[:, half:])
+    assert not np.array_equal(a[:, :half], c[:, :half])
+
+
+def test_chunks_keep_the_full_picture_within_200_megabytes():
+    """The sizes that ``rays.main`` prints; nothing is run."""
+    mesh = jax.ShapeDtypeStruct((6402, 3, 3), np.float32)
+    eye = jax.ShapeDtypeStruct((3,), np.float32)
+    pixels = jax.ShapeDtypeStruct((300, 400, 3), np.float32)
+    every_ray = jax.ShapeDtypeStruct((300 * 400, 1, 3), np.float32)
+    chunked = auto_vmap(origin=1, direction=1, triangle=2, chunk_size=64 * 6402)
+
+    def temporaries(kernel, *args):
+        return jax.jit(kernel).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(rays.hit, eye, every_ray, mesh) > 2e9
+    assert temporaries(chunked(rays.hit.__wrapped__), eye, every_ray, mesh) < 200e6
+    assert temporaries(rays.nearest, eye, pixels, mesh) < 200e6
+
+
+def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
+    rays.main(out=tmp_path, height=24, width=32)
+    printed = capsys.readouterr().out
+    assert "hit" in printed.splitlines()[0]
+    table = re.findall(r"(?m)^(hit|nearest), .*? +([\d.]+) +([\d.]+)(  not run)?$", printed)
+    (whole, chunked, run) = [float(temporaries) for _, _, temporaries, _ in table]
+    assert run <= chunked < whole / 5
+    picture = imread(tmp_path / "rays.png")
+    half = picture.shape[1] // 2
+    for panel in (picture[:, :half], picture[:, half:]):
+        assert len(np.unique(panel.reshape(-1, panel.shape[-1]), axis=0)) > 100  # colours
