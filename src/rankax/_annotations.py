@@ -106,12 +106,12 @@ class _Reader:
             return self._union(args, names)
         if origin is typing.Unpack:
             return _unpacked(self.rank(args[0], names))
-        if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
-            tree = self._collection(origin, args, names)
-            return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         cls: Any = origin or hint
         if _has_fields(cls):
             return self._class(cls, names, dict(zip(_type_parameters(cls), args, strict=False)))
+        if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
+            tree = self._collection(origin, args, names)
+            return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
 
     def _pytree(self, leaf: Any, names: Names) -> Rank | None:
@@ -230,8 +230,9 @@ def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
         return hint
     if isinstance(hint, typing.TypeVar):
         return bound.get(hint, hint)
-    is_class = isinstance(hint, type) and typing.get_origin(hint) is None
-    parameters = () if is_class else getattr(hint, "__parameters__", ())
+    if typing.get_origin(hint) is None:
+        return hint
+    parameters = getattr(hint, "__parameters__", ())
     return hint[tuple(bound.get(p, p) for p in parameters)] if parameters else hint
 
 

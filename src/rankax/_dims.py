@@ -93,12 +93,16 @@ def _parse_dim(word: str, text: str) -> Dim:
     if bare.isidentifier():
         # "?n" differs from leaf to leaf of a pytree, so nothing can be compared across leaves.
         return Dim(word) if "?" in marks else Dim(word, name=bare, stretches=stretches)
-    if "," in bare or not bare:
+    if ("," in bare and "(" not in bare) or not bare:
         raise ValueError(
             f"the dimensions {text!r} cannot be read at {word!r}: separate names and sizes by "
             "spaces, as in 'n 3'"
         )
     expression = bare.split("=", 1)[1] if re.match(r"[A-Za-z_]\w*=[^=]", bare) else bare
+    if re.fullmatch(r"-\d+", expression):
+        raise ValueError(
+            f"the dimensions {text!r} cannot be read at {word!r}: a size is not negative"
+        )
     try:
         compile(expression.replace("{", "(").replace("}", ")"), "<dimension>", "eval")
     except SyntaxError:

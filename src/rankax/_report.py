@@ -204,8 +204,12 @@ def _with_hint(items: Sequence[Item], clashes: list[_Clash]) -> list[_Clash]:
     involved = [items[i] for group in clash.groups for i in group]
     if len(involved) != 2 or any(len(item.batch) != 1 for item in involved):
         return clashes
-    first, second = (item.path for item in involved)
-    hint = f"To combine every {first} with every {second}, pass {first}[:, None]."
+    first, second = involved
+    (i, *_), *_ = clash.groups
+    apart = dataclasses.replace(first, shape=(*first.batch, 1, *first.core))
+    if _broadcast([(at, apart if at == i else item) for at, item in enumerate(items)])[1]:
+        return clashes
+    hint = f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."
     return [dataclasses.replace(clash, sentence=f"{clash.sentence}\n{hint}")]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from rankax._errors import listed, plural
 
@@ -107,7 +108,7 @@ def _has_named_fields(tree: Any, children: dict[str, Any]) -> bool:
 
 
 def _not_an_instance(cls: type, tree: Any, name: str) -> str:
-    came = type(tree).__name__
+    came = _kind(tree)
     if not isinstance(tree, cls):
         return f"{name} is annotated as {cls.__name__}, but it is {came}"
     if jax.tree_util.all_leaves([tree]):
@@ -117,10 +118,16 @@ def _not_an_instance(cls: type, tree: Any, name: str) -> str:
     return f"{unknown} with jax.tree_util.register_dataclass"
 
 
+def _kind(tree: Any) -> str:
+    """Name the type of a value; that of an array would be one of JAX's own."""
+    is_array = isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return f"an array of shape {tree.shape}" if is_array else type(tree).__name__
+
+
 def _misfit(
     prefix: Any, tree: Any, entries: dict[str, Any], children: dict[str, Any], name: str, what: str
 ) -> str:
-    declared, came = type(prefix).__name__, type(tree).__name__
+    declared, came = type(prefix).__name__, _kind(tree)
     if declared != came:
         return (
             f"the {what} of {name} is a {declared} of {plural(len(entries), 'entry')}, "

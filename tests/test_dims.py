@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""Dimension strings: how many axes each stands for, and which sizes agree."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rankax import CoreDimensionError, auto_vmap
+from rankax._dims import bind_sizes, parse_dims
+
+
+def first(*arrays):
+    return arrays[0]
+
+
+def clashes(*leaves: tuple[str, tuple[int, ...]]) -> list[str]:
+    """Sentences about leaves ``a, b, c...`` of a dimension string and a core shape each."""
+    named = [
+        (name, core, parse_dims(dims)) for name, (dims, core) in zip("abcdef", leaves, strict=False)
+    ]
+    return [clash.sentence for clash in bind_sizes(named, {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("", 0),
+        ("  ", 0),
+        ("n", 1),
+        ("n 3", 2),
+        (" n  3 ", 2),
+        ("*batch n 3", 2),
+        ("... 3", 1),
+        ("*#batch n", 1),
+        ("#*batch n", 1),
+        ("*_ n", 1),
+        ("*batch", 0),
+        ("_ _n 3", 3),
+        ("#n #3", 2),
+        ("rows=4 cols=n", 2),
+        ("n+1 2*n n-1 n//2 max(n,m)", 5),
+        ("{k} n", 2),
+        ("?n 3", 2),
+    ],
+)
+def test_the_rank_is_the_number_of_words_after_a_leading_variadic(text, rank):
+    parsed = parse_dims(text)
+    assert parsed is not None
+    assert parsed.rank == rank
+    assert len(parsed.dims) == rank
+
+
+@pytest.mark.parametrize("text", ["...", "*_", " ... "])
+def test_any_shape_declares_no_rank(text):
+    assert parse_dims(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "n *rest",
+            "the dimensions 'n *rest' have a variadic that is not the first word; batch axes lead, "
+            "so write it first and name the core dimensions after it, as in '*batch n 3'",
+        ),
+        (
+            "n ... m",
+            "the dimensions 'n ... m' have a variadic that is not the first word; batch axes lead, "
+            "so write it first and name the core dimensions after it, as in '*batch n 3'",
+        ),
+        (
+            "n,3",
+            "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes by spaces, as "
+            "in 'n 3'",
+        ),
+        (
+            "n +",
+            "the dimensions 'n +' cannot be read at '+': a dimension is a name, a size, '_', or an "
+            "expression of names without spaces such as 'n+1'",
+        ),
+        (
+            "-3",
+            "the dimensions '-3' cannot be read at '-3': a size is not negative",
+        ),
+    ],
+)
+def test_a_string_that_cannot_be_read_is_an_error_at_decoration(text, message):
+    with pytest.raises(ValueError, match="^" + re.escape(f"auto_vmap(first): arrays: {message}")):
+        auto_vmap(arrays=text)(first)
+
+
+def test_a_gufunc_signature_among_ranks_is_told_apart():
+    with pytest.raises(ValueError, match=re.escape("'(n)->()' looks like a gufunc signature")):
+        auto_vmap(arrays="(n)->()")(first)
+
+
+def test_named_and_fixed_sizes_that_agree_pass():
+    assert clashes(("n 3", (5, 3)), ("n", (5,)), ("k=3 _", (3, 9)), ("", ())) == []
+
+
+def test_every_disagreement_is_reported():
+    assert clashes(("n 3", (5, 4)), ("n m", (6, 2)), ("m n", (2, 5))) == [
+        "Dimension n is 5 (a, c) and 6 (b).",
+        "A dimension declared as 3 is 4 (a).",
+    ]
+
+
+def test_of_many_leaves_some_are_named():
+    named = [(f"x{i}", (5 + (i == 3),), parse_dims("n")) for i in range(9)]
+    (clash,) = bind_sizes(named, {})
+    assert clash.sentence == "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
+    assert clash.groups == ((0, 1, 2, 4, 5, 6, 7, 8), (3,))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_expressions_do_not_depend_on_the_order_of_arguments(swap):
+    order = slice(None, None, -1 if swap else 1)
+    good = [("n", (4,)), ("n+1", (5,)), ("2*n", (8,)), ("n-1 n//2", (3, 2)), ("max(n,m) m", (7, 7))]
+    assert clashes(*good[order]) == []
+    bad = [("n", (4,)), ("n+1", (6,))]
+    name = "a" if swap else "b"
+    assert clashes(*bad[order]) == [f"A dimension declared as n+1 = 5 is 6 ({name})."]
+
+
+def test_an_expression_of_unknown_names_is_not_checked():
+    assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("n/2", (1,))) == []
+
+
+def test_a_fixed_size_may_have_a_name():
+    assert clashes(("k=4", (4,))) == []
+    assert clashes(("k=4", (5,))) == ["A dimension declared as k=4 is 5 (a)."]
+
+
+def test_a_stretching_dimension_may_have_length_one():
+    assert clashes(("n", (4,)), ("#n", (1,)), ("#n", (4,)), ("#3", (1,)), ("#n+1", (1,))) == []
+    assert clashes(("#n", (1,)), ("n", (4,))) == []
+    assert clashes(("n", (4,)), ("#n", (2,))) == ["Dimension n is 4 (a) and 2 (b)."]
+    assert clashes(("#3", (2,))) == ["A dimension declared as 3 is 2 (a)."]
+
+
+def test_underscores_are_never_compared():
+    assert clashes(("_ _n", (4, 5)), ("_n _", (6, 7))) == []
+
+
+def test_a_question_mark_differs_from_leaf_to_leaf():
+    assert clashes(("?n 3", (4, 3)), ("?n 3", (5, 3))) == []
+
+
+def test_names_are_compared_within_one_pytree_argument():
+    kernel = auto_vmap(body="n")(lambda body: body["a"] * body["b"])
+    np.testing.assert_array_equal(
+        kernel({"a": jnp.ones((2, 3)), "b": jnp.ones(3)}), np.ones((2, 3))
+    )
+    with pytest.raises(CoreDimensionError) as error:
+        kernel({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
+    assert str(error.value).endswith("\n\nDimension n is 3 (body['a']) and 4 (body['b']).")
+
+
+def test_names_hold_for_one_call_only():
+    kernel = auto_vmap("n", "n")(lambda a, b: a @ b)
+    for n in (3, 5):
+        assert kernel(jnp.ones((2, n)), jnp.ones(n)).shape == (2,)
+
+
+def test_dimension_strings_and_ints_mix():
+    kernel = auto_vmap("n", 1, c=None)(lambda a, b, c: a + b * c)
+    assert kernel(jnp.ones((4, 2)), jnp.ones(2), 3.0).shape == (4, 2)
+    with pytest.raises(CoreDimensionError, match=r"A dimension declared as n\+1 = 4 is 3 \(b\)\.$"):
+        auto_vmap("n", "n+1")(lambda a, b: a)(jnp.ones(3), jnp.ones(3))

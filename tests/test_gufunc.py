@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""Gufunc signatures: NumPy's grammar, one for the whole kernel, outputs checked too."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+from helpers import assert_same
+from rankax import CoreDimensionError, auto_vmap
+
+
+def center(x, m):
+    return m @ x / jnp.sum(m)
+
+
+x = jnp.arange(24.0).reshape(4, 2, 3)
+m = jnp.arange(1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["(n,3),(n)->(3)", " ( n , 3 ) , ( n ) -> ( 3 ) ", "(n,d),(n)->(d)", "(2,3),(2)->(3)"],
+)
+def test_spaces_and_fixed_sizes(signature):
+    got = auto_vmap(signature)(center)(x, m)
+    assert_same(got, jnp.stack([center(item, m) for item in x]))
+
+
+def test_several_outputs():
+    @auto_vmap("(n),()->(n),(),(n,n)")
+    def kernel(v, s):
+        return v * s, jnp.sum(v), jnp.outer(v, v)
+
+    shapes = [out.shape for out in kernel(jnp.ones((4, 1, 2)), jnp.ones(5))]
+    assert shapes == [(4, 5, 2), (4, 5), (4, 5, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("signature", "kernel"),
+    [
+        ("()->()", lambda x: x * 2),
+        ("(n)->(n)", lambda x: x[::-1]),
+        ("(a,b)->(b,a)", lambda x: x.T),
+        ("(n,n)->()", lambda x: x.sum()),
+    ],
+)
+def test_it_means_what_numpy_means(signature, kernel):
+    cube = np.arange(27.0, dtype=np.float32).reshape(3, 3, 3)
+    want = np.vectorize(kernel, signature=signature)(cube)
+    np.testing.assert_array_equal(auto_vmap(signature)(kernel)(cube), want)
+
+
+def test_outputs_are_compared_with_the_inputs():
+    def kernel(a, b):
+        return jnp.concatenate([a, b])
+
+    with pytest.raises(CoreDimensionError) as error:
+        auto_vmap("(n),(m)->(n)")(kernel)(jnp.ones((4, 3)), jnp.ones(2))
+    assert str(error.value).partition("\n")[2] == (
+        "\n"
+        "    output  shape  rank\n"
+        '  > output  (5,)   "n"\n'
+        "\n"
+        "Dimension n is 5 (output) and 3 (the arguments)."
+    )
+    # A name that only an output has is free.
+    assert auto_vmap("(n),(m)->(k)")(kernel)(jnp.ones((4, 3)), jnp.ones(2)).shape == (4, 5)
+
+
+def test_the_number_of_outputs_is_checked():
+    kernel = auto_vmap("()->(),()")(lambda s: s)
+    with pytest.raises(ValueError, match=re.escape("the rank of output is a tuple of 2 entries")):
+        kernel(jnp.ones(3))
+
+
+def test_it_overrides_annotations_of_the_return_too():
+    @auto_vmap("(n)->(k)")
+    def kernel(x: Float[Array, "n"]) -> Float[Array, "n"]:
+        return jnp.concatenate([x, x])
+
+    assert kernel(jnp.ones((4, 3))).shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["(n)", "(n)->", "->(n)", "(n),->()", "n->()", "(n))->()", "(n)->()->()", "((n))->()", "(n"],
+)
+def test_what_is_no_signature_says_what_one_looks_like(signature):
+    message = (
+        f"auto_vmap(center): {signature!r} is not a gufunc signature; one looks like "
+        "'(n,3),(n)->()'"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        auto_vmap(signature)(center)
+
+
+@pytest.mark.parametrize(
+    ("signature", "word", "more"),
+    [
+        ("(n?,3),(n)->()", "n?", " (optional and broadcastable ones are not supported)"),
+        ("(n|1),(n)->()", "n|1", " (optional and broadcastable ones are not supported)"),
+        ("(n,),(n)->()", "", ""),
+        ("(n m),(n)->()", "n m", ""),
+        ("(n+1),(n)->()", "n+1", ""),
+        ("(...,n),(n)->()", "...", ""),
+    ],
+)
+def test_what_is_no_core_dimension_is_named(signature, word, more):
+    message = (
+        f"auto_vmap(center): {signature!r} cannot be read at {word!r}; a core dimension is a name "
+        f"or a size{more}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        auto_vmap(signature)(center)
+
+
+@pytest.mark.parametrize(("signature", "count"), [("(n)->()", "1 input"), ("(),(),()->()", "3 in")])
+def test_too_few_and_too_many_inputs(signature, count):
+    message = f"auto_vmap(center): {signature!r} has {count}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}.*the parameters \\(x, m\\)$"):
+        auto_vmap(signature)(center)
+
+
+def test_defaults_keyword_only_and_self_need_no_input():
+    class Lens:
+        power = 2.0
+
+        @auto_vmap("(n),()->(n)")
+        def bend(self, x, n, shift=1.0, *, note="none"):
+            assert note == "none"
+            return self.power * x * n + shift
+
+    assert Lens().bend(jnp.ones((4, 3)), jnp.ones((5, 1))).shape == (5, 4, 3)
+
+
+def test_an_input_may_reach_a_default_and_args():
+    kernel = auto_vmap("(n),(n)->()")(lambda x, y=m: x @ y)
+    assert kernel(x[..., 0]).shape == (4,)
+    every = auto_vmap("(n)->()")(lambda *xs: sum(v @ v for v in xs))
+    assert every(x, jnp.ones((2, 3)), jnp.ones(3)).shape == (4, 2)
+
+
+def test_named_ranks_beside_a_signature_are_an_error():
+    message = "a gufunc signature declares every rank; drop the named ones"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        auto_vmap("(n,3),(n)->()", m=1)(center)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: MIT
+"""Plans: their values against a brute-force expectation, and how they print."""
+
+import html.parser
+import itertools
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Array, Float
+
+from rankax import auto_vmap
+from rankax._plan import plan_levels
+
+
+def energy(x, m):
+    return jnp.sum(x * m[:, None])
+
+
+def annotated(x: Float[Array, "n 3"], m: Float[Array, "n"]) -> Float[Array, ""]:
+    return jnp.sum(x * m[:, None])
+
+
+annotated.__name__ = "energy"
+
+SPELLINGS = {
+    "ints": auto_vmap(2, 1)(energy),
+    "prefix trees": auto_vmap({"a": 2}, m={"a": 1})(lambda x, m: jnp.sum(x["a"] * m["a"][:, None])),
+    "dimension strings": auto_vmap("n 3", "n")(energy),
+    "gufunc signature": auto_vmap("(n,3),(n)->()")(energy),
+    "annotations": auto_vmap(annotated),
+}
+SHAPES = [((5, 3), (5,)), ((4, 5, 3), (5,)), ((4, 1, 5, 3), (6, 5)), ((2, 0, 5, 3), (2, 1, 5))]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_five_spellings_are_one_kernel(spelling, shapes):
+    """Equal plans and equal jaxprs; in a tree only the paths of the leaves say so."""
+    x, m = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    tree = spelling == "prefix trees"
+    args = ({"a": x}, {"a": m}) if tree else (x, m)
+    want, got = SPELLINGS["ints"].plan(x, m), SPELLINGS[spelling].plan(*args)
+    if tree:
+        assert (got.batch_shape, got.levels) == (want.batch_shape, want.levels)
+        assert [(leaf.rank, leaf.core_shape, leaf.batch_axes) for leaf in got.leaves] == [
+            (leaf.rank, leaf.core_shape, leaf.batch_axes) for leaf in want.leaves
+        ]
+    else:
+        assert got == want
+    jaxprs = [
+        str(jax.make_jaxpr(kernel)(*given))
+        for kernel, given in [(SPELLINGS["ints"], (x, m)), (SPELLINGS[spelling], args)]
+    ]
+    assert jaxprs[0] == jaxprs[1]
+
+
+# Values.
+
+
+def broadcastable():
+    """A batch shape, and shapes of one to four leaves that broadcast to it."""
+
+    def leaves(batch):
+        axis = [st.sampled_from([size, 1]) for size in batch]
+        full = st.tuples(*axis)
+        one = st.tuples(full, st.integers(0, len(batch))).map(lambda pair: pair[0][pair[1] :])
+        return st.lists(one, min_size=1, max_size=4).map(tuple)
+
+    return st.lists(st.sampled_from([1, 2, 3, 5, 6]), max_size=4).map(tuple).flatmap(leaves)
+
+
+@given(broadcastable(), st.none() | st.integers(1, 40))
+def test_a_plan_is_what_brute_force_says(batches, chunk_size):
+    batch_shape = np.broadcast_shapes(*batches)
+    kernel = auto_vmap(leaves=1, chunk_size=chunk_size)(lambda *leaves: leaves)
+    plan = kernel.plan(*(jax.ShapeDtypeStruct((*b, 3), jnp.float32) for b in batches))
+
+    assert plan.batch_shape == batch_shape
+    assert plan.evaluations == len(list(np.ndindex(batch_shape)))
+    assert plan.in_flight <= (chunk_size or plan.evaluations)
+    assert plan.steps == math.prod(len(range(0, lv.size, lv.tile)) for lv in plan.levels)
+    assert plan.steps * plan.in_flight >= plan.evaluations
+    for leaf, batch in zip(plan.leaves, batches, strict=True):
+        assert (leaf.batch_axes, leaf.core_shape, leaf.shape) == (batch, (3,), (*batch, 3))
+
+    covered = [axis for level in plan.levels for axis in level.axes]
+    assert covered == [axis for axis, n in enumerate(batch_shape) if n != 1 or axis in covered]
+    assert covered == sorted(covered)
+    for level in plan.levels:
+        assert level.size == math.prod(batch_shape[axis] for axis in level.axes)
+        assert 1 <= level.tile <= level.size
+        for axis, (batch, mapped) in itertools.product(
+            level.axes, zip(batches, level.mapped, strict=True)
+        ):
+            from_right = axis - len(batch_shape)
+            has_axis = len(batch) >= -from_right and batch[from_right] == batch_shape[axis]
+            assert mapped == has_axis
+
+
+@given(broadcastable(), st.integers(1, 40))
+def test_tiles_fill_from_the_innermost_level(batches, chunk_size):
+    """Once a level is cut, each level outside takes what room is left: never two cut in vain."""
+    levels = plan_levels(batches, np.broadcast_shapes(*batches), chunk_size)
+    room = chunk_size
+    for level in reversed(levels):
+        assert level.tile <= room or level.tile == level.size == 1
+        if level.size <= room:
+            assert level.tile == level.size
+        room //= level.tile
+    if math.prod(level.size for level in levels) <= chunk_size:
+        assert all(level.tile == level.size for level in levels)
+
+
+def test_axes_that_all_leaves_map_alike_are_one_level():
+    struct = jax.ShapeDtypeStruct((50, 80, 3), jnp.float32)
+    plan = auto_vmap(1, 1, chunk_size=1000)(lambda a, b: a).plan(struct, struct)
+    assert [(lv.size, lv.tile, lv.axes) for lv in plan.levels] == [(4000, 1000, (0, 1))]
+    assert (plan.evaluations, plan.in_flight, plan.steps) == (4000, 1000, 4)
+
+
+def test_a_plan_reads_shapes_only():
+    kernel = auto_vmap(2, 1)(energy)
+    x, m = jnp.ones((4, 5, 3)), np.ones((2, 1, 5))
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, m)]
+    assert kernel.plan(x, m) == kernel.plan(*structs)
+    traced = []
+    jax.make_jaxpr(lambda x, m: traced.append(kernel.plan(x, m)))(x, m)
+    assert traced == [kernel.plan(x, m)]
+
+
+# Text.
+
+
+@auto_vmap(s=0, v=1, m=2)
+def quadratic(s, v, m):
+    return v @ m @ v + s * v.size
+
+
+@auto_vmap("n 3", "n", "", chunk_size=100)
+def forces(x, m, g):
+    return g * m @ x
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_text_with_stretched_and_absent_axes():
+    assert str(quadratic.plan(2.0, struct(5, 3), struct(4, 1, 3, 3))) == (
+        "quadratic: batch shape (4, 5), 20 evaluations, 20 in flight, 1 step\n"
+        "\n"
+        "  leaf   shape         rank  core    batch axes\n"
+        "  s      ()            0     ()      -  -\n"
+        "  v      (5, 3)        1     (3,)    -  5\n"
+        "  m      (4, 1, 3, 3)  2     (3, 3)  4 1*\n"
+        "  batch  (4, 5)                      4  5\n"
+        "\n"
+        "  axis 0: vmap over 4, mapping m\n"
+        "  axis 1: vmap over 5, mapping v\n"
+        "  (1* stretched, - absent: used again for each item, never copied)"
+    )
+
+
+def test_text_with_chunks_and_merged_axes():
+    assert str(forces.plan(struct(50, 80, 5, 3), struct(50, 80, 5), struct())) == (
+        "forces: batch shape (50, 80), 4000 evaluations, 100 in flight, 40 steps\n"
+        "\n"
+        "  leaf   shape           rank   core    batch axes\n"
+        '  x      (50, 80, 5, 3)  "n 3"  (5, 3)  50 80\n'
+        '  m      (50, 80, 5)     "n"    (5,)    50 80\n'
+        '  g      ()              ""     ()       -  -\n'
+        "  batch  (50, 80)                       50 80\n"
+        "\n"
+        "  axes 0, 1 as one: 40 chunks of 100 over 4000, mapping x, m\n"
+        "  (- absent: used again for each item, never copied)"
+    )
+
+
+def test_text_without_batch_axes():
+    assert str(quadratic.plan(2.0, struct(3), struct(3, 3))) == (
+        "quadratic: no batch axes, so the kernel is simply called\n"
+        "\n"
+        "  leaf  shape   rank  core\n"
+        "  s     ()      0     ()\n"
+        "  v     (3,)    1     (3,)\n"
+        "  m     (3, 3)  2     (3, 3)"
+    )
+
+
+def test_text_without_leaves():
+    plan = auto_vmap(x=1)(lambda *x: x).plan()
+    assert str(plan) == "<lambda>: no argument with a rank, so the kernel is simply called"
+    assert plan.evaluations == plan.in_flight == plan.steps == 1
+
+
+def test_text_of_an_empty_batch():
+    text = str(quadratic.plan(2.0, struct(0, 3), struct(3, 3)))
+    assert text.startswith("quadratic: batch shape (0,), 0 evaluations, 0 in flight, 0 steps\n")
+    assert "  axis 0: vmap over 0, mapping v\n" in text
+
+
+def test_text_of_many_leaves_names_some():
+    plan = auto_vmap(xs=0)(lambda *xs: xs).plan(*[struct(7)] * 9)
+    assert "axis 0: vmap over 7, mapping xs[0], xs[1], xs[2], xs[3], 5 more" in str(plan)
+
+
+# Picture.
+
+
+class Cells(html.parser.HTMLParser):
+    """Collects the rows of a table, each cell with its class; insists on balanced tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open, self.tags = [], [], set()
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append([dict(attrs).get("class", ""), ""])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1][1] += data
+
+
+def test_the_picture_shows_the_cells_of_the_text():
+    picture = quadratic.plan(2.0, struct(5, 3), struct(4, 1, 3, 3))._repr_html_()
+    table = Cells(picture)
+    assert table.rows[1:5] == [
+        [["", "s"], ["axis absent", "–"], ["axis absent", "–"], ["", "()"]],
+        [["", "v"], ["axis absent", "–"], ["axis mapped", "5"], ["", "(3,)"]],
+        [["", "m"], ["axis mapped", "4"], ["axis stretched", "1"], ["", "(3, 3)"]],
+        [["", "batch"], ["axis", "4"], ["axis", "5"], ["", ""]],
+    ]
+    assert [row[-1][1] for row in table.rows[5:]] == ["vmap over 4", "vmap over 5"]
+    assert "quadratic</code>: batch shape (4, 5), 20 evaluations, 20 in flight, 1 step" in picture
+
+
+def test_the_picture_is_self_contained():
+    picture = forces.plan(struct(50, 80, 5, 3), struct(80, 5), struct(10, 1, 1))._repr_html_()
+    table = Cells(picture)
+    assert not table.tags & {"script", "link", "img", "iframe"}
+    assert "http" not in picture
+    assert "url(" not in picture
+    assert [row[-1][1] for row in table.rows[-3:]] == [
+        "10 chunks of 1 over 10",
+        "50 chunks of 1 over 50",
+        "vmap over 80",
+    ]
+
+
+def test_the_picture_escapes_what_users_name():
+    kernel = auto_vmap(1)(lambda x: x["<b>&"])
+    picture = kernel.plan({"<b>&": struct(2, 3)})._repr_html_()
+    assert "<b>" not in picture
+    assert "x[&#x27;&lt;b&gt;&amp;&#x27;]" in picture
+    assert "<code>&lt;lambda&gt;</code>: batch shape (2,)" in picture
+
+
+@pytest.mark.parametrize("args", [(), (struct(3),)])
+def test_the_picture_without_batch_axes(args):
+    picture = auto_vmap(xs=1)(lambda *xs: xs).plan(*args)._repr_html_()
+    table = Cells(picture)
+    assert "so the kernel is simply called" in picture
+    assert table.rows == (
+        [[["", "leaf"], ["", "one item"]], [["", "xs[0]"], ["", "(3,)"]]] if args else []
+    )
+
+
+def test_a_plan_of_a_module_names_its_fields():
+    class Spring(eqx.Module):
+        k: Float[Array, ""]
+        rest: Float[Array, "3"]
+
+    @auto_vmap
+    def kernel(spring: Spring):
+        return spring.k * spring.rest
+
+    plan = kernel.plan(Spring(struct(4), struct(5, 1, 3)))
+    assert [leaf.path for leaf in plan.leaves] == ["spring.k", "spring.rest"]
+    assert plan.batch_shape == (5, 4)
