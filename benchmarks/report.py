@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: MIT
+"""Write what was measured: JSON for programs, a Markdown table for people, and the figure."""
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from measure import MODES, Case, Measured
+from peers import CHUNKED, PEERS
+
+Results = list[tuple[Case, list[Measured]]]
+Curves = dict[tuple[str, str, str], list[tuple[int, int]]]  # by kernel, mode and peer
+
+COLOURS = {"rankax": "#2f81f7", "lax.map": "#db6d28", "powerpax": "#a371f7", "jax.vmap": "#3fa34d"}
+DASHES = {"rankax": "-", "lax.map": "-", "powerpax": (0, (2, 2)), "jax.vmap": "-"}
+INK = "#7d8590"  # reads on white and on near-black
+
+
+def machine() -> dict[str, Any]:
+    """Say what ran, and on what kind of machine; never which machine."""
+    device = jax.devices()[0]
+    packages = {}
+    for name in ("jax", "jaxlib", "numpy", "powerpax", "netket", "jax-autovmap", "rankax"):
+        packages[name] = _version(name)
+    return {
+        "device": f"{len(jax.devices())} x {device.device_kind}",
+        "platform": device.platform,
+        "processor": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+
+
+def _version(name: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return __import__("rankax").__version__ if name == "rankax" else None
+
+
+def write_json(path: Path, results: Results, curves: Curves, command: str) -> None:
+    """Write every number, unrounded."""
+    rows = [
+        {
+            "kernel": case.kernel.name,
+            "length": case.length,
+            "chunk_size": case.chunk_size,
+            "mode": case.mode,
+            **dataclasses.asdict(measured),
+        }
+        for case, row in results
+        for measured in row
+    ]
+    memory = [
+        {"kernel": kernel, "mode": mode, "peer": peer, "length_and_bytes": points}
+        for (kernel, mode, peer), points in curves.items()
+    ]
+    document = {"command": command, "machine": machine(), "cases": rows, "memory": memory}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_markdown(path: Path, results: Results, command: str) -> None:
+    """Write one table for the times, one for the temporaries, and one for compiling."""
+    facts = machine()
+    versions = ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)
+    lines = [
+        f"# Benchmark on {facts['device']}",
+        "",
+        f"Written by `{command}`. {facts['processor']}; Python {facts['python']}; {versions}.",
+        "",
+        "One process; the contestants take turns; medians. `lax.map` is `lax.map(batch_size=)`. "
+        "`jax.vmap`, `jax-autovmap` and `jnp.vectorize` hold all items at once. The fastest of a "
+        "row is bold; **—** means that the contestant could not take part (netket: the chunk must "
+        "divide the axis).",
+        "",
+        "## Time in ms",
+        "",
+        *_table(results, _milliseconds, ratios=True),
+        "",
+        "*vs chunked*: rankax's time by that of the fastest other chunked contestant; *vs all*: by "
+        "that of the fastest other one of any kind; *vs lax.map*: how many times faster rankax is.",
+        "",
+        "## Temporaries in MB",
+        "",
+        *_table(results, lambda row: _best(row, lambda m: m.temporary_bytes / 1e6, "{:.2f}")),
+        "",
+        "## Traces of the kernel, and seconds to trace and compile",
+        "",
+        *_table(results, lambda row: _each(row, _compiling)),
+        *[f"\n{peer} did not take part: {note}." for peer, note in _absent(results)],
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _table(results: Results, cells: Any, *, ratios: bool = False) -> list[str]:
+    extra = ["vs chunked", "vs all", "vs lax.map"] if ratios else []
+    header = ["kernel", "items", "chunk", "", *PEERS, *extra]
+    lines = [_line(header), _line(["---"] * 4 + ["---:"] * (len(PEERS) + len(extra)))]
+    for case, row in results:
+        name = [case.kernel.name, f"{case.length:,}", f"{case.chunk_size:,}", case.mode]
+        lines.append(_line(name + cells(row) + (_ratios(row) if ratios else [])))
+    return lines
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _each(row: list[Measured], text: Any) -> list[str]:
+    return ["—" if measured.note else text(measured) for measured in row]
+
+
+def _compiling(measured: Measured) -> str:
+    return f"{measured.traces}: {measured.trace_seconds:.2f} + {measured.compile_seconds:.2f}"
+
+
+def _best(row: list[Measured], value: Any, form: str) -> list[str]:
+    best = min(value(measured) for measured in row if not measured.note)
+
+    def text(measured: Measured) -> str:
+        shown = form.format(value(measured))
+        return f"**{shown}**" if shown == form.format(best) else shown
+
+    return _each(row, text)
+
+
+def _milliseconds(row: list[Measured]) -> list[str]:
+    return _best(row, lambda measured: measured.median_seconds * 1e3, "{:.1f}")
+
+
+def _ratios(row: list[Measured]) -> list[str]:
+    times = {m.peer: m.median_seconds for m in row if not m.note}
+    own = times.pop("rankax")
+    chunked = min(seconds for peer, seconds in times.items() if peer in CHUNKED)
+    return [
+        f"{own / chunked:.2f}",
+        f"{own / min(times.values()):.2f}",
+        f"{times['lax.map'] / own:.2f}x",
+    ]
+
+
+def _absent(results: Results) -> list[tuple[str, str]]:
+    return sorted(
+        {(m.peer, m.note) for _, row in results for m in row if m.note.startswith("not installed")}
+    )
+
+
+def write_figure(path: Path, curves: Curves) -> None:
+    """Draw temporaries against batch size, one panel for each kernel and mode."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams.update({"svg.hashsalt": "rankax", "svg.fonttype": "none", "font.size": 10})
+    import matplotlib.pyplot as plt
+
+    kernels = list(dict.fromkeys(kernel for kernel, _, _ in curves))
+    modes = [mode for mode in MODES if any(m == mode for _, m, _ in curves)]
+    figure, axes = plt.subplots(
+        len(kernels), len(modes), figsize=(9, 3 * len(kernels)), sharex=True, squeeze=False
+    )
+    for row, kernel in zip(axes, kernels, strict=True):
+        for axis, mode in zip(row, modes, strict=True):
+            _panel(axis, {p: v for (k, m, p), v in curves.items() if (k, m) == (kernel, mode)})
+            axis.set_title(f"{kernel}: {mode}", color=INK, fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("items", color=INK)
+    for row in axes:
+        row[0].set_ylabel("temporaries", color=INK)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, ncols=len(labels), loc="upper center", frameon=False, labelcolor=INK
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _panel(axis: Any, by_peer: dict[str, list[tuple[int, int]]]) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    for peer, points in by_peer.items():
+        lengths = [length for length, _ in points]
+        # On a logarithmic axis nothing cannot be drawn, so it lies on the lower edge.
+        sizes = [max(size, 10**4) for _, size in points]
+        axis.plot(
+            lengths,
+            sizes,
+            label=peer,
+            color=COLOURS[peer],
+            linestyle=DASHES[peer],
+            linewidth=2.5 if peer == "rankax" else 1.7,
+            zorder=3 if peer == "rankax" else 2,
+        )
+    axis.set(xscale="log", yscale="log", ylim=(8e3, None))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _human(size)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{int(length):,}"))
+    axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+    axis.tick_params(colors=INK, which="both", labelsize=9)
+    for spine in axis.spines.values():
+        spine.set_color(INK)
+        spine.set_alpha(0.4)
+
+
+def _human(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:g} {unit}"
+    return f"{size:g} B"

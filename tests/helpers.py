@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""What the tests look at besides values: trees with dtypes, programs, and the memory they need."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Assert equal structure, shapes, dtypes and values; the last exactly where not inexact."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert jnp.shape(a) == jnp.shape(b)
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        elif a.dtype == jax.dtypes.float0:
+            continue
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def primitives(fun: Any, *args: Any) -> Counter[str]:
+    """Count the primitives in the program of ``fun(*args)``, at any depth."""
+    return Counter(_names(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(parameter):
+                yield from _names(getattr(parameter, "jaxpr", parameter))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a primitive is that of `jax.checkpoint`, under any of the names it has had."""
+    return name in ("checkpoint", "remat", "remat2")
+
+
+def temporary_bytes(fun: Any, *args: Any) -> int:
+    """Bytes the compiled ``fun`` needs besides its arguments and results, which may be shapes."""
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes

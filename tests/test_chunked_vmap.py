@@ -1,0 +1,816 @@
+# SPDX-License-Identifier: MIT
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from helpers import assert_same, is_checkpoint, primitives
+from rankax import chunked_vmap
+
+# 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
+EVEN, UNEVEN = 12, 13
+LENGTHS = pytest.mark.parametrize("length", [EVEN, UNEVEN])
+
+
+def kernel(x, k):
+    """Mixes all of a vector, in order, with an integer."""
+    wave = jnp.sin(x * jnp.arange(1.0, x.size + 1)) * k.astype(x.dtype)
+    return jnp.cumsum(wave), k + jnp.argmax(wave)
+
+
+def items(length, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(length, 3)), jnp.float32)
+    return x, jnp.asarray(rng.integers(1, 9, size=length), jnp.int32)
+
+
+def weigh(tree):
+    """A scalar in which every number counts differently, so that no gradient is constant."""
+    total = jnp.zeros(())
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            weights = jnp.cos(jnp.arange(float(leaf.size))).reshape(leaf.shape)
+            total += jnp.sum(weights * (leaf + leaf**2))
+    return total
+
+
+# Values.
+
+
+@LENGTHS
+@pytest.mark.parametrize("jit", [False, True])
+def test_equals_a_python_loop(length, jit):
+    x, k = items(length)
+    f = chunked_vmap(kernel, 4)
+    loop = [kernel(x[i], k[i]) for i in range(length)]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop)
+    assert_same((jax.jit(f) if jit else f)(x, k), want)
+
+
+# There are hundreds of programs to compile, and each runs once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@pytest.mark.parametrize("length", range(1, 41))
+def test_gradients_for_every_length_and_chunk_size(length):
+    """Every combination is traced; those that give one program are compiled and run once."""
+    rng = np.random.default_rng(length)
+    x = jnp.asarray(rng.normal(size=(length, 2)), jnp.float32)
+    k = jnp.asarray(rng.integers(0, 3, size=length), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(length, 2)), jnp.float32)
+    table = jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
+
+    def value_and_gradients(transform):
+        def loss(x, table, k, weights):  # closes over the table; integers in the tree of the item
+            def one(item):
+                return {"y": jnp.sin(item["x"] * table[item["k"]]), "k": item["k"] * 2}
+
+            out = transform(one)({"x": x, "k": k})
+            return jnp.sum(out["y"] * weights), out
+
+        gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return jax.jit(gradients, compiler_options=QUICK_COMPILE)
+
+    want = value_and_gradients(jax.vmap)(x, table, k, weights)
+    results = {}
+    for chunk_size in range(1, 42):
+        transform = functools.partial(_chunked, chunk_size=chunk_size)
+        traced = value_and_gradients(transform).trace(x, table, k, weights)
+        assert not traced.jaxpr.consts  # so that the text says all
+        program = str(traced.jaxpr)
+        if program not in results:
+            results[program] = traced.lower().compile()(x, table, k, weights)
+            assert_same(results[program], want)
+    # At least each divisor cuts the axis in its own way.
+    assert len(results) >= sum(length % divisor == 0 for divisor in range(1, length + 1))
+
+
+def _chunked(fun, chunk_size):
+    return chunked_vmap(fun, chunk_size)
+
+
+@st.composite
+def mapped_calls(draw):
+    """Draw arrays with their axes and a chunk size."""
+    length = draw(st.integers(0, 9))
+    dtypes = st.sampled_from([jnp.float32, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_])
+    arrays, axes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        core = draw(st.lists(st.integers(0, 3), max_size=2))
+        axis = draw(st.integers(-len(core) - 1, len(core)))
+        shape = list(core)
+        shape.insert(axis % (len(core) + 1), length)
+        values = np.arange(math.prod(shape)).reshape(shape) * 7 % 5
+        arrays.append(jnp.asarray(values, draw(dtypes)))
+        axes.append(axis)
+    if len(axes) > 1 and draw(st.booleans()):
+        axes[-1] = None
+    return arrays, axes, draw(st.integers(1, length + 1)), draw(st.integers(-2, 1))
+
+
+@given(mapped_calls())
+def test_equals_vmap_on_random_trees(call):
+    arrays, axes, chunk_size, out_axis = call
+
+    def one(tree):
+        total = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in tree["in"])
+        return {"same": tree["in"], "order": total * jnp.arange(1.0, 3.0), "static": None}
+
+    in_axes = ({"in": axes},)
+    out_axes = {"same": axes, "order": out_axis, "static": 0}
+    want = jax.jit(jax.vmap(one, in_axes, out_axes))({"in": arrays})
+    chunked = jax.jit(chunked_vmap(one, chunk_size, in_axes, out_axes))
+    assert_same(chunked({"in": arrays}), want)
+
+
+# Axes.
+
+
+class Pose(NamedTuple):
+    rotation: jax.Array
+    shift: jax.Array
+
+
+@LENGTHS
+@pytest.mark.parametrize("out_axes", [0, 1, -1, -2, {"a": 2, "b": (0, None)}])
+def test_prefixes_of_in_axes_and_out_axes(length, out_axes):
+    def one(pose, pair, scale):
+        moved = pose.rotation @ pair[0] * scale + pose.shift
+        outer = jnp.outer(moved, pair[1]["w"])
+        return {"a": outer, "b": (outer.T + 1, scale if constant else moved)}
+
+    constant = isinstance(out_axes, dict)
+
+    rng = np.random.default_rng(1)
+    pose = Pose(
+        jnp.asarray(rng.normal(size=(3, length, 3)), jnp.float32),
+        jnp.asarray(rng.normal(size=(3, length)), jnp.float32),
+    )
+    pair = (jnp.arange(3.0), {"w": jnp.asarray(rng.normal(size=(length, 2)), jnp.float32)})
+    scale = jnp.array([1.0, 2.0, 3.0])
+    # A list in the place of the outermost tuple is taken as JAX takes it.
+    in_axes = [Pose(1, -1), (None, 0), None]
+    want = jax.vmap(one, in_axes, out_axes)(pose, pair, scale)
+    assert_same(chunked_vmap(one, 4, in_axes, out_axes)(pose, pair, scale), want)
+    assert_same(chunked_vmap(one, 4, tuple(in_axes), out_axes)(pose, pair, scale), want)
+
+    def gradient(transform):
+        f = transform(one, in_axes=in_axes, out_axes=out_axes)
+        gradient = jax.grad(lambda *args: weigh(f(*args)), argnums=(0, 1, 2))
+        return jax.jit(gradient)(pose, pair, scale)
+
+    chunked = functools.partial(_chunked_with, chunk_size=4)
+    assert_same(gradient(chunked), gradient(jax.vmap), rtol=1e-4, atol=1e-4)
+
+
+def _chunked_with(fun, in_axes=0, out_axes=0, *, chunk_size, **options):
+    return chunked_vmap(fun, chunk_size, in_axes, out_axes, **options)
+
+
+@LENGTHS
+def test_keyword_arguments_are_mapped_over_axis_0(length):
+    x, k = items(length)
+    want = jax.vmap(kernel)(x, k)
+    assert_same(chunked_vmap(kernel, 4)(x, k=k), want)
+    assert_same(chunked_vmap(kernel, 4, in_axes=1)(x.T, k=k), want)
+    assert_same(chunked_vmap(kernel, 4, in_axes=())(k=k, x=x), want)
+
+
+@LENGTHS
+def test_out_axes_none_keeps_what_no_item_changes(length):
+    shared = {"scale": jnp.array(2), "mask": jnp.array([True, False])}
+
+    def one(x):
+        return x * 2, shared
+
+    got = chunked_vmap(one, 4, out_axes=(0, None))(jnp.arange(length))
+    assert_same(got, (jnp.arange(length) * 2, shared))
+
+
+@pytest.mark.parametrize("axis_size", [EVEN, UNEVEN, np.int64(UNEVEN), 0])
+def test_axis_size_alone_gives_the_length(axis_size):
+    def one(x):
+        return x * 3, jnp.arange(2)
+
+    got = chunked_vmap(one, 4, in_axes=None, axis_size=axis_size)(jnp.array(2.0))
+    assert_same(got, jax.vmap(one, in_axes=None, axis_size=int(axis_size))(jnp.array(2.0)))
+    got = chunked_vmap(lambda: jnp.arange(2), 4, axis_size=axis_size)()
+    assert_same(got, jnp.tile(jnp.arange(2), (int(axis_size), 1)))
+
+
+def test_axis_size_may_repeat_what_the_arguments_say():
+    x = jnp.arange(13.0)
+    assert_same(chunked_vmap(jnp.sin, 4, axis_size=13)(x), jnp.sin(x))
+
+
+def test_unmapped_arguments_may_be_any_object():
+    def one(x, name, factor, missing):
+        assert missing is None
+        return x * len(name) * factor
+
+    got = chunked_vmap(one, 4, in_axes=(0, None, None, 0))(jnp.arange(13), "abc", 2, None)
+    assert_same(got, jnp.arange(13) * 6)
+
+
+# Leaves of every kind.
+
+
+@LENGTHS
+def test_typed_keys_in_and_out(length):
+    keys = jax.random.split(jax.random.key(3), length)
+
+    def one(key, x):
+        use, keep = jax.random.split(key)
+        return jax.random.normal(use, (2,)) * x, keep
+
+    x = jnp.arange(float(length))
+    assert_same(chunked_vmap(one, 4)(keys, x), jax.vmap(one)(keys, x))
+    assert_same(
+        jax.grad(lambda x: weigh(chunked_vmap(one, 4)(keys, x)[0]))(x),
+        jax.grad(lambda x: weigh(jax.vmap(one)(keys, x)[0]))(x),
+        rtol=1e-4,
+    )
+
+
+@LENGTHS
+def test_closed_over_key(length):
+    def one(i):
+        return jax.random.uniform(jax.random.fold_in(key, i), (2,)), key
+
+    key, i = jax.random.key(0), jnp.arange(length)
+    want = jax.vmap(one, out_axes=(0, None))(i)
+    assert_same(chunked_vmap(one, 4, out_axes=(0, None))(i), want)
+
+
+@LENGTHS
+def test_bool_integer_and_zero_size_leaves(length):
+    tree = {
+        "bool": jnp.arange(length) % 3 == 0,
+        "int8": jnp.arange(length, dtype=jnp.int8),
+        "empty": jnp.zeros((length, 0, 2)),
+        "complex": lax.complex(jnp.arange(float(length)), -jnp.arange(float(length))),
+    }
+
+    def one(item):
+        return item | {"not": ~item["bool"], "abs": jnp.abs(item["complex"]), "void": jnp.zeros(0)}
+
+    assert_same(chunked_vmap(one, 4)(tree), jax.vmap(one)(tree))
+    gradient = jax.grad(lambda empty: weigh(chunked_vmap(one, 4)(tree | {"empty": empty})))
+    assert_same(gradient(tree["empty"]), tree["empty"])
+
+
+def test_zero_length_axis():
+    def one(x):
+        return jnp.sum(x), x.astype(jnp.int32)
+
+    got = chunked_vmap(one, 4)(jnp.zeros((0, 3), jnp.float16))
+    assert_same(got, (jnp.zeros(0, jnp.float16), jnp.zeros((0, 3), jnp.int32)))
+    gradient = jax.grad(lambda x: weigh(chunked_vmap(one, 4)(x)))(jnp.zeros((0, 3)))
+    assert_same(gradient, jnp.zeros((0, 3)))
+
+
+def test_numpy_arrays():
+    x = np.arange(13, dtype=np.int16)
+    assert_same(chunked_vmap(lambda v: v * 2, 4)(x), jnp.arange(13, dtype=jnp.int16) * 2)
+
+
+@LENGTHS
+def test_weak_types_promote_inside_the_kernel_as_under_vmap(length):
+    half = jnp.ones(3, jnp.float16)
+
+    def one(weak):
+        return weak * half  # float16 with a weak float, an error with a strong float32
+
+    weak = lax.full((length,), 2.0)
+    assert weak.weak_type
+    assert_same(chunked_vmap(one, 4)(weak), jax.vmap(one)(weak))
+
+
+def test_weak_types_are_kept_where_chunks_are_even():
+    weak = lax.full((EVEN,), 2.0)
+    assert chunked_vmap(lambda x: x * 2, 4)(weak).weak_type
+    assert not chunked_vmap(lambda x: x * jnp.ones(()), 4)(weak).weak_type
+
+
+# Programs.
+
+
+@LENGTHS
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: jax.grad(lambda x, k: weigh(f(x, k))),
+        lambda f: lambda x, k: jax.jvp(lambda x: f(x, k)[0], (x,), (x,)),
+        lambda f: jax.jacrev(lambda x, k: f(x, k)[0]),
+        lambda f: jax.hessian(lambda x, k: weigh(f(x, k))),
+        lambda f: lambda x, k: jax.vmap(f)(x[None], k[None]),
+        lambda f: jax.jit(jax.grad(lambda x, k: weigh(f(x, k)))),
+    ],
+    ids=["call", "jit", "grad", "jvp", "jacrev", "hessian", "vmap", "jit-grad"],
+)
+def test_kernel_is_traced_once(length, transform):
+    traces = []
+
+    def counted(x, k):
+        traces.append(x.shape)
+        return kernel(x, k)
+
+    transform(chunked_vmap(counted, 4))(*items(length))
+    assert traces == [(3,)]
+
+
+@pytest.mark.parametrize("chunk_size", [None, UNEVEN, UNEVEN + 1, 10**9])
+def test_one_chunk_is_exactly_the_program_of_vmap(chunk_size):
+    x, k = items(UNEVEN)
+    options = {"in_axes": (1, 0), "out_axes": (1, 0)}
+    want = jax.make_jaxpr(jax.vmap(kernel, **options))(x.T, k)
+    assert str(jax.make_jaxpr(chunked_vmap(kernel, chunk_size, **options))(x.T, k)) == str(want)
+
+
+@LENGTHS
+def test_otherwise_one_loop_holds_the_chunk(length):
+    x, k = items(length)
+    program = jax.make_jaxpr(chunked_vmap(kernel, 4))(x, k)
+    (loop,) = (e for e in _equations(program.jaxpr) if e.primitive.name == "scan")
+    assert loop.params["length"] == math.ceil(length / 4)
+    (sine,) = (e for e in _equations(loop.params["jaxpr"].jaxpr) if e.primitive.name == "sin")
+    assert sine.outvars[0].aval.shape == (4, 3)
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+@LENGTHS
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_checkpoint_recomputes_in_the_reverse_pass(length, checkpoint):
+    def one(row):
+        return jnp.exp(jnp.cumsum(row))
+
+    x, _ = items(length)
+    gradient = jax.grad(lambda x: weigh(chunked_vmap(one, 4, checkpoint=checkpoint)(x)))
+    names = primitives(gradient, x)
+    # Once forward, and once more in the reverse pass where nothing was stored.
+    assert names["exp"] == (2 if checkpoint else 1)
+    assert any(map(is_checkpoint, names)) == checkpoint
+    assert_same(gradient(x), jax.grad(lambda x: weigh(jax.vmap(one)(x)))(x), rtol=1e-4)
+
+
+def test_a_smaller_chunk_that_divides_is_preferred():
+    f, x = chunked_vmap(jnp.sin, 6), jnp.ones(20)  # 4 x 5, not 6 + 6 + 6 + 2
+    (loop,) = (e for e in _equations(jax.make_jaxpr(f)(x).jaxpr) if e.primitive.name == "scan")
+    assert loop.params["length"] == 4
+    assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives(f, x))
+
+
+def test_metadata_of_the_kernel():
+    f = chunked_vmap(kernel, 4)
+    assert f.__name__ == "kernel"
+    assert f.__doc__ == "Mixes all of a vector, in order, with an integer."
+    assert f.__wrapped__ is kernel
+
+
+# Composed with transformations. `w` is closed over everywhere, and differentiated too.
+
+
+def smooth(x, w):
+    return jnp.tanh(x @ w) * x[0] + jnp.sum(w**2) * x[1]
+
+
+def both(length, make):
+    """Evaluate ``make(transform)`` with the chunked transform and with `jax.vmap`."""
+    rng = np.random.default_rng(length)
+    x = jnp.asarray(rng.normal(size=(length, 2)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(2,)), jnp.float32)
+    chunked = functools.partial(_chunked_with, chunk_size=4)
+    got, want = (jax.jit(make(transform))(x, w) for transform in (chunked, jax.vmap))
+    assert_same(got, want, rtol=1e-3, atol=1e-4)
+
+
+def total(transform):
+    return lambda x, w: weigh(transform(lambda row: smooth(row, w))(x))
+
+
+def rows(transform):
+    return lambda x, w: transform(lambda row: smooth(row, w))(x)
+
+
+def pushed(f):
+    def push(x, w):
+        return jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))
+
+    return push
+
+
+def pulled(f):
+    def pull(x, w):
+        out, back = jax.vjp(f, x, w)
+        return out, back(jnp.cos(out))
+
+    return pull
+
+
+def linearized(f):
+    def push(x, w):
+        out, linear = jax.linearize(f, x, w)
+        transposed = jax.linear_transpose(linear, x, w)
+        return out, linear(jnp.cos(x), jnp.sin(w)), transposed(jnp.cos(out))
+
+    return push
+
+
+def both_arguments(derivative):
+    return lambda f: derivative(f, argnums=(0, 1))
+
+
+@LENGTHS
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        pushed,
+        pulled,
+        linearized,
+        both_arguments(jax.jacfwd),
+        both_arguments(jax.jacrev),
+        lambda f: pushed(pulled(f)),
+        lambda f: pulled(lambda *args: pushed(f)(*args)[1]),
+    ],
+    ids=["jvp", "vjp", "linearize", "jacfwd", "jacrev", "jvp-vjp", "vjp-jvp"],
+)
+def test_first_derivatives(length, derivative):
+    both(length, lambda transform: derivative(rows(transform)))
+
+
+@LENGTHS
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        both_arguments(jax.hessian),
+        lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacrev)(f)),
+        lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacrev)(f)),
+        lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacfwd)(f)),
+        lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacfwd)(f)),
+        lambda f: jax.grad(lambda x, w: weigh(jax.hessian(f)(x, w))),
+    ],
+    ids=["hessian", "fwd-rev", "rev-rev", "rev-fwd", "fwd-fwd", "third"],
+)
+def test_higher_derivatives(length, derivative):
+    both(length, lambda transform: derivative(total(transform)))
+
+
+@LENGTHS
+def test_hessian_without_jit(length):
+    x = jnp.arange(float(length))
+    got = jax.hessian(lambda x: weigh(chunked_vmap(jnp.sin, 4)(x)))(x)
+    assert_same(got, jax.hessian(lambda x: weigh(jnp.sin(x)))(x))
+
+
+@LENGTHS
+def test_vmap_of_grad_inside(length):
+    both(
+        length, lambda transform: lambda x, w: transform(jax.grad(smooth), in_axes=(0, None))(x, w)
+    )
+
+
+@LENGTHS
+@pytest.mark.parametrize("inner_size", [3, 4])
+def test_nested_in_itself(length, inner_size):
+    def nested(outer, inner):
+        def block(x, w):
+            return inner(lambda s: jnp.sin(s * w[0] * x) + s**2)(jnp.arange(7.0))
+
+        return lambda x, w: outer(lambda row: block(row, w))(x)
+
+    x, w = jnp.cos(jnp.arange(length * 2.0)).reshape(length, 2), jnp.array([0.5, 2.0])
+    chunked = nested(lambda f: chunked_vmap(f, 4), lambda f: chunked_vmap(f, inner_size))
+    want = jax.jit(pulled(nested(jax.vmap, jax.vmap)))(x, w)
+    assert_same(jax.jit(pulled(chunked))(x, w), want, rtol=1e-4, atol=1e-5)
+
+
+@LENGTHS
+def test_under_vmap_with_batched_closed_over_values(length):
+    def make(transform):
+        def f(x, w):
+            several = jnp.stack([x, x + 1, x * 2])
+            weights = jnp.stack([w, w * 3, w - 1])
+            over_both = jax.vmap(pulled(rows(transform)))(several, weights)
+            over_closed = jax.vmap(pulled(rows(transform)), in_axes=(None, 0))(x, weights)
+            over_axis = jax.vmap(rows(transform), in_axes=(1, None), out_axes=1)(
+                jnp.moveaxis(several, 0, 1), w
+            )
+            return over_both, over_closed, over_axis
+
+        return f
+
+    both(length, make)
+
+
+@LENGTHS
+def test_under_scan_and_checkpoint(length):
+    def make(transform):
+        @jax.checkpoint
+        def step(x, w):
+            y = rows(transform)(x, w)
+            return jnp.tanh(x + y[:, None]), y
+
+        def f(x, w):
+            return lax.scan(step, x, jnp.stack([w, w * 2, w + 1]))
+
+        return pulled(lambda x, w: f(x, w)[1])
+
+    both(length, make)
+
+
+@LENGTHS
+def test_inside_while_loop_and_cond(length):
+    def make(transform):
+        def f(x, w):
+            grown = lax.while_loop(
+                lambda s: jnp.sum(s**2) < 50, lambda s: s * 2 + rows(transform)(s, w)[:, None], x
+            )
+            return lax.cond(jnp.sum(grown) > 0, rows(transform), lambda x, w: x[:, 0], grown, w)
+
+        return f
+
+    both(length, make)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x**2
+
+
+clipped.defvjp(lambda x: (x**2, x), lambda x, ct: (jnp.clip(ct * x, -0.5, 0.5),))
+
+
+@jax.custom_jvp
+def doubled(x):
+    return jnp.sin(x)
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    return jnp.sin(primals[0]), 2 * tangents[0] * primals[0]
+
+
+@LENGTHS
+def test_kernels_with_rules_of_their_own(length):
+    both(length, lambda t: pulled(lambda x, w: t(lambda row: clipped(row * w))(x)))
+    both(length, lambda t: pulled(lambda x, w: t(lambda row: doubled(row * w))(x)))
+    both(length, lambda t: pushed(lambda x, w: t(lambda row: doubled(row * w))(x)))
+
+
+@LENGTHS
+def test_under_custom_vjp_and_eval_shape(length):
+    def make(transform):
+        @jax.custom_vjp
+        def f(x, w):
+            return rows(transform)(x, w)
+
+        f.defvjp(lambda x, w: (f(x, w), (x, w)), lambda r, ct: pulled(rows(transform))(*r)[1])
+        return pulled(f)
+
+    both(length, make)
+    x = jax.ShapeDtypeStruct((length, 3), jnp.bfloat16)
+    got = jax.eval_shape(chunked_vmap(lambda row: row[:2], 4), x)
+    assert (got.shape, got.dtype) == ((length, 2), jnp.bfloat16)
+
+
+def test_only_some_inputs_are_differentiated():
+    """The others, and their overlap, must not reach the gradient; nor may it lose an item."""
+    x, k = items(UNEVEN)
+    other = jnp.cos(x)
+
+    def loss(transform, x, other, w):
+        return weigh(transform(lambda a, b, i: a * b * w + i.astype(jnp.float32))(x, other, k))
+
+    chunked = functools.partial(_chunked_with, chunk_size=4)
+    for argnums in [(1,), (2,), (3,), (1, 2), (2, 3), (1, 2, 3)]:
+        arguments = (x, other, jnp.array(1.5))
+        got, want = (
+            jax.jit(jax.grad(loss, argnums), static_argnums=0)(transform, *arguments)
+            for transform in (chunked, jax.vmap)
+        )
+        assert_same(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_cotangents_of_overlapping_items_count_once():
+    # 13 items as 4 + 4 + 4 + 4 from item 9: items 9, 10, 11 are read twice.
+    ones = jnp.ones(UNEVEN)
+    gradient = jax.grad(lambda x, s: jnp.sum(chunked_vmap(lambda v: v * s, 4)(x)), argnums=(0, 1))
+    assert_same(gradient(ones, jnp.array(3.0)), (3 * ones, jnp.array(13.0)))
+
+
+def test_side_effects_of_the_kernel_happen_in_each_chunk(capfd):
+    def one(x):
+        jax.debug.print("item {}", x)
+        return x
+
+    chunked_vmap(one, 2)(jnp.arange(4)).block_until_ready()
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == [
+        "",
+        "item 0",
+        "item 1",
+        "item 2",
+        "item 3",
+    ]
+
+
+# Errors.
+
+
+def add(x, y):
+    return jax.tree.leaves(x)[0] + jax.tree.leaves(y)[0]
+
+
+FIVE = np.ones(5, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "chunk_size", "options"),
+    [
+        (ValueError, "chunked_vmap(add): chunk_size must be a positive int, got 0", 0, {}),
+        (ValueError, "chunked_vmap(add): chunk_size must be a positive int, got -1", -1, {}),
+        (TypeError, "chunked_vmap(add): chunk_size must be a positive int, got float 2.5", 2.5, {}),
+        (TypeError, "chunked_vmap(add): chunk_size must be a positive int, got True", True, {}),
+        (TypeError, "chunked_vmap(add): chunk_size must be a positive int, got str '3'", "3", {}),
+        (
+            ValueError,
+            "chunked_vmap(add): axis_size must be a positive int, got -1",
+            3,
+            {"axis_size": -1},
+        ),
+        (
+            TypeError,
+            "chunked_vmap(add): axis_size must be a positive int, got float 2.5",
+            3,
+            {"axis_size": 2.5},
+        ),
+        (
+            TypeError,
+            "chunked_vmap(add): axis_size must be a positive int, got False",
+            3,
+            {"axis_size": False},
+        ),
+        (
+            TypeError,
+            "chunked_vmap(add): in_axes must hold ints and None, got float 0.5 at in_axes[1]['b']",
+            3,
+            {"in_axes": (0, {"b": 0.5})},
+        ),
+        (
+            TypeError,
+            "chunked_vmap(add): in_axes must hold ints and None, got bool True at in_axes",
+            3,
+            {"in_axes": True},
+        ),
+        (
+            TypeError,
+            "chunked_vmap(add): out_axes must hold ints and None, got str '0' at out_axes",
+            3,
+            {"out_axes": "0"},
+        ),
+    ],
+)
+def test_bad_options_are_refused_when_the_function_is_made(error, text, chunk_size, options):
+    with pytest.raises(error) as raised:
+        chunked_vmap(add, chunk_size, **options)
+    assert str(raised.value) == text
+
+
+def test_function_that_cannot_be_called():
+    with pytest.raises(TypeError) as raised:
+        chunked_vmap(3, 3)
+    assert str(raised.value) == "chunked_vmap: fun must be callable, got int"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 5])
+@pytest.mark.parametrize(
+    ("args", "options", "text"),
+    [
+        (
+            (FIVE, FIVE[:3]),
+            {},
+            "chunked_vmap(add): the looped axes must have one length, got 5 and 3\n\n"
+            "    leaf  shape  axis  length\n"
+            "    x     (5,)   0     5\n"
+            "  > y     (3,)   0     3",
+        ),
+        (
+            ({"a": FIVE, "b": FIVE[:4]}, np.ones((2, 5), np.float32)),
+            {"in_axes": (0, -1)},
+            "chunked_vmap(add): the looped axes must have one length, got 5 and 4\n\n"
+            "    leaf    shape   axis  length\n"
+            "    x['a']  (5,)    0     5\n"
+            "  > x['b']  (4,)    0     4\n"
+            "    y       (2, 5)  -1    5",
+        ),
+        (
+            (FIVE, 1.0),
+            {},
+            "chunked_vmap(add): y lacks the axis to loop over\n\n"
+            "    leaf  shape  axis\n"
+            "    x     (5,)   0\n"
+            "  > y     ()     0",
+        ),
+        (
+            (FIVE, FIVE),
+            {"in_axes": (1, -2)},
+            "chunked_vmap(add): x and y lack the axis to loop over\n\n"
+            "    leaf  shape  axis\n"
+            "  > x     (5,)   1\n"
+            "  > y     (5,)   -2",
+        ),
+        (
+            (FIVE, FIVE),
+            {"axis_size": 4},
+            "chunked_vmap(add): the looped axes must have one length, got 5 and 4\n\n"
+            "    leaf       shape  axis  length\n"
+            "    x          (5,)   0     5\n"
+            "    y          (5,)   0     5\n"
+            "  > axis_size  (4,)   0     4",
+        ),
+        (
+            (FIVE, FIVE),
+            {"in_axes": None},
+            "chunked_vmap(add): nothing is mapped; map at least one array through in_axes, or give "
+            "axis_size",
+        ),
+        (
+            (FIVE, FIVE),
+            {"in_axes": (0,)},
+            "chunked_vmap(add): in_axes has 1 entry for 2 positional arguments",
+        ),
+        (
+            ({"a": FIVE}, FIVE),
+            {"in_axes": ({"b": 0}, 0)},
+            "chunked_vmap(add): the in_axes of x has an entry for x['b'], which is absent; the "
+            "in_axes of x has no entry for x['a'] (None would leave it as it is)",
+        ),
+        (
+            ([FIVE], FIVE),
+            {"in_axes": ((0, 0), 0)},
+            "chunked_vmap(add): the in_axes of x is a tuple of 2 entries, but x is list",
+        ),
+    ],
+    ids=[
+        "lengths",
+        "lengths-in-tree",
+        "scalar",
+        "axis-out-of-range",
+        "axis-size",
+        "nothing-mapped",
+        "entries",
+        "keys",
+        "container",
+    ],
+)
+def test_bad_arguments_are_refused_before_tracing(chunk_size, args, options, text):
+    def untraceable(x, y):
+        raise AssertionError("traced")
+
+    untraceable.__name__ = "add"
+    with pytest.raises(ValueError) as raised:  # noqa: PT011, the whole text is compared
+        chunked_vmap(untraceable, chunk_size, **options)(*args)
+    assert str(raised.value) == text
+
+
+def test_errors_name_arguments_as_the_kernel_does():
+    def tagged(first, *rest, **named):
+        return first
+
+    short = (
+        "chunked_vmap(tagged): the looped axes must have one length, got 5 and 4\n\n"
+        "    leaf     shape  axis  length\n"
+        "    first    (5,)   0     5\n"
+        "    rest[0]  (5,)   0     5\n"
+        "  > rest[1]  (4,)   0     4\n"
+        "    z        (5,)   0     5"
+    )
+    with pytest.raises(ValueError, match=re.escape(short)):
+        chunked_vmap(tagged, 2)(FIVE, FIVE, FIVE[:4], z=FIVE)
+    with pytest.raises(ValueError, match=re.escape("chunked_vmap(tagged): rest[0] lacks the axis")):
+        chunked_vmap(functools.partial(tagged, FIVE), 2)(1.0, FIVE)
+
+
+@LENGTHS
+def test_unmapped_output_that_depends_on_the_item(length):
+    text = "got axis spec None but output was batched on axis 0"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_vmap(jnp.sin, 4, out_axes=None)(jnp.ones(length))
