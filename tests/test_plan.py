@@ -154,13 +154,11 @@ def struct(*shape):
 def test_text_with_stretched_and_absent_axes():
     assert str(quadratic.plan(2.0, struct(5, 3), struct(4, 1, 3, 3))) == (
         "quadratic: batch shape (4, 5), 20 evaluations, 20 in flight, 1 step\n"
-        "\n"
         "  leaf   shape         rank  core    batch axes\n"
         "  s      ()            0     ()      -  -\n"
         "  v      (5, 3)        1     (3,)    -  5\n"
         "  m      (4, 1, 3, 3)  2     (3, 3)  4 1*\n"
         "  batch  (4, 5)                      4  5\n"
-        "\n"
         "  axis 0: vmap over 4, mapping m\n"
         "  axis 1: vmap over 5, mapping v\n"
         "  (1* stretched, - absent: used again for each item, never copied)"
@@ -170,13 +168,11 @@ def test_text_with_stretched_and_absent_axes():
 def test_text_with_chunks_and_merged_axes():
     assert str(forces.plan(struct(50, 80, 5, 3), struct(50, 80, 5), struct())) == (
         "forces: batch shape (50, 80), 4000 evaluations, 100 in flight, 40 steps\n"
-        "\n"
         "  leaf   shape           rank   core    batch axes\n"
         '  x      (50, 80, 5, 3)  "n 3"  (5, 3)  50 80\n'
         '  m      (50, 80, 5)     "n"    (5,)    50 80\n'
         '  g      ()              ""     ()       -  -\n'
         "  batch  (50, 80)                       50 80\n"
-        "\n"
         "  axes 0, 1 as one: 40 chunks of 100 over 4000, mapping x, m\n"
         "  (- absent: used again for each item, never copied)"
     )
@@ -185,7 +181,6 @@ def test_text_with_chunks_and_merged_axes():
 def test_text_without_batch_axes():
     assert str(quadratic.plan(2.0, struct(3), struct(3, 3))) == (
         "quadratic: no batch axes, so the kernel is simply called\n"
-        "\n"
         "  leaf  shape   rank  core\n"
         "  s     ()      0     ()\n"
         "  v     (3,)    1     (3,)\n"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -53,6 +54,7 @@ _ANY_SHAPE = ("...", "*_")
 _FIXED = re.compile(r"(?:[A-Za-z_]\w*=)?(\d+)")
 
 
+@functools.lru_cache(maxsize=1024)  # pure, and the same few strings come again and again
 def parse_dims(text: str) -> Rank | None:
     """Read a dimension string: ``"n 3"``, ``""``, ``"*batch n 3"``, ``"... 3"``.
 

@@ -15,12 +15,10 @@ __all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary"]
 
 def plan_text(plan: BatchPlan) -> str:
     """Word a plan: a summary, a row per leaf with its batch axes in columns, a line per level."""
-    parts = [summary(plan)]
+    lines = [summary(plan)]
     if plan.leaves:
-        parts.append("\n".join(_leaf_table(plan)))
-    if notes := [*level_sentences(plan), *legend(plan)]:
-        parts.append("\n".join(f"  {line}" for line in notes))
-    return "\n\n".join(parts)
+        lines += _leaf_table(plan)
+    return "\n".join([*lines, *(f"  {line}" for line in [*level_sentences(plan), *legend(plan)])])
 
 
 def summary(plan: BatchPlan) -> str:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""The examples in README.md and in every page of docs/ run, and print what the page shows."""
+
+import doctest
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if "_build" not in page.parts and page.is_file() and ">>> " in page.read_text()
+]
+
+
+def runnable(text: str) -> str:
+    """The page as doctest reads it: no fences, and blank lines within an output spelled out."""
+    page = re.sub(
+        r"^```python\n.*?^```$",
+        lambda block: re.sub(r"\n\n(?=(?!>>>|```|\n).)", r"\n<BLANKLINE>\n", block[0]),
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    return re.sub(r"^\s*(```|:::).*$", "", page, flags=re.MULTILINE)
+
+
+class Checker(doctest.OutputChecker):
+    """Compares output as printed, but for the place of a kernel, which here is a page."""
+
+    def check_output(self, want, got, optionflags):
+        want, got = (re.sub(r"\) at .+:\d+: ", ") at FILE: ", text) for text in (want, got))
+        return super().check_output(want, got, optionflags)
+
+
+def test_blank_lines_in_an_output_are_part_of_it():
+    page = "a\n\n```python\n>>> print('x\\n\\ny')\nx\n\ny\n\n>>> 1\n1\n\n```\n\nb\n"
+    examples = doctest.DocTestParser().get_examples(runnable(page))
+    assert [example.want for example in examples] == ["x\n<BLANKLINE>\ny\n", "1\n"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_print_what_the_page_shows(page):
+    name = str(page.relative_to(ROOT))
+    examples = doctest.DocTestParser().get_doctest(
+        runnable(page.read_text()), {}, name, str(page), 0
+    )
+    failures: list[str] = []
+    # As a reader has it, not as this session sets it for its own tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        runner = doctest.DocTestRunner(Checker(), optionflags=doctest.REPORT_NDIFF)
+        result = runner.run(examples, out=failures.append)
+    assert result.attempted > 0
+    assert not failures, "".join(failures)
