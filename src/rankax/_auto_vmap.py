@@ -7,7 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from rankax._errors import function_name
+import jax
+
+from rankax._errors import function_name, unwrapped
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
 from rankax._plan import BatchPlan
@@ -159,7 +161,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     if len(ranks) == 1 and not named.keys() - _OPTIONS and _is_function(ranks[0]):
         return _decorate(ranks[0], (), named)
     for rank in ranks:
-        if _is_function(rank):
+        if _is_function(rank) and not _is_rank_tree(rank):
             raise TypeError(
                 f"auto_vmap: got the function {function_name(rank)} among the ranks; write "
                 f"auto_vmap(...)({function_name(rank)})"
@@ -172,6 +174,12 @@ _OPTIONS = {"chunk_size", "checkpoint", "jit"}
 
 def _is_function(value: Any) -> bool:
     return callable(value) or isinstance(value, (staticmethod, classmethod))
+
+
+def _is_rank_tree(value: Any) -> bool:
+    """Whether this is a pytree that only happens to be callable, as an Equinox module may be."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, (int, str)) for leaf in leaves)
 
 
 def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -194,12 +202,25 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
     # A function, not a callable object: methods, pickling by name, help() and inspection work as
     # they do for the kernel itself.
-    @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    _dress(mapped, fun)
     extras = (
         {"plan": kernel.plan} if jitted is None else {"plan": kernel.plan, "lower": jitted.lower}
     )
     vars(mapped).update(extras)
     return mapped
+
+
+def _dress(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
+    """Give ``mapped`` what `functools.wraps` gives, also for what has no name of its own."""
+    if hasattr(fun, "__name__"):
+        functools.update_wrapper(mapped, fun)
+        return
+    # A partial is named and described by its function, another callable by its class.
+    named = unwrapped(fun)
+    named = named if hasattr(named, "__name__") else type(named)
+    described = ("__module__", "__name__", "__qualname__", "__doc__")
+    functools.update_wrapper(mapped, named, described, updated=())
+    vars(mapped)["__wrapped__"] = fun

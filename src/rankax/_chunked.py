@@ -270,7 +270,9 @@ def _chunked_call(
     # a rule of differentiation given by hand requires.
     mapped = [mapping.leaves[i] for i in positions]
     avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
-    jaxpr, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
+    closed, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
+    # Apart from its constants, which may be tracers, because JAX remembers `body` for a while.
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
     out_avals, out_tree = jax.tree.flatten(out_shape)
     spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
     layout = _Layout(
@@ -287,9 +289,9 @@ def _chunked_call(
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [next(stacked if _rides_along(axis, chunks) else sliced) for axis in axes]
-        return core.eval_jaxpr(jaxpr.jaxpr, operands.shared, *chunk)
+        return core.eval_jaxpr(jaxpr, operands.shared, *chunk)
 
-    operands = _Operands(list(jaxpr.consts), [], [])
+    operands = _Operands(consts, [], [])
     for leaf, axis in zip(mapped, axes, strict=True):
         if _rides_along(axis, chunks):
             operands.stacked.append(stack_chunks(leaf, chunks))

@@ -4,32 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import math
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from rankax._kernel import Kernel, is_number, keep
+from rankax._kernel import Kernel, is_array, is_number
 from rankax._trees import leaves_with_names
 
 __all__ = ["JitKernel"]
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """The static part of one call, by which `jax.jit` finds its compiled program.
-
-    The types stand beside the values because ``1 == 1.0 == True``.
-    """
+    """The static part of one call, by which `jax.jit` finds its compiled program."""
 
     names: tuple[str, ...]
     treedef: Any
     traced: tuple[bool, ...]
     static: tuple[Any, ...]
-    types: tuple[type, ...]
+    kinds: tuple[Any, ...]  # what `==` of two static values does not see
 
 
 class _Identity:
@@ -50,7 +45,6 @@ class JitKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._ranked_leaves: dict[Any, list[bool]] = {}
 
         def call(frame: _Frame, *arrays: Any) -> Any:
             return self._run(frame, arrays)
@@ -59,49 +53,43 @@ class JitKernel:
         # Inlined into an outer trace, so that the decorator leaves nothing there.
         self._jitted = jax.jit(call, static_argnums=0, inline=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __reduce__(self) -> Any:
+        return JitKernel, (self._kernel,)  # a copy compiles for itself
+
+    # `self` is positional-only, for a kernel may be called with an argument of that name.
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
         return self._jitted(frame, *arrays)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        frame, arrays = self._split(args, kwargs)
+        frame, arrays = self._split(args, kwargs, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Frame, list[Any]]:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    ) -> tuple[_Frame, list[Any]]:
         """Part the arguments into what is traced and what is static."""
         arguments = self._kernel.bound(args, kwargs).arguments
-        names = tuple(arguments)
-        leaves, treedef = jax.tree.flatten(list(arguments.values()))
-        ranked = self._ranked(names, treedef, arguments)
-        traced = tuple(
-            isinstance(leaf, _ARRAYS) or _becomes_array(leaf, has_rank)
-            for leaf, has_rank in zip(leaves, ranked, strict=True)
-        )
+        names, values = tuple(arguments), list(arguments.values())
+        leaves, treedef = jax.tree.flatten(values)
+        ranks = self._kernel.structure(names, values, leaves, treedef).ranks
+        inputs = [
+            leaf if is_array(leaf) else _as_input(leaf, rank is not None, shapes_only)
+            for leaf, rank in zip(leaves, ranks, strict=True)
+        ]
+        if any(rank is not None and x is None for rank, x in zip(ranks, inputs, strict=True)):
+            self._kernel.bind(args, kwargs, shapes_only=shapes_only)  # which says what is wrong
+        traced = tuple(x is not None for x in inputs)
         static = tuple(
             leaf for leaf, is_traced in zip(leaves, traced, strict=True) if not is_traced
         )
-        arrays = [leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced]
+        arrays = [x for x in inputs if x is not None]
         if static:
             static = self._hashable(static, arguments, traced)
-        return _Frame(names, treedef, traced, static, tuple(map(type, static))), arrays
-
-    def _ranked(
-        self, names: tuple[str, ...], treedef: Any, arguments: dict[str, Any]
-    ) -> list[bool]:
-        """Tell for each leaf whether it has a rank, which the tree structure alone decides."""
-        key = (names, treedef)
-        ranked = self._ranked_leaves.get(key)
-        if ranked is None:
-            ranked = [
-                rank is not None
-                for name, value in arguments.items()
-                for _, part, rank in self._kernel.parts(name, value)
-                for _ in range(jax.tree.structure(part).num_leaves)
-            ]
-            keep(self._ranked_leaves, key, ranked)
-        return ranked
+        return _Frame(names, treedef, traced, static, tuple(map(_kind, static))), arrays
 
     def _hashable(
         self, static: tuple[Any, ...], arguments: dict[str, Any], traced: tuple[bool, ...]
@@ -137,11 +125,22 @@ class JitKernel:
         leaves = [next(rest) if is_traced else next(static) for is_traced in frame.traced]
         leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
         values = jax.tree.unflatten(frame.treedef, leaves)
-        signature = self._kernel.declaration.signature
-        arguments = dict(zip(frame.names, values, strict=True))
-        bound = inspect.BoundArguments(signature, arguments)  # pyright: ignore[reportArgumentType]
+        bound = self._kernel.rebound(dict(zip(frame.names, values, strict=True)))
         return self._kernel(*bound.args, **bound.kwargs)
 
 
-def _becomes_array(leaf: Any, has_rank: bool) -> bool:
-    return hasattr(leaf, "__jax_array__") or (has_rank and is_number(leaf))
+def _as_input(leaf: Any, has_rank: bool, shapes_only: bool) -> Any:
+    """Return what is traced for a leaf that is no array; None for a static one."""
+    if hasattr(leaf, "__jax_array__"):
+        return jnp.asarray(leaf)
+    is_shape = shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)
+    return leaf if is_shape or (has_rank and is_number(leaf)) else None
+
+
+def _kind(value: Any) -> Any:
+    """Tell apart what compares equal: ``1``, ``1.0`` and ``True``, and ``0.0`` and ``-0.0``."""
+    if isinstance(value, float):
+        return type(value), math.copysign(1.0, value)
+    if isinstance(value, complex):
+        return type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
+    return type(value)

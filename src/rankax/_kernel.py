@@ -24,7 +24,7 @@ from rankax._ranks import Declaration, governed_parts, ranks_of_leaves
 from rankax._report import Item, check_items, output_error
 from rankax._trees import leaves_with_names
 
-__all__ = ["Call", "Kernel", "is_number", "keep"]
+__all__ = ["Call", "Kernel", "is_array", "is_number"]
 
 Shape = tuple[int, ...]
 _MOST_KEPT = 1024  # structures per kernel, and layouts per structure
@@ -81,12 +81,20 @@ class Kernel:
         self.checkpoint = checkpoint
         self._structures: dict[Any, _Structure] = {}
         self._defaults = {
-            name: declaration.signature.parameters[name].default
-            for name in declaration.ranks
-            if declaration.signature.parameters[name].default is not inspect.Parameter.empty
+            name: parameter.default
+            for name, parameter in declaration.signature.parameters.items()
+            if parameter.default is not parameter.empty
+            # A positional-only one can be passed only if those before it are, ranked or not.
+            and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
         }
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
+        # Tree structures cannot be pickled, and a copy finds them again.
+        return {**vars(self), "_structures": {}}
+
+    # `self` is positional-only, for a kernel may be called with an argument of that name.
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel on every item of the batch."""
         call = self.bind(args, kwargs)
         layout = self.layout(call)
@@ -94,9 +102,9 @@ class Kernel:
             return self._checked(self.fun(*args, **kwargs), layout)
         return self._mapped(call, layout)
 
-    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan:
+    def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
-        call = self.bind(args, kwargs)
+        call = self.bind(args, kwargs, shapes_only=True)
         layout = self.layout(call)
         return BatchPlan(
             self.name,
@@ -116,60 +124,80 @@ class Kernel:
             bound = self.declaration.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}() {error}") from None
-        for name, default in self._defaults.items():
-            bound.arguments.setdefault(name, default)
+        if not self._defaults.keys() <= bound.arguments.keys():
+            arguments = {**self._defaults, **bound.arguments}
+            in_order = self.declaration.signature.parameters
+            bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
         return bound
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
+        """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
+        signature = self.declaration.signature
+        return inspect.BoundArguments(signature, arguments)  # pyright: ignore[reportArgumentType]
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    ) -> Call:
         """Bind arguments and flatten those that have a rank."""
         bound = self.bound(args, kwargs)
         names = tuple(name for name in self.declaration.ranks if name in bound.arguments)
         values = [bound.arguments[name] for name in names]
         leaves, treedef = jax.tree.flatten(values)
+        structure = self.structure(names, values, leaves, treedef)
+        for i, rank in enumerate(structure.ranks):
+            if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
+                leaves[i] = self._converted(leaves[i], i, names, values, shapes_only)
+        return Call(bound, names, leaves, treedef, structure)
+
+    def structure(
+        self, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
+    ) -> _Structure:
+        """Give each leaf its rank, and refuse a list of numbers under one rank."""
         key = (names, treedef)
         structure = self._structures.get(key)
         if structure is None:
-            structure = self._structure(names, values)
-            keep(self._structures, key, structure)
+            structure = self._new_structure(names, values)
+            _keep(self._structures, key, structure)
         for name, group in structure.lists:
-            if all(is_number(leaves[i]) for i in group):
+            if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
                 raise TypeError(
                     f"{self.name}(): {name} is a list of numbers, where an array is meant; pass "
                     f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
                     "rank for each in the declaration.)"
                 )
-        for i, rank in enumerate(structure.ranks):
-            if rank is not None:
-                leaves[i] = self._as_array(leaves[i], i, names, values)
-        return Call(bound, names, leaves, treedef, structure)
+        return structure
 
-    def parts(self, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
-        """Cut one argument into ``(path, part, rank)``, each part governed by one rank."""
+    def _parts(self, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
         try:
             return governed_parts(self.declaration.ranks.get(name), value, name)
         except ValueError as error:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
 
-    def _structure(self, names: tuple[str, ...], values: list[Any]) -> _Structure:
+    def _new_structure(self, names: tuple[str, ...], values: list[Any]) -> _Structure:
         ranks: list[Rank | None] = []
         lists: list[tuple[str, tuple[int, ...]]] = []
         for name, value in zip(names, values, strict=True):
-            for path, part, rank in self.parts(name, value):
+            for path, part, rank in self._parts(name, value):
                 if rank is not None:
                     lists += _lists(part, path, len(ranks))
                 ranks += [rank] * jax.tree.structure(part).num_leaves
         return _Structure(tuple(ranks), tuple(lists))
 
-    def _as_array(self, leaf: Any, position: int, names: tuple[str, ...], values: Any) -> Any:
-        if isinstance(leaf, (jax.Array, np.generic)) or is_number(leaf):
-            return leaf
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
-            return leaf
+    def _converted(
+        self, leaf: Any, position: int, names: tuple[str, ...], values: Any, shapes_only: bool
+    ) -> Any:
+        """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
         if hasattr(leaf, "__jax_array__"):
             return jnp.asarray(leaf)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_shape and shapes_only:
             return leaf
         path = _paths(names, values)[position]
+        if is_shape:
+            raise TypeError(
+                f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
+                f"through jax.eval_shape({self.name}, ...), or to {self.name}.plan(...)"
+            )
         came = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else repr(leaf)
         raise TypeError(
             f"{self.name}(): {path} has a rank, so it must be an array or a number, but it is "
@@ -188,7 +216,7 @@ class Kernel:
         layout = call.structure.layouts.get(shapes)
         if layout is None:
             layout = self._new_layout(self._items(call), call.structure.ranks)
-            keep(call.structure.layouts, shapes, layout)
+            _keep(call.structure.layouts, shapes, layout)
         return layout
 
     def _items(self, call: Call) -> list[Item]:
@@ -231,21 +259,22 @@ class Kernel:
     # From a layout to the result.
 
     def _mapped(self, call: Call, layout: _Layout) -> Any:
-        leaves = list(call.leaves)
+        whole = list(call.leaves)
         for position, shape in layout.reshaped:
-            leaves[position] = jnp.reshape(leaves[position], shape)
+            whole[position] = jnp.reshape(whole[position], shape)
 
         def on_item(*items: Any) -> Any:
+            leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
             for position, item in zip(layout.mapped, items, strict=True):
                 leaves[position] = item
-            values = call.treedef.unflatten(leaves)
-            call.bound.arguments.update(zip(call.names, values, strict=True))
-            return self._checked(self.fun(*call.bound.args, **call.bound.kwargs), layout)
+            values = zip(call.names, call.treedef.unflatten(leaves), strict=True)
+            bound = self.rebound({**call.bound.arguments, **dict(values)})
+            return self._checked(self.fun(*bound.args, **bound.kwargs), layout)
 
         mapped = on_item
         for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
             mapped = self._map(mapped, level, in_axes)
-        out = mapped(*(leaves[position] for position in layout.mapped))
+        out = mapped(*(whole[position] for position in layout.mapped))
         return _unmerged(out, layout) if layout.merged else out
 
     def _map(
@@ -274,6 +303,15 @@ class Kernel:
         return out
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether JAX takes this leaf for an array as it stands."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
@@ -299,7 +337,7 @@ def _paths(names: tuple[str, ...], values: list[Any]) -> list[str]:
     ]
 
 
-def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
+def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Remember ``value``, within bounds."""
     if len(cache) >= _MOST_KEPT:
         cache.clear()

@@ -63,7 +63,7 @@ def declare(
         The options that were given by name, which a parameter may share its name with.
     """
     where = f"auto_vmap({function_name(fun)})"
-    signature = inspect.signature(fun)
+    signature = _signature(fun, where)
     outputs: Any = None
     if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
         if named_ranks:
@@ -89,6 +89,16 @@ def declare(
         {name: tree for name, tree in trees.items() if tree is not None},
         outputs if outputs is not None else annotated.get("return"),
     )
+
+
+def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):  # as many builtins
+        raise TypeError(
+            f"{where}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
+            "be bound to them; wrap it in a function that names its own"
+        ) from None
 
 
 def governed_parts(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
