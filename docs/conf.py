@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""The documentation: pages in MyST Markdown, run while they are built.
+
+    python -m tox -e docs               # writes docs/_build/html
+"""
+
+import os
+import re
+import urllib.request
+from pathlib import Path
+
+from docutils.utils.math import latex2mathml
+
+HERE = Path(__file__).parent
+
+project = "rankax"
+author = "The rankax authors"
+copyright = author
+version = release = re.search(
+    r'__version__ = "(.+)"', (HERE.parent / "src/rankax/__init__.py").read_text()
+)[1]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+# Pages that run. They import the programs in examples/, and start at most one kernel at a time.
+
+folders = [str(HERE.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_output_stderr = "remove-warn"
+
+# Markdown, doctests, mathematics.
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+myst_dmath_double_inline = True
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def write_math(self, node):
+    """MathML, which browsers draw by themselves: no script, nothing to fetch, any colour."""
+    block = node.tagname == "math_block"
+    formula = latex2mathml.tex2mathml(node.astext(), as_block=block)
+    self.body.append(f'<div class="math">{formula}</div>' if block else formula)
+
+
+def leave_math(self, node):
+    """Do nothing: `write_math` has written it all."""
+
+
+html_math_renderer = "mathml"
+
+# The reference.
+
+autodoc_typehints = "none"  # the docstrings have the types, with shapes
+autodoc_member_order = "bysource"
+add_module_names = False
+default_role = "py:obj"
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+# References into rankax must resolve. Those into JAX and NumPy do where the list of their names can
+# be had; elsewhere they stay plain text, so that the site builds without a network.
+
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", r"(jax|numpy)\..*"),
+    ("py:class", ".*"),  # the words of a "Parameters" type: "int", "pytree", "optional"
+    ("py:exc", r"(Type|Value)Error"),
+]
+
+
+def has_inventory(site):
+    try:
+        with urllib.request.urlopen(f"{site}objects.inv", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+intersphinx_mapping = {
+    name: (site, None)
+    for name, site in {
+        "jax": "https://docs.jax.dev/en/latest/",
+        "numpy": "https://numpy.org/doc/stable/",
+    }.items()
+    if has_inventory(site)
+}
+intersphinx_timeout = 10
+
+# The looks.
+
+html_theme = "furo"
+html_title = "rankax"
+html_static_path = ["_static"]
+html_css_files = ["rankax.css"]
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#1f5fbf",
+        "color-brand-content": "#1f5fbf",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#7fb2ff",
+        "color-brand-content": "#7fb2ff",
+    },
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (write_math, leave_math), (write_math, leave_math))
