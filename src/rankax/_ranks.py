@@ -146,8 +146,9 @@ def _bind(
     for name, rank in named.items():
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(parameters)}"
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}{hint}")
+            known = ", ".join(parameters) or "no parameters"
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {known}"
+            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
         if name in bound:
             raise TypeError(
                 f"{where}: parameter {name!r} has two ranks, {bound[name]!r} by position and "
