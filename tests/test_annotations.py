@@ -266,6 +266,14 @@ def test_an_error_inside_a_class_names_the_field():
         auto_vmap(kernel)
 
 
+def test_static_fields_are_not_read():
+    class Table(eqx.Module):
+        at: Vector
+        fixed: Float[Array, "n"] | float = eqx.field(static=True, default=1.0)
+
+    assert ranks(Table, Table(matrix)) == {"x.at": 1}
+
+
 # Explicit ranks and annotations together.
 
 
