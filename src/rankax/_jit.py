@@ -84,7 +84,10 @@ class JitKernel:
             self._kernel.bind(args, kwargs, shapes_only=shapes_only)  # which says what is wrong
         traced = tuple(x is not None for x in inputs)
         static = tuple(
-            leaf for leaf, is_traced in zip(leaves, traced, strict=True) if not is_traced
+            # One NaN for all, because a NaN is found by its identity only.
+            math.nan if type(leaf) is float and math.isnan(leaf) else leaf
+            for leaf, is_traced in zip(leaves, traced, strict=True)
+            if not is_traced
         )
         arrays = [x for x in inputs if x is not None]
         if static:
