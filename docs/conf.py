@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The documentation: pages in MyST Markdown, run while they are built.
 
-    python -m tox -e docs               # writes docs/_build/html
+python -m tox -e docs               # writes docs/_build/html
 """
 
 import os
@@ -9,6 +9,7 @@ import re
 import urllib.request
 from pathlib import Path
 
+from docutils import nodes
 from docutils.utils.math import latex2mathml
 
 HERE = Path(__file__).parent
@@ -57,10 +58,7 @@ def write_math(self, node):
     block = node.tagname == "math_block"
     formula = latex2mathml.tex2mathml(node.astext(), as_block=block)
     self.body.append(f'<div class="math">{formula}</div>' if block else formula)
-
-
-def leave_math(self, node):
-    """Do nothing: `write_math` has written it all."""
+    raise nodes.SkipNode
 
 
 html_math_renderer = "mathml"
@@ -128,4 +126,4 @@ pygments_dark_style = "github-dark"
 
 
 def setup(app):
-    app.add_html_math_renderer("mathml", (write_math, leave_math), (write_math, leave_math))
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
