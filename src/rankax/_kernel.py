@@ -2,14 +2,14 @@
 """One decorated kernel: from the arguments of a call to nested maps.
 
 What depends on the structure of the arguments alone (`_Structure`), and what depends on their
-shapes (`_Layout`), is worked out once and kept, for a loop calls with the same ones again.
+shapes (`Layout`), is worked out once and kept, for a loop calls with the same ones again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ import numpy as np
 from rankax._chunked import chunked_vmap
 from rankax._dims import Rank
 from rankax._errors import function_location, function_name
-from rankax._plan import BatchPlan, LeafPlan, Level, plan_levels
+from rankax._layout import Layout, lay_out
+from rankax._plan import BatchPlan, LeafPlan, Level
 from rankax._ranks import Declaration, governed_parts, ranks_of_leaves
-from rankax._report import Item, check_items, output_error
+from rankax._report import Item, output_error
 from rankax._trees import leaves_with_names
 
 __all__ = ["Call", "Kernel", "is_array", "is_number"]
@@ -36,21 +37,7 @@ class _Structure:
 
     ranks: tuple[Rank | None, ...]  # per leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
-    layouts: dict[Any, _Layout] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """What the shapes decide: the batch, the maps, and how each leaf enters them."""
-
-    batch_shape: Shape
-    levels: tuple[Level, ...]
-    positions: tuple[int, ...]  # of the leaves that have a rank
-    reshaped: tuple[tuple[int, Shape], ...]  # leaf, and its shape without stretched axes
-    mapped: tuple[int, ...]  # of the leaves that some level maps
-    in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped leaves
-    sizes: dict[str, int]  # of the named core dimensions
-    merged: bool  # whether the levels are not simply the batch axes
+    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -111,7 +98,7 @@ class Kernel:
             layout.batch_shape,
             tuple(
                 LeafPlan(it.path, it.shape, it.rank.rank, it.core, it.batch, str(it.rank))
-                for it in self._items(call)
+                for it in layout.items
             ),
             layout.levels,
         )
@@ -207,7 +194,7 @@ class Kernel:
 
     # From leaves to a layout.
 
-    def layout(self, call: Call) -> _Layout:
+    def layout(self, call: Call) -> Layout:
         """Work out the maps for the shapes of this call, or find them again."""
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
@@ -215,7 +202,8 @@ class Kernel:
         )
         layout = call.structure.layouts.get(shapes)
         if layout is None:
-            layout = self._new_layout(self._items(call), call.structure.ranks)
+            positions = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
+            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size)
             _keep(call.structure.layouts, shapes, layout)
         return layout
 
@@ -227,38 +215,9 @@ class Kernel:
             if rank is not None
         ]
 
-    def _new_layout(self, items: list[Item], ranks: Sequence[Rank | None]) -> _Layout:
-        sizes: dict[str, int] = {}
-        batch_shape = check_items(self.fun, items, sizes)
-        levels = plan_levels(tuple(item.batch for item in items), batch_shape, self.chunk_size)
-        positions = tuple(i for i, rank in enumerate(ranks) if rank is not None)
-        columns = list(zip(*(level.mapped for level in levels), strict=True))
-        columns = columns or [()] * len(items)
-        targets = [
-            tuple(level.size for level, is_mapped in zip(levels, column, strict=True) if is_mapped)
-            + item.core
-            for item, column in zip(items, columns, strict=True)
-        ]
-        mapped = [i for i, column in enumerate(columns) if any(column)]
-        return _Layout(
-            batch_shape,
-            levels,
-            positions,
-            tuple(
-                (positions[i], target)
-                for i, (item, target) in enumerate(zip(items, targets, strict=True))
-                if target != item.shape
-            ),
-            tuple(positions[i] for i in mapped),
-            tuple(tuple(0 if level.mapped[i] else None for i in mapped) for level in levels),
-            sizes,
-            any(level.axes != (axis,) for axis, level in enumerate(levels))
-            or len(levels) != len(batch_shape),
-        )
-
     # From a layout to the result.
 
-    def _mapped(self, call: Call, layout: _Layout) -> Any:
+    def _mapped(self, call: Call, layout: Layout) -> Any:
         whole = list(call.leaves)
         for position, shape in layout.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
@@ -275,7 +234,7 @@ class Kernel:
         for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
             mapped = self._map(mapped, level, in_axes)
         out = mapped(*(whole[position] for position in layout.mapped))
-        return _unmerged(out, layout) if layout.merged else out
+        return layout.unmerged(out)
 
     def _map(
         self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
@@ -284,7 +243,7 @@ class Kernel:
             return jax.vmap(fun, in_axes=in_axes)
         return chunked_vmap(fun, level.tile, in_axes, checkpoint=self.checkpoint)
 
-    def _checked(self, out: Any, layout: _Layout) -> Any:
+    def _checked(self, out: Any, layout: Layout) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
         declared = self.declaration.outputs
         if declared is None:
@@ -342,11 +301,3 @@ def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     if len(cache) >= _MOST_KEPT:
         cache.clear()
     cache[key] = value
-
-
-def _unmerged(out: Any, layout: _Layout) -> Any:
-    """Give the outputs of merged levels the batch shape again."""
-    depth = len(layout.levels)
-    return jax.tree.map(
-        lambda leaf: jnp.reshape(leaf, layout.batch_shape + leaf.shape[depth:]), out
-    )
