@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from rankax._kernel import Kernel, is_array, is_number
@@ -50,8 +51,7 @@ class JitKernel:
             return self._run(frame, arrays)
 
         call.__name__ = kernel.name  # what a profile and an HLO dump show
-        # Inlined into an outer trace, so that the decorator leaves nothing there.
-        self._jitted = jax.jit(call, static_argnums=0, inline=True)
+        self._jitted = jax.jit(call, static_argnums=0)
 
     def __reduce__(self) -> Any:
         return JitKernel, (self._kernel,)  # a copy compiles for itself
@@ -61,6 +61,8 @@ class JitKernel:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
+        if _is_staged():  # the outer program compiles it, and is left without a call of ours
+            return self._run(frame, tuple(jnp.asarray(x) if is_number(x) else x for x in arrays))
         return self._jitted(frame, *arrays)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +132,33 @@ class JitKernel:
         values = jax.tree.unflatten(frame.treedef, leaves)
         bound = self._kernel.rebound(dict(zip(frame.names, values, strict=True)))
         return self._kernel(*bound.args, **bound.kwargs)
+
+
+class _StagedError(Exception):
+    """Raised in place of adding a step to a program that is being traced."""
+
+
+_probe = jax.extend.core.Primitive("rankax_probe")
+_probe.def_impl(lambda: None)
+
+
+@_probe.def_abstract_eval
+def _() -> Any:
+    raise _StagedError
+
+
+def _is_staged() -> bool:
+    """Whether what is called now becomes part of an outer program, as inside `jax.jit`.
+
+    It does not under a bare `jax.vmap` or `jax.grad`. The abstract value of a primitive is asked
+    for only where it would become a step of a program; everywhere else it is simply run.
+    (``jax.jit(inline=True)`` would do, if every version of JAX inlined while it traces.)
+    """
+    try:
+        _probe.bind()
+    except _StagedError:
+        return True
+    return False
 
 
 def _as_input(leaf: Any, has_rank: bool, shapes_only: bool) -> Any:

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: MIT
+"""A decorated kernel is an ordinary function, to Python's tools and to JAX's."""
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import pydoc
+import weakref
+
+import beartype
+import cloudpickle
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from jaxtyping import Array, Float
+
+import wrapper_kernels
+from helpers import assert_same
+from rankax import BatchShapeError, auto_vmap
+from wrapper_kernels import Body, Comet
+
+X = jnp.arange(1.0, 13.0).reshape(4, 3)
+S = jnp.arange(4.0)
+
+
+def kernel(s: float, /, v: Array, *rest: Array, scale: float = 2.0) -> Array:
+    """Scale a vector.
+
+    At some length.
+    """
+    return s * v * scale
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}], ids=str)
+def test_metadata_are_the_kernels(options):
+    mapped = auto_vmap(0, 1, **options)(kernel)
+    assert inspect.signature(mapped) == inspect.signature(kernel)
+    assert inspect.getsource(mapped) == inspect.getsource(kernel)
+    assert inspect.getdoc(mapped) == inspect.getdoc(kernel)
+    assert mapped.__annotations__ == kernel.__annotations__
+    assert (mapped.__name__, mapped.__qualname__) == ("kernel", "kernel")
+    assert mapped.__module__ == __name__
+    assert mapped.__wrapped__ is kernel
+    assert inspect.isfunction(mapped)
+    assert pydoc.render_doc(mapped, renderer=pydoc.plaintext) == pydoc.render_doc(
+        kernel, renderer=pydoc.plaintext
+    )
+
+
+def test_attributes_of_the_kernel_are_kept():
+    def marked(x):
+        return x
+
+    marked.unit = "metre"
+    assert auto_vmap(0)(marked).unit == "metre"
+
+
+def test_partials_and_objects_are_named_and_described():
+    mapped = auto_vmap(1)(functools.partial(kernel, 3.0))
+    assert mapped.__name__ == "kernel"
+    assert mapped.__doc__ == kernel.__doc__
+    assert inspect.signature(mapped) == inspect.signature(functools.partial(kernel, 3.0))
+
+    class Affine:
+        """Shift and scale."""
+
+        def __init__(self):
+            self.plan = self.shift = 1.0
+
+        def __call__(self, x, by=0.0):
+            return x + self.shift + by
+
+    mapped = auto_vmap(0)(Affine())
+    assert (mapped.__name__, mapped.__doc__) == ("Affine", "Shift and scale.")
+    assert str(inspect.signature(mapped)) == "(x, by=0.0)"
+    assert mapped.plan(S).batch_shape == (4,)
+    assert not hasattr(mapped, "shift")
+
+
+@pytest.mark.parametrize("module", [pickle, cloudpickle])
+@pytest.mark.parametrize("name", ["plain", "jitted"])
+def test_module_level_kernels_are_pickled_by_name(module, name):
+    mapped = getattr(wrapper_kernels, name)
+    mapped(S, X)
+    assert pickle.loads(module.dumps(mapped)) is mapped
+    bound = pickle.loads(module.dumps(Body(2.0).pull))
+    assert_same(bound(X), Body(2.0).pull(X))
+
+
+class Pair(eqx.Module):
+    a: jax.Array
+    b: jax.Array
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+def test_local_kernels_are_pickled_by_value_also_after_use(options):
+    factor = 3.0
+
+    @auto_vmap(0, **options)
+    def local(pair):
+        return (pair.a + pair.b) * factor
+
+    want = (S + 1) * 3
+    assert_same(local(Pair(S, 1.0)), want)  # a structure that no pickle can hold is remembered
+    copied = pickle.loads(cloudpickle.dumps(local))
+    assert copied is not local
+    assert_same(copied(Pair(S, 1.0)), want)
+    assert copied.plan(Pair(S, 1.0)) == local.plan(Pair(S, 1.0))
+
+
+def test_copies_and_weak_references():
+    mapped = auto_vmap(0)(lambda x: x)
+    mapped(S)
+    assert copy.copy(mapped) is mapped
+    assert copy.deepcopy(mapped) is mapped
+    reference = weakref.ref(mapped)
+    assert reference() is mapped
+    del mapped
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
+def test_a_call_keeps_no_argument_alive(options):
+    class Marker:
+        pass
+
+    mapped = auto_vmap(x=0, **options)(lambda x, marker: x + 1)
+    marker, array = Marker(), jnp.arange(4.0)
+    mapped(array, marker)
+    references = [weakref.ref(marker), weakref.ref(array)]
+    del marker, array
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_methods_are_inherited_and_call_their_super():
+    comet = Comet(2.0)
+    pull = -2 * X / jnp.sum(X**2, axis=1, keepdims=True)
+    assert_same(Body(2.0).pull(X), pull)
+    assert_same(comet.pull(X), pull + X)
+    assert_same(Comet.pull(comet, x=X[0]), pull[0] + X[0])
+    assert_same(Body.unit(X), X)
+    assert_same(Comet.unit(X), X + 1)
+    assert_same(comet.norm(X), jnp.sum(X**2, axis=1))
+    assert comet.pull.__self__ is comet
+    assert Body.pull.plan(comet, X).batch_shape == (4,)
+    assert comet.norm.plan(X).batch_shape == (4,)
+    assert inspect.getdoc(Comet.pull) == "Pull towards the origin."  # inherited, as for a function
+    assert str(inspect.signature(comet.pull)) == "(x)"
+
+
+def test_abstract_methods_stay_abstract():
+    import abc
+
+    class Base(abc.ABC):
+        @auto_vmap(x=0)
+        @abc.abstractmethod
+        def f(self, x): ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        Base()
+
+
+def test_partials_of_a_decorated_kernel():
+    mapped = auto_vmap(0, 1, scale=0)(lambda s, v, *, scale: s * jnp.sum(v) * scale)
+    assert_same(functools.partial(mapped, scale=S)(2.0, X), 2 * jnp.sum(X, axis=1) * S)
+    assert_same(functools.partial(mapped, S)(X, scale=1.0), jnp.sum(X, axis=1) * S)
+
+
+def test_decorated_kernels_call_each_other():
+    @auto_vmap(1, 1)
+    def distance(p, q):
+        return jnp.sqrt(jnp.sum((p - q) ** 2))
+
+    for options in ({}, {"chunk_size": 2}, {"jit": True}):
+
+        @auto_vmap(1, 2, **options)
+        def nearest(p, others):
+            return jnp.min(distance(p, others))
+
+        others = X[:2] + 0.5
+        want = jnp.stack([jnp.min(jnp.linalg.norm(others - p[None], axis=1)) for p in X])
+        assert_same(nearest(X, others), want)
+        assert_same(nearest(X[:, None], jnp.stack([others, others]))[:, 1], want)
+
+
+# Other wrappers, inside and outside.
+
+ORDERS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "filter_jit": eqx.filter_jit,
+    "twice jit": lambda f: jax.jit(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_wrappers_does_not_matter(order, options):
+    def f(s, v):
+        return jnp.sin(s) * jnp.sum(v**2)
+
+    wrap, decorate = ORDERS[order], auto_vmap(0, 1, **options)
+    want = jnp.sin(S)[:, None] * jnp.sum(X**2, axis=1)[None]
+    slope = jnp.cos(S) * jnp.sum(X**2)
+    for mapped in (wrap(decorate(f)), decorate(wrap(f))):
+        assert_same(mapped(S[:, None], X), want)
+        assert_same(jax.grad(lambda s: jnp.sum(mapped(s[:, None], X)))(S), slope)  # noqa: B023
+        with pytest.raises(BatchShapeError, match="Batch axis -1 is 4 \\(s\\) and 3 \\(v\\)"):
+            mapped(S, X[:3])
+
+
+def test_jaxtyped_inside_sees_one_item_and_outside_the_batch():
+    checked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
+
+    @auto_vmap(0, 1)
+    @checked
+    def inside(s: Float[Array, ""] | float, v: Float[Array, "3"]) -> Float[Array, "3"]:
+        return s * v
+
+    @checked
+    @auto_vmap(0, 1)
+    def outside(s: Float[Array, "*batch"], v: Float[Array, "*batch 3"]) -> Float[Array, "*batch 3"]:
+        return s * v
+
+    @auto_vmap
+    @checked
+    def alone(s: Float[Array, ""] | float, v: Float[Array, "3"]) -> Float[Array, "3"]:
+        return s * v
+
+    for f in (inside, outside, alone):
+        assert_same(f(S, X), S[:, None] * X)
+    assert inside(2.0, X).shape == (4, 3)
+    for f, v in ((inside, X[:, :2]), (outside, X[:2])):
+        with pytest.raises(jaxtyping.TypeCheckError, match="Type-check error"):
+            f(S, v)
+
+
+@jax.custom_jvp
+def log1pexp(x, k=1.0):
+    return jnp.log1p(jnp.exp(x)) * k
+
+
+@log1pexp.defjvp
+def _(primals, tangents):
+    x, k = primals
+    return log1pexp(x, k), tangents[0] * 7 * k  # a derivative that is told from the true one
+
+
+@jax.custom_vjp
+def clipped(x, k=1.0):
+    return x * k
+
+
+clipped.defvjp(lambda x, k: (x * k, k), lambda k, ct: (ct * 7 * k, jnp.zeros_like(ct)))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
+@pytest.mark.parametrize("fun", [log1pexp, clipped], ids=lambda f: f.__name__)
+def test_kernels_with_derivatives_of_their_own(fun, options):
+    mapped = auto_vmap(0, 0, **options)(fun)
+    k = jnp.arange(1.0, 3.0)
+    got = jax.grad(lambda x: jnp.sum(mapped(x[:, None], k)))(S)
+    assert_same(got, jnp.full(4, 7.0 * 3))
+    assert_same(mapped(S, 2.0), jax.vmap(lambda x: fun(x, 2.0))(S))
+    assert mapped.__name__ == fun.__name__
+
+
+def test_a_decorated_function_takes_a_rule_of_its_own():
+    mapped = jax.custom_jvp(auto_vmap(0)(lambda x: x**2))
+    mapped.defjvp(lambda primals, tangents: (mapped(*primals), 7 * tangents[0]))
+    assert_same(jax.jvp(mapped, (S,), (S,)), (S**2, 7 * S))
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    activation: object = eqx.field(static=True)
+
+    @auto_vmap(x=1)
+    def __call__(self, x):
+        return self.activation(jnp.dot(self.weight, x))
+
+    @auto_vmap({"k": 1}, x=1, jit=True)
+    @staticmethod
+    def combine(tree, x):
+        return jnp.dot(tree["k"], x)
+
+
+def test_methods_of_an_equinox_module():
+    layer = Layer(jnp.arange(3.0), jnp.tanh)
+    want = jnp.tanh(X @ layer.weight)
+    assert_same(layer(X), want)
+    assert_same(eqx.filter_jit(layer)(X), want)
+    assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
+    assert_same(layer.combine({"k": X}, X), jnp.sum(X * X, axis=1))
+    gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
+    assert_same(gradient.weight, (1 - want**2) @ X)
+
+
+def test_an_equinox_module_as_kernel_and_as_argument():
+    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    want = jnp.stack([linear(x) for x in X])
+    assert_same(auto_vmap(1)(linear)(X), want)
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(
+        jax.random.split(jax.random.key(0), 4)
+    )
+    ranks = eqx.tree_at(lambda m: (m.weight, m.bias), linear, (2, 1))
+    apply = auto_vmap(ranks, 1)(lambda model, x: model(x))
+    want = jnp.stack(
+        [jax.tree.map(lambda leaf: leaf[i], models)(x) for i, x in enumerate(X)]  # noqa: B023
+    )
+    assert_same(apply(models, X), want, rtol=1e-4)
