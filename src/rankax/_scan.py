@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
@@ -145,7 +145,7 @@ def sliced_scan(
         carry, ys = lax.scan(f, init, xs, length, reverse, unroll)
         return carry, jax.tree.map(lambda y: y[window], ys)
     kept = find_kept_steps(length, window, reverse=reverse)
-    body = _trace_body(where, f, init, xs)
+    body, operands = _trace_body(where, f, init, xs)
 
     def layout(loop: _Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         if kept.all and not checkpoint:
@@ -153,7 +153,7 @@ def sliced_scan(
         return _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
 
     in_place = not kept.all
-    carry, ys = _run_layout(layout, body, xs, length, reverse, unroll, in_place=in_place)
+    carry, ys = _run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
     if window.step is not None and window.step < 0:
         ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
     return carry, ys
@@ -244,13 +244,14 @@ def checkpoint_chunked_scan(
     init, xs, length, unroll = _scan_arguments(where, f, init, xs, length, unroll)
     if _is_debugging():
         return lax.scan(f, init, xs, length, reverse, unroll)
-    body = _trace_body(where, f, init, xs)
+    body, operands = _trace_body(where, f, init, xs)
 
     def layout(loop: _Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         return _scan_checkpointed(loop, carry, items, length, sizes or (length,), policy)
 
-    in_place = bool(sizes) and not split_into_chunks(length, sizes[0]).even
-    return _run_layout(layout, body, xs, length, reverse, unroll, in_place=in_place)
+    cut_evenly = not sizes or length <= sizes[0] or split_into_chunks(length, sizes[0]).even
+    in_place = not cut_evenly
+    return _run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
 
 
 # What is asked for: checked before the body is traced.
@@ -353,15 +354,28 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """A traced scan body, the carry to start it with, and the arrays that it closes over."""
+    """A traced scan body, without any array: those that it closes over are handed to `step`."""
 
-    init: Any
+    jaxpr: Any
+    out_tree: Any
+
+    def step(self, consts: list[Any]) -> Step:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            out = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves((carry, x)))
+            return jax.tree.unflatten(self.out_tree, out)
+
+        return step
+
+
+class _Operands(NamedTuple):
+    """All arrays that a scan reads."""
+
     consts: list[Any]
-    step: Callable[[list[Any]], Step]  # given the arrays that the body closes over
-    effects: bool
+    init: Any
+    xs: Any
 
 
-def _trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> _Body:
+def _trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> tuple[_Body, _Operands]:
     """Trace ``f`` for one step, and check what it returns.
 
     As in `jax.lax.scan`, a weakly typed leaf of ``init`` takes the dtype that the body returns for
@@ -385,16 +399,8 @@ def _trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> _Body:
     if any(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype != b.dtype, init, promoted))):
         jaxpr, out = trace(promoted, x)
     _check_carry_types(where, f, promoted, out[0])
-    out_tree = jax.tree.structure(out)
-
-    def step_with(consts: list[Any]) -> Step:
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            leaves = jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *jax.tree.leaves((carry, x)))
-            return jax.tree.unflatten(out_tree, leaves)
-
-        return step
-
-    return _Body(promoted, list(jaxpr.consts), step_with, bool(jaxpr.effects))
+    body = _Body(jaxpr.jaxpr, jax.tree.structure(out))
+    return body, _Operands(list(jaxpr.consts), promoted, xs)
 
 
 def _is_weak(leaf: jax.Array) -> bool:
@@ -520,7 +526,7 @@ def _scan_kept(
     if kept.partial:
         end = at + kept.before + 1
         carry, y = remember(up_to_kept)(carry, loop.cut(items, at, end))
-        ys = loop.join(ys, jax.tree.map(lambda leaf: leaf[None], y))
+        ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
     return stretch(carry, at, kept.trail), ys
 
@@ -556,7 +562,7 @@ def _scan_checkpointed(
 def _run_layout(
     layout: Callable[[_Loop, Any, Any], tuple[Any, Any]],
     body: _Body,
-    xs: Any,
+    operands: _Operands,
     length: int,
     reverse: bool,
     unroll: int | bool,
@@ -569,29 +575,29 @@ def _run_layout(
     every step. So a derivative, of any order, is that of the layout which slices ``xs``.
     """
 
-    def sliced(consts: list[Any], init: Any, xs: Any) -> tuple[Any, Any]:
-        return layout(_Loop(body.step(consts), reverse, unroll), init, xs)
+    def sliced(operands: _Operands) -> tuple[Any, Any]:
+        loop = _Loop(body.step(operands.consts), reverse, unroll)
+        return layout(loop, operands.init, operands.xs)
 
-    def indexed(consts: list[Any], init: Any, xs: Any) -> tuple[Any, Any]:
-        body_step = body.step(consts)
+    def indexed(operands: _Operands) -> tuple[Any, Any]:
+        body_step = body.step(operands.consts)
 
         def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
             carry, done = state
             at = length - 1 - done if reverse else done
             take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-            carry, y = body_step(carry, jax.tree.map(take, xs))
+            carry, y = body_step(carry, jax.tree.map(take, operands.xs))
             return (carry, done + 1), y
 
         none_done = jnp.zeros((), jnp.int32 if length < 2**31 else jnp.int64)
-        (carry, _), ys = layout(_Loop(step, reverse, unroll), (init, none_done), None)
+        (carry, _), ys = layout(_Loop(step, reverse, unroll), (operands.init, none_done), None)
         return carry, ys
 
-    # An effect, such as a callback, may not happen inside a rule of differentiation given by hand.
-    if not in_place or body.effects or not jax.tree.leaves(xs):
-        return sliced(body.consts, body.init, xs)
+    if not in_place or not jax.tree.leaves(operands.xs):
+        return sliced(operands)
     run = jax.custom_jvp(indexed)
     run.defjvp(functools.partial(_jvp_of_live, sliced), symbolic_zeros=True)
-    return run(body.consts, body.init, xs)
+    return run(operands)
 
 
 def _jvp_of_live(fun: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:

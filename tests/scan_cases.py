@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Scan bodies, losses and transformations that the tests of both scans share."""
+
+import jax
+import jax.numpy as jnp
+
+
+def body(carry, x):
+    """Depends on its inputs and on their order; has leaves of many kinds."""
+    force, count = (jnp.full(3, 0.1), 1) if x is None else (x["force"], x["count"])
+    position = jnp.sin(0.9 * carry["position"]) + force * jnp.array([1.0, -0.5, 0.3])
+    total = carry["total"] * 3 + count
+    ys = {
+        "energy": jnp.sum(position * carry["position"]),
+        "position": (position, None),
+        "odd": total % 2 == 1,
+        "empty": jnp.zeros((0, 2)),
+        "weak": 1.0,
+    }
+    return {"position": position, "total": total}, ys
+
+
+def inputs(length, with_xs=True):
+    init = {"position": jnp.array([0.1, 0.2, -0.3]), "total": jnp.int32(1)}
+    force = jnp.linspace(-1.0, 1.0, 3 * length).reshape(length, 3)
+    return init, {"force": force, "count": jnp.arange(length)} if with_xs else None
+
+
+def drift(carry, x):
+    carry = jnp.sin(carry) + x
+    return carry, (carry * x, x)
+
+
+XS = jnp.linspace(0.0, 1.0, 10)
+
+
+def assert_same_weak_types(got, want):
+    def weak(leaf):
+        return getattr(jax.typeof(leaf), "weak_type", False)
+
+    assert jax.tree.map(weak, got) == jax.tree.map(weak, want)
+
+
+def loss_and_gradient(scan, init, xs):
+    """Value and outputs of a loss over carry and kept ``ys``, and its gradient in all floats."""
+
+    def loss(position, force):
+        here = {**init, "position": position}
+        carry, ys = scan(here, None if xs is None else {**xs, "force": force})
+        weights = jnp.arange(1.0, 1 + ys["energy"].shape[0])
+        total = jnp.sum(jnp.cos(carry["position"])) + jnp.sum(weights * ys["energy"])
+        return total + jnp.sum(weights[:, None] * ys["position"][0] ** 2), (carry, ys)
+
+    force = jnp.zeros(3) if xs is None else xs["force"]
+    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    return jax.jit(gradient)(init["position"], force)
+
+
+TRANSFORMATIONS = {
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "hessian": lambda f: jax.hessian(f, (0, 1)),
+    "grad of grad": lambda f: jax.grad(lambda i, x: jnp.sum(jax.grad(f, 1)(i, x) ** 2), (0, 1)),
+    "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(f, 0), 1),
+    "jvp": lambda f: lambda i, x: jax.jvp(f, (i, x), (i + 1, jnp.cos(x))),
+    "jvp in xs": lambda f: lambda i, x: jax.jvp(lambda x: f(i, x), (x,), (jnp.cos(x),)),
+    "linearize": lambda f: lambda i, x: jax.linearize(f, i, x)[1](i + 1, jnp.cos(x)),
+    "vmap of init": lambda f: lambda i, x: jax.vmap(f, (0, None))(i + jnp.arange(3.0), x),
+    "vmap of xs": lambda f: lambda i, x: jax.vmap(f, (None, 1))(i, jnp.stack([x, -x], 1)),
+    "vmap of grad": lambda f: (
+        lambda i, x: jax.vmap(jax.grad(f, (0, 1)), (0, None))(i + jnp.arange(3.0), x)
+    ),
+    "grad of jit": lambda f: jax.grad(jax.jit(f), (0, 1)),
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+}
+
+
+def here(f):
+    code = f.__code__
+    return f"{f.__name__}() at {code.co_filename}:{code.co_firstlineno}"

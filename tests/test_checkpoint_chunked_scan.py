@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: MIT
+"""`checkpoint_chunked_scan` against `jax.lax.scan`, and where its checkpoints are."""
+
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from helpers import assert_same, is_checkpoint, primitives
+from rankax import checkpoint_chunked_scan
+from scan_cases import (
+    TRANSFORMATIONS,
+    XS,
+    assert_same_weak_types,
+    body,
+    drift,
+    here,
+    inputs,
+    loss_and_gradient,
+)
+
+sizes = st.integers(1, 23)
+
+
+@given(
+    length=st.integers(0, 20),
+    chunk_size=st.none() | sizes | st.lists(sizes, min_size=1, max_size=3),
+    reverse=st.booleans(),
+    unroll=st.booleans() | st.integers(0, 5),
+    with_xs=st.booleans(),
+)
+@example(19, 4, False, 1, True)  # a prime length
+@example(19, [7, 3], True, 2, True)
+@example(20, [3, 7, 2], False, 1, True)  # an inner chunk longer than the outer one
+def test_any_chunk_size_is_scan(length, chunk_size, reverse, unroll, with_xs):
+    init, xs = inputs(length, with_xs)
+
+    def chunked(init, xs):
+        return checkpoint_chunked_scan(
+            body, init, xs, length, reverse, unroll, chunk_size=chunk_size
+        )
+
+    def plain(init, xs):
+        return lax.scan(body, init, xs, length, reverse)
+
+    got, want = jax.jit(chunked)(init, xs), plain(init, xs)
+    assert_same(got, want)
+    assert_same_weak_types(got, want)
+    assert_same(loss_and_gradient(chunked, init, xs), loss_and_gradient(plain, init, xs))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_random_keys_in_xs_carry_and_ys(reverse):
+    def walk(key, x):
+        key, draw = jax.random.split(key)
+        return key, (x, jax.random.normal(draw) * jax.random.uniform(x))
+
+    key, keys = jax.random.key(2), jax.random.split(jax.random.key(1), 11)
+    got = checkpoint_chunked_scan(walk, key, keys, reverse=reverse, chunk_size=4)
+    assert_same(got, lax.scan(walk, key, keys, reverse=reverse))
+
+
+# Programs.
+
+
+def chunk_lengths(fun, *args):
+    """Lengths of the scans inside checkpoints, nested as they are: ``[(outer, [inner, ...])]``."""
+
+    def inside(jaxpr):
+        for equation in jaxpr.eqns:
+            below = []
+            for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+                if is_jaxpr(parameter):
+                    below += inside(getattr(parameter, "jaxpr", parameter))
+            if is_checkpoint(equation.primitive.name):
+                yield "checkpoint", below
+            elif equation.primitive.name == "scan":
+                yield equation.params["length"], below
+            else:
+                yield from below
+
+    def is_jaxpr(value):
+        return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
+
+    return list(inside(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "expected"),
+    [
+        (12, None, [("checkpoint", [(12, [])])]),
+        (12, 99, [("checkpoint", [(12, [])])]),
+        (12, 4, [(3, [("checkpoint", [(4, [])])])]),
+        # 9 divides 99 and is within a fifth of the bound.
+        (99, 10, [(11, [("checkpoint", [(9, [])])])]),
+        # Nothing near 10 divides 101: ten chunks of 10 and one of 1.
+        (101, 10, [(10, [("checkpoint", [(10, [])])]), ("checkpoint", [(1, [])])]),
+        (24, (12, 4), [(2, [("checkpoint", [(3, [("checkpoint", [(4, [])])])])])]),
+        # An inner checkpoint around all of an outer one would only cost time.
+        (24, (12, 12), [(2, [("checkpoint", [(12, [])])])]),
+    ],
+)
+def test_checkpoints_lie_where_they_are_asked_for(length, chunk_size, expected):
+    def chunked(init):
+        return checkpoint_chunked_scan(
+            lambda c, x: (jnp.sin(c), None), init, length=length, chunk_size=chunk_size
+        )[0]
+
+    assert chunk_lengths(chunked, 0.3) == expected
+    gradient = primitives(jax.grad(chunked), 0.3)
+    assert sum(number for name, number in gradient.items() if is_checkpoint(name)) > 0
+
+
+def test_policy_reaches_every_checkpoint():
+    def costly(carry, x):
+        carry = checkpoint_name(jnp.sin(carry) + x, "kept")
+        return carry, carry**2
+
+    def cosines(policy):
+        def total(init):
+            carry, ys = checkpoint_chunked_scan(costly, init, XS, chunk_size=(6, 2), policy=policy)
+            return carry + jnp.sum(ys)
+
+        return primitives(jax.grad(total), 0.3)["sin"]
+
+    nothing, everything = (
+        cosines(None),
+        cosines(jax.checkpoint_policies.everything_saveable),
+    )
+    named = cosines(jax.checkpoint_policies.save_only_these_names("kept"))
+    assert everything < nothing
+    assert named < nothing
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.jit, jax.hessian])
+@pytest.mark.parametrize("length", [0, 1, 12, 13])
+@pytest.mark.parametrize("chunk_size", [None, 4, (6, 4, 2)])
+def test_body_is_traced_once(length, transform, chunk_size):
+    traces = []
+
+    def counted(carry, x):
+        traces.append(x)
+        return drift(carry, x)
+
+    def total(init):
+        carry, ys = checkpoint_chunked_scan(counted, init, jnp.ones(length), chunk_size=chunk_size)
+        return carry + sum(jnp.sum(y) for y in ys)
+
+    transform(total)(jnp.array(0.3))
+    assert len(traces) == 1
+
+
+# Transformations.
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+@pytest.mark.parametrize("chunk_size", [5, 4, (5, 2)])
+def test_transformations(transform, chunk_size):
+    def total(scan):
+        def of(init, xs):
+            carry, ys = scan(drift, init, xs)
+            return carry**2 + sum(jnp.sum(y**2) for y in ys)
+
+        return of
+
+    chunked = functools.partial(checkpoint_chunked_scan, chunk_size=chunk_size)
+    with jax.checking_leaks():
+        got = jax.jit(transform(total(chunked)))(jnp.float32(0.3), XS[:9])
+    want = jax.jit(transform(total(lax.scan)))(jnp.float32(0.3), XS[:9])
+    assert_same(got, want, rtol=1e-4)
+
+
+def test_values_closed_over_get_gradients():
+    def total(scan):
+        def of(scale, shift):
+            def f(carry, x):
+                return jnp.sin(carry * scale) + x, carry * shift
+
+            carry, ys = scan(f, jnp.float32(0.3), XS)
+            return carry + jnp.sum(ys**2)
+
+        return jax.jit(jax.grad(of, (0, 1)))(2.0, 0.5)
+
+    assert_same(total(functools.partial(checkpoint_chunked_scan, chunk_size=4)), total(lax.scan))
+
+
+def test_debugging_runs_the_body_on_values():
+    seen = []
+
+    def printing(carry, x):
+        seen.append(float(x))
+        return carry + x, carry
+
+    with jax.disable_jit():
+        got = checkpoint_chunked_scan(printing, jnp.float32(0.0), XS, chunk_size=4)
+    assert seen == XS.tolist()
+    assert_same(got, lax.scan(lambda c, x: (c + x, c), jnp.float32(0.0), XS))
+
+
+# Bad input.
+
+
+def keeps(carry, x):
+    return carry, x
+
+
+def shrinks(carry, x):
+    return carry[:1], x
+
+
+def test_body_is_checked():
+    with pytest.raises(TypeError) as caught:
+        checkpoint_chunked_scan(shrinks, jnp.ones(3), XS)
+    assert str(caught.value) == (
+        f"checkpoint_chunked_scan(shrinks): the scan body {here(shrinks)} must return a carry with "
+        "the shapes and dtypes of init; init differs\n"
+        "\n"
+        "    leaf  carry in    carry out\n"
+        "  > init  float32[3]  float32[1]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chunk_size": 0}, ValueError, "chunk_size must be a positive int, got 0"),
+        ({"chunk_size": -3}, ValueError, "chunk_size must be a positive int, got -3"),
+        ({"chunk_size": 2.0}, TypeError, "chunk_size must be a positive int, got float 2.0"),
+        ({"chunk_size": True}, TypeError, "chunk_size must be a positive int, got True"),
+        ({"chunk_size": ()}, ValueError, "chunk_size must hold at least one size, got ()"),
+        ({"chunk_size": (4, 0)}, ValueError, "chunk_size[1] must be a positive int, got 0"),
+        ({"policy": "dots"}, TypeError, "policy must be callable or None, got str"),
+        ({"length": -1}, ValueError, "length must be a non-negative int, got -1"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error) as caught:
+        checkpoint_chunked_scan(keeps, 0.0, XS, **options)
+    assert str(caught.value) == f"checkpoint_chunked_scan(keeps): {message}"
+
+
+def test_bad_shapes_are_found_before_tracing():
+    def never(carry, x):
+        raise AssertionError("traced")
+
+    for wrong in ({"xs": [XS, XS[1:]]}, {"xs": XS, "length": 3}, {"xs": 1.0}, {}):
+        with pytest.raises(ValueError, match=r"^checkpoint_chunked_scan\(never\): "):
+            checkpoint_chunked_scan(never, 0.0, **wrong)

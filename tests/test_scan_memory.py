@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""What the compiled scans need besides their arguments and results. Nothing is run."""
+
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from helpers import temporary_bytes
+from rankax import checkpoint_chunked_scan, sliced_scan
+
+MB = 1e6
+STATE = jax.ShapeDtypeStruct((512,), jnp.float32)  # 2 kB; 20,000 of them are 41 MB
+EVEN, PRIME = 20_000, 20_011
+
+
+def body(state, force):
+    """A step whose derivative needs a residual, and whose ``y`` does too."""
+    state = state + 0.01 * (jnp.tanh(state) if force is None else jnp.sin(state) * force)
+    return state, state**3
+
+
+def without_ys(state, force):
+    return body(state, force)[0], None
+
+
+def forces(length):
+    return jax.ShapeDtypeStruct((length, 512), jnp.float32)
+
+
+def loss(scan, f=body):
+    def of(state, xs=None):
+        carry, ys = scan(f, state, xs)
+        return jnp.sum(carry) + sum(jnp.sum(y) for y in jax.tree.leaves(ys))
+
+    return of
+
+
+WINDOWS = [
+    {"step": 100},
+    {"start": 99, "step": 100},
+    {"start": 50, "step": 100},
+    {"start": 777, "stop": -777, "step": 100},
+    {"step": -100},
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("length", [EVEN, PRIME])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
+    sliced = functools.partial(sliced_scan, body, length=length, reverse=reverse, **window)
+    assert temporary_bytes(sliced, STATE) < 0.5 * MB
+    assert temporary_bytes(sliced, STATE, forces(length)) < 0.5 * MB
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("length", [EVEN, PRIME])
+def test_checkpoint_stores_carries_of_kept_steps_only(window, length):
+    sliced = functools.partial(sliced_scan, length=length, checkpoint=True, **window)
+    assert temporary_bytes(jax.grad(loss(sliced)), STATE) < 8 * MB
+    every_step = functools.partial(sliced_scan, length=length, **window)
+    assert temporary_bytes(jax.grad(loss(every_step)), STATE) > 40 * MB
+
+
+@pytest.mark.parametrize("window", WINDOWS[:3], ids=str)
+def test_checkpoint_copies_no_xs_that_the_kept_steps_divide(window):
+    sliced = functools.partial(sliced_scan, checkpoint=True, **window)
+    gradient = jax.grad(loss(sliced), (0, 1))
+    assert temporary_bytes(gradient, STATE, forces(EVEN)) < 3 * MB
+
+
+def test_checkpoint_copies_other_xs_once():
+    sliced = functools.partial(sliced_scan, checkpoint=True, step=100)
+    gradient = jax.grad(loss(sliced), (0, 1))
+    assert temporary_bytes(gradient, STATE, forces(PRIME)) < (41 + 3) * MB
+
+
+def test_reverse_pass_stores_nothing_that_only_serves_skipped_ys():
+    def costly(state, _):
+        state = 0.5 * state  # linear: its derivative needs no residual
+        return state, jnp.sin(state) * jnp.cos(state)
+
+    def gradient(scan):
+        return jax.grad(loss(scan, costly))
+
+    plain = functools.partial(lax.scan, length=EVEN)
+    sliced = functools.partial(sliced_scan, length=EVEN, step=100)
+    assert temporary_bytes(gradient(plain), STATE) > 40 * MB
+    assert temporary_bytes(gradient(sliced), STATE) < 2 * MB
+
+
+@pytest.mark.parametrize("chunk_size", [140, 125, (2000, 140, 12)], ids=str)
+@pytest.mark.parametrize("length", [EVEN, PRIME])
+def test_chunks_bound_the_reverse_pass(chunk_size, length):
+    chunked = functools.partial(checkpoint_chunked_scan, length=length, chunk_size=chunk_size)
+    assert temporary_bytes(jax.grad(loss(chunked, without_ys)), STATE) < 2 * MB
+    plain = functools.partial(lax.scan, length=length)
+    assert temporary_bytes(jax.grad(loss(plain, without_ys)), STATE) > 40 * MB
+
+
+def test_nesting_needs_less_than_one_level():
+    one = functools.partial(checkpoint_chunked_scan, length=EVEN, chunk_size=140)
+    two = functools.partial(checkpoint_chunked_scan, length=EVEN, chunk_size=(800, 28))
+    assert temporary_bytes(jax.grad(loss(two, without_ys)), STATE) < 0.5 * temporary_bytes(
+        jax.grad(loss(one, without_ys)), STATE
+    )
+
+
+def test_chunks_copy_no_xs_forward_and_none_that_they_divide():
+    chunked = functools.partial(checkpoint_chunked_scan, chunk_size=140)
+    for length in (EVEN, PRIME):
+        forward = loss(chunked, without_ys)
+        assert temporary_bytes(forward, STATE, forces(length)) < 1 * MB
+    gradient = jax.grad(loss(chunked, without_ys), (0, 1))
+    assert temporary_bytes(gradient, STATE, forces(EVEN)) < 2 * MB
+    assert temporary_bytes(gradient, STATE, forces(PRIME)) < (41 + 2) * MB
+
+
+def largest_inside_loops(jaxpr, inside=False):
+    """Elements of the largest array computed in the body of a scan; anywhere, if ``inside``."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        if inside:
+            sizes += [variable.aval.size for variable in equation.outvars]
+        below = inside or equation.primitive.name == "scan"
+        for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+            if is_jaxpr(parameter):
+                sizes.append(largest_inside_loops(getattr(parameter, "jaxpr", parameter), below))
+    return max(sizes)
+
+
+def is_jaxpr(value):
+    return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
+
+
+@pytest.mark.parametrize(
+    ("scan", "options"),
+    [
+        (sliced_scan, {"step": 10}),
+        (sliced_scan, {"step": 10, "checkpoint": True}),
+        (sliced_scan, {"start": 55, "stop": -55}),
+        (checkpoint_chunked_scan, {"chunk_size": 10}),
+        (checkpoint_chunked_scan, {"chunk_size": (50, 10)}),
+    ],
+)
+@pytest.mark.parametrize("order", [1, 2])
+def test_no_step_of_a_gradient_touches_all_of_xs(scan, options, order):
+    """Reading ``xs`` by index would: each step would add a cotangent as large as ``xs``."""
+    gradient = jax.grad(loss(functools.partial(scan, **options)), 1)
+    if order == 2:
+        first = gradient
+        gradient = jax.grad(lambda state, xs: jnp.sum(first(state, xs) ** 2), 1)
+    jaxpr = jax.make_jaxpr(gradient)(STATE, forces(1009)).jaxpr
+    assert largest_inside_loops(jaxpr) <= 100 * 512
+
+
+@pytest.mark.parametrize("window", [{"step": 100}, {"start": 99, "step": 100}, {"start": -1}])
+def test_no_scan_of_the_program_collects_skipped_ys(window):
+    """Whatever the compiler does later; so that it holds without `jax.jit` too."""
+    sliced = functools.partial(sliced_scan, body, length=2000, **window)
+    kept = len(range(2000)[slice(window.get("start"), None, window.get("step"))])
+    jaxpr = jax.make_jaxpr(sliced)(STATE).jaxpr
+    assert largest_inside_loops(jaxpr, inside=True) == kept * 512
