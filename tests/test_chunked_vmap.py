@@ -356,6 +356,18 @@ def _equations(jaxpr):
                 yield from _equations(inner)
 
 
+@pytest.mark.parametrize(("length", "out_axis"), [(UNEVEN, 0), (EVEN, 1), (UNEVEN, 1)])
+def test_derivatives_write_nothing_but_values_in_place(length, out_axis):
+    """A cotangent that is carried and overwritten is copied whole at every step of the loop."""
+
+    def loss(x):
+        return weigh(chunked_vmap(jnp.sin, 4, out_axes=out_axis)(x))
+
+    x, _ = items(length)
+    for program in (loss, jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        assert primitives(program, x)["dynamic_update_slice"] == 1
+
+
 @LENGTHS
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_checkpoint_recomputes_in_the_reverse_pass(length, checkpoint):
@@ -534,6 +546,13 @@ def test_under_scan_and_checkpoint(length):
         return pulled(lambda x, w: f(x, w)[1])
 
     both(length, make)
+
+
+@LENGTHS
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_second_derivatives_through_a_wrapper(length, wrap):
+    both(length, lambda transform: both_arguments(jax.jacrev)(jax.grad(wrap(total(transform)))))
+    both(length, lambda transform: both_arguments(jax.jacfwd)(jax.grad(wrap(total(transform)))))
 
 
 @LENGTHS

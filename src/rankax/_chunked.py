@@ -7,9 +7,10 @@ output leaves it in one of three (`_loop`); which one decides the memory:
 * Even chunks along axis 0 are the scan's own ``xs`` and ``ys``. Splitting the axis is a reshape, so
   nothing is copied in any direction of differentiation.
 * Anything else is read and written in place, by index. That is as good forward, but its transpose
-  would add a cotangent as large as the whole input at every step. So the derivative of such a loop
-  is given by hand: the same loop over the same operands, with the tangents as ``xs`` beside them.
-  That loop is differentiated by the same rule, so every order of derivative is covered.
+  would handle a cotangent as large as the whole input, or output, at every step. So the derivative
+  of such a loop is given by hand: the same loop over the same operands, with the tangents as ``xs``
+  and ``ys`` beside them. That loop is differentiated by the same rule, so every order of derivative
+  is covered.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from rankax._errors import function_name, plural
 from rankax._slicing import (
     Chunks,
     common_length,
+    join_chunks,
     positive_int,
     split_into_chunks,
     stack_chunks,
     take_chunk,
     write_chunk,
+    zeros,
 )
 from rankax._trees import leaves_with_names, spread_prefix
 
@@ -96,7 +99,8 @@ def chunked_vmap(
     -----
     *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
     whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
-    axis is 0; otherwise at most one copy of the mapped inputs that are differentiated.
+    axis is 0; otherwise at most one copy of the mapped inputs that are differentiated, and one of
+    the tangents or cotangents of the outputs.
 
     *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
     last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
@@ -247,6 +251,10 @@ class _Layout:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]  # of one chunk
     checkpoint: bool
 
+    def in_place(self, axis: int | None) -> bool:
+        """Whether an output with this axis is written into a buffer, chunk after chunk."""
+        return axis is not None and not _rides_along(axis, self.chunks)
+
 
 def _chunked_call(
     vmapped: Callable[..., Any],
@@ -312,27 +320,37 @@ def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
-    """Run the loop; with a derivative rule of its own where operands are read by index."""
-    if not operands.sliced:
-        return _loop(body, layout, operands, [])
-    run = jax.custom_jvp(
-        lambda operands: _loop(body, layout, operands, [None] * len(operands.sliced))
-    )
+    """Run the loop; with a derivative rule of its own where it reads or writes by index."""
+    if not operands.sliced and not any(map(layout.in_place, layout.out_axes)):
+        return _loop(body, layout, operands, None)
+    run = jax.custom_jvp(lambda operands: _loop(body, layout, operands, None))
     rule = functools.partial(_loop_jvp, body, layout)
     run.defjvp(rule, symbolic_zeros=True)  # so that inputs nobody differentiates cost nothing
     return run(operands)
 
 
 def _loop(
-    body: Body, layout: _Layout, operands: _Operands, offsets: list[jax.Array | None]
+    body: Body,
+    layout: _Layout,
+    operands: _Operands,
+    offsets: list[jax.Array | None] | None,
 ) -> list[Any]:
     """Walk the chunks once, and collect each output where it causes no copy.
 
     An output that `_rides_along` is the scan's ``ys``; another mapped one is written in place into
     a carried buffer; an unmapped one is the same for every chunk, and the last one is kept.
+
+    With ``offsets``, zeros whose tangents are those of ``operands.sliced``, the loop is fit to be
+    differentiated: the tangents of what is written in place leave as ``ys``. Through the buffer
+    they could not be transposed without a copy of the whole buffer at every step.
     """
-    chunks = layout.chunks
-    as_ys = [_rides_along(axis, chunks) for axis in layout.out_axes]
+    chunks, out_axes = layout.chunks, layout.out_axes
+    as_ys = [
+        _rides_along(axis, chunks)
+        or (offsets is not None and layout.in_place(axis) and _is_inexact(aval))
+        for axis, aval in zip(out_axes, layout.out_avals, strict=True)
+    ]
+    carried = [not _rides_along(axis, chunks) for axis in out_axes]
 
     def one_chunk(start: Any, operands: _Operands, offsets: list[Any]) -> list[Any]:
         window = [
@@ -348,26 +366,31 @@ def _loop(
     def step(buffers: list[Any], x: Any) -> Any:
         start, stacked, row = x
         outs = one_chunk(start, operands._replace(stacked=stacked), row)
-        axes = [axis for axis, is_ys in zip(layout.out_axes, as_ys, strict=True) if not is_ys]
-        held = [out for out, is_ys in zip(outs, as_ys, strict=True) if not is_ys]
+        held = zip(buffers, _select(outs, carried), _select(out_axes, carried), strict=True)
         buffers = [
-            out if axis is None else write_chunk(buffer, out, start, axis)
-            for buffer, out, axis in zip(buffers, held, axes, strict=True)
+            out if axis is None else write_chunk(buffer, lax.stop_gradient(out), start, axis)
+            for buffer, out, axis in held
         ]
-        return buffers, [out for out, is_ys in zip(outs, as_ys, strict=True) if is_ys]
+        return buffers, _select(outs, as_ys)
 
-    specs = zip(layout.out_avals, layout.out_axes, as_ys, strict=True)
-    empty = [_buffer(aval, axis, chunks.length) for aval, axis, is_ys in specs if not is_ys]
-    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked, offsets))
+    specs = zip(layout.out_avals, out_axes, carried, strict=True)
+    empty = [_buffer(aval, axis, chunks.length) for aval, axis, kept in specs if kept]
+    rows = [None] * len(operands.sliced) if offsets is None else offsets
+    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked, rows))
     from_carry, from_ys = iter(buffers), iter(ys)
-    return [lax.collapse(next(from_ys), 0, 2) if is_ys else next(from_carry) for is_ys in as_ys]
+    results: list[Any] = []
+    for axis, kept, stacked in zip(out_axes, carried, as_ys, strict=True):
+        value = next(from_carry) if kept else None
+        joined = join_chunks(next(from_ys), chunks, axis or 0) if stacked else None
+        results.append(joined if value is None else _tangent_from(value, joined))
+    return results
 
 
 def _buffer(aval: jax.ShapeDtypeStruct, axis: int | None, length: int) -> jax.Array:
     shape = list(aval.shape)
     if axis is not None:
         shape[axis] = length
-    return jnp.zeros(shape, aval.dtype)
+    return zeros(tuple(shape), aval.dtype)
 
 
 def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
@@ -395,7 +418,7 @@ def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
         (
             _select(operands.shared, live.shared),
             _select(operands.stacked, live.stacked),
-            jax.tree.map(jnp.zeros_like, stacked_tangents),
+            jax.tree.map(lambda t: zeros(t.shape, t.dtype), stacked_tangents),
         ),
         (
             _select(tangent.shared, live.shared),
@@ -405,23 +428,28 @@ def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _tangent_from(window: jax.Array, offset: jax.Array | None) -> jax.Array:
-    """Return ``window``, with the tangent of ``offset``: ``window + offset`` for a zero offset.
+def _tangent_from(value: jax.Array, other: jax.Array | None) -> jax.Array:
+    """Return ``value``, with the tangent of ``other`` added to its own.
 
-    The value of the offset is never read, so the compiler drops it from the loop.
+    What ``other`` is worth is never read, so the compiler drops its computation.
     """
-    return window if offset is None else _with_tangent_of(window, offset)
+    return value if other is None else _with_tangent_of(value, other)
 
 
 @jax.custom_jvp
-def _with_tangent_of(window: jax.Array, offset: jax.Array) -> jax.Array:
-    del offset
-    return window
+def _with_tangent_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    del other
+    return value
 
 
 @_with_tangent_of.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[0] + tangents[1]
+    # The value is bound to the other one again, for derivatives of higher order.
+    return _with_tangent_of(*primals), tangents[0] + tangents[1]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _is_symbolic_zero(tangent: Any) -> bool:

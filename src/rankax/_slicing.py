@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rankax._errors import listed, table
@@ -21,11 +22,14 @@ __all__ = [
     "common_length",
     "cut_steps",
     "find_kept_steps",
+    "join_chunks",
     "positive_int",
+    "scalar",
     "split_into_chunks",
     "stack_chunks",
     "take_chunk",
     "write_chunk",
+    "zeros",
 ]
 
 
@@ -100,8 +104,8 @@ class Chunks:
         """First item of each chunk, shape ``(steps,)``."""
         # 64-bit indices where 32 would overflow, which needs jax_enable_x64 as such arrays do.
         dtype = jnp.int32 if self.length < 2**31 else jnp.int64
-        starts = lax.iota(dtype, self.steps) * jnp.asarray(self.size, dtype)
-        return jnp.minimum(starts, jnp.asarray(self.length - self.size, dtype))
+        starts = lax.iota(dtype, self.steps) * scalar(self.size, dtype)
+        return jnp.minimum(starts, scalar(self.length - self.size, dtype))
 
 
 def split_into_chunks(length: int, chunk_size: int) -> Chunks:
@@ -117,6 +121,18 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
         if length % divisor == 0:
             return Chunks(length, divisor, length // divisor)
     return Chunks(length, size, steps)
+
+
+def scalar(value: int, dtype: Any) -> jax.Array:
+    """Put a number on the device by an explicit transfer, which `jax.transfer_guard` permits."""
+    return jax.device_put(np.asarray(value, dtype))
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return `jax.numpy.zeros`, made as `scalar` is; PRNG keys too."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, dtype)
+    return lax.broadcast(scalar(0, dtype), shape)
 
 
 def take_chunk(leaf: Any, start: Any, size: int, axis: int = 0) -> jax.Array:
@@ -142,6 +158,17 @@ def stack_chunks(leaf: Any, chunks: Chunks, axis: int = 0) -> jax.Array:
         leaf = lax.concatenate([head, tail], axis)
     shape = leaf.shape[:axis] + (chunks.steps, chunks.size) + leaf.shape[axis + 1 :]
     return jnp.moveaxis(leaf.reshape(shape), axis, 0)
+
+
+def join_chunks(stack: jax.Array, chunks: Chunks, axis: int = 0) -> jax.Array:
+    """Undo `stack_chunks`; of an item that two chunks hold, the earlier one's is taken."""
+    leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
+    if chunks.even:
+        return leaf
+    whole = (chunks.steps - 1) * chunks.size
+    head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
+    tail = lax.slice_in_dim(leaf, -(chunks.length - whole), None, axis=axis)
+    return lax.concatenate([head, tail], axis)
 
 
 @dataclasses.dataclass(frozen=True)
