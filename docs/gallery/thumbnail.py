@@ -9,7 +9,7 @@ from myst_nb import glue
 
 
 def thumbnail(page, title, figure, show="center"):
-    """Hand ``figure`` to the front page, as a link; ``show`` says which part of it if it is tall."""
+    """Hand ``figure`` to the front page, as a link; of a tall one, the part that ``show`` names."""
     png = io.BytesIO()
     figure.savefig(png, dpi=90)
     source = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
