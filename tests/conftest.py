@@ -25,3 +25,6 @@ for name, max_examples in {"quick": 20, "full": 300}.items():
         derandomize=bool(os.environ.get("CI")),
     )
 settings.load_profile(os.environ.get("RANKAX_HYPOTHESIS", "quick"))
+
+# Read by type checkers (see tox.ini); some of it is wrong on purpose.
+collect_ignore = ["typing"]

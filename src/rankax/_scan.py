@@ -28,6 +28,7 @@ from rankax._slicing import (
     cut_steps,
     find_kept_steps,
     positive_int,
+    scalar,
     split_into_chunks,
 )
 from rankax._trees import leaves_with_names
@@ -589,7 +590,7 @@ def _run_layout(
             carry, y = body_step(carry, jax.tree.map(take, operands.xs))
             return (carry, done + 1), y
 
-        none_done = jnp.zeros((), jnp.int32 if length < 2**31 else jnp.int64)
+        none_done = scalar(0, jnp.int32 if length < 2**31 else jnp.int64)
         (carry, _), ys = layout(_Loop(step, reverse, unroll), (operands.init, none_done), None)
         return carry, ys
 

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: MIT
+"""Every public function in JAX's strict modes, in threads, and through `jax.export`."""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+from helpers import assert_same
+from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+
+def kernel(s, v):
+    return jnp.sin(s) * jnp.dot(v, v), v + s
+
+
+def step(carry, x):
+    carry = jnp.sin(carry) * x + carry
+    return carry, carry * x
+
+
+def item(x, w):
+    return jnp.dot(x, w) * jnp.cos(x)
+
+
+S, V = jnp.linspace(0.0, 1.0, 4)[:, None], jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+ROWS, W = jnp.linspace(0.0, 1.0, 21).reshape(7, 3), jnp.linspace(1.0, 2.0, 3)
+XS, C = jnp.linspace(0.5, 1.5, 10), jnp.float32(0.5)
+
+
+def by_axis(f):
+    return jax.vmap(f, in_axes=(0, None))
+
+
+def outer(s, v):
+    return jax.vmap(jax.vmap(kernel, in_axes=(None, 0)), in_axes=(0, None))(s.reshape(4), v)
+
+
+def with_static(x, w):
+    return chunked_vmap(lambda row, options: item(row, w) ** options["n"].value, 3, (0, None))(
+        x, {"n": Static(2)}
+    )
+
+
+# What is called, its arguments, and the plain program that means the same.
+CASES = {
+    "auto_vmap": (auto_vmap(0, 1)(kernel), (S, V), outer),
+    "auto_vmap, jit": (auto_vmap(0, 1, jit=True)(kernel), (S, V), outer),
+    "auto_vmap, chunks": (auto_vmap(0, 1, chunk_size=3)(kernel), (S, V), outer),
+    "auto_vmap, jit and chunks": (
+        auto_vmap(0, 1, chunk_size=7, jit=True)(kernel),
+        (S, V),
+        outer,
+    ),
+    "chunked_vmap, even": (
+        lambda x, w: chunked_vmap(item, 2, (0, None))(jax.lax.slice_in_dim(x, 0, 6), w),
+        (ROWS, W),
+        lambda x, w: by_axis(item)(jax.lax.slice_in_dim(x, 0, 6), w),
+    ),
+    "chunked_vmap, uneven": (chunked_vmap(item, 3, (0, None)), (ROWS, W), by_axis(item)),
+    "chunked_vmap, Static": (with_static, (ROWS, W), lambda x, w: by_axis(item)(x, w) ** 2),
+    "sliced_scan": (
+        lambda c, x: sliced_scan(step, c, x, start=1, step=3),
+        (C, XS),
+        lambda c, x: jax.tree.map(
+            lambda f, y: f(y), (lambda c: c, lambda ys: ys[1::3]), jax.lax.scan(step, c, x)
+        ),
+    ),
+    "sliced_scan, checkpoint": (
+        lambda c, x: sliced_scan(step, c, x, step=4, checkpoint=True),
+        (C, XS),
+        lambda c, x: jax.tree.map(
+            lambda f, y: f(y), (lambda c: c, lambda ys: ys[::4]), jax.lax.scan(step, c, x)
+        ),
+    ),
+    "checkpoint_chunked_scan": (
+        lambda c, x: checkpoint_chunked_scan(step, c, x, chunk_size=4),
+        (C, XS),
+        lambda c, x: jax.lax.scan(step, c, x),
+    ),
+}
+
+
+def loss(f, *args):
+    """Weigh every output differently, and hand the outputs out too."""
+    outs = f(*args)
+    return functools.reduce(jnp.add, [jnp.vdot(out, out) for out in jax.tree.leaves(outs)]), outs
+
+
+def outputs_and_gradients(f, *args):
+    gradients, outs = jax.grad(loss, argnums=(1, 2), has_aux=True)(f, *args)
+    return outs, gradients
+
+
+def check(f, args, want):
+    assert_same(outputs_and_gradients(f, *args), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    f, args, plain = CASES[request.param]
+    return f, args, outputs_and_gradients(plain, *args)
+
+
+# The session itself runs with strict rank and dtype promotion (see conftest.py).
+MODES = {
+    "checking_leaks": jax.checking_leaks,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "disable_jit": jax.disable_jit,
+    "key reuse": lambda: jax.debug_key_reuse(True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strict_modes(case, mode):
+    with MODES[mode]():
+        check(*case)
+
+
+def test_promotion_is_strict_in_this_session():
+    assert jax.config.jax_numpy_rank_promotion == "raise"
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+
+
+def test_compiled_calls_transfer_nothing(case):
+    f, args, want = case
+    compiled = jax.jit(lambda *args: outputs_and_gradients(f, *args))
+    with jax.transfer_guard("disallow"):
+        got = compiled(*args)
+    assert_same(got, want, rtol=1e-4, atol=1e-5)
+
+
+# A step of this one runs outside of any loop; JAX transfers the constants of eager operations.
+EAGER = {name: case for name, case in CASES.items() if name != "sliced_scan, checkpoint"}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_calls_transfer_nothing_implicitly(name):
+    f, args, plain = EAGER[name]
+    with jax.transfer_guard("disallow"):
+        got = f(*args)
+    assert_same(got, plain(*args))
+
+
+def enable_x64():
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+def test_double_precision(case):
+    f, args, _ = case
+    plain = next(p for g, _, p in CASES.values() if g is f)
+    with enable_x64():
+        double = [jnp.asarray(x, jnp.float64) for x in args]
+        out = f(*double)
+        assert {leaf.dtype for leaf in jax.tree.leaves(out)} == {jnp.dtype("float64")}
+        assert_same(out, plain(*double), rtol=1e-12, atol=1e-12)
+        assert_same(f(*args), plain(*args))  # and single stays single
+
+
+def test_export_round_trip(case):
+    f, args, want = case
+    exported = jax.export.export(jax.jit(f))(*args)
+    again = jax.export.deserialize(exported.serialize(vjp_order=1))
+    check(again.call, args, want)
+
+
+def test_several_threads_at_once(case):
+    f, args, want = case
+
+    def work(_):
+        check(f, args, want)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+def test_threads_with_other_shapes_do_not_meet(options):
+    mapped = auto_vmap(0, 1, **options)(lambda s, v: s * jnp.sum(v))
+
+    def work(n):
+        s, v = jnp.arange(float(n)), jnp.full((n, n % 3 + 1), float(n))
+        return mapped(s, v), s * n * (n % 3 + 1)
+
+    with ThreadPoolExecutor(3) as pool:
+        for got, want in pool.map(work, list(range(1, 7)) * 2):
+            assert_same(got, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}, {"chunk_size": 3}])
+def test_keys_are_used_once(options):
+    mapped = auto_vmap(0, 0, **options)(lambda key, s: jax.random.normal(key) * s)
+    keys, s = jax.random.split(jax.random.key(0), 6), jnp.arange(6.0)
+    want = jnp.stack([jax.random.normal(key) for key in keys]) * s
+    with jax.debug_key_reuse(True):
+        assert_same(mapped(jax.random.split(jax.random.key(0), 6), s), want)
+
+
+def test_a_reused_key_is_still_reported():
+    mapped = auto_vmap(0, jit=True)(jax.random.normal)
+    with jax.debug_key_reuse(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        mapped(keys)
+        with pytest.raises(jax.errors.KeyReuseError, match="consumed"):
+            mapped(keys)
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+def test_a_nan_is_reported_where_it_arises(options):
+    mapped = auto_vmap(0, **options)(jnp.log)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        mapped(jnp.array([1.0, -1.0, 2.0, 3.0]))
+
+
+def test_symbolic_shapes_export():
+    mapped = auto_vmap(0, 1)(lambda s, v: jnp.sum(v) * s)
+    n, m = jax.export.symbolic_shape("n, m")
+    specs = [
+        jax.ShapeDtypeStruct((n, 1), jnp.float32),
+        jax.ShapeDtypeStruct((m, 3), jnp.float32),
+    ]
+    exported = jax.export.export(jax.jit(mapped))(*specs)
+    again = jax.export.deserialize(exported.serialize())
+    assert_same(again.call(S, V), mapped(S, V))
+
+
+def test_calls_without_a_batch():
+    with jax.checking_leaks(), jax.transfer_guard("disallow"), jax.debug_nans(True):
+        for name in ("auto_vmap", "auto_vmap, jit", "auto_vmap, chunks"):
+            assert_same(CASES[name][0](C, W), kernel(C, W))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""Calls that a type checker accepts: a decorated kernel has the kernel's parameters and result."""
+
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+
+from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+
+@auto_vmap(0, 1)
+def energy(s: float | jax.Array, v: jax.Array, *, name: str = "v") -> tuple[jax.Array, str]:
+    return v * s, name
+
+
+@auto_vmap(x=1, chunk_size=10, checkpoint=False, jit=True)
+def norm(x: jax.Array, order: int = 2) -> jax.Array:
+    return jnp.sum(x**order)
+
+
+@auto_vmap
+def bare(x: jax.Array) -> int:
+    return x.ndim
+
+
+class Body:
+    mass: float = 1.0
+
+    @auto_vmap(x=1)
+    def pull(self, x: jax.Array, scale: float = 1.0) -> jax.Array:
+        return x * (self.mass * scale)
+
+    @staticmethod
+    @auto_vmap(1)
+    def unit(x: jax.Array) -> jax.Array:
+        return x
+
+
+class Comet(Body):
+    # Parameters are compared as invariant, `self` too, so that an override needs this.
+    @auto_vmap(x=1)
+    def pull(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, x: jax.Array, scale: float = 1.0
+    ) -> jax.Array:
+        return super().pull(x, scale=scale)
+
+
+def plain(x: jax.Array, y: int) -> list[jax.Array]:
+    return [x] * y
+
+
+X = jnp.ones((5, 3))
+
+assert_type(energy(2.0, X), tuple[jax.Array, str])
+assert_type(energy(s=X, v=X, name="w"), tuple[jax.Array, str])
+assert_type(norm(X), jax.Array)
+assert_type(norm(X, order=3), jax.Array)
+assert_type(bare(X), int)
+assert_type(Body().pull(X), jax.Array)
+assert_type(Body().pull(X, scale=2.0), jax.Array)
+assert_type(Body.pull(Body(), X), jax.Array)
+assert_type(Body.unit(X), jax.Array)
+assert_type(Comet().pull(X, 2.0), jax.Array)
+assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
+
+batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
+steps: int = energy.plan(2.0, X).steps
+program: Any = norm.lower(X).compile()
+name: str = norm.__name__
+
+assert_type(Static(3).value, int)
+assert_type(Static("a"), Static[str])
+
+mapped: Any = chunked_vmap(plain, 3, in_axes=(0, None), out_axes=0, checkpoint=False)(X, 2)
+unmapped: Any = chunked_vmap(jnp.sin, None)(X)
+
+
+def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return carry + x, (carry, 1)
+
+
+assert_type(sliced_scan(step, X[0], X, step=2), tuple[jax.Array, tuple[jax.Array, int]])
+assert_type(
+    checkpoint_chunked_scan(step, X[0], X, chunk_size=[2, 3]),
+    tuple[jax.Array, tuple[jax.Array, int]],
+)
