@@ -3,10 +3,12 @@
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchPlan",
     "BatchShapeError",
     "CoreDimensionError",
     "RankError",
     "Static",
+    "auto_vmap",
     "checkpoint_chunked_scan",
     "chunked_vmap",
     "sliced_scan",
@@ -17,6 +19,7 @@ from rankax._chunked import chunked_vmap as chunked_vmap
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
+from rankax._plan import BatchPlan as BatchPlan
 from rankax._scan import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan import sliced_scan as sliced_scan
 from rankax._static import Static as Static
