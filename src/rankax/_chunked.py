@@ -279,8 +279,7 @@ def _chunked_call(
     mapped = [mapping.leaves[i] for i in positions]
     avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
     closed, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
-    # Apart from its constants, which may be tracers, because JAX remembers `body` for a while.
-    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    evaluate = _apart_from_constants(closed, avals)
     out_avals, out_tree = jax.tree.flatten(out_shape)
     spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
     layout = _Layout(
@@ -297,15 +296,29 @@ def _chunked_call(
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [next(stacked if _rides_along(axis, chunks) else sliced) for axis in axes]
-        return core.eval_jaxpr(jaxpr, operands.shared, *chunk)
+        return evaluate(operands.shared, chunk)
 
-    operands = _Operands(consts, [], [])
+    operands = _Operands(list(closed.consts), [], [])
     for leaf, axis in zip(mapped, axes, strict=True):
         if _rides_along(axis, chunks):
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(leaf)
     return jax.tree.unflatten(out_tree, _map_chunks(body, layout, operands))
+
+
+def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
+    """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
+
+    For they may be tracers of an outer trace, and JAX remembers such a function for a while.
+    """
+    jaxpr = closed.jaxpr
+    if not any(isinstance(const, core.Tracer) for const in getattr(jaxpr, "consts", ())):
+        return lambda constants, inputs: core.eval_jaxpr(jaxpr, constants, *inputs)
+    # Newer versions of JAX keep them in the jaxpr, so they become inputs; `fun` is not run again.
+    opened = jax.make_jaxpr(lambda consts, inputs: core.eval_jaxpr(jaxpr, consts, *inputs))
+    jaxpr = opened(list(closed.consts), avals).jaxpr
+    return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
 
 
 def _rides_along(axis: int | None, chunks: Chunks) -> bool:
