@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ class Measured:
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
     temporary_bytes: int = 0
+    rounds: int = 0
+    fastest_seconds: float = 0.0
     median_seconds: float = 0.0
     quartiles: tuple[float, float] = (0.0, 0.0)
 
@@ -80,8 +83,8 @@ def prepare(case: Case, peer: str, x: Any) -> tuple[Measured, Callable[..., Any]
 def run_case(case: Case, rounds: int, seconds: float) -> list[Measured]:
     """Measure all contestants of one case in turns, for ``rounds`` rounds or ``seconds``.
 
-    They take turns so that a slow moment of the machine falls on each of them, and each round
-    begins with another one so that none always runs after the same neighbour.
+    They take turns so that a slow moment of the machine falls on each of them, in another order in
+    each round: one that always followed a neighbour with much memory to free would look slow.
     """
     x = jax.block_until_ready(case.kernel.inputs(case.length))
     contestants = [prepare(case, peer, x) for peer in PEERS]
@@ -92,12 +95,12 @@ def run_case(case: Case, rounds: int, seconds: float) -> list[Measured]:
     for turn in range(rounds):
         if turn >= 3 and time.perf_counter() > deadline:
             break
-        first = turn % len(runners)
-        for result, run in runners[first:] + runners[:first]:
+        for result, run in random.Random(turn).sample(runners, len(runners)):
             begin = time.perf_counter()
             jax.block_until_ready(run(x, x))
             times[result.peer].append(time.perf_counter() - begin)
     for result, _ in runners:
+        result.rounds, result.fastest_seconds = len(times[result.peer]), min(times[result.peer])
         low, median, high = statistics.quantiles(times[result.peer], n=4)
         result.median_seconds, result.quartiles = median, (low, high)
     return [result for result, _ in contestants]

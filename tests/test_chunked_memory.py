@@ -110,6 +110,17 @@ def test_forward_is_flat_along_any_axis(length, axis):
 
 
 @pytest.mark.parametrize("length", [EVEN, UNEVEN])
+def test_kernels_that_want_another_layout_copy_no_input(length):
+    """LAPACK is given columns; XLA must not turn the whole input around before the loop."""
+
+    def solve(p):
+        factor = jnp.linalg.cholesky(p @ p.T + jnp.eye(8))
+        return jnp.sum(jax.lax.linalg.triangular_solve(factor, p, left_side=True, lower=True))
+
+    assert temporary_bytes(chunked_vmap(solve, CHUNK), clouds(length)) < 2 * MB
+
+
+@pytest.mark.parametrize("length", [EVEN, UNEVEN])
 def test_forward_over_reverse_is_as_small(length):
     f = chunked_vmap(distances, CHUNK)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -136,8 +137,14 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def take_chunk(leaf: Any, start: Any, size: int, axis: int = 0) -> jax.Array:
-    """Read ``size`` items of ``leaf`` along ``axis`` from ``start``, which may be traced."""
-    return lax.dynamic_slice_in_dim(leaf, start, size, axis)
+    """Read ``size`` items of ``leaf`` along ``axis`` from ``start``, which may be traced.
+
+    The other axes are flat meanwhile. Else a kernel that takes its items in another layout, as
+    LAPACK does, has XLA copy the whole leaf into that layout, and memory grows with the axis.
+    """
+    before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+    flat = lax.reshape(leaf, (math.prod(before), leaf.shape[axis], math.prod(after)))
+    return lax.reshape(lax.dynamic_slice_in_dim(flat, start, size, 1), (*before, size, *after))
 
 
 def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) -> jax.Array:
