@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import pydoc
+import threading
 import weakref
 
 import beartype
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float
 
 import wrapper_kernels
 from helpers import assert_same
-from rankax import BatchShapeError, auto_vmap
+from rankax import BatchShapeError, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
 X = jnp.arange(1.0, 13.0).reshape(4, 3)
@@ -100,12 +101,14 @@ class Pair(eqx.Module):
 def test_local_kernels_are_pickled_by_value_also_after_use(options):
     factor = 3.0
 
-    @auto_vmap(0, **options)
-    def local(pair):
+    @auto_vmap(0, 0, **options)
+    def local(pair, extra=None):
         return (pair.a + pair.b) * factor
 
     want = (S + 1) * 3
-    assert_same(local(Pair(S, 1.0)), want)  # a structure that no pickle can hold is remembered
+    assert_same(local(Pair(S, 1.0)), want)
+    # Of this call a structure is remembered that no pickle can hold.
+    assert_same(local(Pair(S, 1.0), Static(threading.Lock())), want)
     copied = pickle.loads(cloudpickle.dumps(local))
     assert copied is not local
     assert_same(copied(Pair(S, 1.0)), want)

@@ -76,7 +76,7 @@ class Kernel:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tree structures cannot be pickled, and a copy finds them again.
+        # What earlier calls left need not be picklable, and a copy finds its own again.
         return {**vars(self), "_structures": {}}
 
     # `self` is positional-only, for a kernel may be called with an argument of that name.
