@@ -54,6 +54,11 @@ def program(mapped: Callable[..., Any], mode: str) -> Callable[..., Any]:
     return lambda x, _: mapped(x)
 
 
+# On two cores XLA:CPU waits for its own threads in these programs, for ever (jaxlib 0.10.2): one
+# batched triangular solve over thousands of items. Those of a chunk of 500 are small enough.
+STUCK = {("Cholesky 8x8", "jvp", peer) for peer in ("jax.vmap", "jax-autovmap", "jnp.vectorize")}
+
+
 def prepare(case: Case, peer: str, x: Any) -> tuple[Measured, Callable[..., Any] | None]:
     """Compile one contestant for ``x``, which may be a shape."""
     result = Measured(peer)
@@ -63,6 +68,9 @@ def prepare(case: Case, peer: str, x: Any) -> tuple[Measured, Callable[..., Any]
         result.traces += 1
         return case.kernel.fun(item)
 
+    if jax.default_backend() == "cpu" and (case.kernel.name, case.mode, peer) in STUCK:
+        result.note = "never returns"
+        return result, None
     begin = time.perf_counter()
     try:
         mapped = PEERS[peer](case.kernel, counted, case.chunk_size)
@@ -108,11 +116,11 @@ def run_case(case: Case, rounds: int, seconds: float) -> list[Measured]:
 
 def _check_agreement(case: Case, outputs: list[tuple[str, Any]]) -> None:
     """Stop where a contestant computes something else: its time would mean nothing."""
-    expected = jax.tree.leaves(dict(outputs)["jax.vmap"])
+    expected = jax.tree.leaves(outputs[-1][1])
     for peer, output in outputs:
         for got, want in zip(jax.tree.leaves(output), expected, strict=True):
             np.testing.assert_allclose(
-                got, want, rtol=2e-3, atol=2e-3, err_msg=f"{peer} differs from jax.vmap: {case}"
+                got, want, rtol=2e-3, atol=2e-3, err_msg=f"{peer} differs from the others: {case}"
             )
 
 

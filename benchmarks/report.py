@@ -149,6 +149,12 @@ def _ratios(row: list[Measured]) -> list[str]:
 def _absent(results: Results) -> list[tuple[str, str]]:
     return sorted(
         {(m.peer, m.note) for _, row in results for m in row if m.note.startswith("not installed")}
+        | {
+            (m.peer, f"{case.kernel.name}, {case.mode}, which {m.note}")
+            for case, row in results
+            for m in row
+            if m.note == "never returns"
+        }
     )
 
 
