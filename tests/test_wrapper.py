@@ -194,6 +194,12 @@ def test_decorated_kernels_call_each_other():
 
 # Other wrappers, inside and outside.
 
+# That version crashes when it drops its caches, at exit, if a function that was given to
+# eqx.filter_jit has tree structures in its closure. Such a function without rankax does it too.
+crashes_at_exit = pytest.mark.skipif(
+    jax.__version__ == "0.7.0", reason="JAX 0.7.0 would crash at exit, 0.7.1 does not"
+)
+
 ORDERS = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
@@ -203,7 +209,10 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(o, marks=crashes_at_exit) if o == "filter_jit" else o for o in ORDERS],
+)
 def test_the_order_of_wrappers_does_not_matter(order, options):
     def f(s, v):
         return jnp.sin(s) * jnp.sum(v**2)
@@ -298,11 +307,17 @@ def test_methods_of_an_equinox_module():
     layer = Layer(jnp.arange(3.0), jnp.tanh)
     want = jnp.tanh(X @ layer.weight)
     assert_same(layer(X), want)
-    assert_same(eqx.filter_jit(layer)(X), want)
-    assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
     assert_same(layer.combine({"k": X}, X), jnp.sum(X * X, axis=1))
     gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
     assert_same(gradient.weight, (1 - want**2) @ X)
+
+
+@crashes_at_exit
+def test_a_jitted_equinox_module():
+    layer = Layer(jnp.arange(3.0), jnp.tanh)
+    want = jnp.tanh(X @ layer.weight)
+    assert_same(eqx.filter_jit(layer)(X), want)
+    assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
 
 
 def test_an_equinox_module_as_kernel_and_as_argument():
