@@ -143,8 +143,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 
-    *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled. The
-    kernel is traced once a call.
+    *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
+    The kernel is traced once a call.
 
     Examples
     --------

@@ -9,7 +9,7 @@ output leaves it in one of three (`_loop`); which one decides the memory:
 * Anything else is read and written in place, by index. That is as good forward, but its transpose
   would handle a cotangent as large as the whole input, or output, at every step. So the derivative
   of such a loop is given by hand: the same loop over the same operands, with the tangents as ``xs``
-  and ``ys`` beside them. JAX differentiates that loop as any other, for derivatives of higher order.
+  and ``ys`` beside them. JAX differentiates that loop as any other, for higher derivatives.
 """
 
 from __future__ import annotations
