@@ -29,6 +29,7 @@ from rankax._errors import function_name, plural
 from rankax._slicing import (
     Chunks,
     common_length,
+    flatten_items,
     join_chunks,
     positive_int,
     split_into_chunks,
@@ -230,7 +231,10 @@ def _resolve(
 
 
 class _Operands(NamedTuple):
-    """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row."""
+    """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row.
+
+    Those that are sliced are as `flatten_items` returns them.
+    """
 
     shared: list[Any]
     sliced: list[Any]
@@ -294,7 +298,10 @@ def _chunked_call(
 
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
-        chunk = [next(stacked if _rides_along(axis, chunks) else sliced) for axis in axes]
+        chunk = [
+            next(stacked) if _rides_along(axis, chunks) else lax.reshape(next(sliced), aval.shape)
+            for axis, aval in zip(axes, avals, strict=True)
+        ]
         return evaluate(operands.shared, chunk)
 
     operands = _Operands(list(closed.consts), [], [])
@@ -302,7 +309,7 @@ def _chunked_call(
         if _rides_along(axis, chunks):
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
-            operands.sliced.append(leaf)
+            operands.sliced.append(flatten_items(leaf, axis))
     return jax.tree.unflatten(out_tree, _map_chunks(body, layout, operands))
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "common_length",
     "cut_steps",
     "find_kept_steps",
+    "flatten_items",
     "join_chunks",
     "positive_int",
     "scalar",
@@ -136,13 +137,26 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return lax.broadcast(scalar(0, dtype), shape)
 
 
-def take_chunk(leaf: Any, start: Any, size: int, axis: int = 0) -> jax.Array:
-    """Read ``size`` items of ``leaf`` along ``axis`` from ``start``, which may be traced.
+def flatten_items(leaf: Any, axis: int) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk`: the items along axis 0 become rows, which costs nothing.
 
-    The other axes are flat meanwhile. Else a kernel that takes its items in another layout, as
-    LAPACK does, has XLA copy the whole leaf into that layout, and memory grows with the axis.
+    Before the loop, not in it: else XLA:CPU takes each read for one of the whole leaf, and spends
+    more on dividing it among threads than on the reading.
     """
+    return lax.reshape(leaf, (leaf.shape[0], math.prod(leaf.shape[1:]))) if axis == 0 else leaf
+
+
+def take_chunk(leaf: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+    """Read ``size`` items along ``axis`` of what `flatten_items` returned, from a traced ``start``.
+
+    The axes before and after are flat while a chunk is read. Else a kernel that takes its items in
+    another layout, as LAPACK does, has XLA copy the whole leaf into that layout, and memory grows
+    with the axis.
+    """
+    if axis == 0:
+        return lax.dynamic_slice_in_dim(leaf, start, size, 0)
     before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+    # Not before the loop, as along axis 0: a transposed layout would then reach the whole leaf.
     flat = lax.reshape(leaf, (math.prod(before), leaf.shape[axis], math.prod(after)))
     return lax.reshape(lax.dynamic_slice_in_dim(flat, start, size, 1), (*before, size, *after))
 
