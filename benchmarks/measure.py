@@ -54,11 +54,6 @@ def program(mapped: Callable[..., Any], mode: str) -> Callable[..., Any]:
     return lambda x, _: mapped(x)
 
 
-# On two cores XLA:CPU waits for its own threads in these programs, for ever (jaxlib 0.10.2): one
-# batched triangular solve over thousands of items. Those of a chunk of 500 are small enough.
-STUCK = {("Cholesky 8x8", "jvp", peer) for peer in ("jax.vmap", "jax-autovmap", "jnp.vectorize")}
-
-
 def prepare(case: Case, peer: str, x: Any) -> tuple[Measured, Callable[..., Any] | None]:
     """Compile one contestant for ``x``, which may be a shape."""
     result = Measured(peer)
@@ -68,9 +63,6 @@ def prepare(case: Case, peer: str, x: Any) -> tuple[Measured, Callable[..., Any]
         result.traces += 1
         return case.kernel.fun(item)
 
-    if jax.default_backend() == "cpu" and (case.kernel.name, case.mode, peer) in STUCK:
-        result.note = "never returns"
-        return result, None
     begin = time.perf_counter()
     try:
         mapped = PEERS[peer](case.kernel, counted, case.chunk_size)

@@ -147,15 +147,8 @@ def _ratios(row: list[Measured]) -> list[str]:
 
 
 def _absent(results: Results) -> list[tuple[str, str]]:
-    return sorted(
-        {(m.peer, m.note) for _, row in results for m in row if m.note.startswith("not installed")}
-        | {
-            (m.peer, f"{case.kernel.name}, {case.mode}, which {m.note}")
-            for case, row in results
-            for m in row
-            if m.note == "never returns"
-        }
-    )
+    notes = {(m.peer, m.note) for _, row in results for m in row}
+    return sorted((peer, note) for peer, note in notes if note.startswith("not installed"))
 
 
 def write_figure(path: Path, curves: Curves) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ import jax.extend
 import jax.numpy as jnp
 
 from rankax._kernel import Kernel, is_array, is_number
-from rankax._trees import leaves_with_names
 
 __all__ = ["JitKernel"]
 
@@ -77,7 +77,8 @@ class JitKernel:
         arguments = self._kernel.bound(args, kwargs).arguments
         names, values = tuple(arguments), list(arguments.values())
         leaves, treedef = jax.tree.flatten(values)
-        ranks = self._kernel.structure(names, values, leaves, treedef).ranks
+        structure = self._kernel.structure(names, values, leaves, treedef)
+        ranks = structure.ranks
         inputs = [
             leaf if is_array(leaf) else _as_input(leaf, rank is not None, shapes_only)
             for leaf, rank in zip(leaves, ranks, strict=True)
@@ -93,32 +94,27 @@ class JitKernel:
         )
         arrays = [x for x in inputs if x is not None]
         if static:
-            static = self._hashable(static, arguments, traced)
+            paths = zip(structure.paths, traced, strict=True)
+            static = self._hashable(static, [path for path, is_traced in paths if not is_traced])
         return _Frame(names, treedef, traced, static, tuple(map(_kind, static))), arrays
 
-    def _hashable(
-        self, static: tuple[Any, ...], arguments: dict[str, Any], traced: tuple[bool, ...]
-    ) -> tuple[Any, ...]:
+    def _hashable(self, static: tuple[Any, ...], paths: Sequence[str]) -> tuple[Any, ...]:
         try:
             hash(static)
         except TypeError:
             pass
         else:
             return static
-        named = [
-            pair for name, value in arguments.items() for pair in leaves_with_names(value, name)
-        ]
-        named = [pair for pair, is_traced in zip(named, traced, strict=True) if not is_traced]
         hashable: list[Any] = []
-        for name, value in named:
-            if name == "self":
+        for path, value in zip(paths, static, strict=True):
+            if path == "self":
                 hashable.append(_Identity(value))
                 continue
             try:
                 hash(value)
             except TypeError:
                 raise TypeError(
-                    f"{self._kernel.name}(): {name} is not an array, so jit=True makes it a static "
+                    f"{self._kernel.name}(): {path} is not an array, so jit=True makes it a static "
                     f"argument, but {type(value).__name__} cannot be hashed; pass a hashable value "
                     "(a tuple for a list), or an array"
                 ) from None

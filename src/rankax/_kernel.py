@@ -35,7 +35,8 @@ _MOST_KEPT = 1024  # structures per kernel, and layouts per structure
 class _Structure:
     """What the tree structure of the ranked arguments decides."""
 
-    ranks: tuple[Rank | None, ...]  # per leaf
+    paths: tuple[str, ...]  # of each leaf, in the caller's words
+    ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
@@ -133,7 +134,7 @@ class Kernel:
         structure = self.structure(names, values, leaves, treedef)
         for i, rank in enumerate(structure.ranks):
             if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
-                leaves[i] = self._converted(leaves[i], i, names, values, shapes_only)
+                leaves[i] = self._converted(leaves[i], structure.paths[i], shapes_only)
         return Call(bound, names, leaves, treedef, structure)
 
     def structure(
@@ -161,25 +162,24 @@ class Kernel:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
 
     def _new_structure(self, names: tuple[str, ...], values: list[Any]) -> _Structure:
+        paths: list[str] = []
         ranks: list[Rank | None] = []
         lists: list[tuple[str, tuple[int, ...]]] = []
         for name, value in zip(names, values, strict=True):
             for path, part, rank in self._parts(name, value):
                 if rank is not None:
                     lists += _lists(part, path, len(ranks))
-                ranks += [rank] * jax.tree.structure(part).num_leaves
-        return _Structure(tuple(ranks), tuple(lists))
+                paths += [path for path, _ in leaves_with_names(part, path)]
+                ranks += [rank] * (len(paths) - len(ranks))
+        return _Structure(tuple(paths), tuple(ranks), tuple(lists))
 
-    def _converted(
-        self, leaf: Any, position: int, names: tuple[str, ...], values: Any, shapes_only: bool
-    ) -> Any:
+    def _converted(self, leaf: Any, path: str, shapes_only: bool) -> Any:
         """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
         if hasattr(leaf, "__jax_array__"):
             return jnp.asarray(leaf)
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         if is_shape and shapes_only:
             return leaf
-        path = _paths(names, values)[position]
         if is_shape:
             raise TypeError(
                 f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
@@ -208,10 +208,10 @@ class Kernel:
         return layout
 
     def _items(self, call: Call) -> list[Item]:
-        paths = _paths(call.names, call.treedef.unflatten(call.leaves))
+        paths, ranks = call.structure.paths, call.structure.ranks
         return [
             Item(path, tuple(getattr(leaf, "shape", ())), rank)
-            for path, leaf, rank in zip(paths, call.leaves, call.structure.ranks, strict=True)
+            for path, leaf, rank in zip(paths, call.leaves, ranks, strict=True)
             if rank is not None
         ]
 
@@ -286,14 +286,6 @@ def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]
             found.append((path + jax.tree_util.keystr(key), tuple(range(start, start + count))))
         start += count
     return found
-
-
-def _paths(names: tuple[str, ...], values: list[Any]) -> list[str]:
-    return [
-        path
-        for name, value in zip(names, values, strict=True)
-        for path, _ in leaves_with_names(value, name)
-    ]
 
 
 def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:

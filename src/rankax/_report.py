@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,12 +32,12 @@ class Item:
     shape: Shape
     rank: Rank
 
-    @property
+    @functools.cached_property
     def batch(self) -> Shape:
         """The leading axes that the rank leaves over."""
         return self.shape[: len(self.shape) - self.rank.rank]
 
-    @property
+    @functools.cached_property
     def core(self) -> Shape:
         """The trailing axes that the rank declares."""
         return self.shape[len(self.shape) - self.rank.rank :]
