@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Scan bodies, losses and transformations that the tests of both scans share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def body(carry, x):
@@ -41,19 +44,25 @@ def assert_same_weak_types(got, want):
     assert jax.tree.map(weak, got) == jax.tree.map(weak, want)
 
 
-def loss_and_gradient(scan, init, xs):
-    """Value and outputs of a loss over carry and kept ``ys``, and its gradient in all floats."""
+def loss_and_gradient(scan):
+    """Compile ``(init, xs), weights`` to a loss, its carry and ``ys``, and the gradient of it.
 
-    def loss(position, force):
-        here = {**init, "position": position}
-        carry, ys = scan(here, None if xs is None else {**xs, "force": force})
-        weights = jnp.arange(1.0, 1 + ys["energy"].shape[0])
+    There is a weight for each of the ``ys``; integers have gradients of dtype float0.
+    """
+
+    def loss(inputs, weights):
+        carry, ys = scan(*inputs)
         total = jnp.sum(jnp.cos(carry["position"])) + jnp.sum(weights * ys["energy"])
         return total + jnp.sum(weights[:, None] * ys["position"][0] ** 2), (carry, ys)
 
-    force = jnp.zeros(3) if xs is None else xs["force"]
-    gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
-    return jax.jit(gradient)(init["position"], force)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))
+
+
+@functools.cache
+def loss_and_gradient_of_scan(length, reverse, has_xs):
+    """Compile the same for `jax.lax.scan`, once for all slices and chunks of it."""
+    del has_xs  # another program
+    return loss_and_gradient(lambda init, xs: lax.scan(body, init, xs, length, reverse))
 
 
 TRANSFORMATIONS = {

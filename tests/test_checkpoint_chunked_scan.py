@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from scan_cases import (
     here,
     inputs,
     loss_and_gradient,
+    loss_and_gradient_of_scan,
 )
 
 sizes = st.integers(1, 23)
@@ -46,13 +48,12 @@ def test_any_chunk_size_is_scan(length, chunk_size, reverse, unroll, with_xs):
             body, init, xs, length, reverse, unroll, chunk_size=chunk_size
         )
 
-    def plain(init, xs):
-        return lax.scan(body, init, xs, length, reverse)
-
-    got, want = jax.jit(chunked)(init, xs), plain(init, xs)
-    assert_same(got, want)
-    assert_same_weak_types(got, want)
-    assert_same(loss_and_gradient(chunked, init, xs), loss_and_gradient(plain, init, xs))
+    weights = np.arange(1.0, 1 + length, dtype=np.float32)
+    want = loss_and_gradient_of_scan(length, reverse, with_xs)((init, xs), weights)
+    got = jax.jit(chunked)(init, xs)
+    assert_same(got, want[0][1])
+    assert_same_weak_types(got, want[0][1])
+    assert_same(loss_and_gradient(chunked)((init, xs), weights), want)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -24,6 +24,7 @@ from scan_cases import (
     here,
     inputs,
     loss_and_gradient,
+    loss_and_gradient_of_scan,
 )
 
 
@@ -62,13 +63,17 @@ def test_any_slice_is_scan_then_slice(
             start=start, stop=stop, step=step, checkpoint=checkpoint,
         )  # fmt: skip
 
-    def plain(init, xs):
-        return scan_then_slice(body, init, xs, length, reverse, window=slice(start, stop, step))
-
-    got, want = jax.jit(sliced)(init, xs), plain(init, xs)
+    window = slice(start, stop, step)
+    weights = np.arange(1.0, 1 + len(range(length)[window]), dtype=np.float32)
+    at_all = np.zeros(length, np.float32)
+    at_all[window] = weights
+    reference = loss_and_gradient_of_scan(length, reverse, with_xs)
+    (loss, (carry, ys)), gradient = reference((init, xs), at_all)
+    want = carry, jax.tree.map(lambda y: y[window], ys)
+    got = jax.jit(sliced)(init, xs)
     assert_same(got, want)
     assert_same_weak_types(got, want)
-    assert_same(loss_and_gradient(sliced, init, xs), loss_and_gradient(plain, init, xs))
+    assert_same(loss_and_gradient(sliced)((init, xs), weights), ((loss, want), gradient))
 
 
 @given(st.integers(0, 60), bounds, bounds, steps, st.booleans())
