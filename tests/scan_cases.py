@@ -65,6 +65,29 @@ def loss_and_gradient_of_scan(length, reverse, has_xs):
     return loss_and_gradient(lambda init, xs: lax.scan(body, init, xs, length, reverse))
 
 
+def total(scan):
+    """Sum up what a scan returns, to be transformed."""
+
+    def of(init, xs):
+        carry, ys = scan(drift, init, xs)
+        return carry**2 + sum(jnp.sum(y**2) for y in ys)
+
+    return of
+
+
+def gradient_of_closed_over(scan):
+    """Differentiate a scan in two values that its body closes over."""
+
+    def of(scale, shift):
+        def f(carry, x):
+            return jnp.sin(carry * scale) + x, carry * shift
+
+        carry, ys = scan(f, jnp.float32(0.3), XS)
+        return carry + jnp.sum(ys**2)
+
+    return jax.jit(jax.grad(of, (0, 1)))(2.0, 0.5)
+
+
 TRANSFORMATIONS = {
     "grad": lambda f: jax.grad(f, (0, 1)),
     "hessian": lambda f: jax.hessian(f, (0, 1)),

@@ -21,10 +21,12 @@ from scan_cases import (
     assert_same_weak_types,
     body,
     drift,
+    gradient_of_closed_over,
     here,
     inputs,
     loss_and_gradient,
     loss_and_gradient_of_scan,
+    total,
 )
 
 sizes = st.integers(1, 23)
@@ -163,13 +165,6 @@ def test_body_is_traced_once(length, transform, chunk_size):
 @pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 @pytest.mark.parametrize("chunk_size", [5, 4, (5, 2)])
 def test_transformations(transform, chunk_size):
-    def total(scan):
-        def of(init, xs):
-            carry, ys = scan(drift, init, xs)
-            return carry**2 + sum(jnp.sum(y**2) for y in ys)
-
-        return of
-
     chunked = functools.partial(checkpoint_chunked_scan, chunk_size=chunk_size)
     with jax.checking_leaks():
         got = jax.jit(transform(total(chunked)))(jnp.float32(0.3), XS[:9])
@@ -178,17 +173,8 @@ def test_transformations(transform, chunk_size):
 
 
 def test_values_closed_over_get_gradients():
-    def total(scan):
-        def of(scale, shift):
-            def f(carry, x):
-                return jnp.sin(carry * scale) + x, carry * shift
-
-            carry, ys = scan(f, jnp.float32(0.3), XS)
-            return carry + jnp.sum(ys**2)
-
-        return jax.jit(jax.grad(of, (0, 1)))(2.0, 0.5)
-
-    assert_same(total(functools.partial(checkpoint_chunked_scan, chunk_size=4)), total(lax.scan))
+    chunked = functools.partial(checkpoint_chunked_scan, chunk_size=4)
+    assert_same(gradient_of_closed_over(chunked), gradient_of_closed_over(lax.scan))
 
 
 def test_debugging_runs_the_body_on_values():

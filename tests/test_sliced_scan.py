@@ -21,10 +21,12 @@ from scan_cases import (
     assert_same_weak_types,
     body,
     drift,
+    gradient_of_closed_over,
     here,
     inputs,
     loss_and_gradient,
     loss_and_gradient_of_scan,
+    total,
 )
 
 
@@ -211,13 +213,6 @@ def test_compiler_drops_what_only_serves_skipped_ys():
 @pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_transformations(transform, checkpoint):
-    def total(scan):
-        def of(init, xs):
-            carry, ys = scan(drift, init, xs)
-            return carry**2 + sum(jnp.sum(y**2) for y in ys)
-
-        return of
-
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)
     plain = functools.partial(scan_then_slice, window=slice(1, None, 4))
     with jax.checking_leaks():
@@ -228,19 +223,9 @@ def test_transformations(transform, checkpoint):
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_values_closed_over_get_gradients(checkpoint):
-    def total(scan):
-        def of(scale, shift):
-            def f(carry, x):
-                return jnp.sin(carry * scale) + x, carry * shift
-
-            carry, ys = scan(f, jnp.float32(0.3), XS)
-            return carry + jnp.sum(ys**2)
-
-        return jax.jit(jax.grad(of, (0, 1)))(2.0, 0.5)
-
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)
     plain = functools.partial(scan_then_slice, window=slice(1, None, 4))
-    assert_same(total(sliced), total(plain))
+    assert_same(gradient_of_closed_over(sliced), gradient_of_closed_over(plain))
 
 
 def test_debugging_runs_the_body_on_values():

@@ -38,6 +38,7 @@ from rankax._slicing import (
     write_chunk,
     zeros,
 )
+from rankax._tangents import is_live, jvp_of_live
 from rankax._trees import leaves_with_names, spread_prefix
 
 __all__ = ["chunked_vmap"]
@@ -418,32 +419,19 @@ def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
     The operands themselves are still read in place, so no second copy of them exists.
     """
     (operands,), (tangent,) = primals, tangents
-    live = jax.tree.map(_is_live, tangent, is_leaf=_is_symbolic_zero)
-    stacked_tangents = [
-        stack_chunks(t, layout.chunks, axis) if keep else None
-        for t, axis, keep in zip(tangent.sliced, layout.sliced_axes, live.sliced, strict=True)
+    beside = [
+        stack_chunks(t, layout.chunks, axis) if is_live(t) else None
+        for t, axis in zip(tangent.sliced, layout.sliced_axes, strict=True)
     ]
 
     def loop(shared: list[Any], stacked: list[Any], offsets: list[Any]) -> list[Any]:
-        merged = _Operands(
-            _merge(operands.shared, live.shared, shared),
-            operands.sliced,
-            _merge(operands.stacked, live.stacked, stacked),
-        )
-        return _loop(body, layout, merged, offsets)
+        return _loop(body, layout, _Operands(shared, operands.sliced, stacked), offsets)
 
-    return jax.jvp(
+    offsets = jax.tree.map(lambda t: zeros(t.shape, t.dtype), beside)
+    return jvp_of_live(
         loop,
-        (
-            _select(operands.shared, live.shared),
-            _select(operands.stacked, live.stacked),
-            jax.tree.map(lambda t: zeros(t.shape, t.dtype), stacked_tangents),
-        ),
-        (
-            _select(tangent.shared, live.shared),
-            _select(tangent.stacked, live.stacked),
-            stacked_tangents,
-        ),
+        (operands.shared, operands.stacked, offsets),
+        (tangent.shared, tangent.stacked, beside),
     )
 
 
@@ -471,19 +459,5 @@ def _is_inexact(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _is_symbolic_zero(tangent: Any) -> bool:
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _is_live(tangent: Any) -> bool:
-    return not _is_symbolic_zero(tangent) and tangent.dtype != jax.dtypes.float0
-
-
 def _select(items: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
     return [item for item, kept in zip(items, keep, strict=True) if kept]
-
-
-def _merge(items: Sequence[Any], replaced: Sequence[bool], replacements: Sequence[Any]) -> Any:
-    """Put ``replacements`` where ``replaced`` is true: the inverse of `_select`."""
-    rest = iter(replacements)
-    return [next(rest) if new else item for item, new in zip(items, replaced, strict=True)]

@@ -31,6 +31,7 @@ from rankax._slicing import (
     scalar,
     split_into_chunks,
 )
+from rankax._tangents import jvp_of_live
 from rankax._trees import leaves_with_names
 
 __all__ = ["checkpoint_chunked_scan", "sliced_scan"]
@@ -597,21 +598,5 @@ def _run_layout(
     if not in_place or not jax.tree.leaves(operands.xs):
         return sliced(operands)
     run = jax.custom_jvp(indexed)
-    run.defjvp(functools.partial(_jvp_of_live, sliced), symbolic_zeros=True)
+    run.defjvp(functools.partial(jvp_of_live, sliced), symbolic_zeros=True)
     return run(operands)
-
-
-def _jvp_of_live(fun: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Return `jax.jvp` of ``fun``, without work for the tangents that are symbolic zeros."""
-    zero = jax.custom_derivatives.SymbolicZero
-    leaves, treedef = jax.tree.flatten(primals)
-    directions = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, zero))
-    live = [not isinstance(t, zero) for t in directions]
-
-    def of_live(*moving: Any) -> Any:
-        rest = iter(moving)
-        merged = [next(rest) if moves else x for x, moves in zip(leaves, live, strict=True)]
-        return fun(*jax.tree.unflatten(treedef, merged))
-
-    moving = tuple(x for x, moves in zip(leaves, live, strict=True) if moves)
-    return jax.jvp(of_live, moving, tuple(t for t, m in zip(directions, live, strict=True) if m))
