@@ -112,7 +112,12 @@ def _check_agreement(case: Case, outputs: list[tuple[str, Any]]) -> None:
     for peer, output in outputs:
         for got, want in zip(jax.tree.leaves(output), expected, strict=True):
             np.testing.assert_allclose(
-                got, want, rtol=2e-3, atol=2e-3, err_msg=f"{peer} differs from the others: {case}"
+                got,
+                want,
+                rtol=2e-3,
+                atol=2e-3,
+                equal_nan=False,
+                err_msg=f"{peer} differs from the others: {case}",
             )
 
 

@@ -45,9 +45,10 @@ def assert_same_weak_types(got, want):
 
 
 def loss_and_gradient(scan):
-    """Compile ``(init, xs), weights`` to a loss, its carry and ``ys``, and the gradient of it.
+    """Compile a loss of ``(init, xs)`` and of a weight for each of the ``ys``.
 
-    There is a weight for each of the ``ys``; integers have gradients of dtype float0.
+    It returns ``((loss, (carry, ys)), gradient)``, the gradient in ``(init, xs)``: of dtype float0
+    for integers.
     """
 
     def loss(inputs, weights):
@@ -59,13 +60,12 @@ def loss_and_gradient(scan):
 
 
 @functools.cache
-def loss_and_gradient_of_scan(length, reverse, has_xs):
+def loss_and_gradient_of_scan(length, reverse):
     """Compile the same for `jax.lax.scan`, once for all slices and chunks of it."""
-    del has_xs  # another program
     return loss_and_gradient(lambda init, xs: lax.scan(body, init, xs, length, reverse))
 
 
-def total(scan):
+def sum_of_squares(scan):
     """Sum up what a scan returns, to be transformed."""
 
     def of(init, xs):

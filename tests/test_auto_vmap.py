@@ -637,6 +637,19 @@ def test_chunks_over_all_axes_agree_with_no_chunks(chunk_size):
     assert chunked.plan(a, b, c).in_flight <= chunk_size or chunk_size == 100
 
 
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 7])
+def test_higher_derivatives_of_chunks_over_two_axes(chunk_size):
+    x, y = jnp.arange(1.0, 5.0) / 7, jnp.arange(1.0, 4.0)
+
+    def loss(chunk_size):
+        outer = auto_vmap(0, 0, chunk_size=chunk_size)(lambda a, b: jnp.sin(a * b) * b)
+        return lambda x, y: jnp.sum(outer(x[:, None], y) ** 2)
+
+    for derivative in (jax.hessian, lambda f, argnums: jax.jacrev(jax.jacrev(f, argnums), argnums)):
+        got, want = (jax.jit(derivative(loss(size), (0, 1)))(x, y) for size in (chunk_size, None))
+        assert_same(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_adjacent_axes_mapped_alike_are_one():
     mapped = auto_vmap(1, chunk_size=10)(lambda v: jnp.sum(v))
     plan = mapped.plan(jax.ShapeDtypeStruct((1000, 7, 3), jnp.float32))

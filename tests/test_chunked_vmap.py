@@ -2,6 +2,7 @@
 import functools
 import math
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -182,6 +183,7 @@ def test_keyword_arguments_are_mapped_over_axis_0(length):
     assert_same(chunked_vmap(kernel, 4)(x, k=k), want)
     assert_same(chunked_vmap(kernel, 4, in_axes=1)(x.T, k=k), want)
     assert_same(chunked_vmap(kernel, 4, in_axes=())(k=k, x=x), want)
+    assert_same(chunked_vmap(kernel, 4, in_axes=())(x=x, k=k), want)
 
 
 @LENGTHS
@@ -356,16 +358,44 @@ def _equations(jaxpr):
                 yield from _equations(inner)
 
 
+def test_what_is_read_by_index_is_flat_before_the_loop():
+    """A reshape of the whole inside the loop, and XLA:CPU takes each read for one of the whole."""
+
+    def whole_operands(f, *args):
+        (loop,) = (e for e in _equations(jax.make_jaxpr(f)(*args).jaxpr) if e.params.get("length"))
+        return Counter(
+            equation.primitive.name
+            for equation in _equations(loop.params["jaxpr"].jaxpr)
+            if any(UNEVEN in v.aval.shape for v in equation.invars if hasattr(v, "aval"))
+        )
+
+    got = whole_operands(chunked_vmap(kernel, 4, checkpoint=False), *items(UNEVEN))
+    outputs = len(jax.tree.leaves(jax.eval_shape(kernel, *(x[0] for x in items(UNEVEN)))))
+    assert got == {"dynamic_slice": 2, "dynamic_update_slice": outputs}
+
+
 @pytest.mark.parametrize(("length", "out_axis"), [(UNEVEN, 0), (EVEN, 1), (UNEVEN, 1)])
-def test_derivatives_write_nothing_but_values_in_place(length, out_axis):
+def test_derivatives_write_nothing_in_place(length, out_axis):
     """A cotangent that is carried and overwritten is copied whole at every step of the loop."""
 
     def loss(x):
         return weigh(chunked_vmap(jnp.sin, 4, out_axes=out_axis)(x))
 
     x, _ = items(length)
-    for program in (loss, jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
-        assert primitives(program, x)["dynamic_update_slice"] == 1
+    assert primitives(loss, x)["dynamic_update_slice"] == 1
+    for program in (jax.grad(loss), lambda x: jax.jvp(loss, (x,), (x,))):
+        assert primitives(program, x)["dynamic_update_slice"] == 0
+
+
+def test_inputs_that_do_not_move_have_no_tangents():
+    x, _ = items(UNEVEN)
+
+    def f(scale):
+        return chunked_vmap(lambda row: jnp.sin(row * scale), 4)(x)
+
+    # Values and tangents of the output are joined; no tangent of `x` is stacked.
+    assert primitives(f, 2.0)["concatenate"] == 0
+    assert primitives(lambda scale: jax.jvp(f, (scale,), (scale,)), 2.0)["concatenate"] == 2
 
 
 @LENGTHS
@@ -468,21 +498,77 @@ def test_first_derivatives(length, derivative):
     both(length, lambda transform: derivative(rows(transform)))
 
 
+HIGHER = {
+    "hessian": both_arguments(jax.hessian),
+    "fwd-rev": lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacrev)(f)),
+    "rev-rev": lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacrev)(f)),
+    "rev-fwd": lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacfwd)(f)),
+    "fwd-fwd": lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacfwd)(f)),
+    "third": lambda f: jax.grad(lambda x, w: weigh(jax.hessian(f)(x, w))),
+    "third, reverse": lambda f: jax.grad(
+        lambda x, w: weigh(jax.grad(lambda x, w: weigh(jax.grad(f)(x, w)))(x, w))
+    ),
+    "linearize grad": lambda f: (
+        lambda x, w: jax.linearize(both_arguments(jax.grad)(f), x, w)[1](jnp.cos(x), jnp.sin(w))
+    ),
+}
+higher = pytest.mark.parametrize("derivative", HIGHER.values(), ids=HIGHER)
+
+
 @LENGTHS
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        both_arguments(jax.hessian),
-        lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacrev)(f)),
-        lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacrev)(f)),
-        lambda f: both_arguments(jax.jacrev)(both_arguments(jax.jacfwd)(f)),
-        lambda f: both_arguments(jax.jacfwd)(both_arguments(jax.jacfwd)(f)),
-        lambda f: jax.grad(lambda x, w: weigh(jax.hessian(f)(x, w))),
-    ],
-    ids=["hessian", "fwd-rev", "rev-rev", "rev-fwd", "fwd-fwd", "third"],
-)
+@higher
 def test_higher_derivatives(length, derivative):
     both(length, lambda transform: derivative(total(transform)))
+
+
+AROUND = {
+    "chunks": lambda f: chunked_vmap(f, 2),
+    "even chunks": lambda f: chunked_vmap(f, 1),
+    "scan": lambda f: lambda x: lax.scan(lambda c, row: (c, f(row)), None, x)[1],
+    "carry": lambda f: lambda x: lax.scan(lambda c, row: (jnp.sum(f(row * c)), c), 1.0, x),
+    "checkpoint": lambda f: lambda x: lax.map(jax.checkpoint(f), x),
+}
+
+
+@higher
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("out_axes", [0, 1])
+def test_higher_derivatives_inside_another_loop(derivative, around, out_axes):
+    """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
+
+    def of(transform):
+        def row(row, w):
+            one = lambda item: jnp.sin(item * w) * w[::-1]  # noqa: E731
+            return transform(one, out_axes=out_axes)(row)
+
+        return lambda x, w: weigh(around(lambda r: row(r, w))(x))
+
+    x = jnp.cos(jnp.arange(15.0)).reshape(3, 5)
+    w = jnp.array([0.5, 2.0])
+    chunked = functools.partial(_chunked_with, chunk_size=2)
+    got, want = (jax.jit(derivative(of(transform)))(x, w) for transform in (chunked, jax.vmap))
+    assert_same(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd])
+def test_outputs_that_move_in_the_second_derivative_only(outer, jit):
+    def one(x, y):
+        return {"first": jnp.sin(x), "second": jnp.cos(y), "both": x * y**2, "neither": 3}
+
+    def second(transform):
+        def loss(x, y):
+            out = transform(one)(x, y)
+            return jnp.sum(out["first"] * out["second"] * out["both"] + out["second"] ** 2)
+
+        derivative = outer(lambda y: jnp.sum(jax.grad(loss)(x, y) ** 2))
+        return (jax.jit(derivative) if jit else derivative)(y)
+
+    x, y = jnp.linspace(0.1, 1.0, 7), jnp.linspace(1.0, 2.0, 7)
+    chunked = functools.partial(_chunked_with, chunk_size=3)
+    assert_same(second(chunked), second(jax.vmap), rtol=1e-4)
+    with jax.disable_jit():
+        assert_same(second(chunked), second(jax.vmap), rtol=1e-4)
 
 
 @LENGTHS

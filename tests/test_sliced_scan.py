@@ -26,7 +26,7 @@ from scan_cases import (
     inputs,
     loss_and_gradient,
     loss_and_gradient_of_scan,
-    total,
+    sum_of_squares,
 )
 
 
@@ -69,7 +69,7 @@ def test_any_slice_is_scan_then_slice(
     weights = np.arange(1.0, 1 + len(range(length)[window]), dtype=np.float32)
     at_all = np.zeros(length, np.float32)
     at_all[window] = weights
-    reference = loss_and_gradient_of_scan(length, reverse, with_xs)
+    reference = loss_and_gradient_of_scan(length, reverse)
     (loss, (carry, ys)), gradient = reference((init, xs), at_all)
     want = carry, jax.tree.map(lambda y: y[window], ys)
     got = jax.jit(sliced)(init, xs)
@@ -216,8 +216,8 @@ def test_transformations(transform, checkpoint):
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)
     plain = functools.partial(scan_then_slice, window=slice(1, None, 4))
     with jax.checking_leaks():
-        got = jax.jit(transform(total(sliced)))(jnp.float32(0.3), XS)
-    want = jax.jit(transform(total(plain)))(jnp.float32(0.3), XS)
+        got = jax.jit(transform(sum_of_squares(sliced)))(jnp.float32(0.3), XS)
+    want = jax.jit(transform(sum_of_squares(plain)))(jnp.float32(0.3), XS)
     assert_same(got, want, rtol=1e-4)
 
 

@@ -9,7 +9,9 @@ output leaves it in one of three (`_loop`); which one decides the memory:
 * Anything else is read and written in place, by index. That is as good forward, but its transpose
   would handle a cotangent as large as the whole input, or output, at every step. So the derivative
   of such a loop is given by hand: the same loop over the same operands, with the tangents as ``xs``
-  and ``ys`` beside them. JAX differentiates that loop as any other, for higher derivatives.
+  and ``ys`` beside them. JAX differentiates that loop as any other, for higher derivatives; and the
+  first one too where it has to, for a scan that it has linearised forgets the rules inside. So both
+  are right without the rule.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +40,7 @@ from rankax._slicing import (
     write_chunk,
     zeros,
 )
-from rankax._tangents import is_live, jvp_of_live
+from rankax._tangents import is_live, jvp_of_live, with_tangent_of
 from rankax._trees import leaves_with_names, spread_prefix
 
 __all__ = ["chunked_vmap"]
@@ -100,8 +102,8 @@ def chunked_vmap(
     -----
     *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
     whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
-    axis is 0; otherwise at most one copy of the mapped inputs that are differentiated, and one of
-    the tangents or cotangents of the outputs.
+    axis is 0; otherwise at most one copy of the tangents, or cotangents, of the mapped inputs, and
+    one of the outputs and of theirs.
 
     *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
     last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
@@ -234,30 +236,50 @@ def _resolve(
 class _Operands(NamedTuple):
     """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row.
 
-    Those that are sliced are as `flatten_items` returns them.
+    Before the loop those that are sliced are as `flatten_items` returns them, inside as
+    `take_chunk` does.
     """
 
-    shared: list[Any]
+    shared: Any
     sliced: list[Any]
-    stacked: list[Any]
+    stacked: Any
 
 
 Body = Callable[[_Operands], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
+class _Output:
+    """One output of the chunk: its shape there, and how the chunks' outputs become one."""
+
+    aval: Any  # of one chunk
+    axis: int | None  # None: the same for every chunk, and the last one is kept
+    in_place: bool  # written into a carried buffer; otherwise joined from the scan's ys
+
+    @property
+    def carried(self) -> bool:
+        return self.in_place or self.axis is None
+
+    def buffer(self, length: int) -> jax.Array:
+        shape = list(self.aval.shape)
+        if self.axis is not None:
+            shape[self.axis] = length
+        return zeros(tuple(shape), self.aval.dtype)
+
+    def to_differentiate(self) -> _Output:
+        """How it is collected where it may have a tangent."""
+        moves = jnp.issubdtype(self.aval.dtype, jnp.inexact)
+        return dataclasses.replace(self, in_place=self.in_place and not moves)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The fixed facts of one loop: the axis of each sliced operand and each output."""
+    """The fixed facts of one loop."""
 
     chunks: Chunks
     sliced_axes: tuple[int, ...]
-    out_axes: tuple[int | None, ...]
-    out_avals: tuple[jax.ShapeDtypeStruct, ...]  # of one chunk
+    outputs: tuple[_Output, ...]
     checkpoint: bool
-
-    def in_place(self, axis: int | None) -> bool:
-        """Whether an output with this axis is written into a buffer, chunk after chunk."""
-        return axis is not None and not _rides_along(axis, self.chunks)
 
 
 def _chunked_call(
@@ -286,16 +308,9 @@ def _chunked_call(
     evaluate = _apart_from_constants(closed, avals)
     out_avals, out_tree = jax.tree.flatten(out_shape)
     spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
-    layout = _Layout(
-        chunks,
-        tuple(axis for axis in axes if not _rides_along(axis, chunks)),
-        tuple(
-            None if axis is None else axis % aval.ndim
-            for axis, aval in zip(spread, out_avals, strict=True)
-        ),
-        tuple(out_avals),
-        checkpoint,
-    )
+    outputs = [_output(aval, axis, chunks) for aval, axis in zip(out_avals, spread, strict=True)]
+    sliced_axes = tuple(axis for axis in axes if not _rides_along(axis, chunks))
+    layout = _Layout(chunks, sliced_axes, tuple(outputs), checkpoint)
 
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
@@ -328,6 +343,13 @@ def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[A
     return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
 
 
+def _output(aval: Any, axis: int | None, chunks: Chunks) -> _Output:
+    if axis is None:
+        return _Output(aval, None, in_place=False)
+    axis %= aval.ndim
+    return _Output(aval, axis, in_place=not _rides_along(axis, chunks))
+
+
 def _rides_along(axis: int | None, chunks: Chunks) -> bool:
     """Whether a leaf can be ``xs`` or ``ys`` of the scan without a copy."""
     return axis == 0 and chunks.even
@@ -341,41 +363,23 @@ def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
 
 def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
     """Run the loop; with a derivative rule of its own where it reads or writes by index."""
-    if not operands.sliced and not any(map(layout.in_place, layout.out_axes)):
-        return _loop(body, layout, operands, None)
-    run = jax.custom_jvp(lambda operands: _loop(body, layout, operands, None))
+    if not operands.sliced and not any(output.in_place for output in layout.outputs):
+        return _loop(body, layout, operands)
+    run = jax.custom_jvp(functools.partial(_loop, body, layout))
     rule = functools.partial(_loop_jvp, body, layout)
     run.defjvp(rule, symbolic_zeros=True)  # so that inputs nobody differentiates cost nothing
     return run(operands)
 
 
-def _loop(
-    body: Body,
-    layout: _Layout,
-    operands: _Operands,
-    offsets: list[jax.Array | None] | None,
-) -> list[Any]:
-    """Walk the chunks once, and collect each output where it causes no copy.
+def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
+    """Walk the chunks once, and collect each output as it says."""
+    chunks, outputs = layout.chunks, layout.outputs
+    carried = [output for output in outputs if output.carried]
 
-    An output that `_rides_along` is the scan's ``ys``; another mapped one is written in place into
-    a carried buffer; an unmapped one is the same for every chunk, and the last one is kept.
-
-    With ``offsets``, zeros whose tangents are those of ``operands.sliced``, the loop is fit to be
-    differentiated: the tangents of what is written in place leave as ``ys``. Through the buffer
-    they could not be transposed without a copy of the whole buffer at every step.
-    """
-    chunks, out_axes = layout.chunks, layout.out_axes
-    as_ys = [
-        _rides_along(axis, chunks)
-        or (offsets is not None and layout.in_place(axis) and _is_inexact(aval))
-        for axis, aval in zip(out_axes, layout.out_avals, strict=True)
-    ]
-    carried = [not _rides_along(axis, chunks) for axis in out_axes]
-
-    def one_chunk(start: Any, operands: _Operands, offsets: list[Any]) -> list[Any]:
+    def one_chunk(start: Any, operands: _Operands) -> list[Any]:
         window = [
-            _tangent_from(take_chunk(leaf, start, chunks.size, axis), offset)
-            for leaf, axis, offset in zip(operands.sliced, layout.sliced_axes, offsets, strict=True)
+            take_chunk(leaf, start, chunks.size, axis)
+            for leaf, axis in zip(operands.sliced, layout.sliced_axes, strict=True)
         ]
         return body(operands._replace(sliced=window))
 
@@ -384,80 +388,53 @@ def _loop(
         one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
 
     def step(buffers: list[Any], x: Any) -> Any:
-        start, stacked, row = x
-        outs = one_chunk(start, operands._replace(stacked=stacked), row)
-        held = zip(buffers, _select(outs, carried), _select(out_axes, carried), strict=True)
+        start, stacked = x
+        outs = list(zip(outputs, one_chunk(start, operands._replace(stacked=stacked)), strict=True))
+        held = zip(buffers, [(output, out) for output, out in outs if output.carried], strict=True)
         buffers = [
-            out if axis is None else write_chunk(buffer, lax.stop_gradient(out), start, axis)
-            for buffer, out, axis in held
+            out if output.axis is None else write_chunk(buffer, out, start, output.axis)
+            for buffer, (output, out) in held
         ]
-        return buffers, _select(outs, as_ys)
+        return buffers, [out for output, out in outs if not output.carried]
 
-    specs = zip(layout.out_avals, out_axes, carried, strict=True)
-    empty = [_buffer(aval, axis, chunks.length) for aval, axis, kept in specs if kept]
-    rows = [None] * len(operands.sliced) if offsets is None else offsets
-    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked, rows))
+    empty = [output.buffer(chunks.length) for output in carried]
+    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked))
     from_carry, from_ys = iter(buffers), iter(ys)
-    results: list[Any] = []
-    for axis, kept, stacked in zip(out_axes, carried, as_ys, strict=True):
-        value = next(from_carry) if kept else None
-        joined = join_chunks(next(from_ys), chunks, axis or 0) if stacked else None
-        results.append(joined if value is None else _tangent_from(value, joined))
-    return results
-
-
-def _buffer(aval: jax.ShapeDtypeStruct, axis: int | None, length: int) -> jax.Array:
-    shape = list(aval.shape)
-    if axis is not None:
-        shape[axis] = length
-    return zeros(tuple(shape), aval.dtype)
+    return [
+        next(from_carry) if output.carried else join_chunks(next(from_ys), chunks, output.axis or 0)
+        for output in outputs
+    ]
 
 
 def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
     """Differentiate `_loop` with the tangents of what it reads by index as ``xs`` beside it.
 
-    The operands themselves are still read in place, so no second copy of them exists.
+    The operands themselves are still read in place, so no second copy of them exists. An output
+    that moves is not written in place: through the buffer its tangent would be dear to transpose.
     """
     (operands,), (tangent,) = primals, tangents
+    outputs = tuple(output.to_differentiate() for output in layout.outputs)
+    differentiable = dataclasses.replace(layout, outputs=outputs)
     beside = [
         stack_chunks(t, layout.chunks, axis) if is_live(t) else None
         for t, axis in zip(tangent.sliced, layout.sliced_axes, strict=True)
     ]
+    origins = jax.tree.map(lambda t: zeros(t.shape, t.dtype), beside)  # which have those tangents
 
-    def loop(shared: list[Any], stacked: list[Any], offsets: list[Any]) -> list[Any]:
-        return _loop(body, layout, _Operands(shared, operands.sliced, stacked), offsets)
+    def body_from_origins(operands: _Operands) -> list[Any]:
+        stacked, origins = operands.stacked
+        window = [
+            leaf if origin is None else with_tangent_of(leaf, origin)
+            for leaf, origin in zip(operands.sliced, origins, strict=True)
+        ]
+        return body(_Operands(operands.shared, window, stacked))
 
-    offsets = jax.tree.map(lambda t: zeros(t.shape, t.dtype), beside)
+    def loop(shared: Any, stacked: Any) -> list[Any]:
+        merged = _Operands(shared, operands.sliced, stacked)
+        return _loop(body_from_origins, differentiable, merged)
+
     return jvp_of_live(
         loop,
-        (operands.shared, operands.stacked, offsets),
-        (tangent.shared, tangent.stacked, beside),
+        (operands.shared, (operands.stacked, origins)),
+        (tangent.shared, (tangent.stacked, beside)),
     )
-
-
-def _tangent_from(value: jax.Array, other: jax.Array | None) -> jax.Array:
-    """Return ``value``, with the tangent of ``other`` added to its own.
-
-    What ``other`` is worth is never read, so the compiler drops its computation.
-    """
-    return value if other is None else _with_tangent_of(value, other)
-
-
-@jax.custom_jvp
-def _with_tangent_of(value: jax.Array, other: jax.Array) -> jax.Array:
-    del other
-    return value
-
-
-@_with_tangent_of.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    # The value is bound to the other one again, for derivatives of higher order.
-    return _with_tangent_of(*primals), tangents[0] + tangents[1]
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _select(items: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
-    return [item for item, kept in zip(items, keep, strict=True) if kept]

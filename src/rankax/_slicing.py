@@ -104,8 +104,10 @@ class Chunks:
 
     def starts(self) -> jax.Array:
         """First item of each chunk, shape ``(steps,)``."""
-        # 64-bit indices where 32 would overflow, which needs jax_enable_x64 as such arrays do.
-        dtype = jnp.int32 if self.length < 2**31 else jnp.int64
+        # Unsigned: of others JAX asks whether they are negative, and XLA:CPU fuses question and
+        # lookup with what reads the chunk, so that each element asks anew. 64 bits where 32 would
+        # overflow, which needs jax_enable_x64 as such arrays do.
+        dtype = jnp.uint32 if self.length < 2**31 else jnp.uint64
         starts = lax.iota(dtype, self.steps) * scalar(self.size, dtype)
         return jnp.minimum(starts, scalar(self.length - self.size, dtype))
 
@@ -138,7 +140,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:
-    """Prepare ``leaf`` for `take_chunk`: the items along axis 0 become rows, which costs nothing.
+    """Prepare ``leaf`` for `take_chunk`: items along axis 0 become rows, by a reshape.
 
     Before the loop, not in it: else XLA:CPU takes each read for one of the whole leaf, and spends
     more on dividing it among threads than on the reading.
@@ -149,14 +151,14 @@ def flatten_items(leaf: Any, axis: int) -> jax.Array:
 def take_chunk(leaf: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     """Read ``size`` items along ``axis`` of what `flatten_items` returned, from a traced ``start``.
 
-    The axes before and after are flat while a chunk is read. Else a kernel that takes its items in
-    another layout, as LAPACK does, has XLA copy the whole leaf into that layout, and memory grows
-    with the axis.
+    Items along axis 0 are still rows, along another axis they have their shape. Either way they
+    were flat when they were read. Else a kernel that takes its items in another layout, as LAPACK
+    does, has XLA copy the whole leaf into that layout, and memory grows with the axis.
     """
     if axis == 0:
         return lax.dynamic_slice_in_dim(leaf, start, size, 0)
     before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
-    # Not before the loop, as along axis 0: a transposed layout would then reach the whole leaf.
+    # Not before the loop: XLA would give the result of this reshape the layout of the kernel.
     flat = lax.reshape(leaf, (math.prod(before), leaf.shape[axis], math.prod(after)))
     return lax.reshape(lax.dynamic_slice_in_dim(flat, start, size, 1), (*before, size, *after))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""For rules of differentiation given by hand: nothing is computed for what does not move."""
+"""For rules of differentiation given by hand: what moves, and where its tangent goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["is_live", "jvp_of_live"]
+__all__ = ["is_live", "jvp_of_live", "with_tangent_of"]
 
 
 def is_live(tangent: Any) -> bool:
@@ -21,7 +21,7 @@ def is_live(tangent: Any) -> bool:
 def jvp_of_live(fun: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Return `jax.jvp` of ``fun``, in which the arguments that do not move are constants."""
     leaves, treedef = jax.tree.flatten(primals)
-    directions = jax.tree.leaves(tangents)
+    directions = treedef.flatten_up_to(tangents)
     live = [is_live(t) for t in directions]
 
     def of_live(*moving: Any) -> Any:
@@ -31,3 +31,20 @@ def jvp_of_live(fun: Callable[..., Any], primals: Any, tangents: Any) -> tuple[A
 
     moving = tuple(x for x, moves in zip(leaves, live, strict=True) if moves)
     return jax.jvp(of_live, moving, tuple(t for t, m in zip(directions, live, strict=True) if m))
+
+
+@jax.custom_jvp
+def with_tangent_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Return ``value``, to whose tangent that of ``other`` is added.
+
+    What ``other`` is worth is never read, so the compiler drops its computation. For use inside
+    `jvp_of_live` only: JAX forgets rules in a scan that it has linearised, so a derivative of
+    higher order must be right without this one.
+    """
+    del other
+    return value
+
+
+@with_tangent_of.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0] + tangents[1]
