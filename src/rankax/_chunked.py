@@ -387,18 +387,20 @@ def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
         # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
         one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
 
-    def step(buffers: list[Any], x: Any) -> Any:
-        start, stacked = x
+    def step(carry: tuple[Any, list[Any]], stacked: Any) -> Any:
+        start, buffers = carry
         outs = list(zip(outputs, one_chunk(start, operands._replace(stacked=stacked)), strict=True))
         held = zip(buffers, [(output, out) for output, out in outs if output.carried], strict=True)
         buffers = [
             out if output.axis is None else write_chunk(buffer, out, start, output.axis)
             for buffer, (output, out) in held
         ]
-        return buffers, [out for output, out in outs if not output.carried]
+        rows = [out for output, out in outs if not output.carried]
+        return (chunks.following(start), buffers), rows
 
     empty = [output.buffer(chunks.length) for output in carried]
-    buffers, ys = lax.scan(step, empty, (chunks.starts(), operands.stacked))
+    init = chunks.first(), empty
+    (_, buffers), ys = lax.scan(step, init, operands.stacked, chunks.steps)
     from_carry, from_ys = iter(buffers), iter(ys)
     return [
         next(from_carry) if output.carried else join_chunks(next(from_ys), chunks, output.axis or 0)

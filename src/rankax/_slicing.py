@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections import Counter
@@ -102,14 +103,20 @@ class Chunks:
         """Whether the chunks tile the axis without overlap."""
         return self.steps * self.size == self.length
 
-    def starts(self) -> jax.Array:
-        """First item of each chunk, shape ``(steps,)``."""
-        # Unsigned: of others JAX asks whether they are negative, and XLA:CPU fuses question and
-        # lookup with what reads the chunk, so that each element asks anew. 64 bits where 32 would
-        # overflow, which needs jax_enable_x64 as such arrays do.
-        dtype = jnp.uint32 if self.length < 2**31 else jnp.uint64
-        starts = lax.iota(dtype, self.steps) * scalar(self.size, dtype)
-        return jnp.minimum(starts, scalar(self.length - self.size, dtype))
+    def first(self) -> jax.Array:
+        """Where the first chunk starts: a number for a loop to carry.
+
+        Carried and not looked up in an array, for XLA:CPU fuses the lookup with what reads the
+        chunk, and repeats it for each element.
+        """
+        # 64 bits where 32 would overflow, which needs jax_enable_x64 as such arrays do. Signed, for
+        # JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
+        return scalar(0, jnp.int32 if self.length < 2**31 else jnp.int64)
+
+    def following(self, start: jax.Array) -> jax.Array:
+        """Where the next chunk starts."""
+        number = start.dtype.type
+        return jnp.minimum(start + number(self.size), number(self.length - self.size))
 
 
 def split_into_chunks(length: int, chunk_size: int) -> Chunks:
@@ -155,17 +162,20 @@ def take_chunk(leaf: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     were flat when they were read. Else a kernel that takes its items in another layout, as LAPACK
     does, has XLA copy the whole leaf into that layout, and memory grows with the axis.
     """
+    # Or else XLA:CPU fuses the question whether the index is negative with what reads the chunk,
+    # and asks it for each element.
+    take = functools.partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
     if axis == 0:
-        return lax.dynamic_slice_in_dim(leaf, start, size, 0)
+        return take(leaf, start, size, 0)
     before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
     # Not before the loop: XLA would give the result of this reshape the layout of the kernel.
     flat = lax.reshape(leaf, (math.prod(before), leaf.shape[axis], math.prod(after)))
-    return lax.reshape(lax.dynamic_slice_in_dim(flat, start, size, 1), (*before, size, *after))
+    return lax.reshape(take(flat, start, size, 1), (*before, size, *after))
 
 
 def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) -> jax.Array:
     """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
-    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis)
+    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
 
 
 def stack_chunks(leaf: Any, chunks: Chunks, axis: int = 0) -> jax.Array:
