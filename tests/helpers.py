@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What the tests look at besides values: trees with dtypes, programs, and the memory they need."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,20 @@ def _is_jaxpr(value: Any) -> bool:
 def is_checkpoint(name: str) -> bool:
     """Whether a primitive is that of `jax.checkpoint`, under any of the names it has had."""
     return name in ("checkpoint", "remat", "remat2")
+
+
+def operations_on(shape: tuple[int, ...], fun: Any, *args: Any) -> Counter[str]:
+    """Count what the compiled ``fun`` computes with arrays of ``shape`` in loops and in fusions.
+
+    Left out is what only hands them on.
+    """
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    below = text[: text.index("\nENTRY ")]
+    sides = ",".join(map(str, shape))
+    names = Counter(re.findall(rf"= \w+\[{sides}\]\S* ([\w-]+)\(", below))
+    for name in ("parameter", "get-tuple-element", "bitcast", "fusion"):
+        del names[name]
+    return names
 
 
 def temporary_bytes(fun: Any, *args: Any) -> int:

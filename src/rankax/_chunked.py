@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: MIT
 """The memory-bounded engine: `jax.vmap` with at most ``chunk_size`` items in flight.
 
-One `jax.lax.scan` walks the chunks. An operand reaches it in one of three ways (`_Operands`), an
-output leaves it in one of three (`_loop`); which one decides the memory:
+One `jax.lax.scan` walks the chunks. How an operand reaches it, and how an output leaves it, decides
+the memory:
 
 * Even chunks along axis 0 are the scan's own ``xs`` and ``ys``. Splitting the axis is a reshape, so
   nothing is copied in any direction of differentiation.
-* Anything else is read and written in place, by index. That is as good forward, but its transpose
-  would handle a cotangent as large as the whole input, or output, at every step. So the derivative
-  of such a loop is given by hand: the same loop over the same operands, with the tangents as ``xs``
-  and ``ys`` beside them. JAX differentiates that loop as any other, for higher derivatives; and the
-  first one too where it has to, for a scan that it has linearised forgets the rules inside. So both
-  are right without the rule.
+* Any other operand is read by index, and so is its tangent; the transpose adds each chunk's
+  cotangent in place (`take_chunk` says what makes that so).
+* Any other output is written in place by index. That is as good forward, but transposed it has to
+  clear from the cotangent what it read, lest an overlapped item counts twice, and XLA copies the
+  cotangent at every step. So the derivative of such a loop is that of one whose outputs leave as
+  ``ys`` and are joined afterwards. Either loop is right without that rule, for JAX forgets the
+  rules inside a scan that it has linearised.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from rankax._slicing import (
     flatten_items,
     join_chunks,
     positive_int,
+    read_apart,
     split_into_chunks,
     stack_chunks,
     take_chunk,
+    widen,
     write_chunk,
     zeros,
 )
-from rankax._tangents import is_live, jvp_of_live, with_tangent_of
+from rankax._tangents import jvp_of_live
 from rankax._trees import leaves_with_names, spread_prefix
 
 __all__ = ["chunked_vmap"]
@@ -102,8 +105,8 @@ def chunked_vmap(
     -----
     *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
     whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
-    axis is 0; otherwise at most one copy of the tangents, or cotangents, of the mapped inputs, and
-    one of the outputs and of theirs.
+    axis is 0; otherwise also one copy of the outputs and of their tangents, or cotangents. Inputs
+    are never copied, nor are their tangents or cotangents.
 
     *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
     last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
@@ -236,8 +239,8 @@ def _resolve(
 class _Operands(NamedTuple):
     """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row.
 
-    Before the loop those that are sliced are as `flatten_items` returns them, inside as
-    `take_chunk` does.
+    Before the loop those that are sliced are as `flatten_items` returns them, and `widen` where
+    they are differentiated; inside as `take_chunk` does.
     """
 
     shared: Any
@@ -267,7 +270,7 @@ class _Output:
         return zeros(tuple(shape), self.aval.dtype)
 
     def to_differentiate(self) -> _Output:
-        """How it is collected where it may have a tangent."""
+        """Return it as collected from the ``ys`` where it may have a tangent."""
         moves = jnp.issubdtype(self.aval.dtype, jnp.inexact)
         return dataclasses.replace(self, in_place=self.in_place and not moves)
 
@@ -315,7 +318,7 @@ def _chunked_call(
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [
-            next(stacked) if _rides_along(axis, chunks) else lax.reshape(next(sliced), aval.shape)
+            next(stacked) if _rides_along(axis, chunks) else _as_chunk(next(sliced), aval)
             for axis, aval in zip(axes, avals, strict=True)
         ]
         return evaluate(operands.shared, chunk)
@@ -361,13 +364,30 @@ def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)
 
 
+def _as_chunk(window: jax.Array, aval: jax.ShapeDtypeStruct) -> jax.Array:
+    """Undo `flatten_items` and `widen` for what was read of them."""
+    chunk = lax.reshape(window, aval.shape)
+    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
+
+
 def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
-    """Run the loop; with a derivative rule of its own where it reads or writes by index."""
+    """Run the loop; where it reads or writes by index, its derivative is that of another one."""
     if not operands.sliced and not any(output.in_place for output in layout.outputs):
         return _loop(body, layout, operands)
+
+    def body_apart(operands: _Operands) -> list[Any]:
+        windows = zip(operands.sliced, layout.sliced_axes, strict=True)
+        apart = [read_apart(window, layout.chunks.size, axis) for window, axis in windows]
+        return body(operands._replace(sliced=apart))
+
+    def to_differentiate(operands: _Operands) -> list[Any]:
+        outputs = tuple(output.to_differentiate() for output in layout.outputs)
+        wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
+        return _loop(body_apart, dataclasses.replace(layout, outputs=outputs), wide)
+
     run = jax.custom_jvp(functools.partial(_loop, body, layout))
-    rule = functools.partial(_loop_jvp, body, layout)
-    run.defjvp(rule, symbolic_zeros=True)  # so that inputs nobody differentiates cost nothing
+    # With symbolic zeros, so that inputs nobody differentiates cost nothing.
+    run.defjvp(functools.partial(jvp_of_live, to_differentiate), symbolic_zeros=True)
     return run(operands)
 
 
@@ -378,7 +398,7 @@ def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
 
     def one_chunk(start: Any, operands: _Operands) -> list[Any]:
         window = [
-            take_chunk(leaf, start, chunks.size, axis)
+            take_chunk(leaf, start, chunks, axis)
             for leaf, axis in zip(operands.sliced, layout.sliced_axes, strict=True)
         ]
         return body(operands._replace(sliced=window))
@@ -406,37 +426,3 @@ def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
         next(from_carry) if output.carried else join_chunks(next(from_ys), chunks, output.axis or 0)
         for output in outputs
     ]
-
-
-def _loop_jvp(body: Body, layout: _Layout, primals: Any, tangents: Any) -> Any:
-    """Differentiate `_loop` with the tangents of what it reads by index as ``xs`` beside it.
-
-    The operands themselves are still read in place, so no second copy of them exists. An output
-    that moves is not written in place: through the buffer its tangent would be dear to transpose.
-    """
-    (operands,), (tangent,) = primals, tangents
-    outputs = tuple(output.to_differentiate() for output in layout.outputs)
-    differentiable = dataclasses.replace(layout, outputs=outputs)
-    beside = [
-        stack_chunks(t, layout.chunks, axis) if is_live(t) else None
-        for t, axis in zip(tangent.sliced, layout.sliced_axes, strict=True)
-    ]
-    origins = jax.tree.map(lambda t: zeros(t.shape, t.dtype), beside)  # which have those tangents
-
-    def body_from_origins(operands: _Operands) -> list[Any]:
-        stacked, origins = operands.stacked
-        window = [
-            leaf if origin is None else with_tangent_of(leaf, origin)
-            for leaf, origin in zip(operands.sliced, origins, strict=True)
-        ]
-        return body(_Operands(operands.shared, window, stacked))
-
-    def loop(shared: Any, stacked: Any) -> list[Any]:
-        merged = _Operands(shared, operands.sliced, stacked)
-        return _loop(body_from_origins, differentiable, merged)
-
-    return jvp_of_live(
-        loop,
-        (operands.shared, (operands.stacked, origins)),
-        (tangent.shared, (tangent.stacked, beside)),
-    )

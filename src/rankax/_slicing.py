@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections import Counter
@@ -27,10 +26,12 @@ __all__ = [
     "flatten_items",
     "join_chunks",
     "positive_int",
+    "read_apart",
     "scalar",
     "split_into_chunks",
     "stack_chunks",
     "take_chunk",
+    "widen",
     "write_chunk",
     "zeros",
 ]
@@ -147,30 +148,57 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:
-    """Prepare ``leaf`` for `take_chunk`: items along axis 0 become rows, by a reshape.
+    """Prepare ``leaf`` for `take_chunk`: ``axis`` and those behind it become one, by a reshape.
 
-    Before the loop, not in it: else XLA:CPU takes each read for one of the whole leaf, and spends
-    more on dividing it among threads than on the reading.
+    For a kernel that takes its items in another layout, as LAPACK does, would have XLA copy the
+    whole leaf into that layout, and memory would grow with the axis.
+
+    See `read_apart` for what else this is good for.
     """
-    return lax.reshape(leaf, (leaf.shape[0], math.prod(leaf.shape[1:]))) if axis == 0 else leaf
+    before, rest = leaf.shape[:axis], leaf.shape[axis:]
+    flat = math.prod(rest)
+    # One axis, unless numbers of 32 bits could not count along it.
+    behind = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    return lax.reshape(leaf, (*before, *behind))
 
 
-def take_chunk(leaf: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
-    """Read ``size`` items along ``axis`` of what `flatten_items` returned, from a traced ``start``.
+def widen(leaf: jax.Array) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk` where it is differentiated: a dtype that XLA adds in place.
 
-    Items along axis 0 are still rows, along another axis they have their shape. Either way they
-    were flat when they were read. Else a kernel that takes its items in another layout, as LAPACK
-    does, has XLA copy the whole leaf into that layout, and memory grows with the axis.
+    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent at every
+    step before it could see that only a chunk of it changes.
     """
-    # Or else XLA:CPU fuses the question whether the index is negative with what reads the chunk,
-    # and asks it for each element.
-    take = functools.partial(lax.dynamic_slice_in_dim, allow_negative_indices=False)
-    if axis == 0:
-        return take(leaf, start, size, 0)
-    before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
-    # Not before the loop: XLA would give the result of this reshape the layout of the kernel.
-    flat = lax.reshape(leaf, (math.prod(before), leaf.shape[axis], math.prod(after)))
-    return lax.reshape(take(flat, start, size, 1), (*before, size, *after))
+    inexact = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float16
+    return leaf.astype(jnp.float32) if inexact and jnp.finfo(leaf.dtype).bits < 32 else leaf
+
+
+def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Read the chunk from ``start`` along ``axis`` of what `flatten_items` returned, still flat.
+
+    Nothing may come between the leaf and this read, not even a reshape. Its transpose in a loop
+    adds a cotangent that is zero but for the chunk to that of the leaf, as a whole, and XLA makes
+    of that an addition in place where it sees just that: a sum with a `dynamic_update_slice` of
+    zeros. Else every step would cost as much as the leaf is long.
+    """
+    each = leaf.shape[axis] // chunks.length  # numbers along the axis that are one item's
+    start = start * start.dtype.type(each)
+    # With negative indices XLA:CPU would fuse the question whether this is one with what reads the
+    # chunk, and ask it for each element.
+    return lax.dynamic_slice_in_dim(
+        leaf, start, chunks.size * each, axis, allow_negative_indices=False
+    )
+
+
+def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
+    """Return a chunk that `take_chunk` read, so that the reading has a single use.
+
+    XLA:CPU of JAX 0.10 makes functions of reads that have several, and takes two for one if their
+    names differ in a dash only, as those of a value and of its tangent do where `jax.vmap` maps
+    the tangent alone; then it fails. A chunk that is given its shape back is read apart already.
+    """
+    if chunk.shape[axis] != size:
+        return chunk
+    return lax.reshape(lax.optimization_barrier(lax.reshape(chunk, (1, chunk.size))), chunk.shape)
 
 
 def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) -> jax.Array:
@@ -178,23 +206,17 @@ def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) ->
     return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
 
 
-def stack_chunks(leaf: Any, chunks: Chunks, axis: int = 0) -> jax.Array:
-    """Reorder ``leaf`` into ``(steps, ...)`` with ``size`` items left on ``axis``.
-
-    A reshape, which costs nothing, where the chunks are even and ``axis`` is 0; one copy otherwise.
-    The transpose of this function adds the cotangents of an overlapped item.
-    """
-    if not chunks.even:
-        whole = (chunks.steps - 1) * chunks.size
-        head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
-        tail = lax.slice_in_dim(leaf, chunks.length - chunks.size, chunks.length, axis=axis)
-        leaf = lax.concatenate([head, tail], axis)
-    shape = leaf.shape[:axis] + (chunks.steps, chunks.size) + leaf.shape[axis + 1 :]
-    return jnp.moveaxis(leaf.reshape(shape), axis, 0)
+def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
+    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks."""
+    return lax.reshape(leaf, (chunks.steps, chunks.size, *leaf.shape[1:]))
 
 
 def join_chunks(stack: jax.Array, chunks: Chunks, axis: int = 0) -> jax.Array:
-    """Undo `stack_chunks`; of an item that two chunks hold, the earlier one's is taken."""
+    """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
+
+    A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
+    chunks hold, the earlier one's is taken.
+    """
     leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
     if chunks.even:
         return leaf
