@@ -42,9 +42,9 @@ CURVE_CHUNK = 1000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two small cases; write nothing")
-    parser.add_argument("--rounds", type=int, default=11, help="runs of each contestant, at most")
+    parser.add_argument("--rounds", type=int, default=25, help="runs of each contestant, at most")
     parser.add_argument(
-        "--seconds", type=float, default=6, help="time for each case, at least 3 rounds"
+        "--seconds", type=float, default=15, help="time for each case, at least 3 rounds"
     )
     options = parser.parse_args()
 

@@ -5,6 +5,7 @@ Nothing runs: programs are compiled for shapes, and XLA says what it would alloc
 """
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,20 @@ def test_derivatives_copy_the_outputs_once_where_it_does_not(length):
 
     assert one < temporary_bytes(pull, x, x) < 2 * MB + one
     assert one < temporary_bytes(push(f), x, x) < 4 * MB + 2 * one
+
+
+def without_names(fun, *args):
+    """Return the compiled program, without what says where in the source it comes from."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    return re.sub(r", metadata=\{[^}]*\}", "", text[text.index("\n\n%") :])
+
+
+@pytest.mark.parametrize("make", [lambda f: lambda x, t: f(x), push], ids=["forward", "jvp"])
+def test_even_chunks_compile_to_the_program_of_lax_map(make):
+    """So a difference between their times is the machine's."""
+    x = clouds(EVEN)
+    by_hand = make(lambda x: jax.lax.map(distances, x, batch_size=CHUNK))
+    assert without_names(make(chunked_vmap(distances, CHUNK)), x, x) == without_names(by_hand, x, x)
 
 
 def test_without_checkpoint_the_gradient_grows():
