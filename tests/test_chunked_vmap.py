@@ -577,6 +577,17 @@ def test_outputs_that_move_in_the_second_derivative_only(outer, jit):
         assert_same(second(chunked), second(jax.vmap), rtol=1e-4)
 
 
+@LENGTHS
+def test_tangents_that_are_python_numbers(length):
+    x = jnp.linspace(0.1, 1.0, length)
+
+    def push(transform):
+        return jax.jvp(lambda w: transform(lambda s: jnp.sin(s * w))(x), (2.0,), (0.5,))
+
+    chunked = functools.partial(_chunked_with, chunk_size=4)
+    assert_same(push(chunked), push(jax.vmap))
+
+
 def turned(x, w):
     return jnp.sin(x) * w * x[::-1]
 

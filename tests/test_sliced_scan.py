@@ -461,3 +461,20 @@ def test_errors_of_the_body_pass_through():
 
     with pytest.raises(ZeroDivisionError, match=r"^by the user"):
         sliced_scan(wrong, 0.0, XS)
+
+
+def test_tangents_that_are_python_numbers():
+    xs = jnp.linspace(0.1, 1.0, 13)
+
+    def push(scan):
+        def ends(rate):
+            return scan(lambda carry, x: (carry * rate + x, carry * x), 1.0, xs)
+
+        return jax.jvp(ends, (0.5,), (2.0,))
+
+    def kept(carry, ys):
+        return carry, ys[2:12:3]
+
+    want = [kept(*part) for part in push(jax.lax.scan)]
+    got = list(push(functools.partial(sliced_scan, start=2, stop=12, step=3)))
+    assert_same(got, want)

@@ -573,8 +573,9 @@ def _run_layout(
 ) -> tuple[Any, Any]:
     """Run a layout of the body, and read ``xs`` in place where the layout would copy parts of it.
 
-    Reading by index copies nothing, but its transpose would add a cotangent as large as ``xs`` at
-    every step. So a derivative, of any order, is that of the layout which slices ``xs``.
+    Reading by index copies nothing, but transposed, each inner loop would begin with a cotangent as
+    large as ``xs`` and end with adding all of it. So a derivative, of any order, is that of the
+    layout which slices ``xs``.
     """
 
     def sliced(operands: _Operands) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 __all__ = ["jvp_of_live"]
 
@@ -21,7 +22,11 @@ def _is_live(tangent: Any) -> bool:
 def jvp_of_live(fun: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Return `jax.jvp` of ``fun``, in which the arguments that do not move are constants."""
     leaves, treedef = jax.tree.flatten(primals)
-    directions = treedef.flatten_up_to(tangents)
+    # `jax.jvp` of a closed-over Python number may hand on a Python number as its tangent.
+    directions = [
+        t if hasattr(t, "dtype") else jnp.asarray(t, jnp.result_type(x))
+        for x, t in zip(leaves, treedef.flatten_up_to(tangents), strict=True)
+    ]
     live = [_is_live(t) for t in directions]
 
     def of_live(*moving: Any) -> Any:
