@@ -378,6 +378,14 @@ def test_what_is_read_by_index_is_flat_before_the_loop():
     assert got == {"dynamic_slice": 2, "dynamic_update_slice": outputs}
 
 
+def test_an_axis_that_32_bits_cannot_count_is_not_made():
+    """Only shapes: 2**29 + 1 items of 8 numbers, as one axis, would be past 2**31."""
+    x = jax.ShapeDtypeStruct((2**29 + 1, 8), jnp.float32)
+    program = jax.make_jaxpr(chunked_vmap(jnp.sin, 2**20))(x)
+    reads = [e for e in _equations(program.jaxpr) if e.primitive.name == "dynamic_slice"]
+    assert [e.invars[0].aval.shape for e in reads] == [x.shape]
+
+
 @pytest.mark.parametrize(("length", "out_axis"), [(UNEVEN, 0), (EVEN, 1), (UNEVEN, 1)])
 def test_derivatives_write_nothing_in_place(length, out_axis):
     """A cotangent that is carried and overwritten is copied whole at every step of the loop."""

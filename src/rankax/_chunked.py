@@ -244,9 +244,9 @@ class _Operands(NamedTuple):
     they are differentiated; inside as `take_chunk` does.
     """
 
-    shared: Any
+    shared: list[Any]
     sliced: list[Any]
-    stacked: Any
+    stacked: list[Any]
 
 
 Body = Callable[[_Operands], list[Any]]

@@ -168,8 +168,9 @@ def widen(leaf: jax.Array) -> jax.Array:
     XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent at every
     step before it could see that only a chunk of it changes.
     """
-    inexact = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != jnp.float16
-    return leaf.astype(jnp.float32) if inexact and jnp.finfo(leaf.dtype).bits < 32 else leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
+        return leaf
+    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 32 else leaf
 
 
 def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
@@ -201,7 +202,7 @@ def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
     return lax.reshape(lax.optimization_barrier(lax.reshape(chunk, (1, chunk.size))), chunk.shape)
 
 
-def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int = 0) -> jax.Array:
+def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:
     """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
     return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
 
@@ -211,7 +212,7 @@ def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
     return lax.reshape(leaf, (chunks.steps, chunks.size, *leaf.shape[1:]))
 
 
-def join_chunks(stack: jax.Array, chunks: Chunks, axis: int = 0) -> jax.Array:
+def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
     """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
 
     A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
