@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankax import CoreDimensionError, auto_vmap
-from rankax._dims import bind_sizes, parse_dims
+from rankax._declare.dims import bind_sizes, parse_dims
 
 
 def first(*arrays):

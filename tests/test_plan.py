@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 from rankax import auto_vmap
-from rankax._plan import plan_levels
+from rankax._plan.levels import plan_levels
 
 
 def energy(x, m):

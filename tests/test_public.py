@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rankax
 
-SOURCES = sorted(Path(rankax.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(rankax.__file__).parent.rglob("*.py"))
 
 
 def test_all_names_what_the_package_offers():

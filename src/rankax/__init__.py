@@ -15,11 +15,11 @@ __all__ = [
 ]
 
 from rankax._auto_vmap import auto_vmap as auto_vmap
-from rankax._chunked import chunked_vmap as chunked_vmap
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
-from rankax._plan import BatchPlan as BatchPlan
-from rankax._scan import checkpoint_chunked_scan as checkpoint_chunked_scan
-from rankax._scan import sliced_scan as sliced_scan
+from rankax._map.chunked import chunked_vmap as chunked_vmap
+from rankax._plan.batch import BatchPlan as BatchPlan
+from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
+from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static

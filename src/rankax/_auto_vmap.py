@@ -9,12 +9,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 import jax
 
-from rankax._errors import function_name, unwrapped
+from rankax._base.checks import positive_int
+from rankax._base.functions import function_name, unwrapped
+from rankax._declare.ranks import declare
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
-from rankax._plan import BatchPlan
-from rankax._ranks import declare
-from rankax._slicing import positive_int
+from rankax._plan.batch import BatchPlan
 
 __all__ = ["auto_vmap"]
 

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._chunked import chunked_vmap
-from rankax._dims import Rank
-from rankax._errors import function_location, function_name
-from rankax._layout import Layout, lay_out
-from rankax._plan import BatchPlan, LeafPlan, Level
-from rankax._ranks import Declaration, governed_parts, ranks_of_leaves
-from rankax._report import Item, output_error
-from rankax._trees import leaves_with_names
+from rankax._base.functions import function_location, function_name
+from rankax._base.trees import leaves_with_names
+from rankax._declare.dims import Rank
+from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
+from rankax._map.chunked import chunked_vmap
+from rankax._plan.batch import BatchPlan, LeafPlan
+from rankax._plan.layout import Layout, lay_out
+from rankax._plan.levels import Level
+from rankax._plan.report import Item, output_error
 
 __all__ = ["Call", "Kernel", "is_array", "is_number"]
 

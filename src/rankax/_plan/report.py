@@ -8,16 +8,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankax._dims import Rank, bind_sizes, shortened
-from rankax._errors import (
-    BatchShapeError,
-    CoreDimensionError,
-    RankError,
-    function_location,
-    listed,
-    plural,
-    table,
-)
+from rankax._base.functions import function_location
+from rankax._base.words import listed, plural, shortened, table
+from rankax._declare.dims import Rank, bind_sizes
+from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 
 __all__ = ["Item", "check_items", "output_error"]
 

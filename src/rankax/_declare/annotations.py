@@ -14,9 +14,10 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._dims import Rank, parse_dims
-from rankax._errors import listed
-from rankax._hints import (
+from rankax._base.trees import ByKey, ForEach
+from rankax._base.words import listed
+from rankax._declare.dims import Rank, parse_dims
+from rankax._declare.hints import (
     Names,
     UnresolvedError,
     field_hints,
@@ -24,7 +25,6 @@ from rankax._hints import (
     resolved,
     stripped,
 )
-from rankax._trees import ByKey, ForEach
 
 __all__ = ["Unpacked", "UnresolvedError", "annotated_ranks"]
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankax._errors import unwrapped
+from rankax._base.functions import unwrapped
 
 __all__ = ["Names", "UnresolvedError", "field_hints", "hints_and_names", "resolved", "stripped"]
 

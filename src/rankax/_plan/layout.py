@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax._plan import Level, plan_levels
-from rankax._report import Item, check_items
+from rankax._plan.levels import Level, Shape, plan_levels
+from rankax._plan.report import Item, check_items
 
 __all__ = ["Layout", "lay_out"]
-
-Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,23 +28,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
-from rankax._errors import function_name, plural
-from rankax._slicing import (
-    Chunks,
-    common_length,
+from rankax._base.checks import common_length, positive_int
+from rankax._base.functions import function_name
+from rankax._base.trees import leaves_with_names, spread_prefix
+from rankax._base.words import plural
+from rankax._map.access import (
+    first_start,
     flatten_items,
     join_chunks,
-    positive_int,
+    next_start,
     read_apart,
-    split_into_chunks,
     stack_chunks,
     take_chunk,
     widen,
     write_chunk,
     zeros,
 )
-from rankax._tangents import jvp_of_live
-from rankax._trees import leaves_with_names, spread_prefix
+from rankax._map.tangents import jvp_of_live
+from rankax._plan.chunks import Chunks, split_into_chunks
 
 __all__ = ["chunked_vmap"]
 
@@ -417,10 +418,10 @@ def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
             for buffer, (output, out) in held
         ]
         rows = [out for output, out in outs if not output.carried]
-        return (chunks.following(start), buffers), rows
+        return (next_start(start, chunks), buffers), rows
 
     empty = [output.buffer(chunks.length) for output in carried]
-    init = chunks.first(), empty
+    init = first_start(chunks), empty
     (_, buffers), ys = lax.scan(step, init, operands.stacked, chunks.steps)
     from_carry, from_ys = iter(buffers), iter(ys)
     return [

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rankax._errors import listed, plural
+from rankax._base.words import listed, plural
 
 __all__ = ["ByKey", "ForEach", "governed", "leaves_with_names", "spread_prefix"]
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from rankax._errors import listed
+from rankax._base.words import listed, shortened
 
-__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "parse_dims", "shortened"]
+__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "parse_dims"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +121,6 @@ class Clash:
 
     groups: tuple[tuple[int, ...], ...]
     sentence: str
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Join names by commas; of many, a few and how many more."""
-    if len(names) <= 6:
-        return ", ".join(names)
-    return f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
 def bind_sizes(

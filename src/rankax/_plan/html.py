@@ -10,11 +10,12 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from rankax._errors import plural
-from rankax._plan_text import axis_cells, summary
+from rankax._base.words import plural
+from rankax._plan.text import axis_cells, summary
 
 if TYPE_CHECKING:
-    from rankax._plan import BatchPlan, LeafPlan, Level
+    from rankax._plan.batch import BatchPlan, LeafPlan
+    from rankax._plan.levels import Level
 
 __all__ = ["plan_html"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rankax._errors import plural
+from rankax._base.words import plural
 
 if TYPE_CHECKING:
-    from rankax._plan import BatchPlan, LeafPlan, Level
+    from rankax._plan.batch import BatchPlan, LeafPlan
+    from rankax._plan.levels import Level
 
 __all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary"]
 

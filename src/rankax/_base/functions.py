@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: MIT
+"""What a callable is called, and where it was written."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["function_location", "function_name", "unwrapped"]
+
+
+def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that a user wrote, from inside partials and wrappers."""
+    while True:
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif hasattr(fun, "__wrapped__"):
+            fun = fun.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        else:
+            return fun
+
+
+def function_name(fun: Callable[..., Any]) -> str:
+    """Name a callable as its author does; never a ``repr`` with a memory address."""
+    fun = unwrapped(fun)
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def function_location(fun: Callable[..., Any]) -> str:
+    """``name() at file:line``, or just ``name()`` where no source is known."""
+    name = function_name(fun)
+    fun = unwrapped(fun)
+    if not hasattr(fun, "__code__"):
+        fun = type(fun).__call__
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return f"{name}()" if code is None else f"{name}() at {code.co_filename}:{code.co_firstlineno}"

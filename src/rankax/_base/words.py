@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: MIT
+"""Counts, lists and tables as a sentence holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+__all__ = ["listed", "plural", "shortened", "table"]
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 axis``, ``2 axes``, ``3 leaves``: counts read aloud."""
+    irregular = {"axis": "axes", "leaf": "leaves", "entry": "entries"}
+    return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"
+
+
+def listed(items: Sequence[str], conjunction: str = "and") -> str:
+    """Join words as a sentence does: ``a, b and c``."""
+    if len(items) <= 1:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {conjunction} {items[-1]}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collection[int]) -> str:
+    """Align rows under a header; marked rows begin with ``>`` so that the eye finds them."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(lead: str, cells: Sequence[str]) -> str:
+        padded = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        return (lead + padded).rstrip()
+
+    body = [line("  > " if i in marked else "    ", row) for i, row in enumerate(rows)]
+    return "\n".join([line("    ", header), *body])
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Join names by commas; of many, a few and how many more."""
+    if len(names) <= 6:
+        return ", ".join(names)
+    return f"{', '.join(names[:4])} and {len(names) - 4} more"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""One gufunc signature, ``"(n,3),(n)->()"``, for the whole kernel."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from rankax._base.words import plural
+from rankax._declare.dims import Rank, parse_dims
+
+__all__ = ["from_gufunc"]
+
+_GROUP = re.compile(r"\(([^()]*)\)")
+_SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
+_CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
+
+
+def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[dict[str, Any], Any]:
+    """Read ``"(n,3),(n)->()"``: a rank tree per positional parameter, and one for the outputs."""
+    inputs, arrow, outputs = text.partition("->")
+    if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
+        raise ValueError(
+            f"{where}: {text!r} is not a gufunc signature; one looks like '(n,3),(n)->()'"
+        )
+    ranks = [_core_dims(group, text, where) for group in _GROUP.findall(inputs)]
+    results = [_core_dims(group, text, where) for group in _GROUP.findall(outputs)]
+    names = _gufunc_parameters(signature, len(ranks))
+    if names is None:
+        raise TypeError(
+            f"{where}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
+            f"parameters {signature}"
+        )
+    return dict(zip(names, ranks, strict=True)), results[0] if len(results) == 1 else tuple(results)
+
+
+def _gufunc_parameters(signature: inspect.Signature, count: int) -> list[str] | None:
+    """Name the ``count`` parameters a signature speaks of, in order; ``self`` is not one."""
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    positional = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if not len(required) <= count <= len(positional):
+        return None
+    return [p.name for p in positional[:count]]
+
+
+def _core_dims(group: str, text: str, where: str) -> Rank:
+    words = [word.strip() for word in group.split(",")] if group.strip() else []
+    for word in words:
+        if not _CORE_DIM.fullmatch(word):
+            flexible = "?" in word or "|" in word
+            raise ValueError(
+                f"{where}: {text!r} cannot be read at {word!r}; a core dimension is a name or a "
+                f"size{' (optional and broadcastable ones are not supported)' if flexible else ''}"
+            )
+    rank = parse_dims(" ".join(words))
+    return Rank(0, ()) if rank is None else rank

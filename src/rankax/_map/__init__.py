@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Map: a plan and arrays -> a program."""

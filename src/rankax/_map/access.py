@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: MIT
+"""How the chunks of an array are read, written and joined, shaped by what XLA does with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax._plan.chunks import Chunks
+
+__all__ = [
+    "first_start",
+    "flatten_items",
+    "join_chunks",
+    "next_start",
+    "read_apart",
+    "scalar",
+    "stack_chunks",
+    "take_chunk",
+    "widen",
+    "write_chunk",
+    "zeros",
+]
+
+
+def first_start(chunks: Chunks) -> jax.Array:
+    """Return where the first chunk starts: a number for a loop to carry.
+
+    Carried and not looked up in an array, for XLA:CPU fuses the lookup with what reads the
+    chunk, and repeats it for each element.
+    """
+    # 64 bits where 32 would overflow, which needs jax_enable_x64 as such arrays do. Signed, for
+    # JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
+    return scalar(0, jnp.int32 if chunks.length < 2**31 else jnp.int64)
+
+
+def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
+    """Return where the chunk after the one at ``start`` starts."""
+    number = start.dtype.type
+    return jnp.minimum(start + number(chunks.size), number(chunks.length - chunks.size))
+
+
+def scalar(value: int, dtype: Any) -> jax.Array:
+    """Put a number on the device by an explicit transfer, which `jax.transfer_guard` permits."""
+    return jax.device_put(np.asarray(value, dtype))
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return `jax.numpy.zeros`, made as `scalar` is; PRNG keys too."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, dtype)
+    return lax.broadcast(scalar(0, dtype), shape)
+
+
+def flatten_items(leaf: Any, axis: int) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk`: ``axis`` and those behind it become one, by a reshape.
+
+    For a kernel that takes its items in another layout, as LAPACK does, would have XLA copy the
+    whole leaf into that layout, and memory would grow with the axis.
+
+    See `read_apart` for what else this is good for.
+    """
+    before, rest = leaf.shape[:axis], leaf.shape[axis:]
+    flat = math.prod(rest)
+    # One axis, unless numbers of 32 bits could not count along it.
+    behind = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    return lax.reshape(leaf, (*before, *behind))
+
+
+def widen(leaf: jax.Array) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk` where it is differentiated: a dtype that XLA adds in place.
+
+    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent at every
+    step before it could see that only a chunk of it changes.
+    """
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
+        return leaf
+    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 32 else leaf
+
+
+def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Read the chunk from ``start`` along ``axis`` of what `flatten_items` returned, still flat.
+
+    Nothing may come between the leaf and this read, not even a reshape. Its transpose in a loop
+    adds a cotangent that is zero but for the chunk to that of the leaf, as a whole, and XLA makes
+    of that an addition in place where it sees just that: a sum with a `dynamic_update_slice` of
+    zeros. Else every step would cost as much as the leaf is long.
+    """
+    each = leaf.shape[axis] // chunks.length  # numbers along the axis that are one item's
+    start = start * start.dtype.type(each)
+    # With negative indices XLA:CPU would fuse the question whether this is one with what reads the
+    # chunk, and ask it for each element.
+    return lax.dynamic_slice_in_dim(
+        leaf, start, chunks.size * each, axis, allow_negative_indices=False
+    )
+
+
+def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
+    """Return a chunk that `take_chunk` read, so that the reading has a single use.
+
+    XLA:CPU of JAX 0.10 makes functions of reads that have several, and takes two for one if their
+    names differ in a dash only, as those of a value and of its tangent do where `jax.vmap` maps
+    the tangent alone; then it fails. A chunk that is given its shape back is read apart already.
+    """
+    if chunk.shape[axis] != size:
+        return chunk
+    return lax.reshape(lax.optimization_barrier(lax.reshape(chunk, (1, chunk.size))), chunk.shape)
+
+
+def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:
+    """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
+    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
+
+
+def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
+    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks."""
+    return lax.reshape(leaf, (chunks.steps, chunks.size, *leaf.shape[1:]))
+
+
+def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
+
+    A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
+    chunks hold, the earlier one's is taken.
+    """
+    leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
+    if chunks.even:
+        return leaf
+    whole = (chunks.steps - 1) * chunks.size
+    head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
+    tail = lax.slice_in_dim(leaf, -(chunks.length - whole), None, axis=axis)
+    return lax.concatenate([head, tail], axis)

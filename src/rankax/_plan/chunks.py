@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: MIT
+"""How an axis is cut into chunks of one size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Chunks", "split_into_chunks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How an axis of ``length`` items is walked: ``steps`` chunks of ``size`` items each.
+
+    Where ``steps * size > length`` the last chunk starts early and overlaps the one before it, so
+    that every chunk has the same size and no item is invented.
+    """
+
+    length: int
+    size: int
+    steps: int
+
+    @property
+    def even(self) -> bool:
+        """Whether the chunks tile the axis without overlap."""
+        return self.steps * self.size == self.length
+
+
+def split_into_chunks(length: int, chunk_size: int) -> Chunks:
+    """Cut an axis into chunks of at most ``chunk_size`` items, alike in size.
+
+    The chunks are as few and then as small as possible, so that little is computed twice: 10 items
+    by at most 6 are 5 + 5, not 6 + 6. A chunk that divides the axis is worth up to a quarter more
+    steps, for it needs no overlap, and so no copy of the inputs in a derivative.
+    """
+    steps = -(-length // chunk_size)
+    size = -(-length // steps)
+    for divisor in range(chunk_size, (4 * size - 1) // 5, -1):
+        if length % divisor == 0:
+            return Chunks(length, divisor, length // divisor)
+    return Chunks(length, size, steps)

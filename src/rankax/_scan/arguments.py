@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""What both scans are given: checked before the body is traced."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from rankax._base.checks import common_length, positive_int
+from rankax._base.functions import function_name
+from rankax._base.trees import leaves_with_names
+from rankax._base.words import table
+
+__all__ = [
+    "check_leaves",
+    "chunk_sizes",
+    "is_debugging",
+    "name_of_call",
+    "scan_arguments",
+    "slice_bounds",
+    "type_name",
+]
+
+
+def name_of_call(function: str, f: Any) -> str:
+    return f"{function}({function_name(f)})" if callable(f) else function
+
+
+def slice_bounds(where: str, **bounds: Any) -> list[int | None]:
+    """Check ``start``, ``stop`` and ``step``; any integer but a step of 0 is legal."""
+    for name, bound in bounds.items():
+        if bound is not None:
+            bounds[name] = _index(where, name, bound, "an int or None")
+    if bounds["step"] == 0:
+        raise ValueError(f"{where}: step must not be 0")
+    return list(bounds.values())
+
+
+def _index(where: str, name: str, value: Any, expected: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
+        raise TypeError(f"{where}: {name} must be {expected}, got {kind}") from None
+
+
+def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
+    """Return the nested chunk sizes, outermost first; none at all for ``None``."""
+    if chunk_size is None:
+        return ()
+    if not isinstance(chunk_size, Sequence):
+        return (positive_int(chunk_size, where, "chunk_size"),)
+    if not chunk_size:
+        raise ValueError(f"{where}: chunk_size must hold at least one size, got {chunk_size!r}")
+    return tuple(positive_int(size, where, f"chunk_size[{i}]") for i, size in enumerate(chunk_size))
+
+
+def scan_arguments(
+    where: str, f: Any, init: Any, xs: Any, length: Any, unroll: Any
+) -> tuple[Any, Any, int, int | bool]:
+    """Check what `jax.lax.scan` takes; return arrays, the number of steps and a positive unroll."""
+    if not callable(f):
+        raise TypeError(f"{where}: f must be callable, got {type(f).__name__}")
+    if not isinstance(unroll, bool):
+        unroll = _index(where, "unroll", unroll, "a bool or a non-negative int")
+        if unroll < 0:
+            raise ValueError(f"{where}: unroll must be a bool or a non-negative int, got {unroll}")
+        unroll = unroll or True  # 0 unrolls the entire loop, also in versions of JAX that refuse it
+    init, xs = _as_arrays(where, init, "init"), _as_arrays(where, xs, "xs")
+    return init, xs, _scan_length(where, xs, length), unroll
+
+
+def _as_arrays(where: str, tree: Any, name: str) -> Any:
+    check_leaves(where, tree, name)
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def check_leaves(where: str, tree: Any, name: str) -> None:
+    for path, leaf in leaves_with_names(tree, name):
+        try:
+            jnp.asarray(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{where}: {path} must be an array or a scalar, got {type_name(leaf)}"
+            ) from None
+
+
+def _scan_length(where: str, xs: Any, length: Any) -> int:
+    if length is not None:
+        if isinstance(length, bool):
+            raise TypeError(f"{where}: length must be a non-negative int, got {length}")
+        length = _index(where, "length", length, "a non-negative int")
+        if length < 0:
+            raise ValueError(f"{where}: length must be a non-negative int, got {length}")
+    leaves = leaves_with_names(xs, "xs")
+    if not leaves:
+        if length is None:
+            raise ValueError(f"{where}: give length, or xs with at least one array to scan over")
+        return length
+    steps = common_length([(path, leaf, 0) for path, leaf in leaves], where)
+    if length is not None and length != steps:
+        rows = [(path, str(leaf.shape), str(steps)) for path, leaf in leaves]
+        raise ValueError(
+            f"{where}: length is {length}, but the leading axis of xs is {steps}; "
+            "leave length out\n\n" + table(("leaf", "shape", "length"), rows, range(len(rows)))
+        )
+    return steps
+
+
+def is_debugging() -> bool:
+    """Whether `jax.disable_jit` is on, so that the body itself must run, step by step on values."""
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def type_name(value: Any) -> str:
+    """``float32[3]`` for an array, the name of its type for anything else."""
+    if hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT
+"""``sliced_scan``: a scan that stores some of its outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._scan.arguments import is_debugging, name_of_call, scan_arguments, slice_bounds
+from rankax._scan.body import trace_body
+from rankax._scan.loops import Loop, run_layout
+from rankax._scan.steps import KeptSteps, find_kept_steps
+
+__all__ = ["sliced_scan"]
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+def sliced_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X | None = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int | None = None,
+    checkpoint: bool = False,
+) -> tuple[Carry, Y]:
+    r"""Scan, and keep only the outputs ``ys[start:stop:step]``.
+
+    Equivalent to ::
+
+        carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
+        ys = jax.tree.map(lambda y: y[start:stop:step], ys)
+
+    but the other ``ys`` are never stored, and what serves them alone is not computed where the
+    compiler can see it.
+
+    Parameters
+    ----------
+    f : callable
+        The scan body: takes a carry and one slice of ``xs``, returns a pair ``(carry, y)``.
+    init : pytree
+        The first carry. Its leaves keep their shapes and dtypes.
+    xs : pytree, optional
+        Arrays of one length along axis 0, looped over. All of them are used, also at skipped
+        steps.
+    length : int, optional
+        Number of steps; needed only without ``xs``.
+    reverse : bool, default False
+        Run from the last step to the first. The slice still counts from the first.
+    unroll : int or bool, default 1
+        How many steps to put in one iteration of the compiled loop; True (or 0) for all of them.
+    start, stop, step : int, optional
+        The slice of ``ys``, with Python's meaning: negative numbers count from the end, numbers
+        out of range are clipped, a negative step turns the order around.
+    checkpoint : bool, default False
+        Let the reverse pass store one carry per kept step, and recompute the stretch from one to
+        the next.
+
+    Returns
+    -------
+    carry : pytree
+        The carry after all steps, skipped ones included.
+    ys : pytree
+        The kept outputs, stacked along axis 0, with dtypes as `jax.lax.scan` gives them.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type, ``f`` does not return a pair, or the carry it returns
+        differs from ``init`` in structure, shape or dtype.
+    ValueError
+        If ``step`` is 0, ``length`` is negative, missing or contradicts ``xs``, or the leaves of
+        ``xs`` differ in length or have no axis.
+
+    See Also
+    --------
+    checkpoint_chunked_scan : Checkpoints that do not depend on which outputs are kept.
+
+    Notes
+    -----
+    *Traces.* ``f`` is traced once, whatever the length and the slice, also under `jax.grad`; twice
+    where `jax.lax.scan` does so, to give a weakly typed ``init`` the dtype that ``f`` returns. The
+    compiled program holds between one and six copies of it.
+
+    *Memory.* For ``n`` steps of which ``k`` are kept, beyond inputs and outputs: forward, one step,
+    and one copy of the ``k`` outputs where the slice leaves no room for the last block, as
+    ``ys[::3]`` of 10, or ``step`` is negative. ``xs`` is read in place. A derivative copies
+    ``xs`` at most once, not at all if the kept steps divide it evenly. The reverse pass stores what
+    ``f`` needs to be differentiated at ``n`` steps; with ``checkpoint``, ``k`` carries and what
+    ``f`` needs at the steps of the longest stretch without a kept step.
+
+    *Time.* That of `jax.lax.scan`; with ``checkpoint``, one more evaluation of each step in the
+    reverse pass.
+
+    Examples
+    --------
+    A spring, of whose 1000 steps every 250th is kept:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from rankax import sliced_scan
+    >>> def leapfrog(state, dt):
+    ...     position, velocity = state
+    ...     velocity = velocity - dt * position
+    ...     position = position + dt * velocity
+    ...     return (position, velocity), position
+    >>> init, dts = (jnp.array(1.0), jnp.array(0.0)), jnp.full(1000, 0.01)
+    >>> carry, ys = sliced_scan(leapfrog, init, dts, start=249, step=250)
+    >>> ys.shape
+    (4,)
+    >>> bool(ys[-1] == carry[0])
+    True
+    """
+    where = name_of_call("sliced_scan", f)
+    window = slice(*slice_bounds(where, start=start, stop=stop, step=step))
+    init, xs, length, unroll = scan_arguments(where, f, init, xs, length, unroll)
+    if is_debugging():
+        carry, ys = lax.scan(f, init, xs, length, reverse, unroll)
+        return carry, jax.tree.map(lambda y: y[window], ys)
+    kept = find_kept_steps(length, window, reverse=reverse)
+    body, operands = trace_body(where, f, init, xs)
+
+    def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+        if kept.all and not checkpoint:
+            return loop.run(carry, items, length)
+        return _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
+
+    in_place = not kept.all
+    carry, ys = run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
+    if window.step is not None and window.step < 0:
+        ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
+    return carry, ys
+
+
+def _scan_kept(
+    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
+) -> tuple[Any, Any]:
+    """Walk the parts of `KeptSteps` one after the other; only kept steps have outputs."""
+    remember = jax.checkpoint if checkpoint else lambda fun: fun
+
+    def stretch(carry: Any, begin: int, length: int) -> Any:
+        if not length:
+            return carry
+        skip = functools.partial(loop.skip, length=length)
+        return remember(skip)(carry, loop.cut(items, begin, begin + length))
+
+    def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
+        carry = loop.skip(carry, loop.cut(items, 0, kept.before), kept.before)
+        last = loop.cut(items, kept.before, kept.before + 1)
+        return loop.step(carry, jax.tree.map(lambda leaf: leaf[0], last))
+
+    def block(carry: Any, items: Any) -> tuple[Any, Any]:
+        carry, y = up_to_kept(carry, items)
+        rest = loop.cut(items, kept.before + 1, kept.stride)
+        return loop.skip(carry, rest, kept.after), y
+
+    at = kept.lead + kept.blocks * kept.stride
+    carry = stretch(carry, 0, kept.lead)
+    blocks = loop.cut(items, kept.lead, at)
+    carry, ys = loop.blocks(remember(block), carry, blocks, kept.blocks, kept.stride)
+    if kept.partial:
+        end = at + kept.before + 1
+        carry, y = remember(up_to_kept)(carry, loop.cut(items, at, end))
+        ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
+        at = end
+    return stretch(carry, at, kept.trail), ys

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: MIT
+"""Which steps of a loop are kept, and how they are cut from what it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+__all__ = ["KeptSteps", "cut_steps", "find_kept_steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSteps:
+    """Where the kept steps of a loop lie, in the order in which the steps are executed.
+
+    First ``lead`` skipped steps; then ``blocks`` times a block of ``before`` skipped steps, one
+    that is kept and ``after`` skipped ones; then, if ``partial``, a last block that ends at its
+    kept step; then ``trail`` skipped steps.
+    """
+
+    lead: int
+    blocks: int
+    before: int
+    after: int
+    partial: bool
+    trail: int
+
+    @property
+    def stride(self) -> int:
+        """Steps in one block."""
+        return self.before + 1 + self.after
+
+    @property
+    def all(self) -> bool:
+        """Whether no step is skipped."""
+        return not self.lead and self.stride == 1 and not self.trail
+
+
+def find_kept_steps(length: int, window: slice, *, reverse: bool) -> KeptSteps:
+    """Lay out the steps ``range(length)[window]`` of a loop that runs up, or down if ``reverse``.
+
+    The blocks begin as early as they can, so that they tile the loop where the stride divides its
+    length and no block is left out.
+    """
+    kept = range(length)[window]
+    if kept.step < 0:
+        kept = kept[::-1]
+    if not kept:
+        return KeptSteps(length, 0, 0, 0, False, 0)
+    first = length - 1 - kept[-1] if reverse else kept[0]
+    stride = kept.step if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
+    blocks = min(len(kept), (length - lead) // stride)
+    partial = blocks < len(kept)
+    trail = length - lead - blocks * stride - (before + 1 if partial else 0)
+    return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
+
+
+def cut_steps(tree: Any, begin: int, end: int, *, reverse: bool) -> Any:
+    """Cut the leading axis of every leaf to the steps from ``begin`` to ``end``.
+
+    Steps are counted in the order of a loop that starts at the last item if ``reverse``.
+    """
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        length = leaf.shape[0]
+        low, high = (length - end, length - begin) if reverse else (begin, end)
+        return lax.slice_in_dim(leaf, low, high)
+
+    return jax.tree.map(cut, tree)
