@@ -44,7 +44,7 @@ from rankax._map.access import (
     write_chunk,
     zeros,
 )
-from rankax._map.tangents import jvp_of_live
+from rankax._map.calls import call_with_derivative_of, keep_rules
 from rankax._plan.chunks import Chunks, split_into_chunks
 
 __all__ = ["chunked_vmap"]
@@ -310,6 +310,7 @@ def _chunked_call(
     mapped = [mapping.leaves[i] for i in positions]
     avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
     closed, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
+    closed = keep_rules(closed)
     evaluate = _apart_from_constants(closed, avals)
     out_avals, out_tree = jax.tree.flatten(out_shape)
     spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
@@ -387,10 +388,9 @@ def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
         wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
         return _loop(body_apart, dataclasses.replace(layout, outputs=outputs), wide)
 
-    run = jax.custom_jvp(functools.partial(_loop, body, layout))
-    # With symbolic zeros, so that inputs nobody differentiates cost nothing.
-    run.defjvp(functools.partial(jvp_of_live, to_differentiate), symbolic_zeros=True)
-    return run(operands)
+    return call_with_derivative_of(
+        to_differentiate, functools.partial(_loop, body, layout), operands
+    )
 
 
 def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:

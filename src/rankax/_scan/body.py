@@ -15,6 +15,7 @@ from jax import lax
 from rankax._base.functions import function_location
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed, table
+from rankax._map.calls import keep_rules
 from rankax._scan.arguments import check_leaves, type_name
 
 __all__ = ["Body", "Operands", "Step", "trace_body"]
@@ -69,6 +70,7 @@ def trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> tuple[B
     if any(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype != b.dtype, init, promoted))):
         jaxpr, out = trace(promoted, x)
     _check_carry_types(where, f, promoted, out[0])
+    jaxpr = keep_rules(jaxpr)
     body = Body(jaxpr.jaxpr, jax.tree.structure(out))
     return body, Operands(list(jaxpr.consts), promoted, xs)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._map.access import scalar
-from rankax._map.tangents import jvp_of_live
+from rankax._map.calls import call_with_derivative_of
 from rankax._scan.body import Body, Operands, Step
 from rankax._scan.steps import cut_steps
 
@@ -94,6 +94,4 @@ def run_layout(
 
     if not in_place or not jax.tree.leaves(operands.xs):
         return sliced(operands)
-    run = jax.custom_jvp(indexed)
-    run.defjvp(functools.partial(jvp_of_live, sliced), symbolic_zeros=True)
-    return run(operands)
+    return call_with_derivative_of(sliced, indexed, operands)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: MIT
+"""Derivatives of every order of kernels whose rules are not the derivative of what they compute.
+
+`jax.custom_jvp` and `jax.custom_vjp` say how a function is differentiated. Where that differs from
+the derivative of its body, a rule that a loop forgets is a wrong number, and nothing says so.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from helpers import assert_same
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+# Functions with rules. Each rule is 1.25 times the truth, or further from it.
+
+
+def scaled(primal_of_rule):
+    """A function whose rule computes the value in the given way."""
+
+    def body(x):
+        return jnp.sin(x) * x
+
+    fun = jax.custom_jvp(body)
+
+    @fun.defjvp
+    def rule(primals, tangents):
+        (x,), (dx,) = primals, tangents
+        value = fun(x) if primal_of_rule == "itself" else body(x)
+        return value, 1.25 * (jnp.cos(x) * x + jnp.sin(x)) * dx
+
+    return fun
+
+
+@jax.custom_jvp
+def two_to_three(x, y):
+    return x * y, jnp.round(4 * x), jnp.cos(y)
+
+
+@two_to_three.defjvp
+def _(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    value = two_to_three(x, y)
+    return value, (2 * y * dx + jnp.sin(x) * dy, 0.0 * dx, x * dy)
+
+
+def uses_some_outputs(x):
+    product, rounded, _ = two_to_three(x, 0.5 * x)  # one is dropped
+    return product * jnp.where(rounded > 1, 2.0, 1.0)
+
+
+def fixed_second_argument(x):
+    return two_to_three(x, 0.75)[0] + two_to_three(0.75, x)[2]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def scaled_by(x, scale):
+    return jnp.exp(scale * x)
+
+
+@scaled_by.defjvp
+def _(scale, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return scaled_by(x, scale), 3.0 * scaled_by(x, scale) * dx
+
+
+@jax.custom_jvp
+def with_symbolic_zeros(x, y):
+    return x * jnp.sin(y)
+
+
+def _symbolic(primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    out = jnp.zeros_like(x)
+    if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
+        out = out + 2.0 * jnp.sin(y) * dx
+    if not isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        out = out + 3.0 * x * jnp.cos(y) * dy
+    return with_symbolic_zeros(x, y), out
+
+
+with_symbolic_zeros.defjvp(_symbolic, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def scaled_back(x):
+    return jnp.sin(x) * x
+
+
+scaled_back.defvjp(
+    lambda x: (scaled_back(x), x),
+    lambda x, g: (1.25 * (jnp.cos(x) * x + jnp.sin(x)) * g,),
+)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x * 4) / 4 + 0.1 * scaled("itself")(x)
+
+
+straight_through.defvjp(lambda x: (straight_through(x), scaled("itself")(x)), lambda y, g: (g * y,))
+
+self_calling, body_calling = scaled("itself"), scaled("the body")
+
+WITH_JVP = {
+    "rule calls itself": self_calling,
+    "rule calls the body": body_calling,
+    "jitted": jax.jit(self_calling),
+    "twice": lambda x: self_calling(self_calling(x)),
+    "relu at zero": lambda x: jax.nn.relu(x - x) * x + jax.nn.relu(x),
+    "some outputs": uses_some_outputs,
+    "fixed second argument": fixed_second_argument,
+    "nondiff_argnums": lambda x: scaled_by(x, 0.5),
+    "symbolic zeros": lambda x: with_symbolic_zeros(x, 0.3) + with_symbolic_zeros(0.3, x),
+    "in cond": lambda x: jax.lax.cond(x.sum() > 0, self_calling, jnp.cos, x),
+    "in checkpoint": jax.checkpoint(self_calling),
+    "logsumexp": lambda x: jax.scipy.special.logsumexp(jnp.stack([x, self_calling(x)]), axis=0),
+}
+WITH_VJP = {
+    "scaled": scaled_back,
+    "straight through": straight_through,
+    "jitted": jax.jit(scaled_back),
+    "after a custom_jvp": lambda x: scaled_back(self_calling(x)),
+    "in checkpoint": jax.checkpoint(scaled_back),
+}
+
+# What is done with a function of one array.
+
+
+def grad(f, x, v):
+    return jax.grad(f)(x)
+
+
+def reverse_over_reverse(f, x, v):
+    return jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x)
+
+
+def reverse_over_reverse_over_reverse(f, x, v):
+    return jax.grad(lambda x: jnp.vdot(reverse_over_reverse(f, x, v), v))(x)
+
+
+def forward(f, x, v):
+    return jax.jvp(f, (x,), (v,))[1]
+
+
+def forward_over_forward(f, x, v):
+    return jax.jvp(lambda x: jax.jvp(f, (x,), (v,))[1], (x,), (v,))[1]
+
+
+def forward_over_reverse(f, x, v):
+    return jax.jvp(jax.grad(f), (x,), (v,))[1]
+
+
+def reverse_over_forward(f, x, v):
+    return jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x)
+
+
+def grad_of_vmap(f, x, v):
+    return jax.grad(lambda s: jax.vmap(lambda s: f(s * x))(s).sum())(jnp.array([0.5, 2.0]))
+
+
+def vmap_of_hessian_product(f, x, v):
+    return jax.vmap(lambda s: forward_over_reverse(f, s * x, v))(jnp.array([0.5, 2.0]))
+
+
+def linear_transpose(f, x, v):
+    push = jax.linearize(jax.grad(f), x)[1]
+    return jax.linear_transpose(push, x)(v)[0]
+
+
+REVERSE = [grad, reverse_over_reverse, reverse_over_reverse_over_reverse, grad_of_vmap]
+FORWARD = [
+    forward,
+    forward_over_forward,
+    forward_over_reverse,
+    reverse_over_forward,
+    vmap_of_hessian_product,
+    linear_transpose,
+]
+
+X = jnp.linspace(-1.0, 1.6, 14, dtype=jnp.float32).reshape(7, 2)
+V = jnp.cos(jnp.arange(14.0, dtype=jnp.float32)).reshape(7, 2)
+
+
+def kernel_of(fun):
+    return lambda row: jnp.sin(fun(row[0]) * row[1]) * row[0]
+
+
+def derivatives(fun, kinds, x=X):
+    """Every derivative of the sum of squares of ``fun`` in one program, for it is compiled once."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def all_of_them(x, v):
+        return {kind.__name__: kind(lambda x: jnp.sum(fun(x) ** 2), x, v) for kind in kinds}
+
+    return all_of_them(x, V[: len(x)])
+
+
+def close(actual, expected):
+    assert_same(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+# Where a rule is forgotten, these two show it; the first functions are differentiated in every way.
+SECOND = [reverse_over_reverse, forward_over_reverse]
+FUNCTIONS = {
+    **{f"jvp: {name}": (fun, SECOND) for name, fun in WITH_JVP.items()},
+    **{f"vjp: {name}": (fun, SECOND[:1]) for name, fun in WITH_VJP.items()},
+}
+
+
+@pytest.mark.parametrize(("fun", "kinds"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_chunked_derivatives_are_those_of_vmap(fun, kinds):
+    kernel = kernel_of(fun)  # seven items: the last chunk overlaps
+    close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
+
+
+@pytest.mark.parametrize(
+    ("fun", "kinds"), [(self_calling, REVERSE + FORWARD), (scaled_back, REVERSE)]
+)
+def test_derivatives_of_every_kind(fun, kinds):
+    kernel = kernel_of(fun)
+    close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
+
+
+@pytest.mark.parametrize("fun", [self_calling, scaled_back])
+@pytest.mark.parametrize("options", [(3, True), (3, False), (2, False)])
+def test_however_they_are_chunked(fun, options):
+    chunk_size, checkpoint = options
+    kernel, kinds = kernel_of(fun), SECOND if fun is self_calling else SECOND[:1]
+    x = X[:6] if chunk_size == 3 else X
+    mapped = chunked_vmap(kernel, chunk_size, checkpoint=checkpoint)
+    close(derivatives(mapped, kinds, x), derivatives(jax.vmap(kernel), kinds, x))
+
+
+def test_over_two_batch_axes():
+    def kernel(x, y):
+        return jnp.sin(self_calling(x) * y) + self_calling(x * y)
+
+    def of(fun):
+        return lambda x: fun(x, jnp.cos(x))
+
+    by_hand = jax.vmap(jax.vmap(kernel, (None, 0)), (0, None))
+    mapped = auto_vmap(0, 0, chunk_size=3)(kernel)
+    x = X[:, 0]
+    actual = derivatives(of(lambda x, y: mapped(x[:, None], y)), SECOND, x)
+    close(actual, derivatives(of(by_hand), SECOND, x))
+
+
+def test_inside_a_scan():
+    kernel = kernel_of(self_calling)
+
+    def scanned(fun):
+        def body(carry, s):
+            return carry + jnp.sum(fun(s * carry)), fun(carry)
+
+        return lambda x: jax.lax.scan(body, x, jnp.array([0.5, 1.5]))[1]
+
+    def unrolled(fun):
+        def run(x):
+            outs = []
+            for s in (0.5, 1.5):
+                outs.append(fun(x))
+                x = x + jnp.sum(fun(s * x))
+            return jnp.stack(outs)
+
+        return run
+
+    actual = derivatives(scanned(chunked_vmap(kernel, 2)), SECOND)
+    close(actual, derivatives(unrolled(jax.vmap(kernel)), SECOND))
+
+
+# Scans, against a Python loop: `jax.lax.scan` itself forgets.
+
+
+def body_of(fun):
+    def body(carry, x):
+        carry = jnp.sin(fun(carry) * x[0]) + fun(x[1])
+        return carry, carry * x[0]
+
+    return body
+
+
+def unrolled(fun):
+    def run(xs):
+        carry, ys = jnp.float32(0.3), []
+        for x in xs:
+            carry, y = body_of(fun)(carry, x)
+            ys.append(y)
+        return jnp.stack([*ys[1::3], carry])
+
+    return run
+
+
+SCANS = {
+    "sliced": lambda body, init, xs: sliced_scan(body, init, xs, start=1, step=3),
+    "sliced, checkpoint": lambda body, init, xs: sliced_scan(
+        body, init, xs, start=1, step=3, checkpoint=True
+    ),
+    "chunked": lambda body, init, xs: _sliced(
+        checkpoint_chunked_scan(body, init, xs, chunk_size=3)
+    ),
+}
+
+
+def _sliced(result):
+    carry, ys = result
+    return carry, ys[1::3]
+
+
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+@pytest.mark.parametrize("fun", [self_calling, jax.jit(body_calling), scaled_back])
+def test_scan_derivatives_are_those_of_a_loop(fun, scan):
+    def scanned(xs):
+        carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)
+        return jnp.append(ys, carry)
+
+    kinds = SECOND[:1] if fun is scaled_back else SECOND
+    close(derivatives(scanned, kinds), derivatives(unrolled(fun), kinds))
+
+
+def test_grad_of_vmap_of_a_custom_vjp():
+    # A batched factor and an unbatched carry: JAX's own rule would differentiate, then map.
+    @jax.custom_vjp
+    def multiply(a, b):
+        return a * b
+
+    multiply.defvjp(lambda a, b: (a * b, (a, b)), lambda ab, g: (2 * ab[1] * g, 3 * ab[0] * g))
+
+    def body(carry, x):
+        return multiply(carry, x), carry
+
+    def total(scale, xs, scan):
+        return jnp.sum(jax.vmap(lambda s: scan(body, jnp.float32(1.5), s * xs)[0])(scale))
+
+    scales, xs = jnp.array([0.5, 1.0, 1.5]), jnp.linspace(0.5, 1.5, 7)
+    expected = jax.grad(total)(scales, xs, jax.lax.scan)
+    for scan in (
+        functools.partial(sliced_scan, step=3),
+        functools.partial(sliced_scan, step=2, checkpoint=True),
+        functools.partial(checkpoint_chunked_scan, chunk_size=3),
+    ):
+        close(jax.grad(total)(scales, xs, scan), expected)
+
+
+def test_no_rule_leaves_the_program_as_it_was():
+    def program(kernel):
+        return str(jax.make_jaxpr(chunked_vmap(kernel, 3))(X[:6]))
+
+    assert "rankax_call" not in program(lambda row: jnp.sin(row).sum())
+
+
+def test_a_rule_leaves_nothing_in_the_compiled_program():
+    kernel = kernel_of(self_calling)
+    with_rule = jax.jit(chunked_vmap(kernel, 2)).lower(X).as_text()
+    assert "rankax_call" not in with_rule
+
+
+def test_linear_transpose():
+    weights = jnp.arange(1.0, 4.0)
+
+    @jax.custom_jvp
+    def double(x):
+        return 2.0 * x
+
+    double.defjvp(lambda p, t: (double(*p), 2.0 * t[0]))
+    mapped = chunked_vmap(lambda row: double(row) @ weights, 3)
+    shape = jax.ShapeDtypeStruct((7, 3), jnp.float32)
+    (actual,) = jax.linear_transpose(mapped, shape)(jnp.arange(7.0))
+    close(actual, 2 * jnp.outer(jnp.arange(7.0), weights))
