@@ -6,6 +6,8 @@ __all__ = [
     "BatchPlan",
     "BatchShapeError",
     "CoreDimensionError",
+    "LeafPlan",
+    "Level",
     "RankError",
     "Static",
     "auto_vmap",
@@ -20,6 +22,8 @@ from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
 from rankax._plan import BatchPlan as BatchPlan
+from rankax._plan import LeafPlan as LeafPlan
+from rankax._plan import Level as Level
 from rankax._scan import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan import sliced_scan as sliced_scan
 from rankax._static import Static as Static

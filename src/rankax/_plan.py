@@ -55,8 +55,10 @@ class LeafPlan:
         As it was passed.
     rank : int
         How many core axes are declared for it.
-    core_shape, batch_axes : tuple of int
-        ``shape`` without, and only with, its leading batch axes.
+    core_shape : tuple of int
+        ``shape`` without its leading batch axes.
+    batch_axes : tuple of int
+        ``shape`` with those axes only.
     declared : str
         The rank as it was written; not compared, since it says the same in other words.
     """
@@ -92,7 +94,7 @@ class BatchPlan:
 
     @property
     def evaluations(self) -> int:
-        """How many items the kernel is evaluated for: the size of the batch."""
+        """How many items the kernel is evaluated for, which is the size of the batch."""
         return math.prod(self.batch_shape)
 
     @property
@@ -114,6 +116,10 @@ class BatchPlan:
         from rankax._plan_html import plan_html
 
         return plan_html(self)
+
+
+for _public in (BatchPlan, LeafPlan, Level):
+    _public.__module__ = "rankax"  # the name that a pickle stores is the one a user can import
 
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
