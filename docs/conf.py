@@ -10,6 +10,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from sphinx.pycode import ModuleAnalyzer
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for the extensions beside this file
 
@@ -43,6 +45,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove-warn"
+nb_merge_streams = True  # lines that one cell prints are one block
 
 # Markdown, doctests, mathematics.
 
@@ -56,6 +59,15 @@ copybutton_exclude = ".linenos, .gp, .go"
 html_math_renderer = "mathml"  # of formulas.py
 
 # The reference.
+
+
+def defining_module(_app, module, name):
+    """The file that holds a public name, which says of itself that it is in `rankax`."""
+    for loaded in sorted(sys.modules):
+        if loaded.startswith("rankax.") and name in ModuleAnalyzer.for_module(loaded).find_tags():
+            return loaded
+    return module
+
 
 autodoc_typehints = "none"  # the docstrings have the types, with shapes
 autodoc_member_order = "bysource"
@@ -115,3 +127,7 @@ html_theme_options = {
 }
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
+
+
+def setup(app):
+    app.connect("viewcode-follow-imported", defining_module)
