@@ -6,13 +6,14 @@ python -m tox -e docs               # writes docs/_build/html
 
 import os
 import re
+import sys
 import urllib.request
 from pathlib import Path
 
-from docutils import nodes
-from docutils.utils.math import latex2mathml
+from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for the extensions beside this file
 
 project = "rankax"
 author = "The rankax authors"
@@ -28,6 +29,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "built_site",
+    "formulas",
 ]
 exclude_patterns = ["_build"]
 
@@ -36,34 +39,35 @@ exclude_patterns = ["_build"]
 folders = [str(HERE.parent / "examples"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show its figures
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove-warn"
+nb_merge_streams = True  # lines that one cell prints are one block
 
 # Markdown, doctests, mathematics.
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_only_copy_prompt_lines = True
 copybutton_exclude = ".linenos, .gp, .go"
-
-
-def write_math(self, node):
-    """MathML, which browsers draw by themselves: no script, nothing to fetch, any colour."""
-    block = node.tagname == "math_block"
-    formula = latex2mathml.tex2mathml(node.astext(), as_block=block)
-    self.body.append(f'<div class="math">{formula}</div>' if block else formula)
-    raise nodes.SkipNode
-
-
-html_math_renderer = "mathml"
+html_math_renderer = "mathml"  # of formulas.py
 
 # The reference.
+
+
+def defining_module(_app, module, name):
+    """The file that holds a public name, which says of itself that it is in `rankax`."""
+    for loaded in sorted(sys.modules):
+        if loaded.startswith("rankax.") and name in ModuleAnalyzer.for_module(loaded).find_tags():
+            return loaded
+    return module
+
 
 autodoc_typehints = "none"  # the docstrings have the types, with shapes
 autodoc_member_order = "bysource"
@@ -126,4 +130,4 @@ pygments_dark_style = "github-dark"
 
 
 def setup(app):
-    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
+    app.connect("viewcode-follow-imported", defining_module)

@@ -15,6 +15,8 @@ PAGES = [
     if "_build" not in page.parts and page.is_file() and ">>> " in page.read_text()
 ]
 
+FIRST_CHUNKED = ["index", "tutorial", "howto/chunk_size"]  # where a reader meets chunks, and README
+
 
 def runnable(text: str) -> str:
     """The page as doctest reads it: no fences, and blank lines within an output spelled out."""
@@ -39,6 +41,16 @@ def test_blank_lines_in_an_output_are_part_of_it():
     page = "a\n\n```python\n>>> print('x\\n\\ny')\nx\n\ny\n\n>>> 1\n1\n\n```\n\nb\n"
     examples = doctest.DocTestParser().get_examples(runnable(page))
     assert [example.want for example in examples] == ["x\n<BLANKLINE>\ny\n", "1\n"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_teaches_a_chunked_kernel_that_compiles_at_every_call(page):
+    code = "\n".join(re.findall(r"(?m)^(?:>>> |\.\.\. |@)(.*)$", page.read_text()))
+    kernels = re.findall(r".*auto_vmap\([^()]*\bchunk_size=[^()]*\).*", code)
+    assert [line for line in kernels if "jit=True" not in line and "jax.jit(" not in line] == []
+    if page in map(ROOT.joinpath, ["README.md", *(f"docs/{name}.md" for name in FIRST_CHUNKED)]):
+        assert kernels
+        assert "compiled anew" in " ".join(page.read_text().split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import functools
 import math
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, primitives
-from rankax import Static, auto_vmap
+from rankax import BatchShapeError, CoreDimensionError, RankError, Static, auto_vmap
 
 
 class Counted:
@@ -321,6 +322,25 @@ def test_eval_shape_and_plan_need_no_values(f):
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARGS)
     assert jax.eval_shape(f, *specs).shape == (4, 5)
     assert f.plan(*specs).batch_shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("rank", "shapes", "error"),
+    [
+        ((0, 1), [(4,), (5, 3)], BatchShapeError),
+        (("n", "n"), [(4,), (3,)], CoreDimensionError),
+        ((1, 1), [(), (3,)], RankError),
+    ],
+)
+def test_errors_end_with_our_last_line_as_without_jit(rank, shapes, error):
+    """No note of JAX on the frames that it has hidden: it would stand below what to do."""
+    arrays = [jnp.ones(shape) for shape in shapes]
+    told = []
+    for compiled in (False, True):
+        with pytest.raises(error) as caught:
+            auto_vmap(*rank, jit=compiled)(wave)(*arrays)
+        told.append("".join(traceback.format_exception_only(caught.value)))
+    assert told[1] == told[0]
 
 
 def test_without_jit_nothing_is_kept_between_calls():

@@ -4,6 +4,7 @@
 import html.parser
 import itertools
 import math
+import re
 
 import equinox as eqx
 import jax
@@ -275,6 +276,48 @@ def test_the_picture_without_batch_axes(args):
     assert table.rows == (
         [[["", "leaf"], ["", "one item"]], [["", "xs[0]"], ["", "(3,)"]]] if args else []
     )
+
+
+# What JupyterLab 4 sets in an output, and the classes and elements of the selector that sets it;
+# :not(pre) counts as the element in it, :hover as a class.
+JUPYTERLAB = {
+    ("p", 1, 1): "margin text-align",
+    ("table", 1, 1): "border-collapse border-spacing border color font-size table-layout margin",
+    ("thead", 1, 1): "border",
+    ("tr", 2, 2): "background border",
+    ("td", 2, 1): "text-align vertical-align padding line-height white-space max-width border",
+    ("th", 2, 1): "text-align vertical-align padding line-height white-space max-width border"
+    " font-weight",
+    ("code", 2, 2): "border background color font-size line-height padding white-space",
+}
+
+
+def css_rules(picture):
+    """Each selector of the picture's style with the properties it sets."""
+    style = re.sub(r"\s+", " ", picture[picture.index("<style>") + 7 : picture.index("</style>")])
+    for selectors, body in re.findall(r"([^{}]+)\{([^}]*)\}", style):
+        properties = {line.split(":")[0].strip() for line in body.split(";") if line.strip()}
+        for selector in selectors.split(","):
+            yield selector.strip(), properties
+
+
+@pytest.mark.parametrize("theirs", JUPYTERLAB, ids=lambda theirs: theirs[0])
+def test_the_style_outranks_that_of_jupyterlab(theirs):
+    element, classes, elements = theirs
+    picture, set_by_us = quadratic.plan(2.0, struct(3), struct(3, 3))._repr_html_(), set()
+    for selector, properties in css_rules(picture):
+        *outer, last = selector.split(" ")
+        rank = selector.count("."), sum(part[0] != "." for part in [*outer, last])
+        if last == element and len(outer) == 1 and rank > (classes, elements):
+            set_by_us |= properties
+    assert set_by_us >= set(JUPYTERLAB[theirs].split())
+
+
+def test_the_style_touches_nothing_but_the_picture():
+    picture = quadratic.plan(2.0, struct(3), struct(3, 3))._repr_html_()
+    selectors = [selector for selector, _ in css_rules(picture)]
+    assert len(selectors) > 20
+    assert all(selector.startswith(".rankax-plan") for selector in selectors)
 
 
 def test_a_plan_of_a_module_names_its_fields():

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
 """What a user can import, and what the library does not import."""
 
+import pickle
 import re
 from pathlib import Path
+
+import jax.numpy as jnp
 
 import rankax
 
@@ -20,6 +23,17 @@ def test_errors_are_value_errors_with_the_name_a_user_imports():
         error = getattr(rankax, name)
         assert issubclass(error, ValueError)
         assert error.__module__ == "rankax"
+
+
+def test_the_parts_of_a_plan_pickle_by_the_name_a_user_imports():
+    """A stored plan must outlive the file that its class stands in today."""
+    plan = rankax.auto_vmap(1)(len).plan(jnp.ones((2, 3)))
+    for part in (plan, plan.leaves[0], plan.levels[0]):
+        assert type(part).__module__ == "rankax"
+        assert type(part) is getattr(rankax, type(part).__name__)
+        stored = pickle.dumps(part)
+        assert b"rankax._" not in stored
+        assert pickle.loads(stored) == part
 
 
 def test_nothing_private_of_jax_is_imported():

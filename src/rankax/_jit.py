@@ -12,6 +12,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
 
 __all__ = ["JitKernel"]
@@ -63,7 +64,11 @@ class JitKernel:
         frame, arrays = self._split(args, kwargs)
         if _is_staged():  # the outer program compiles it, and is left without a call of ours
             return self._run(frame, tuple(jnp.asarray(x) if is_number(x) else x for x in arrays))
-        return self._jitted(frame, *arrays)
+        try:
+            return self._jitted(frame, *arrays)
+        except (BatchShapeError, CoreDimensionError, RankError) as error:
+            vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all
+            raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""

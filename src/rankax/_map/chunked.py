@@ -108,7 +108,7 @@ def chunked_vmap(
     whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
     axis is 0; otherwise also one copy of the outputs and of their tangents, or cotangents. Inputs
     are not copied, nor are their tangents or cotangents; only, in derivatives of that second case,
-    those of less than 32 bits but for `float16`, as `float32`.
+    those of less than 32 bits but for ``float16``, as ``float32``.
 
     *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
     last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;

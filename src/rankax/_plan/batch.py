@@ -23,8 +23,10 @@ class LeafPlan:
         As it was passed.
     rank : int
         How many core axes are declared for it.
-    core_shape, batch_axes : tuple of int
-        ``shape`` without, and only with, its leading batch axes.
+    core_shape : tuple of int
+        ``shape`` without its leading batch axes.
+    batch_axes : tuple of int
+        ``shape`` with those axes only.
     declared : str
         The rank as it was written; not compared, since it says the same in other words.
     """
@@ -60,7 +62,7 @@ class BatchPlan:
 
     @property
     def evaluations(self) -> int:
-        """How many items the kernel is evaluated for: the size of the batch."""
+        """How many items the kernel is evaluated for, which is the size of the batch."""
         return math.prod(self.batch_shape)
 
     @property

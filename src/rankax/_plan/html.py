@@ -19,33 +19,39 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_html"]
 
+# JupyterLab aligns the cells of tables to the right, stripes rows and greys code, by selectors of
+# up to two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
+# The same class three times outranks those, and leaves !important to the user.
+_ROOT = ".rankax-plan" * 3
 _STYLE = """
-.rankax-plan { max-width: 100%; overflow-x: auto; color: inherit; font-size: 13px;
-  line-height: 1.35; }
-.rankax-plan p { margin: 0 0 6px; text-align: left; }
-.rankax-plan table { border-collapse: separate; border-spacing: 2px; width: auto; margin: 0;
-  border: 0; background: none; color: inherit; font-size: inherit; }
-.rankax-plan th, .rankax-plan td { border: 0; padding: 2px 6px; background: none; color: inherit;
-  font-weight: normal; text-align: left; white-space: nowrap; vertical-align: middle; }
-.rankax-plan tbody th { max-width: min(24em, 36vw); white-space: normal; overflow-wrap: anywhere; }
-.rankax-plan thead th { opacity: .7; }
-.rankax-plan code { background: none; border: 0; padding: 0; color: inherit; font-size: inherit; }
-.rankax-plan td.axis { min-width: 22px; text-align: center; border-radius: 3px;
+ROOT { max-width: 100%; overflow-x: auto; color: inherit; font-size: 13px; line-height: 1.35; }
+ROOT p { margin: 0 0 6px; text-align: left; }
+ROOT table { border-collapse: separate; border-spacing: 2px; width: auto; margin: 0;
+  border: 0; background: none; color: inherit; font-size: inherit; table-layout: auto; }
+ROOT thead { border: 0; }
+ROOT tr { border: 0; background: none; }
+ROOT th, ROOT td { border: 0; padding: 2px 6px; background: none; color: inherit;
+  font-weight: normal; text-align: left; white-space: nowrap; vertical-align: middle;
+  line-height: inherit; max-width: none; }
+ROOT tbody th { max-width: min(24em, 36vw); white-space: normal; overflow-wrap: anywhere; }
+ROOT thead th { opacity: .7; }
+ROOT code { background: none; border: 0; padding: 0; color: inherit; font-size: inherit;
+  line-height: inherit; white-space: inherit; }
+ROOT td.axis { min-width: 22px; text-align: center; border-radius: 3px;
   font-variant-numeric: tabular-nums; }
-.rankax-plan .mapped { background: rgba(60, 130, 230, .32); }
-.rankax-plan .stretched { background: repeating-linear-gradient(135deg,
+ROOT .mapped { background: rgba(60, 130, 230, .32); }
+ROOT .stretched { background: repeating-linear-gradient(135deg,
   rgba(225, 140, 30, .45) 0 3px, rgba(225, 140, 30, .12) 3px 8px); }
-.rankax-plan .absent { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .35); opacity: .6; }
-.rankax-plan tr.batch th, .rankax-plan tr.batch td { font-weight: bold; }
-.rankax-plan tr.batch td.axis { box-shadow: inset 0 0 0 1px currentColor; }
-.rankax-plan td.span { height: 8px; padding: 0; }
-.rankax-plan td.span div { height: 5px; border: 1.5px solid currentColor; border-top: 0;
-  opacity: .6; }
-.rankax-plan p.key { margin: 6px 0 0; opacity: .8; }
-.rankax-plan p.key .item { display: inline-block; margin-right: 12px; white-space: nowrap; }
-.rankax-plan p.key .item span { display: inline-block; min-width: 16px; text-align: center;
+ROOT .absent { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .35); opacity: .6; }
+ROOT tr.batch th, ROOT tr.batch td { font-weight: bold; }
+ROOT tr.batch td.axis { box-shadow: inset 0 0 0 1px currentColor; }
+ROOT td.span { height: 8px; padding: 0; }
+ROOT td.span div { height: 5px; border: 1.5px solid currentColor; border-top: 0; opacity: .6; }
+ROOT p.key { margin: 6px 0 0; opacity: .8; }
+ROOT p.key .item { display: inline-block; margin-right: 12px; white-space: nowrap; }
+ROOT p.key .item span { display: inline-block; min-width: 16px; text-align: center;
   padding: 0 4px; border-radius: 3px; }
-"""
+""".replace("ROOT", _ROOT)
 
 
 def plan_html(plan: BatchPlan) -> str:

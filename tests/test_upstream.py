@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""Faults of JAX that a user of rankax can meet. Each test fails when JAX has mended its fault.
+
+Then delete the test, and the section of docs/limits.md that it names, once no supported JAX has the
+fault any more; until then, let the test run below the version that mended it only.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from rankax import auto_vmap, chunked_vmap
+
+
+def middle(v):
+    """Of three numbers the first two, summed and doubled: the gradient is 2, 2, 0."""
+    return jnp.cumsum(2 * v)[1]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a fault of XLA on CPUs")
+class TestRunningSumOfPadded:
+    """XLA:CPU gets the running sum of one number among zeros wrong: as many in front as behind.
+
+    The section of docs/limits.md: "Wrong gradients of a running sum".
+    """
+
+    right, wrong = [2.0, 2.0, 0.0], [2.0, 2.0, 2.0]
+
+    def test_the_program_that_is_compiled_wrongly(self):
+        def reverse_sum(v):
+            padded = lax.pad(v, np.float32(0), ((0, 0, 0), (1, 1, 0)))
+            return 2 * lax.cumsum(padded, axis=1, reverse=True)
+
+        v = jnp.ones((4, 1))
+        np.testing.assert_array_equal(reverse_sum(v)[0], self.right)  # one operation at a time
+        np.testing.assert_array_equal(jax.jit(reverse_sum)(v)[0], self.wrong)
+
+    def test_the_gradient_through_a_map_of_jax(self):
+        x = jnp.ones((2, 4, 3))
+
+        def gradient(mapped):
+            return jax.grad(lambda x: mapped(x).sum())(x)[0, 0]
+
+        np.testing.assert_array_equal(gradient(jax.vmap(jax.vmap(middle))), self.right)
+        np.testing.assert_array_equal(gradient(lambda x: lax.map(jax.vmap(middle), x)), self.wrong)
+
+    @pytest.mark.parametrize(
+        "mapped",
+        [
+            chunked_vmap(middle, 4),
+            auto_vmap(1, chunk_size=4)(middle),
+            auto_vmap(1, jit=True)(middle),
+        ],
+        ids=["chunked_vmap", "chunk_size", "jit"],
+    )
+    def test_a_compiled_call_inherits_it(self, mapped):
+        x = jnp.ones((8, 3))
+        np.testing.assert_array_equal(jax.grad(lambda x: mapped(x).sum())(x)[0], self.wrong)
+
+    @pytest.mark.parametrize(
+        "sum_of_two",
+        [lambda v: jnp.sum(2 * v[:2]), lambda v: lax.associative_scan(jnp.add, 2 * v)[1]],
+        ids=["sum", "associative_scan"],
+    )
+    def test_what_the_page_advises_is_right(self, sum_of_two):
+        x = jnp.ones((8, 3))
+        gradient = jax.grad(lambda x: chunked_vmap(sum_of_two, 4)(x).sum())(x)
+        np.testing.assert_array_equal(gradient, [self.right] * 8)
