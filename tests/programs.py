@@ -1,0 +1,706 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: T201
+"""Random programs: a kernel drawn from `STEPS`, called by rankax under a drawn transformation.
+
+`draw` makes a `Program` of a seed, and `Program.check` compares it with plain JAX. A program prints
+itself as the Python that makes it, so that what fails can be pasted, and made smaller by
+`dataclasses.replace`. From a shell, in the folder of this file::
+
+    python programs.py 0 1000            # the seeds from 0 to 999
+    python programs.py 17                # one seed, with the traceback of what fails
+    python programs.py 0 1000 --rules    # with a rule that is not the derivative in each
+    python programs.py 0 1000 --types    # trace only, which finds what raises in little time
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+Item = dict[str, Any]
+
+# The leaves that an item may have, and their ranks: a real scalar and vector, always; a complex
+# vector; a narrow vector; an int8; an int32; a key. `w`, (3, k), is closed over.
+RANKS = {"s": 0, "v": 1, "c": 1, "h": 1, "b": 0, "i": 0, "key": 0}
+
+
+# The kernel: a chain of steps, each of which changes some leaves of the item. All are smooth but on
+# sets that no draw meets, and keep the values near 1, so that a difference is not one of rounding.
+
+STEPS: dict[str, tuple[str, Callable[[Item, jax.Array], Item]]] = {}
+
+
+def step(needs: str = "") -> Callable[[Any], Any]:
+    """Register a step ``(item, w) -> changed leaves`` that needs these leaves besides s and v."""
+
+    def register(fun: Any) -> Any:
+        STEPS[fun.__name__] = needs, fun
+        return fun
+
+    return register
+
+
+@step()
+def sine(x, w):
+    return {"v": jnp.sin(x["v"]) * x["s"] + x["v"]}
+
+
+@step()
+def product(x, w):
+    return {"v": jnp.tanh(x["v"] * x["v"] * x["s"]), "s": jnp.cos(x["s"])}
+
+
+@step()
+def choice(x, w):
+    return {"v": jnp.where(x["v"] > x["s"], x["v"] * x["s"], jnp.maximum(x["v"], 0.1))}
+
+
+@step()
+def logsumexp(x, w):
+    return {"s": jax.nn.logsumexp(x["v"] * x["s"])}
+
+
+@step()
+def softmax(x, w):
+    return {"v": jax.nn.softmax(x["v"] + x["s"]) + x["v"]}
+
+
+@step()
+def maximum(x, w):
+    return {"s": jnp.max(x["v"]) * 0.5, "v": x["v"] - jnp.mean(x["v"])}
+
+
+@step()
+def norm(x, w):
+    return {"s": jnp.sqrt(jnp.sum(x["v"] ** 2) + 0.5)}
+
+
+@step()
+def prefix_sums(x, w):
+    return {"v": jnp.tanh(jnp.cumsum(x["v"]) * x["s"])}
+
+
+@step()
+def prefix_products(x, w):
+    return {"v": jnp.cumprod(jnp.cos(x["v"])) + x["v"]}
+
+
+@step()
+def ordered(x, w):
+    return {"v": jnp.sort(x["v"]) * jnp.arange(1, 1 + x["v"].size, dtype=x["v"].dtype) / 3}
+
+
+@step()
+def stopped(x, w):
+    return {
+        "v": x["v"] * lax.stop_gradient(jnp.cos(x["v"])),
+        "s": x["s"] + lax.stop_gradient(x["v"][0]),
+    }
+
+
+@step()
+def rolled(x, w):
+    return {"v": jnp.concatenate([x["v"][1:], x["s"][None]])}
+
+
+@step()
+def contracted(x, w):
+    return {"v": jnp.tanh(w.T @ (w @ x["v"]))}
+
+
+@step()
+def solved(x, w):
+    matrix = jnp.eye(x["v"].size, dtype=w.dtype) + 0.1 * w.T @ w
+    return {"v": jnp.linalg.solve(matrix, x["v"])}
+
+
+@step("i")
+def looked_up(x, w):
+    return {"v": x["v"] * w[x["i"] % 3], "i": x["i"] + 1}
+
+
+@step("i")
+def gathered(x, w):
+    return {"s": x["s"] * 0.5 + x["v"][x["i"] % x["v"].size]}
+
+
+@step("i")
+def scattered(x, w):
+    return {"v": x["v"].at[x["i"] % x["v"].size].add(jnp.sin(x["s"]))}
+
+
+@step("i")
+def largest(x, w):
+    return {"i": jnp.argmax(x["v"]).astype(jnp.int32) + x["i"]}
+
+
+@step("b")
+def narrow_integer(x, w):
+    return {"s": x["s"] + x["b"].astype(x["s"].dtype) / 7, "b": x["b"] * 3 % 5}
+
+
+@step("h")
+def narrow_float(x, w):
+    return {"v": x["v"] * jnp.cos(x["h"].astype(x["v"].dtype)), "h": x["v"].astype(x["h"].dtype)}
+
+
+@step("c")
+def turned(x, w):
+    c = x["c"] * lax.complex(jnp.cos(x["v"]), jnp.sin(x["v"]))
+    return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c)))}
+
+
+@step("key")
+def noise(x, w):
+    key, use = jax.random.split(x["key"])
+    return {"key": key, "v": x["v"] + jax.random.normal(use, x["v"].shape, x["v"].dtype) * x["s"]}
+
+
+@step("key i")
+def folded_noise(x, w):
+    use = jax.random.fold_in(x["key"], x["i"])
+    return {"s": x["s"] * jax.random.uniform(use, (), x["s"].dtype, minval=0.5)}
+
+
+@step()
+def scanned(x, w):
+    s, v = lax.scan(lambda a, b: (jnp.sin(a) * b + 0.1, a * b), x["s"], x["v"])
+    return {"s": s, "v": v}
+
+
+@step()
+def scanned_back(x, w):
+    v, s = lax.scan(
+        lambda a, b: (jnp.tanh(a * jnp.sum(b)), jnp.mean(a)), x["v"], w, reverse=True, unroll=2
+    )
+    return {"v": v, "s": x["s"] * s[0]}
+
+
+@step()
+def looped(x, w):
+    return {"v": lax.fori_loop(0, 3, lambda n, v: jnp.sin(v) * w[n] + x["s"], x["v"])}
+
+
+@step()
+def either(x, w):
+    return {"v": lax.cond(x["s"] > 0.2, jnp.sin, lambda v: v * w[0], x["v"])}
+
+
+@step("i")
+def one_of(x, w):
+    branches = [lambda v, s: v * s, lambda v, s: jnp.cumsum(v) / 2, lambda v, s: jnp.cos(v + s)]
+    return {"v": lax.switch(x["i"] % 3, branches, x["v"], x["s"])}
+
+
+@step()
+def scanned_choice(x, w):
+    def body(a, b):
+        return lax.cond(a > 0.3, lambda a: jnp.sin(a) * b, lambda a: a * a + 0.2, a), a
+
+    s, v = lax.scan(body, x["s"], x["v"])
+    return {"s": s, "v": v}
+
+
+@step()
+def remembered(x, w):
+    s, v = jax.checkpoint(lambda s, v: (jnp.tanh(s * v[0]), jnp.sin(v) * s))(x["s"], x["v"])
+    return {"s": s, "v": v}
+
+
+@step()
+def compiled(x, w):
+    return {"v": jax.jit(lambda v, w: jnp.tanh(v * w[1]))(x["v"], w)}
+
+
+# Custom rules. These say what the derivative is; `RULES` are a quarter off, to be seen.
+
+
+def _with_jvp(factor: float) -> Callable[[jax.Array], jax.Array]:
+    fun = jax.custom_jvp(lambda x: jnp.sin(x) * x)
+
+    @fun.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return fun(x), t * (jnp.cos(x) * x + jnp.sin(x)) * factor
+
+    return fun
+
+
+def _with_vjp(factor: float) -> Callable[[jax.Array], jax.Array]:
+    fun = jax.custom_vjp(lambda x: jnp.sin(x) * x)
+    fun.defvjp(lambda x: (fun(x), x), lambda x, t: (t * (jnp.cos(x) * x + jnp.sin(x)) * factor,))
+    return fun
+
+
+@step()
+def jvp_rule(x, w):
+    return {"v": _with_jvp(1.0)(x["v"])}
+
+
+@step()
+def vjp_rule(x, w):
+    return {"v": _with_vjp(1.0)(x["v"])}
+
+
+@step()
+def other_jvp_rule(x, w):
+    return {"v": _with_jvp(1.25)(x["v"])}
+
+
+@step()
+def other_vjp_rule(x, w):
+    return {"s": _with_vjp(1.25)(x["s"])}
+
+
+# Drawn more often, for most that ever went wrong is here.
+CONTROL = ("scanned", "either", "one_of", "scanned_choice", "remembered", "jvp_rule", "vjp_rule")
+RULES = ("other_jvp_rule", "other_vjp_rule")
+ONLY_REVERSE = ("vjp_rule", "other_vjp_rule")
+
+
+def apply(steps: tuple[str, ...], item: Item, w: jax.Array) -> Item:
+    """Run the kernel on one item; the result has the leaves of the item, with their dtypes."""
+    item = dict(item)
+    for name in steps:
+        item.update(STEPS[name][1](item, w))
+    return item
+
+
+# What rankax makes of it, and what plain JAX does. Each takes the program, its arrays and `w`.
+
+
+def by_chunked_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
+    in_axes = ({name: program.layout[name] for name in arrays},)
+    options = dict(program.options)
+    out_axes, chunk_size = options.pop("out_axes"), options.pop("chunk_size")
+
+    def kernel(item: Item) -> Item:
+        return apply(program.steps, item, w)
+
+    out = {name: 0 if RANKS[name] == 0 else out_axes for name in arrays}
+    if plain:
+        return jax.vmap(kernel, in_axes, out)(arrays)
+    return chunked_vmap(kernel, chunk_size, in_axes, out, **options)(arrays)
+
+
+def by_auto_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
+    def kernel(item: Item) -> Item:
+        return apply(program.steps, item, w)
+
+    if not plain:
+        ranks = {name: RANKS[name] for name in arrays}
+        return auto_vmap(ranks, **program.options)(kernel)(arrays)
+    batch = np.broadcast_shapes(*(program.layout[name] for name in arrays))
+    for _ in batch:
+        kernel = jax.vmap(kernel)
+    core = {name: x.shape[x.ndim - RANKS[name] :] for name, x in arrays.items()}
+    return kernel({name: jnp.broadcast_to(x, batch + core[name]) for name, x in arrays.items()})
+
+
+def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
+    parts: dict[str, Item] = {"init": {}, "xs": {}, "shared": {}}
+    for name, x in arrays.items():
+        parts[program.layout[name]][name] = x
+
+    def body(carry: Item, x: Item) -> tuple[Item, Item]:
+        new = apply(program.steps, parts["shared"] | x | carry, w)
+        y = {name: leaf for name, leaf in new.items() if name not in parts["shared"]}
+        # Bounded, for a difference of rounding grows in a chaotic loop, and an overflow gives NaN.
+        return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
+
+    options = dict(program.options)
+    if not plain and program.caller == "sliced_scan":
+        return sliced_scan(body, parts["init"], parts["xs"], **options)
+    window = slice(*(options.pop(name) for name in ("start", "stop", "step")))
+    if plain:
+        scan = _unrolled if program.has_rules else lax.scan
+        options = {name: options[name] for name in ("length", "reverse")}
+    else:
+        scan = checkpoint_chunked_scan
+    carry, ys = scan(body, parts["init"], parts["xs"], **options)
+    return carry, jax.tree.map(lambda y: y[window], ys)
+
+
+def _unrolled(body: Any, carry: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
+    """Loop in Python: JAX forgets custom rules in the half of a scan that it linearised."""
+    ys: list[Any] = [None] * length
+    for n in reversed(range(length)) if reverse else range(length):
+        carry, ys[n] = body(carry, jax.tree.map(lambda x, n=n: x[n], xs))
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+
+
+CALLERS: dict[str, Any] = {
+    "chunked_vmap": by_chunked_vmap,
+    "auto_vmap": by_auto_vmap,
+    "sliced_scan": by_scan,
+    "checkpoint_chunked_scan": by_scan,
+}
+
+
+# The transformations: of `f`, which maps the arrays that have a derivative to those that have one
+# (and, for `value`, to all), at `p` along `t`.
+
+
+def total(tree: Any) -> jax.Array:
+    """Weigh every number differently, so that no gradient is constant and none is forgotten."""
+    result = jnp.zeros((), jnp.result_type(float))
+    for leaf in jax.tree.leaves(tree):
+        real = jnp.real(leaf) + jnp.imag(leaf) / 2 if jnp.iscomplexobj(leaf) else leaf
+        real = real.astype(result.dtype)
+        weights = jnp.cos(jnp.arange(real.size, dtype=real.dtype)).reshape(real.shape)
+        result += jnp.sum(weights * jnp.sin(real))
+    return result
+
+
+def _grad(f: Any) -> Any:
+    return jax.grad(lambda p: total(f(p)))
+
+
+def _reals(p: Item) -> tuple[Item, Item]:
+    """Split off what a Jacobian cannot be taken of."""
+    complex_ = {name: x for name, x in p.items() if jnp.iscomplexobj(x)}
+    return {name: x for name, x in p.items() if name not in complex_}, complex_
+
+
+def _jacobian(jacobian: Any) -> Any:
+    def transformed(f: Any, p: Item, t: Item) -> Any:
+        reals, rest = _reals(p)
+        return jacobian(lambda reals: total(f(reals | rest)))(reals)
+
+    return transformed
+
+
+def _two(p: Item, t: Item) -> Item:
+    return jax.tree.map(lambda x, d: jnp.stack([x, x + d / 4]), p, t)
+
+
+def _derivative(f: Any, p: Item, t: Item) -> Any:
+    return jax.jvp(f, (p,), (t,))[1]
+
+
+TRANSFORMATIONS: dict[str, Callable[[Any, Item, Item], Any]] = {
+    "value": lambda f, p, t: f(p),
+    "jvp": lambda f, p, t: jax.jvp(f, (p,), (t,)),
+    "linearize": lambda f, p, t: jax.linearize(f, p)[1](t),
+    "vmap": lambda f, p, t: jax.vmap(f)(_two(p, t)),
+    "vmap of jvp": lambda f, p, t: jax.vmap(lambda t: _derivative(f, p, t))(_two(t, p)),
+    "grad": lambda f, p, t: _grad(f)(p),
+    "value_and_grad": lambda f, p, t: jax.value_and_grad(lambda p: total(f(p)))(p),
+    "vjp": lambda f, p, t: (lambda out, pull: pull(jax.tree.map(jnp.cos, out)))(*jax.vjp(f, p)),
+    "grad of checkpoint": lambda f, p, t: _grad(jax.checkpoint(f))(p),
+    "grad of jit": lambda f, p, t: _grad(jax.jit(f))(p),
+    "vmap of grad": lambda f, p, t: jax.vmap(_grad(f))(_two(p, t)),
+    "grad of vmap": lambda f, p, t: _grad(jax.vmap(f))(_two(p, t)),
+    "grad of scan": lambda f, p, t: _grad(
+        lambda p: lax.scan(lambda _, q: (None, f(q)), None, _two(p, t))[1]
+    )(p),
+    "jacrev": _jacobian(jax.jacrev),
+    "jacfwd": _jacobian(jax.jacfwd),
+    "hessian": lambda f, p, t: jax.hessian(lambda s: total(f(p | {"s": s})))(p["s"]),
+    "jvp of grad": lambda f, p, t: jax.jvp(_grad(f), (p,), (t,)),
+    "jvp of jvp": lambda f, p, t: _derivative(lambda p: _derivative(f, p, t), p, t),
+    "grad of grad": lambda f, p, t: _grad(_grad(f))(p),
+    "grad of jvp": lambda f, p, t: _grad(lambda p: _derivative(f, p, t))(p),
+    "jvp of grad of checkpoint": lambda f, p, t: _derivative(_grad(jax.checkpoint(f)), p, t),
+    "jvp of grad of vmap": lambda f, p, t: _derivative(_grad(jax.vmap(f)), _two(p, t), _two(t, p)),
+}
+# A custom_vjp has no forward derivative, of which most second ones are made.
+REVERSE = (
+    "value", "vmap", "grad", "value_and_grad", "vjp", "grad of checkpoint", "grad of jit",
+    "vmap of grad", "grad of vmap", "jacrev", "grad of grad",
+)  # fmt: skip
+# Of these JAX itself forgets the rules.
+FORGETFUL = ("grad of scan", "grad of checkpoint", "jvp of grad of checkpoint")
+
+
+# One program.
+
+# There are many to compile, and each runs once.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything that was drawn."""
+
+    caller: str
+    steps: tuple[str, ...]
+    layout: dict[str, Any]  # of each leaf: its axis, its batch shape or its part of the scan
+    options: dict[str, Any]
+    transformation: str
+    length: int = 0  # of the mapped axis or the scan
+    core: int = 3  # the length of a vector
+    jit: bool = True
+    x64: bool = True
+    optimize: bool = False  # compile as XLA does by default, which takes twice as long
+    narrow: str = "bfloat16"
+    data: int = 0  # seeds the values
+
+    @property
+    def has_rules(self) -> bool:
+        return any(name in RULES for name in self.steps)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to the largest number of a leaf."""
+        if "h" in self.layout:
+            return 5e-2
+        return 1e-7 if self.x64 else 5e-3
+
+    def arrays(self) -> Item:
+        """Draw the values, each leaf from its own generator, so that smaller programs keep them."""
+        return {name: self._array(name) for name in self.layout} | {"w": self._array("w")}
+
+    def _array(self, name: str, *, along: bool = False) -> Any:
+        rng = np.random.default_rng([self.data, zlib.crc32(name.encode()), along])
+        shape = (3, self.core) if name == "w" else self._shape(name)
+        if name == "key":
+            return jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32))
+        if name in "bi":
+            return jnp.asarray(rng.integers(0, 6, shape), {"b": jnp.int8, "i": jnp.int32}[name])
+        values = rng.normal(size=shape)
+        if name == "c":
+            return jnp.asarray(values + 1j * rng.normal(size=shape), jnp.result_type(complex))
+        return jnp.asarray(values, self.narrow if name == "h" else jnp.result_type(float))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        core, where = (self.core,) * RANKS[name], self.layout[name]
+        if self.caller == "auto_vmap":
+            return (*where, *core)
+        if self.caller != "chunked_vmap":
+            return (self.length, *core) if where == "xs" else core
+        if where is None:
+            return core
+        at = where % (len(core) + 1)
+        return (*core[:at], self.length, *core[at:])
+
+    def _call(self, *, plain: bool) -> tuple[Any, tuple[Item, Item, Item]]:
+        """Return the transformed program, by rankax or by plain JAX, and its arguments."""
+        arrays = self.arrays()
+        moving = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        fixed = {n: x for n, x in arrays.items() if n not in moving}
+        along = {name: self._array(name, along=True) for name in moving}
+
+        def transformed(moving: Item, fixed: Item, along: Item) -> Any:
+            def f(p: Item) -> Any:
+                everything = fixed | p
+                w = everything.pop("w")
+                out = CALLERS[self.caller](self, everything, w, plain=plain)
+                if self.transformation in ("value", "vmap"):
+                    return out
+                return [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+            return TRANSFORMATIONS[self.transformation](f, moving, along)
+
+        return transformed, (moving, fixed, along)
+
+    def run(self, *, plain: bool) -> Any:
+        """Compile, where the program is compiled at all, and run."""
+        fun, arguments = self._call(plain=plain)
+        options = None if self.optimize else QUICK_COMPILE
+        return (jax.jit(fun, compiler_options=options) if self.jit else fun)(*arguments)
+
+    def check_types(self) -> None:
+        """Trace only, at a tenth of the cost: assert equal structure, shapes and dtypes."""
+        with _x64(self.x64):
+            want, got = (
+                jax.eval_shape(fun, *arguments)
+                for fun, arguments in (self._call(plain=True), self._call(plain=False))
+            )
+            _check_types(got, want)
+
+    def check(self) -> None:
+        """Assert that rankax and plain JAX agree in structure, shapes, dtypes and values."""
+        with _x64(self.x64):
+            want, got = self.run(plain=True), self.run(plain=False)
+            _check_types(got, want)
+            named = jax.tree_util.tree_leaves_with_path(got)
+            for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
+                self._check_values(jax.tree_util.keystr(path), a, b)
+
+    def _check_values(self, name: str, a: jax.Array, b: jax.Array) -> None:
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b, name)
+            return
+        wide = np.complex128 if jnp.iscomplexobj(a) else np.float64
+        a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
+        assert np.isfinite(b).all(), f"{name}: plain JAX is not finite, by rankax: {a}"
+        scale = max(1.0, np.max(np.abs(b), initial=0.0))
+        np.testing.assert_allclose(a, b, self.tolerance, self.tolerance * scale, err_msg=name)
+
+
+def _check_types(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    named = jax.tree_util.tree_leaves_with_path(got)
+    for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), jax.tree_util.keystr(path)
+
+
+@contextlib.contextmanager
+def _x64(enabled: bool) -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def draw(seed: int, *, rules: bool = False) -> Program:
+    """Draw a program; with ``rules``, also rules that differ from the derivative."""
+    rng = random.Random(seed)
+    names = [name for name in STEPS if name not in RULES]
+    weights = [3 if name in CONTROL else 1 for name in names]
+    steps = tuple(rng.choices(names, weights, k=rng.choice([1, 1, 2, 2, 3])))
+    if rules:
+        at = rng.randint(0, len(steps))
+        steps = (*steps[:at], rng.choice(RULES), *steps[at:])
+    caller = rng.choice(list(CALLERS))
+    leaves = ["s", "v", *dict.fromkeys(" ".join(STEPS[name][0] for name in steps).split())]
+    length = rng.choice([1, 3, 5, 5, 6, 7, 7, 12, 13])
+    layout, options = _DRAWS[caller](rng, leaves, length)
+    names = list(TRANSFORMATIONS)
+    if any(name in ONLY_REVERSE for name in steps):
+        names = [name for name in names if name in REVERSE]
+    if any(name in RULES for name in steps):
+        names = [name for name in names if name not in FORGETFUL]
+    return Program(
+        caller=caller,
+        steps=steps,
+        layout=layout,
+        options=options,
+        transformation=rng.choice(names),
+        length=length,
+        core=rng.choice([1, 2, 3, 4]),
+        jit=rng.random() < 0.97,
+        x64=rng.random() < 0.7,
+        optimize=rng.random() < 0.2,
+        narrow=rng.choice(["bfloat16", "float16"]),
+        data=seed,
+    )
+
+
+def _draw_chunked_vmap(rng: random.Random, leaves: list[str], length: int) -> Any:
+    layout = {
+        name: rng.choice([0, 0, 0, None, *range(-RANKS[name] - 1, RANKS[name] + 1)])
+        for name in leaves
+    }
+    layout[rng.choice(leaves)] = 0
+    options = {
+        "chunk_size": rng.randint(1, max(1, length - 1)),
+        "out_axes": rng.choice([0, 0, 1, -1]),
+        "checkpoint": rng.random() < 0.5,
+    }
+    return layout, options
+
+
+def _draw_auto_vmap(rng: random.Random, leaves: list[str], length: int) -> Any:
+    batch = [rng.choice([1, 2, 3, 5, 5]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
+    layout = {}
+    for name in leaves:
+        sides = [side if rng.random() < 0.6 else 1 for side in batch]
+        layout[name] = tuple(sides[rng.randint(0, len(sides)) if rng.random() < 0.3 else 0 :])
+    return layout, {"chunk_size": rng.choice([1, 2, 3, 3, 4, 7]), "checkpoint": rng.random() < 0.5}
+
+
+def _draw_scan(rng: random.Random, leaves: list[str], length: int) -> tuple[Any, dict[str, Any]]:
+    layout = {name: rng.choice(["init", "xs", "shared"]) for name in leaves}
+    layout["v"] = "init"
+    layout[rng.choice(["s", rng.choice(leaves)])] = "xs"
+    bounds = [None, None, *range(-length, length + 1)]
+    return layout, {
+        "length": length,
+        "reverse": rng.random() < 0.5,
+        "unroll": rng.choice([1, 1, 2, 3]),
+        "start": rng.choice(bounds),
+        "stop": rng.choice(bounds),
+        "step": rng.choice([None, 1, 2, 3, 4, -1, -2]),
+    }
+
+
+def _draw_sliced_scan(rng: random.Random, leaves: list[str], length: int) -> Any:
+    layout, options = _draw_scan(rng, leaves, length)
+    return layout, options | {"checkpoint": rng.random() < 0.5}
+
+
+def _draw_checkpoint_chunked_scan(rng: random.Random, leaves: list[str], length: int) -> Any:
+    layout, options = _draw_scan(rng, leaves, length)
+    sizes = [None, rng.randint(1, length), (rng.randint(1, length), rng.randint(1, 3))]
+    return layout, options | {"chunk_size": rng.choice(sizes)}
+
+
+_DRAWS: dict[str, Any] = {
+    "chunked_vmap": _draw_chunked_vmap,
+    "auto_vmap": _draw_auto_vmap,
+    "sliced_scan": _draw_sliced_scan,
+    "checkpoint_chunked_scan": _draw_checkpoint_chunked_scan,
+}
+
+
+def smaller(program: Program, check: Callable[[Program], None]) -> Program:
+    """Simplify a program as long as ``check`` still fails as it does now."""
+    first = _failure(program, check)
+    candidates = [
+        *({"steps": program.steps[:n]} for n in range(1, len(program.steps))),
+        *({"steps": (name,)} for name in program.steps),
+        {"core": 1}, {"core": 2}, {"jit": True}, {"x64": True}, {"optimize": False},
+        {"transformation": "grad"}, {"transformation": "jvp of grad"},
+    ]  # fmt: skip
+    for change in candidates:
+        candidate = dataclasses.replace(program, **change)
+        if candidate != program and _failure(candidate, check) == first:
+            program = candidate
+    return program
+
+
+def _failure(program: Program, check: Callable[[Program], None]) -> str | None:
+    """Say in a few words how the program fails."""
+    try:
+        check(program)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()[:60]}"
+    return None
+
+
+def main() -> None:
+    """Check the programs of a range of seeds, and print those that disagree."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, nargs="?")
+    parser.add_argument("--rules", action="store_true", help="rules that are not the derivative")
+    parser.add_argument("--types", action="store_true", help="trace only")
+    arguments = parser.parse_args()
+    check = Program.check_types if arguments.types else Program.check
+    if arguments.last is None:
+        program = draw(arguments.first, rules=arguments.rules)
+        print(program)
+        check(program)
+        return
+    failed = 0
+    for number, seed in enumerate(range(arguments.first, arguments.last)):
+        program = draw(seed, rules=arguments.rules)
+        if failure := _failure(program, check):
+            failed += 1
+            print(f"seed {seed}: {failure}\n  {smaller(program, check)}", flush=True)
+        if number % 50 == 49:
+            jax.clear_caches()  # else memory grows without end
+            print(f"{number + 1} programs, {failed} disagree", flush=True)
+    print(f"JAX {jax.__version__}: {arguments.last - arguments.first} programs, {failed} disagree")
+
+
+if __name__ == "__main__":
+    main()

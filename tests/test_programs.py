@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: T201 - pytest shows what is printed where a test fails
+"""Random programs against plain JAX: a few of them, or as many as RANKAX_PROGRAMS says."""
+
+import dataclasses
+import os
+
+import pytest
+
+import programs
+from programs import Program, draw
+
+# Each takes a second, most of it to compile. The seeds are fixed: a failure comes from the change.
+FULL = os.environ.get("RANKAX_HYPOTHESIS") == "full"
+COUNT = int(os.environ.get("RANKAX_PROGRAMS", "24" if FULL else "4"))
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_equals_plain_jax(seed):
+    program = draw(seed)
+    print(program)
+    program.check()
+
+
+@pytest.mark.parametrize("seed", range(10**6, 10**6 + 3 * COUNT))
+def test_traces_like_plain_jax(seed):
+    program = draw(seed)
+    print(program)
+    program.check_types()
+
+
+# What was wrong once, made small.
+
+SCAN = {"length": 5, "reverse": False, "unroll": 1, "start": None, "stop": None, "step": 2}
+ONCE_WRONG = {
+    # Under vmap, the rule of a loop's derivative is differentiated first and batched afterwards. So
+    # a cond stops its tangents, and a custom_vjp is asked for a forward derivative.
+    f"{step} in {caller}": Program(caller, (step,), layout, options, transformation, 5)
+    for step in ("either", "vjp_rule")
+    for caller, layout, options, transformation in [
+        ("chunked_vmap", {"s": None, "v": 0}, {"chunk_size": 2, "out_axes": 0}, "grad of vmap"),
+        ("auto_vmap", {"s": (2, 1), "v": (2, 5)}, {"chunk_size": 3}, "grad"),
+        ("sliced_scan", {"s": "xs", "v": "init"}, SCAN, "grad of vmap"),
+        ("checkpoint_chunked_scan", {"s": "xs", "v": "init"}, SCAN | {"chunk_size": 2},
+         "grad of vmap"),
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.xfail(reason="to be mended", raises=(NotImplementedError, TypeError))
+@pytest.mark.parametrize("program", ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
+def test_once_wrong(program):
+    program.check()
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_everything_is_drawn(rules):
+    drawn = [draw(seed, rules=rules) for seed in range(2000)]
+    steps = {name for program in drawn for name in program.steps}
+    assert steps == programs.STEPS.keys() - (() if rules else set(programs.RULES))
+    assert {program.caller for program in drawn} == programs.CALLERS.keys()
+    used = {program.transformation for program in drawn}
+    assert used == programs.TRANSFORMATIONS.keys() - (set(programs.FORGETFUL) if rules else ())
+
+
+def test_a_program_prints_itself():
+    for seed in range(100):
+        assert eval(repr(draw(seed))) == draw(seed)
+
+
+SMALL = Program(
+    "chunked_vmap", ("sine",), {"s": None, "v": 0}, {"chunk_size": 2, "out_axes": 0}, "grad", 3
+)
+
+
+def test_a_wrong_number_is_seen(monkeypatch):
+    SMALL.check()
+    right = programs.by_chunked_vmap
+
+    def wrong(program, arrays, w, *, plain):
+        out = right(program, arrays, w, plain=plain)
+        return out if plain else out | {"v": out["v"].at[2, 0].multiply(1 + 1e-5)}
+
+    monkeypatch.setitem(programs.CALLERS, "chunked_vmap", wrong)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        SMALL.check()
+
+
+def test_a_wrong_dtype_is_seen(monkeypatch):
+    right = programs.by_chunked_vmap
+
+    def wrong(program, arrays, w, *, plain):
+        out = right(program, arrays, w, plain=plain)
+        return out if plain else out | {"v": out["v"].astype("float32")}
+
+    monkeypatch.setitem(programs.CALLERS, "chunked_vmap", wrong)
+    program = dataclasses.replace(SMALL, transformation="value")
+    with pytest.raises(AssertionError, match="'v'"):
+        program.check()
