@@ -92,7 +92,7 @@ def run_layout(
         (carry, _), ys = layout(Loop(step, reverse, unroll), (operands.init, none_done), None)
         return carry, ys
 
-    if not in_place or not jax.tree.leaves(operands.xs):
+    if not in_place or not operands.xs:
         return sliced(operands)
     run = jax.custom_jvp(indexed)
     run.defjvp(functools.partial(jvp_of_live, sliced), symbolic_zeros=True)
