@@ -8,6 +8,7 @@ shapes (`Layout`), is worked out once and kept, for a loop calls with the same o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.functions import function_location, function_name
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
 from rankax._map.chunked import chunked_vmap
@@ -223,24 +224,33 @@ class Kernel:
         for position, shape in layout.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
-        def on_item(*items: Any) -> Any:
+        # Only leaves pass through the maps: a class need not take what a level makes of them.
+        trees: list[Any] = []
+
+        @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
+        def on_item(*items: Any) -> list[Any]:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
             for position, item in zip(layout.mapped, items, strict=True):
                 leaves[position] = item
             values = zip(call.names, call.treedef.unflatten(leaves), strict=True)
             bound = self.rebound({**call.bound.arguments, **dict(values)})
-            return self._checked(self.fun(*bound.args, **bound.kwargs), layout)
+            out = self._checked(self.fun(*bound.args, **bound.kwargs), layout)
+            check_outputs(self.fun, out)
+            outs, tree = jax.tree.flatten(out)
+            trees.append(tree)
+            return outs
 
-        mapped = on_item
+        mapped: Callable[..., Any] = on_item
         for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
             mapped = self._map(mapped, level, in_axes)
-        out = mapped(*(whole[position] for position in layout.mapped))
-        return layout.unmerged(out)
+        outs = mapped(*(whole[position] for position in layout.mapped))
+        return jax.tree.unflatten(trees[-1], layout.unmerged(outs))
 
     def _map(
         self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
     ) -> Callable[..., Any]:
-        if level.tile == level.size:
+        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+        if level.tile == level.size and not level.size == self.chunk_size == 1:
             return jax.vmap(fun, in_axes=in_axes)
         return chunked_vmap(fun, level.tile, in_axes, checkpoint=self.checkpoint)
 
