@@ -6,6 +6,8 @@ __all__ = [
     "BatchPlan",
     "BatchShapeError",
     "CoreDimensionError",
+    "LeafPlan",
+    "Level",
     "RankError",
     "Static",
     "auto_vmap",
@@ -20,6 +22,13 @@ from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
 from rankax._map.chunked import chunked_vmap as chunked_vmap
 from rankax._plan.batch import BatchPlan as BatchPlan
+from rankax._plan.batch import LeafPlan as LeafPlan
+from rankax._plan.levels import Level as Level
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static
+
+# The name that a pickle stores, and that a traceback shows, is the one a user can import. So a field
+# of a public class has an annotation that is no string: it would be looked up here.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
