@@ -28,7 +28,7 @@ from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chun
 from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static
 
-# The name that a pickle stores, and that a traceback shows, is the one a user can import. So a field
-# of a public class has an annotation that is no string: it would be looked up here.
+# The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
+# fields of public classes have annotations that are no strings: those would be looked up here.
 for _name in __all__:
     globals()[_name].__module__ = __name__

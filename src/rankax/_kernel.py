@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.functions import function_location, function_name
+from rankax._base.functions import function_location, function_name, unwrapped
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
@@ -94,6 +94,7 @@ class Kernel:
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
         layout = self.layout(call)
         return BatchPlan(
@@ -113,12 +114,43 @@ class Kernel:
         try:
             bound = self.declaration.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}() {error}") from None
+            raise self._unbound(error, kwargs) from None
         if not self._defaults.keys() <= bound.arguments.keys():
             arguments = {**self._defaults, **bound.arguments}
             in_order = self.declaration.signature.parameters
             bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
         return bound
+
+    def _unbound(self, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
+        options = {"chunk_size", "checkpoint", "jit"} & kwargs.keys()
+        unknown = sorted(options - self.declaration.signature.parameters.keys())
+        if not unknown:
+            return TypeError(f"{self.name}() {error}")
+        (option, *_) = unknown
+        return TypeError(
+            f"{self.name}() got {option} at the call, but it is an option of auto_vmap: "
+            f"auto_vmap(..., {option}={kwargs[option]!r})({self.name})"
+        )
+
+    def check_method(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse ``obj.method.plan(...)``: Python hands ``obj`` to a call of the method only."""
+        parameters = list(self.declaration.signature.parameters)
+        if parameters[:1] != ["self"] or "self" in kwargs:
+            return
+        owner = getattr(unwrapped(self.fun), "__qualname__", "").rpartition(".")[0]
+        owner = owner.rpartition(".")[2].replace("<locals>", "")
+        try:
+            self.declaration.signature.bind(*args, **kwargs)
+        except TypeError:
+            lacks_object = not args or owner not in {c.__name__ for c in type(args[0]).__mro__}
+        else:  # arguments with defaults may hide that one is missing
+            lacks_object = is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
+        if lacks_object:
+            raise TypeError(
+                f"{self.name}.{what}() lacks the object of the method, which Python does not hand "
+                "on here; ask the class, with the object first: "
+                f"{owner or 'type(obj)'}.{self.name}.{what}(obj, ...)"
+            )
 
     def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
         """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
