@@ -137,7 +137,7 @@ class _StagedError(Exception):
 
 _probe = jax.extend.core.Primitive("rankax_probe")
 _probe.multiple_results = True  # none at all, which other tracers (those of Quax, say) rely on
-_probe.def_impl(lambda: [])
+_probe.def_impl(list)
 
 
 @_probe.def_abstract_eval

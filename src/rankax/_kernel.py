@@ -40,6 +40,7 @@ class _Structure:
     paths: tuple[str, ...]  # of each leaf, in the caller's words
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
+    keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
@@ -169,7 +170,20 @@ class Kernel:
         for i, rank in enumerate(structure.ranks):
             if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
                 leaves[i] = self._converted(leaves[i], structure.paths[i], shapes_only)
+        for i in structure.keys:
+            self._check_key(leaves[i], structure.paths[i])
         return Call(bound, names, leaves, treedef, structure)
+
+    def _check_key(self, leaf: Any, path: str) -> None:
+        """Refuse a raw key, whose numbers would be taken for a batch of keys."""
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return
+        raise TypeError(
+            f"{self.name}(): {path} is annotated as a PRNG key, but it is an array of dtype "
+            f"{dtype} and shape {getattr(leaf, 'shape', ())}; make keys with jax.random.key, not "
+            f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
+        )
 
     def structure(
         self, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
@@ -205,7 +219,8 @@ class Kernel:
                     lists += _lists(part, path, len(ranks))
                 paths += [path for path, _ in leaves_with_names(part, path)]
                 ranks += [rank] * (len(paths) - len(ranks))
-        return _Structure(tuple(paths), tuple(ranks), tuple(lists))
+        keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
+        return _Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
 
     def _converted(self, leaf: Any, path: str, shapes_only: bool) -> Any:
         """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
