@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 import rankax
+from helpers import assert_same
 from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
 
 
@@ -420,3 +421,28 @@ def test_a_name_that_users_can_import():
     for error in (RankError, BatchShapeError, CoreDimensionError):
         assert error.__module__ == "rankax"
         assert issubclass(error, ValueError)
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("annotation", [PRNGKeyArray, Key[Array, ""], PRNGKeyArray | None], ids=str)
+def test_a_raw_key_is_refused_where_a_typed_one_is_annotated(annotation, options):
+    @auto_vmap(**options)
+    def draw(key: annotation, scale: Float[Array, ""]):
+        return jax.random.normal(key) * scale
+
+    raw = jax.random.PRNGKey(0)
+    keys = jax.random.split(jax.random.key(0), 3)
+    scale = jnp.ones(3)
+    for came, shape in ((raw, "(2,)"), (jax.random.key_data(keys), "(3, 2)")):
+        with pytest.raises(TypeError) as caught:
+            draw(came, scale)
+        assert str(caught.value) == (
+            "draw(): key is annotated as a PRNG key, but it is an array of dtype uint32 and shape "
+            f"{shape}; make keys with jax.random.key, not jax.random.PRNGKey, or pass "
+            "jax.random.wrap_key_data(key)"
+        )
+    # What it advises.
+    want = jax.vmap(lambda key: jax.random.normal(key))(keys)
+    assert_same(draw(jax.random.wrap_key_data(jax.random.key_data(keys)), scale), want)
+    assert_same(draw(jax.random.wrap_key_data(raw), 1.0), jax.random.normal(raw))
+    assert draw.plan(jax.eval_shape(lambda: keys), 1.0).batch_shape == (3,)

@@ -961,10 +961,3 @@ def test_errors_name_arguments_as_the_kernel_does():
         chunked_vmap(tagged, 2)(FIVE, FIVE, FIVE[:4], z=FIVE)
     with pytest.raises(ValueError, match=re.escape("chunked_vmap(tagged): rest[0] lacks the axis")):
         chunked_vmap(functools.partial(tagged, FIVE), 2)(1.0, FIVE)
-
-
-@LENGTHS
-def test_unmapped_output_that_depends_on_the_item(length):
-    text = "got axis spec None but output was batched on axis 0"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        chunked_vmap(jnp.sin, 4, out_axes=None)(jnp.ones(length))

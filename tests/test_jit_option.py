@@ -363,3 +363,23 @@ def test_a_nan_is_a_static_value_like_any_other():
         got = f(X, float("nan"))
         assert np.isnan(got[0])
     assert f.traces == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_under_a_tracer_that_is_not_one_of_jax(options, wrap):
+    """Quax runs every primitive by a rule of its own, and looks at what it returns."""
+    quax = pytest.importorskip("quax")
+
+    class Wrapped(quax.ArrayValue):
+        value: jax.Array
+
+        def aval(self):
+            return jax.typeof(self.value)
+
+        def materialise(self):
+            return self.value
+
+    f = Counted(jnp.sin, x=0, **options)
+    assert_same(wrap(lambda x: quax.quaxify(f)(Wrapped(x)))(X), jnp.sin(X))
+    assert f.traces == 1

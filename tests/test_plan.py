@@ -332,3 +332,56 @@ def test_a_plan_of_a_module_names_its_fields():
     plan = kernel.plan(Spring(struct(4), struct(5, 1, 3)))
     assert [leaf.path for leaf in plan.leaves] == ["spring.k", "spring.rest"]
     assert plan.batch_shape == (5, 4)
+
+
+class Spring:
+    stiffness = 2.0
+
+    @auto_vmap(x=1, jit=True)
+    def energy(self, x, y=1.0):
+        return self.stiffness * y * jnp.dot(x, x)
+
+    @auto_vmap(x=1, jit=True)
+    def rest(self, x=(0.0,), y=None):
+        return x
+
+
+V = jnp.ones((4, 3))
+
+
+@pytest.mark.parametrize("what", ["plan", "lower"])
+def test_a_bound_method_says_how_its_plan_is_asked(what):
+    spring, shape = Spring(), jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    for name, args, kwargs in (
+        ("energy", (V,), {}),
+        ("energy", (shape, 2.0), {}),
+        ("energy", ({"a": V},), {}),
+        ("energy", (), {"x": V}),
+        ("energy", (), {}),
+        ("rest", (V,), {}),
+    ):
+        with pytest.raises(TypeError) as caught:
+            getattr(getattr(spring, name), what)(*args, **kwargs)
+        assert str(caught.value) == (
+            f"{name}.{what}() lacks the object of the method, which Python does not hand on here; "
+            f"ask the class, with the object first: Spring.{name}.{what}(obj, ...)"
+        )
+    with pytest.raises(TypeError, match=re.escape("energy() missing a required argument: 'x'")):
+        getattr(Spring.energy, what)(spring)
+    assert Spring.energy.plan(spring, V).batch_shape == (4,)
+    assert Spring.energy.plan(self=spring, x=V).batch_shape == (4,)
+    assert Spring.energy.lower(spring, V).compile()(V).shape == (4,)
+
+
+def test_options_given_at_the_call_are_named():
+    kernel = auto_vmap(1, 0, chunk_size=2)(lambda v, jit: v * jit)
+    for option, value in (("chunk_size", 10), ("checkpoint", False)):
+        for call in (kernel, kernel.plan):
+            with pytest.raises(TypeError) as caught:
+                call(V, 1.0, **{option: value})
+            assert str(caught.value) == (
+                f"<lambda>() got {option} at the call, but it is an option of auto_vmap: "
+                f"auto_vmap(..., {option}={value})(<lambda>)"
+            )
+    with pytest.raises(TypeError, match=re.escape("<lambda>() missing a required argument: 'v'")):
+        kernel(jit=2.0)

@@ -102,7 +102,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     jit : bool, default False
         Compile the mapped call, once for each set of shapes, dtypes and static values. Arrays are
         traced, and Python scalars on parameters that have a rank; everything else is static and
-        must be hashable. Inside another ``jit`` it leaves no trace.
+        must be hashable. Inside another ``jit`` it leaves no trace. A method's ``self`` is static
+        too unless it is a pytree: attributes that are changed after the first call are not seen.
     **named_ranks
         Ranks by parameter name; the only way for keyword-only ones. A rank on ``*args`` holds for
         each of them, on ``**kwargs`` for each value. A parameter that has the name of an option

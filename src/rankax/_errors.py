@@ -16,7 +16,3 @@ class BatchShapeError(ValueError):
 
 class CoreDimensionError(ValueError):
     """A named or fixed core dimension has two different sizes."""
-
-
-for _error in (RankError, BatchShapeError, CoreDimensionError):
-    _error.__module__ = "rankax"  # the name a traceback shows is the one a user can import

@@ -72,6 +72,7 @@ class JitKernel:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+        self._kernel.check_method("lower", args, kwargs)
         frame, arrays = self._split(args, kwargs, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
@@ -140,7 +141,8 @@ class _StagedError(Exception):
 
 
 _probe = jax.extend.core.Primitive("rankax_probe")
-_probe.def_impl(lambda: None)
+_probe.multiple_results = True  # none at all, which other tracers (those of Quax, say) rely on
+_probe.def_impl(list)
 
 
 @_probe.def_abstract_eval

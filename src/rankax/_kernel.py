@@ -8,6 +8,7 @@ shapes (`Layout`), is worked out once and kept, for a loop calls with the same o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.functions import function_location, function_name
-from rankax._base.trees import leaves_with_names
+from rankax._base.functions import function_location, function_name, unwrapped
+from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
 from rankax._map.chunked import chunked_vmap
@@ -39,6 +40,7 @@ class _Structure:
     paths: tuple[str, ...]  # of each leaf, in the caller's words
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
+    keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
 
 
@@ -93,6 +95,7 @@ class Kernel:
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
         layout = self.layout(call)
         return BatchPlan(
@@ -112,12 +115,43 @@ class Kernel:
         try:
             bound = self.declaration.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}() {error}") from None
+            raise self._unbound(error, kwargs) from None
         if not self._defaults.keys() <= bound.arguments.keys():
             arguments = {**self._defaults, **bound.arguments}
             in_order = self.declaration.signature.parameters
             bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
         return bound
+
+    def _unbound(self, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
+        options = {"chunk_size", "checkpoint", "jit"} & kwargs.keys()
+        unknown = sorted(options - self.declaration.signature.parameters.keys())
+        if not unknown:
+            return TypeError(f"{self.name}() {error}")
+        (option, *_) = unknown
+        return TypeError(
+            f"{self.name}() got {option} at the call, but it is an option of auto_vmap: "
+            f"auto_vmap(..., {option}={kwargs[option]!r})({self.name})"
+        )
+
+    def check_method(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse ``obj.method.plan(...)``: Python hands ``obj`` to a call of the method only."""
+        parameters = list(self.declaration.signature.parameters)
+        if parameters[:1] != ["self"] or "self" in kwargs:
+            return
+        owner = getattr(unwrapped(self.fun), "__qualname__", "").rpartition(".")[0]
+        owner = owner.rpartition(".")[2].replace("<locals>", "")
+        try:
+            self.declaration.signature.bind(*args, **kwargs)
+        except TypeError:
+            lacks_object = not args or owner not in {c.__name__ for c in type(args[0]).__mro__}
+        else:  # arguments with defaults may hide that one is missing
+            lacks_object = is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
+        if lacks_object:
+            raise TypeError(
+                f"{self.name}.{what}() lacks the object of the method, which Python does not hand "
+                "on here; ask the class, with the object first: "
+                f"{owner or 'type(obj)'}.{self.name}.{what}(obj, ...)"
+            )
 
     def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
         """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
@@ -136,7 +170,20 @@ class Kernel:
         for i, rank in enumerate(structure.ranks):
             if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
                 leaves[i] = self._converted(leaves[i], structure.paths[i], shapes_only)
+        for i in structure.keys:
+            self._check_key(leaves[i], structure.paths[i])
         return Call(bound, names, leaves, treedef, structure)
+
+    def _check_key(self, leaf: Any, path: str) -> None:
+        """Refuse a raw key, whose numbers would be taken for a batch of keys."""
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return
+        raise TypeError(
+            f"{self.name}(): {path} is annotated as a PRNG key, but it is an array of dtype "
+            f"{dtype} and shape {getattr(leaf, 'shape', ())}; make keys with jax.random.key, not "
+            f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
+        )
 
     def structure(
         self, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
@@ -172,7 +219,8 @@ class Kernel:
                     lists += _lists(part, path, len(ranks))
                 paths += [path for path, _ in leaves_with_names(part, path)]
                 ranks += [rank] * (len(paths) - len(ranks))
-        return _Structure(tuple(paths), tuple(ranks), tuple(lists))
+        keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
+        return _Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
 
     def _converted(self, leaf: Any, path: str, shapes_only: bool) -> Any:
         """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
@@ -223,24 +271,33 @@ class Kernel:
         for position, shape in layout.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
-        def on_item(*items: Any) -> Any:
+        # Only leaves pass through the maps: a class need not take what a level makes of them.
+        trees: list[Any] = []
+
+        @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
+        def on_item(*items: Any) -> list[Any]:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
             for position, item in zip(layout.mapped, items, strict=True):
                 leaves[position] = item
             values = zip(call.names, call.treedef.unflatten(leaves), strict=True)
             bound = self.rebound({**call.bound.arguments, **dict(values)})
-            return self._checked(self.fun(*bound.args, **bound.kwargs), layout)
+            out = self._checked(self.fun(*bound.args, **bound.kwargs), layout)
+            check_outputs(self.fun, out)
+            outs, tree = jax.tree.flatten(out)
+            trees.append(tree)
+            return outs
 
-        mapped = on_item
+        mapped: Callable[..., Any] = on_item
         for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
             mapped = self._map(mapped, level, in_axes)
-        out = mapped(*(whole[position] for position in layout.mapped))
-        return layout.unmerged(out)
+        outs = mapped(*(whole[position] for position in layout.mapped))
+        return jax.tree.unflatten(trees[-1], layout.unmerged(outs))
 
     def _map(
         self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
     ) -> Callable[..., Any]:
-        if level.tile == level.size:
+        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+        if level.tile == level.size and not level.size == self.chunk_size == 1:
             return jax.vmap(fun, in_axes=in_axes)
         return chunked_vmap(fun, level.tile, in_axes, checkpoint=self.checkpoint)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A hashable value that travels through pytrees as structure, not as a leaf."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Generic, TypeVar
 

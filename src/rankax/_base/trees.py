@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rankax._base.words import listed, plural
+from rankax._base.functions import function_location
+from rankax._base.words import listed, plural, with_article
 
-__all__ = ["ByKey", "ForEach", "governed", "leaves_with_names", "spread_prefix"]
+__all__ = ["ByKey", "ForEach", "check_outputs", "governed", "leaves_with_names", "spread_prefix"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,27 @@ def leaves_with_names(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Flatten ``tree`` into ``(name, leaf)`` pairs: ``pose.rotation``, ``params['k'][0]``."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
+
+
+def check_outputs(fun: Callable[..., Any], out: Any) -> None:
+    """Refuse what a kernel returned where it holds anything but arrays and numbers."""
+    if all(isinstance(leaf, jax.Array) or _is_value(leaf) for leaf in jax.tree.leaves(out)):
+        return
+    name, leaf = next(pair for pair in leaves_with_names(out, "output") if not _is_value(pair[1]))
+    raise TypeError(
+        f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, where "
+        "an array or a number is due; leave it out, or wrap it in rankax.Static"
+    )
+
+
+def _is_value(leaf: Any) -> bool:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def spread_prefix(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["listed", "plural", "shortened", "table"]
+__all__ = ["listed", "plural", "shortened", "table", "with_article"]
 
 
 def plural(count: int, noun: str) -> str:
@@ -38,3 +38,8 @@ def shortened(names: Sequence[str]) -> str:
     if len(names) <= 6:
         return ", ".join(names)
     return f"{', '.join(names[:4])} and {len(names) - 4} more"
+
+
+def with_article(noun: str) -> str:
+    """Put the article before a noun: ``a str``, ``an object``."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

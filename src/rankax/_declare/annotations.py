@@ -75,6 +75,7 @@ def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict
 _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
 _KEYS = set(typing.get_args(jaxtyping.PRNGKeyArray))
+_KEY_DTYPES = jaxtyping.Key[jax.Array, ""].dtypes
 _MOST_KEPT = 256
 _kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
 
@@ -94,7 +95,10 @@ class _Reader:
         """Return the rank tree of an annotation; None where it declares no rank."""
         hint = stripped(resolved(hint, names))
         if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-            return parse_dims(hint.dim_str)
+            rank = parse_dims(hint.dim_str)
+            if rank is None or hint.dtypes != _KEY_DTYPES:
+                return rank
+            return dataclasses.replace(rank, is_key=True)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
             return self._pytree(hint.leaftype, names)
         origin, args = typing.get_origin(hint), typing.get_args(hint)

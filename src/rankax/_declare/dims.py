@@ -43,6 +43,7 @@ class Rank:
 
     rank: int
     dims: tuple[Dim, ...] | None = None
+    is_key: bool = False  # of typed PRNG keys, as their annotation says
 
     def __str__(self) -> str:
         if self.dims is None:

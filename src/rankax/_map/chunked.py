@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,13 @@ from rankax._map.access import (
     zeros,
 )
 from rankax._map.calls import call_with_derivative_of, keep_rules
+from rankax._map.item import (
+    ItemProgram,
+    checked_output_axes,
+    chunk_program,
+    is_axis,
+    trace_item,
+)
 from rankax._plan.chunks import Chunks, split_into_chunks
 
 __all__ = ["chunked_vmap"]
@@ -56,6 +63,7 @@ def chunked_vmap(
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
+    axis_name: Hashable | None = None,
     axis_size: int | None = None,
     checkpoint: bool = True,
 ) -> Callable[..., Any]:
@@ -63,7 +71,7 @@ def chunked_vmap(
 
     Equivalent to ::
 
-        jax.vmap(fun, in_axes, out_axes, axis_size=axis_size)
+        jax.vmap(fun, in_axes, out_axes, axis_name=axis_name, axis_size=axis_size)
 
     but evaluated chunk after chunk, so that the intermediate values of at most ``chunk_size`` items
     exist at once, in the forward pass and in derivatives of every order.
@@ -75,11 +83,16 @@ def chunked_vmap(
     chunk_size : int or None
         Upper bound of the items evaluated at once. A smaller chunk is used where it divides the
         axis (down to 4/5 of the bound) or makes the chunks alike in size. ``None``, or a bound at
-        least as large as the axis, is plain `jax.vmap` with exactly its program.
+        least as large as the axis, is plain `jax.vmap` with exactly its program. ``1`` evaluates
+        ``fun`` itself, item after item, without `jax.vmap`: a `jax.lax.cond` in it stays a branch,
+        and ordered callbacks stay in order.
     in_axes, out_axes : int, None, or a pytree prefix of those, default 0
         As in `jax.vmap`; negative axes count from the end. Keyword arguments are mapped over
         axis 0. ``None`` passes an argument to every item; for an output it promises that the value
         does not depend on the item.
+    axis_name : hashable, optional
+        Accepted where `jax.vmap` is replaced. A collective over it is refused as soon as there is
+        more than one chunk, for it would see the items of one chunk only.
     axis_size : int, optional
         Length of the mapped axis, needed only where no argument is mapped.
     checkpoint : bool, default True
@@ -96,11 +109,14 @@ def chunked_vmap(
     Raises
     ------
     TypeError
-        If ``chunk_size`` is not an int or None, or ``in_axes`` or ``out_axes`` holds anything but
-        ints and None.
+        If ``chunk_size`` is not an int or None, ``in_axes`` or ``out_axes`` holds anything but ints
+        and None, or ``fun`` returns something that is no array.
     ValueError
         If ``chunk_size`` is not positive, the mapped axes differ in length, a leaf has no such
-        axis, ``in_axes`` does not fit the arguments, or nothing is mapped.
+        axis, ``in_axes`` does not fit the arguments, or nothing is mapped. While tracing: if
+        ``out_axes`` does not fit what ``fun`` returns; where there is more than one chunk, if
+        ``fun`` uses a collective over ``axis_name``, or an ordered effect and a chunk has more than
+        one item.
 
     Notes
     -----
@@ -114,7 +130,8 @@ def chunked_vmap(
     last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
     their cotangents count once.
 
-    *Limits.* There is no ``axis_name``: a collective could not see across chunks.
+    *Classes.* A pytree class is rebuilt with what it holds for one item, and for all, never for a
+    chunk: it may check or convert its fields.
 
     Examples
     --------
@@ -140,12 +157,13 @@ def chunked_vmap(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         mapping = _resolve(fun, where, args, kwargs, in_axes, size)
-        if bound is None or mapping.length <= bound:
-            vmapped = jax.vmap(fun, in_axes=in_axes, out_axes=out_axes, axis_size=size)
-            return vmapped(*args, **kwargs)
+        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+        if bound is None or not mapping.length or mapping.length <= bound != 1:
+            whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
+            return whole(*args, **kwargs)
         chunks = split_into_chunks(mapping.length, bound)
-        vmapped = jax.vmap(fun, in_axes=in_axes, out_axes=out_axes, axis_size=chunks.size)
-        return _chunked_call(vmapped, mapping, out_axes, chunks, checkpoint=checkpoint)
+        item = _item_program(fun, mapping, out_axes, axis_name)
+        return _chunked_call(item, mapping, chunks, checkpoint=checkpoint)
 
     return mapped
 
@@ -161,19 +179,26 @@ class _Mapping(NamedTuple):
     treedef: Any
     length: int
 
+    @property
+    def mapped(self) -> list[Any]:
+        return [x for x, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
+
+    def arguments(self, mapped: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other leaves in place of those that are mapped."""
+        rest = iter(mapped)
+        pairs = zip(self.leaves, self.axes, strict=True)
+        leaves = [x if axis is None else next(rest) for x, axis in pairs]
+        return self.treedef.unflatten(leaves)
+
 
 def _axis_size(value: Any, where: str) -> int:
     is_zero = not isinstance(value, bool) and value == 0
     return 0 if is_zero else positive_int(value, where, "axis_size")
 
 
-def _is_axis(entry: Any) -> bool:
-    return entry is None or (isinstance(entry, (int, np.integer)) and not isinstance(entry, bool))
-
-
 def _check_axes(axes: Any, where: str, parameter: str) -> None:
     for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
-        if not _is_axis(entry):
+        if not is_axis(entry):
             raise TypeError(
                 f"{where}: {parameter} must hold ints and None, got {type(entry).__name__} "
                 f"{entry!r} at {parameter}{jax.tree_util.keystr(path)}"
@@ -219,7 +244,7 @@ def _resolve(
     ]:
         named += leaves_with_names(arg, name)
         try:
-            axes += spread_prefix(prefix, arg, name, is_entry=_is_axis, what="in_axes")
+            axes += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     table = [(name, x, a) for (name, x), a in zip(named, axes, strict=True) if a is not None]
@@ -235,7 +260,48 @@ def _resolve(
     return _Mapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
 
 
-# How it is done: one trace of the chunk, then one loop over the chunks.
+# How it is done: one trace of an item, then one loop over the chunks.
+
+
+def _item_program(
+    fun: Callable[..., Any], mapping: _Mapping, out_axes: Any, axis_name: Hashable | None = None
+) -> ItemProgram:
+    axes = [axis for axis in mapping.axes if axis is not None]
+    avals = [_aval(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
+    return trace_item(
+        fun, lambda *items: mapping.arguments(items), avals, out_axes, axis_name=axis_name
+    )
+
+
+def _in_one_chunk(
+    fun: Callable[..., Any],
+    mapping: _Mapping,
+    in_axes: Any,
+    out_axes: Any,
+    axis_name: Hashable | None,
+) -> Callable[..., Any]:
+    """Return `jax.vmap` of ``fun``, but for the errors."""
+    returned = False
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal returned
+        out = fun(*args, **kwargs)
+        checked_output_axes(fun, out, out_axes)
+        returned = True
+        return out
+
+    vmapped = jax.vmap(checked, in_axes, out_axes, axis_name=axis_name, axis_size=mapping.length)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return vmapped(*args, **kwargs)
+        except ValueError:
+            if returned and axis_name is None:  # all is well with `fun`, so it is traced again
+                _item_program(fun, mapping, out_axes).check_unmapped_outputs()
+            raise
+
+    return call
 
 
 class _Operands(NamedTuple):
@@ -287,34 +353,17 @@ class _Layout:
     checkpoint: bool
 
 
-def _chunked_call(
-    vmapped: Callable[..., Any],
-    mapping: _Mapping,
-    out_axes: Any,
-    chunks: Chunks,
-    *,
-    checkpoint: bool,
-) -> Any:
-    positions = [i for i, axis in enumerate(mapping.axes) if axis is not None]
+def _chunked_call(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, checkpoint: bool) -> Any:
     axes = [axis for axis in mapping.axes if axis is not None]
-
-    def on_chunk(*chunk: Any) -> Any:
-        leaves = list(mapping.leaves)
-        for position, leaf in zip(positions, chunk, strict=True):
-            leaves[position] = leaf
-        args, kwargs = mapping.treedef.unflatten(leaves)
-        return vmapped(*args, **kwargs)
 
     # A jaxpr, so that `fun` is traced once and everything it closes over becomes an operand, which
     # a rule of differentiation given by hand requires.
-    mapped = [mapping.leaves[i] for i in positions]
-    avals = [_chunk_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
-    closed, out_shape = jax.make_jaxpr(on_chunk, return_shape=True)(*avals)
-    closed = keep_rules(closed)
+    mapped = mapping.mapped
+    avals = [_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
+    closed = keep_rules(chunk_program(item, axes, avals, chunks.size))
     evaluate = _apart_from_constants(closed, avals)
-    out_avals, out_tree = jax.tree.flatten(out_shape)
-    spread = spread_prefix(out_axes, out_shape, "the output", is_entry=_is_axis, what="out_axes")
-    outputs = [_output(aval, axis, chunks) for aval, axis in zip(out_avals, spread, strict=True)]
+    pairs = zip(closed.out_avals, item.out_axes, strict=True)
+    outputs = [_output(aval, axis, chunks) for aval, axis in pairs]
     sliced_axes = tuple(axis for axis in axes if not _rides_along(axis, chunks))
     layout = _Layout(chunks, sliced_axes, tuple(outputs), checkpoint)
 
@@ -332,7 +381,7 @@ def _chunked_call(
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(flatten_items(leaf, axis))
-    return jax.tree.unflatten(out_tree, _map_chunks(body, layout, operands))
+    return jax.tree.unflatten(item.out_tree, _map_chunks(body, layout, operands))
 
 
 def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
@@ -361,8 +410,9 @@ def _rides_along(axis: int | None, chunks: Chunks) -> bool:
     return axis == 0 and chunks.even
 
 
-def _chunk_aval(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
-    shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
+def _aval(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf with ``axis`` of another size, or without it."""
+    shape = (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :])
     weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What one call needs, from shapes alone: the batch shape and the maps that cover it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

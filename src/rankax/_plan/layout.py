@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from rankax._plan.levels import Level, Shape, plan_levels
@@ -31,14 +30,12 @@ class Layout:
     in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped leaves
     sizes: dict[str, int]  # of the named core dimensions
 
-    def unmerged(self, out: Any) -> Any:
+    def unmerged(self, outs: list[Any]) -> list[Any]:
         """Give outputs the batch shape again where a level covers more, or less, than one axis."""
         if tuple(level.size for level in self.levels) == self.batch_shape:
-            return out
+            return outs
         depth = len(self.levels)
-        return jax.tree.map(
-            lambda leaf: jnp.reshape(leaf, self.batch_shape + leaf.shape[depth:]), out
-        )
+        return [jnp.reshape(leaf, self.batch_shape + leaf.shape[depth:]) for leaf in outs]
 
 
 def lay_out(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Which maps cover a batch shape, and how each is cut into chunks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

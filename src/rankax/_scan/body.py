@@ -25,25 +25,36 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A traced scan body, without any array: those that it closes over are handed to `step`."""
+    """A traced scan body, without any array: those that it closes over are handed to `step`.
+
+    Its steps take and return lists of leaves, for a class may check, or convert, what it is rebuilt
+    from, and must see nothing but the values of one step, or of all.
+    """
 
     jaxpr: Any
-    out_tree: Any
+    carry_tree: Any
+    y_tree: Any
 
     def step(self, consts: list[Any]) -> Step:
+        held = self.carry_tree.num_leaves
+
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             out = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves((carry, x)))
-            return jax.tree.unflatten(self.out_tree, out)
+            return out[:held], out[held:]
 
         return step
+
+    def rebuilt(self, carry: list[Any], ys: list[Any]) -> tuple[Any, Any]:
+        """Return what a scan has of the lists as what the user's body returned."""
+        return self.carry_tree.unflatten(carry), self.y_tree.unflatten(ys)
 
 
 class Operands(NamedTuple):
     """All arrays that a scan reads."""
 
     consts: list[Any]
-    init: Any
-    xs: Any
+    init: list[Any]
+    xs: list[Any]
 
 
 def trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> tuple[Body, Operands]:
@@ -52,34 +63,45 @@ def trace_body(where: str, f: Callable[..., Any], init: Any, xs: Any) -> tuple[B
     As in `jax.lax.scan`, a weakly typed leaf of ``init`` takes the dtype that the body returns for
     it, which costs a second trace.
     """
-    x = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=_is_weak(leaf)), xs
-    )
+    leaves, tree = jax.tree.flatten((init, xs))
+    held = jax.tree.structure(init).num_leaves
+    carry, items = leaves[:held], leaves[held:]
+    x = [_as_shape(leaf, leaf.shape[1:]) for leaf in items]
+    trees: list[tuple[Any, Any]] = []
 
-    def checked(carry: Any, x: Any) -> tuple[Any, Any]:
-        out = f(carry, x)
+    def on_leaves(*leaves: Any) -> list[Any]:
+        out = f(*tree.unflatten(leaves))
         _check_pair(where, f, out)
         check_leaves(where, out[0], "the returned carry")
         check_leaves(where, out[1], "y")
-        return tuple(out)
+        _check_carry_structure(where, f, init, out[0])
+        trees.append((jax.tree.structure(out[0]), jax.tree.structure(out[1])))
+        return jax.tree.leaves(tuple(out))
 
-    trace = jax.make_jaxpr(checked, return_shape=True)
-    jaxpr, out = trace(init, x)
-    _check_carry_structure(where, f, init, out[0])
-    promoted = jax.tree.map(_promote_weak_type, init, out[0])
-    if any(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype != b.dtype, init, promoted))):
-        jaxpr, out = trace(promoted, x)
-    _check_carry_types(where, f, promoted, out[0])
+    trace = jax.make_jaxpr(on_leaves)
+    jaxpr = trace(*carry, *x)
+    returned = jaxpr.out_avals[:held]
+    pairs = zip(carry, returned, strict=True)
+    promoted = [_promote_weak_type(leaf, out) for leaf, out in pairs]
+    if any(a.dtype != b.dtype for a, b in zip(carry, promoted, strict=True)):
+        jaxpr = trace(*promoted, *x)
+        returned = jaxpr.out_avals[:held]
+    names = [name for name, _ in leaves_with_names(init, "init")]
+    _check_carry_types(where, f, names, promoted, returned)
     jaxpr = keep_rules(jaxpr)
-    body = Body(jaxpr.jaxpr, jax.tree.structure(out))
-    return body, Operands(list(jaxpr.consts), promoted, xs)
+    carry_tree, y_tree = trees[-1]
+    return Body(jaxpr.jaxpr, carry_tree, y_tree), Operands(list(jaxpr.consts), promoted, items)
+
+
+def _as_shape(leaf: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=_is_weak(leaf))
 
 
 def _is_weak(leaf: jax.Array) -> bool:
     return getattr(leaf, "weak_type", False)  # which PRNG keys do not have
 
 
-def _promote_weak_type(leaf: jax.Array, out: jax.ShapeDtypeStruct) -> jax.Array:
+def _promote_weak_type(leaf: jax.Array, out: Any) -> jax.Array:
     if not _is_weak(leaf) or leaf.dtype == out.dtype:
         return leaf
     return lax.convert_element_type(leaf, jnp.result_type(leaf, out.dtype))
@@ -112,11 +134,12 @@ def _check_carry_structure(where: str, f: Callable[..., Any], init: Any, out: An
     )
 
 
-def _check_carry_types(where: str, f: Callable[..., Any], init: Any, out: Any) -> None:
-    named, returned = leaves_with_names(init, "init"), jax.tree.leaves(out)
+def _check_carry_types(
+    where: str, f: Callable[..., Any], names: list[str], init: list[Any], returned: list[Any]
+) -> None:
     rows = [
         (path, type_name(leaf), type_name(new))
-        for (path, leaf), new in zip(named, returned, strict=True)
+        for path, leaf, new in zip(names, init, returned, strict=True)
     ]
     if odd := [i for i, (_, given, new) in enumerate(rows) if given != new]:
         raise TypeError(

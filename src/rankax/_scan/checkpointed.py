@@ -111,7 +111,8 @@ def checkpoint_chunked_scan(
 
     cut_evenly = not sizes or length <= sizes[0] or split_into_chunks(length, sizes[0]).even
     in_place = not cut_evenly
-    return run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
+    carry, ys = run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
+    return body.rebuilt(carry, ys)
 
 
 def _scan_checkpointed(

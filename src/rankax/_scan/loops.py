@@ -92,6 +92,6 @@ def run_layout(
         (carry, _), ys = layout(Loop(step, reverse, unroll), (operands.init, none_done), None)
         return carry, ys
 
-    if not in_place or not jax.tree.leaves(operands.xs):
+    if not in_place or not operands.xs:
         return sliced(operands)
     return call_with_derivative_of(sliced, indexed, operands)

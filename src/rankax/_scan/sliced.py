@@ -139,8 +139,8 @@ def sliced_scan(
     in_place = not kept.all
     carry, ys = run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
     if window.step is not None and window.step < 0:
-        ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
-    return carry, ys
+        ys = [lax.rev(y, (0,)) for y in ys]
+    return body.rebuilt(carry, ys)
 
 
 def _scan_kept(

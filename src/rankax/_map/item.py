@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""The program of one item: a kernel is traced once, and what it returns is checked there.
+
+A tree is taken apart where it comes in and put together where it goes out; in between there are
+only its leaves. For a class may check, or convert, what it is rebuilt from, and it must never see
+anything but what it holds for one item, or for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+
+from rankax._base.functions import function_location
+from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
+from rankax._base.words import listed, table
+
+__all__ = ["ItemProgram", "checked_output_axes", "chunk_program", "is_axis", "trace_item"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemProgram:
+    """What a kernel does for one item, from its mapped leaves to its outputs."""
+
+    fun: Callable[..., Any]
+    closed: Any  # the traced program
+    out_tree: Any
+    out_names: tuple[str, ...]
+    out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        return core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+
+    def on_chunk(self, in_axes: Sequence[int], size: int) -> Callable[..., list[Any]]:
+        """Return the program of ``size`` items at once.
+
+        That of one needs no `jax.vmap`: so a branch stays a branch, and effects stay in order.
+        """
+        if size > 1:
+            return jax.vmap(self, tuple(in_axes), list(self.out_axes), axis_size=size)
+
+        self.check_unmapped_outputs()
+
+        def on_one(*chunk: Any) -> list[Any]:
+            items = [lax.squeeze(x, (axis,)) for x, axis in zip(chunk, in_axes, strict=True)]
+            outs = zip(self(*items), self.out_axes, strict=True)
+            return [
+                out if axis is None else lax.expand_dims(jnp.asarray(out), (axis,))
+                for out, axis in outs
+            ]
+
+        return on_one
+
+    def check_unmapped_outputs(self) -> None:
+        """Refuse outputs that are promised to be alike for all items, but depend on the item.
+
+        JAX knows where it maps them, so that is what is asked, of the program that is there.
+        """
+        odd = [
+            name
+            for i, (name, axis) in enumerate(zip(self.out_names, self.out_axes, strict=True))
+            if axis is None and self._depends_on_item(i)
+        ]
+        if odd:
+            raise ValueError(
+                f"{function_location(self.fun)}: out_axes is None for {listed(odd)}, which says "
+                f"that {'it is' if len(odd) == 1 else 'they are'} the same for all items, but "
+                f"{'it depends' if len(odd) == 1 else 'they depend'} on the item; give an axis"
+            )
+
+    def _depends_on_item(self, output: int) -> bool:
+        avals = self.closed.in_avals
+        two = [jax.ShapeDtypeStruct((2, *aval.shape), aval.dtype) for aval in avals]
+
+        def is_refused(out_axis: int | None) -> bool:
+            try:
+                jax.eval_shape(jax.vmap(lambda *x: self(*x)[output], out_axes=out_axis), *two)
+            except ValueError:
+                return True
+            return False
+
+        return bool(two) and is_refused(None) and not is_refused(0)
+
+
+def is_axis(entry: Any) -> bool:
+    """Whether this is an entry of ``in_axes`` or ``out_axes``, and not a container of those."""
+    return entry is None or (isinstance(entry, (int, np.integer)) and not isinstance(entry, bool))
+
+
+def trace_item(
+    fun: Callable[..., Any],
+    inputs: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+    avals: Sequence[Any],
+    out_axes: Any,
+    axis_name: Hashable | None = None,
+) -> ItemProgram:
+    """Trace ``fun`` for one item.
+
+    Parameters
+    ----------
+    fun : callable
+        As the caller wrote it.
+    inputs : callable
+        Makes the arguments of ``fun`` of the mapped leaves of one item.
+    avals : sequence
+        Shape and dtype of each of those leaves.
+    out_axes : pytree prefix
+        Of the output.
+    axis_name : hashable, optional
+        What collectives might call the mapped axis; they are refused.
+    """
+    found: list[tuple[Any, list[str], list[int | None]]] = []
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        args, kwargs = inputs(*leaves)
+        out = fun(*args, **kwargs)
+        axes = checked_output_axes(fun, out, out_axes)
+        outs, tree = jax.tree.flatten(out)
+        found.append((tree, [name for name, _ in leaves_with_names(out, "output")], axes))
+        return outs
+
+    try:
+        closed = jax.make_jaxpr(on_leaves)(*avals)
+    except NameError as error:
+        if axis_name is None or f"axis name: {axis_name}" not in str(error):
+            raise
+        raise _no_collective(fun, axis_name) from error
+    if axis_name is not None and _uses_axis(closed, axis_name):
+        raise _no_collective(fun, axis_name)
+    tree, names, axes = found[-1]
+    return ItemProgram(fun, closed, tree, tuple(names), tuple(axes))
+
+
+def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> list[int | None]:
+    """Return where the mapped axis goes in each output of one item, or say which does not fit."""
+    check_outputs(fun, out)
+    where = function_location(fun)
+    try:
+        spread = spread_prefix(out_axes, out, "output", is_entry=is_axis, what="out_axes")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    ranks = [jnp.ndim(leaf) for leaf in jax.tree.leaves(out)]
+    odd = [
+        i
+        for i, (rank, axis) in enumerate(zip(ranks, spread, strict=True))
+        if axis is not None and not -rank - 1 <= axis <= rank
+    ]
+    if not odd:
+        # `%` also makes of NumPy's integers the int that JAX wants.
+        pairs = zip(ranks, spread, strict=True)
+        return [None if axis is None else int(axis) % (rank + 1) for rank, axis in pairs]
+    named = leaves_with_names(out, "output")
+    rows = [
+        (name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}")
+        for (name, leaf), axis, rank in zip(named, spread, ranks, strict=True)
+    ]
+    raise ValueError(
+        f"{where}: {listed([rows[i][0] for i in odd])} cannot have the mapped axis where out_axes "
+        "says\n\n" + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
+    )
+
+
+def chunk_program(
+    item: ItemProgram, in_axes: Sequence[int], avals: Sequence[Any], size: int
+) -> Any:
+    """Trace what an item's program does for ``size`` items, which lie along ``in_axes``."""
+    try:
+        return jax.make_jaxpr(item.on_chunk(in_axes, size))(*avals)
+    except Exception as error:
+        item.check_unmapped_outputs()
+        if not item.closed.effects or "ordered" not in str(error):
+            raise
+        raise ValueError(
+            f"{function_location(item.fun)}: it has an ordered effect, as a callback with "
+            f"ordered=True, which JAX cannot map; with chunk_size=1 the items run one after the "
+            "other in their order, and with ordered=False the order is left open"
+        ) from error
+
+
+def _uses_axis(closed: Any, axis_name: Hashable) -> bool:
+    """Whether a collective found an axis of this name outside, where its own was meant."""
+    return any(getattr(effect, "name", None) == axis_name for effect in closed.effects)
+
+
+def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
+    return ValueError(
+        f"{function_location(fun)}: it uses a collective over axis_name={axis_name!r}, which would "
+        "see the items of one chunk only; use jax.vmap, or take the collective out of the kernel"
+    )

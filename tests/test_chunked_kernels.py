@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: MIT
+"""What a kernel does that a chunk may not see: its outputs, its axis, its branches, its effects."""
+
+import functools
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, primitives
+from rankax import Static, auto_vmap, chunked_vmap
+from scan_cases import here
+
+X = jnp.linspace(-1.0, 1.0, 5)
+ROWS = jnp.arange(15.0).reshape(5, 3)
+CHUNKS = pytest.mark.parametrize("chunk_size", [None, 1, 2, 5, 9])
+
+
+def counted(fun):
+    """Return ``fun`` and a list that grows with each trace of it."""
+    traces = []
+
+    @functools.wraps(fun)
+    def kernel(*args):
+        traces.append(args)
+        return fun(*args)
+
+    return kernel, traces
+
+
+# Outputs that do not fit.
+
+
+def parts(row):
+    return {"sum": jnp.sum(row), "row": (row, 2.0), "none": None}
+
+
+@CHUNKS
+@pytest.mark.parametrize(
+    ("out_axes", "text"),
+    [
+        (
+            (0, 0),
+            "the out_axes of output is a tuple of 2 entries, but output is dict",
+        ),
+        (
+            {"sum": 0, "row": 0},
+            "the out_axes of output has no entry for output['none'] (None would leave it as it is)",
+        ),
+        (
+            {"sum": 0, "row": {"a": 0}, "none": None},
+            "the out_axes of output['row'] is a dict of 1 entry, but output['row'] is tuple",
+        ),
+        (
+            1,
+            "output['row'][1] and output['sum'] cannot have the mapped axis where out_axes says\n\n"
+            "    leaf              shape of one item  out_axes  possible\n"
+            "    output['row'][0]  (3,)               1         -2 to 1\n"
+            "  > output['row'][1]  ()                 1         -1 to 0\n"
+            "  > output['sum']     ()                 1         -1 to 0",
+        ),
+        (
+            {"sum": -1, "row": (-3, 0), "none": None},
+            "output['row'][0] cannot have the mapped axis where out_axes says\n\n"
+            "    leaf              shape of one item  out_axes  possible\n"
+            "  > output['row'][0]  (3,)               -3        -2 to 1\n"
+            "    output['row'][1]  ()                 0         -1 to 0\n"
+            "    output['sum']     ()                 -1        -1 to 0",
+        ),
+    ],
+    ids=["container", "keys", "inner", "too-large", "too-small"],
+)
+def test_out_axes_that_do_not_fit(chunk_size, out_axes, text):
+    kernel, traces = counted(parts)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+        chunked_vmap(kernel, chunk_size, out_axes=out_axes)(ROWS)
+    assert str(caught.value) == f"{here(parts)}: {text}"
+    assert len(traces) == 1
+
+
+@CHUNKS
+def test_outputs_that_depend_on_the_item_need_an_axis(chunk_size):
+    def kernel(x):
+        return {"a": jnp.sin(x), "b": jnp.ones(2), "c": (x, jnp.int32(3))}
+
+    ones = "it is the same for all items, but it depends on the item; give an axis"
+    many = "they are the same for all items, but they depend on the item; give an axis"
+    for out_axes, text in (
+        ({"a": None, "b": None, "c": (0, 0)}, f"output['a'], which says that {ones}"),
+        (None, f"output['a'] and output['c'][0], which says that {many}"),
+    ):
+        for x in (X, X[None]):
+            mapped = chunked_vmap(kernel, chunk_size, out_axes=out_axes)
+            with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+                (mapped if x is X else jax.vmap(mapped))(x)
+            assert str(caught.value) == f"{here(kernel)}: out_axes is None for {text}"
+    fits = {"a": 0, "b": None, "c": (-1, None)}
+    want = jax.vmap(kernel, out_axes=fits)(X)
+    assert_same(chunked_vmap(kernel, chunk_size, out_axes=fits)(X), want)
+
+
+@CHUNKS
+def test_an_error_of_the_kernel_is_not_taken_for_one_of_out_axes(chunk_size):
+    def kernel(x):
+        return jax.vmap(jnp.sin, out_axes=None)(x[None])
+
+    with pytest.raises(ValueError, match="output was batched") as caught:
+        chunked_vmap(kernel, chunk_size, out_axes=None)(X)
+    assert here(kernel) not in str(caught.value)
+
+
+@CHUNKS
+def test_an_output_that_is_no_array_is_named(chunk_size):
+    def kernel(x):
+        return x, {"a": {"value": x, "type": "wave"}}
+
+    def thing(x):
+        return object()
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    end = "where an array or a number is due; leave it out, or wrap it in rankax.Static"
+    for fun, came in (
+        (kernel, "a str at output[1]['a']['type']"),
+        (thing, "an object at output"),
+        (shape, "a ShapeDtypeStruct at output"),
+    ):
+        for mapped in (chunked_vmap(fun, chunk_size), auto_vmap(0, chunk_size=chunk_size)(fun)):
+            with pytest.raises(TypeError) as caught:
+                mapped(X)
+            assert str(caught.value) == f"{here(fun)} returned {came}, {end}"
+    # What it advises.
+    got = chunked_vmap(lambda x: (x, Static("wave")), chunk_size)(X)
+    assert_same(got, (X, Static("wave")))
+
+
+# The name of the axis.
+
+
+@CHUNKS
+def test_a_name_for_the_axis_is_taken(chunk_size):
+    got = chunked_vmap(jnp.sin, chunk_size, axis_name="items")(X)
+    assert_same(got, jnp.sin(X))
+
+
+def centred(x):
+    return x - lax.pmean(x, "items")
+
+
+COLLECTIVES = {
+    "psum": lambda x: x / lax.psum(x, "items"),
+    "axis_index": lambda x: x + lax.axis_index("items").astype(x.dtype),
+    "pmean": centred,
+}
+
+
+@pytest.mark.parametrize("fun", COLLECTIVES.values(), ids=COLLECTIVES)
+@pytest.mark.parametrize("around", ["nothing", "the same name", "another name"])
+def test_a_collective_works_in_one_chunk_and_is_refused_in_several(fun, around):
+    outer = {"nothing": None, "the same name": "items", "another name": "other"}[around]
+
+    def call(chunk_size):
+        mapped = chunked_vmap(fun, chunk_size, axis_name="items")
+        return mapped(X) if outer is None else jax.vmap(mapped, axis_name=outer)(X[None])[0]
+
+    want = jax.vmap(fun, axis_name="items")(X)
+    for chunk_size in (None, 5):
+        assert_same(call(chunk_size), want)
+    for chunk_size in (1, 2):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+            call(chunk_size)
+        assert str(caught.value) == (
+            f"{here(fun)}: it uses a collective over axis_name='items', which would see the items "
+            "of one chunk only; use jax.vmap, or take the collective out of the kernel"
+        )
+
+
+def test_collectives_over_other_axes_pass():
+    def fun(x):
+        return x * lax.psum(x, "outer")
+
+    def both(inner):
+        return jax.vmap(inner, axis_name="outer")(ROWS.T)
+
+    want = both(jax.vmap(fun))
+    assert_same(both(chunked_vmap(fun, 2, axis_name="items")), want)
+    with pytest.raises(NameError, match="outer"):
+        chunked_vmap(fun, 2, axis_name="items")(X)
+
+
+# Chunks of one item.
+
+
+def branching(x):
+    return lax.cond(x > 0, lambda x: jnp.sqrt(x), lambda x: x**2 - 1, x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_branch_stays_a_branch_in_chunks_of_one_item(axis, length):
+    def rows(row):
+        return branching(row[0]) * row
+
+    x = ROWS[:length] - 5.0
+    x = x if axis == 0 else x.T
+    f = chunked_vmap(rows, 1, axis, axis)
+    want = jax.vmap(rows, axis, axis)
+
+    def loss(f):
+        return lambda x: jnp.sum(jnp.sin(f(x)))
+
+    for program in (f, jax.grad(loss(f))):
+        names = primitives(program, x)
+        assert names["cond"] > 0
+        assert names["select_n"] == 0
+    assert_same(f(x), want(x))
+    assert_same(jax.grad(loss(f))(x), jax.grad(loss(want))(x))
+    assert_same(jax.hessian(loss(f))(x), jax.hessian(loss(want))(x), rtol=1e-4)
+    assert_same(jax.jvp(f, (x,), (x,)), jax.jvp(want, (x,), (x,)))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (5, 1), (1, 5)])
+def test_a_branch_stays_a_branch_at_every_level(shape):
+    kernel = auto_vmap(0, 0, chunk_size=1)(lambda a, b: branching(a * b))
+    a, b = X[: shape[0]].reshape(shape[0], *[1] * (len(shape) - 1)), jnp.ones((1,) * len(shape))
+    b = jnp.broadcast_to(b, (*b.shape[:-1], shape[-1]))
+    names = primitives(kernel, a, b)
+    assert names["cond"] == 1
+    assert names["select_n"] == 0
+    assert_same(kernel(a, b), jnp.vectorize(branching)(a * b), rtol=1e-5)
+
+
+def test_keys_and_integers_in_chunks_of_one_item():
+    def kernel(key, i):
+        use, keep = jax.random.split(key)
+        return jax.random.normal(use, (2,)) * i, keep, i, i > 2
+
+    keys, i = jax.random.split(jax.random.key(0), 5), jnp.arange(5.0)
+    assert_same(chunked_vmap(kernel, 1)(keys, i), jax.vmap(kernel)(keys, i))
+
+
+# Effects.
+
+
+def recording(ordered, seen):
+    def record(x):
+        seen.append(float(x))
+        return np.float32(x)
+
+    def kernel(x):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.experimental.io_callback(record, shape, x, ordered=ordered) * 2
+
+    return kernel
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}], ids=str)
+def test_ordered_callbacks_run_in_order_in_chunks_of_one_item(options):
+    seen = []
+    kernel = auto_vmap(0, chunk_size=1, **options)(recording(True, seen))
+    assert_same(kernel(X), X * 2)
+    jax.effects_barrier()
+    assert seen == [float(x) for x in X]
+
+
+@pytest.mark.parametrize("chunk_size", [2, 3])
+def test_ordered_callbacks_in_larger_chunks_are_refused(chunk_size):
+    kernel = recording(True, [])
+    text = (
+        f"{here(kernel)}: it has an ordered effect, as a callback with ordered=True, which JAX "
+        "cannot map; with chunk_size=1 the items run one after the other in their order, and with "
+        "ordered=False the order is left open"
+    )
+    for mapped in (
+        chunked_vmap(kernel, chunk_size),
+        auto_vmap(0, chunk_size=chunk_size)(kernel),
+        jax.jit(chunked_vmap(kernel, chunk_size)),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+            mapped(X)
+        assert str(caught.value) == text
+    seen = []
+    chunked_vmap(recording(False, seen), chunk_size)(X).block_until_ready()
+    jax.effects_barrier()
+    assert set(seen) == {float(x) for x in X}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""Pytree classes that check, or convert, what they are rebuilt from, as TFP's distributions do.
+
+JAX rebuilds a class with arrays, for one item or for all. Whatever else stood in its fields on the
+way (a shape, a dtype, the items of one chunk, a zero that stands for a tangent) would be refused.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from helpers import assert_same
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+LENGTH = 5
+
+
+@jax.tree_util.register_pytree_node_class
+class Normal:
+    """Converts its parameters, whose shapes must be that of one item or of all."""
+
+    def __init__(self, mean, scale):
+        self.mean, self.scale = (
+            value if isinstance(value, jax.Array) else jnp.asarray(float(value))
+            for value in (mean, scale)
+        )
+        for value in (self.mean, self.scale):
+            assert value.shape in ((), (LENGTH,)), value.shape
+
+    def tree_flatten(self):
+        return (self.mean, self.scale), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class State:
+    """Holds scalars, and nothing else."""
+
+    def __init__(self, x):
+        assert x.shape == ()
+        assert isinstance(x, jax.Array)
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class Freely(Normal):
+    """Takes arrays of any one length, for a scan may keep some of its outputs."""
+
+    def __init__(self, mean, scale):
+        for value in (mean, scale):
+            assert isinstance(value, jax.Array)
+            assert value.ndim <= 1
+        self.mean, self.scale = mean, scale
+
+
+@jax.tree_util.register_pytree_node_class
+class Plane(State):
+    """Holds one item, or all of a batch with two axes."""
+
+    def __init__(self, x):
+        assert x.shape in ((), (1, LENGTH))
+        self.x = x
+
+
+M = jnp.linspace(0.1, 0.9, LENGTH)
+
+
+def shifted(normal, by):
+    return {"moved": Normal(normal.mean + by, normal.scale * 2.0), "by": by**2}
+
+
+def total(tree):
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
+@pytest.mark.parametrize("jit", [False, True])
+def test_in_and_out_of_a_kernel(chunk_size, jit):
+    normals = Normal(M, jnp.ones(LENGTH))
+    want = jax.vmap(shifted)(normals, M)
+    mapped = auto_vmap(0, 0, chunk_size=chunk_size, jit=jit)(shifted)
+    assert_same(mapped(normals, M), want)
+    assert_same(mapped(Normal(M, 1.0), M), want)
+    assert mapped.plan(normals, M).batch_shape == (LENGTH,)
+    gradient = jax.grad(lambda normals: total(mapped(normals, M)))(normals)
+    assert_same(gradient, jax.grad(lambda n: total(jax.vmap(shifted)(n, M)))(normals))
+
+
+@pytest.mark.parametrize("chunk_size", [2, 5, None])
+def test_levels_of_a_nest_are_not_seen(chunk_size):
+    """A map of (1, 5) items is one of 5, whose outputs are given the shape of the batch later."""
+
+    @auto_vmap(0, 0, chunk_size=chunk_size)
+    def kernel(a, b):
+        return Plane(a * b)
+
+    got = kernel(M, jnp.full((1, 1), 2.0))
+    assert_same(got.x, 2 * M[None])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
+def test_chunked_with_axes(chunk_size):
+    axes = ({"normal": 0, "table": 1},)
+    tree = {"normal": Normal(M, M + 1), "table": jnp.arange(3.0 * LENGTH).reshape(3, LENGTH)}
+
+    def one(tree):
+        normal, table = tree["normal"], tree["table"]
+        return Normal(normal.mean * table[0], normal.scale), table * normal.mean, Normal(2.0, 3.0)
+
+    out_axes = (0, 1, None)
+    want = jax.vmap(one, axes, out_axes)(tree)
+    mapped = chunked_vmap(one, chunk_size, axes, out_axes)
+    assert_same(mapped(tree), want)
+    gradient = jax.jit(jax.grad(lambda tree: total(mapped(tree))))(tree)
+    assert_same(gradient, jax.grad(lambda t: total(jax.vmap(one, axes, out_axes)(t)))(tree))
+
+
+SCANS = {
+    "sliced": lambda f, init, xs: sliced_scan(f, init, xs, start=1, step=2),
+    "sliced backwards": lambda f, init, xs: sliced_scan(f, init, xs, start=-2, step=-2),
+    "checkpointed": lambda f, init, xs: checkpoint_chunked_scan(f, init, xs, chunk_size=2),
+}
+WINDOWS = {
+    "sliced": slice(1, None, 2),
+    "sliced backwards": slice(-2, None, -2),
+    "checkpointed": slice(None),
+}
+
+
+def plain(name):
+    def scan(f, init, xs):
+        carry, ys = lax.scan(f, init, xs)
+        return carry, jax.tree.map(lambda y: y[WINDOWS[name]], ys)
+
+    return scan
+
+
+@pytest.mark.parametrize("init", [0.3, jnp.float32(0.3)], ids=["weak", "strong"])
+@pytest.mark.parametrize("name", SCANS)
+def test_as_carry_of_a_scan(name, init):
+    def body(state, x):
+        state = State(jnp.sin(state.x) + x)
+        return state, state.x * x
+
+    def end(scan):
+        return lambda init, xs: scan(body, State(jnp.asarray(init)), xs)
+
+    def loss(scan):
+        return lambda init, xs: total(end(scan)(init, xs))
+
+    init = jnp.asarray(init)
+    assert_same(end(SCANS[name])(init, M), end(plain(name))(init, M))
+    assert_same(
+        jax.grad(loss(SCANS[name]), (0, 1))(init, M), jax.grad(loss(plain(name)), (0, 1))(init, M)
+    )
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_as_inputs_and_outputs_of_a_scan(name):
+    def body(carry, x):
+        carry = carry * x.scale + x.mean
+        return carry, Freely(x.mean * carry, carry)
+
+    def loss(scan):
+        return lambda xs: total(scan(body, jnp.float32(0.5), xs))
+
+    xs = Normal(M, 1 - M)
+    got, want = (scan(body, jnp.float32(0.5), xs) for scan in (SCANS[name], plain(name)))
+    assert_same(got, want)
+    assert_same(jax.grad(loss(SCANS[name]))(xs), jax.grad(loss(plain(name)))(xs))
