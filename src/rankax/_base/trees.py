@@ -12,7 +12,7 @@ import numpy as np
 
 from rankax._base.words import listed, plural
 
-__all__ = ["ByKey", "ForEach", "governed", "leaves_with_names", "spread_prefix"]
+__all__ = ["ByKey", "ForEach", "entries", "governed", "leaves_with_names", "spread_prefix"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,24 @@ class ForEach:
     """A prefix for a container of any size: one entry governs each of its children."""
 
     entry: Any
+
+
+def entries(prefix: Any) -> Iterator[Any]:
+    """Yield the entries of a prefix, in any order; one that holds itself is looked at once."""
+    seen: set[int] = set()
+    waiting = [prefix]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ByKey):
+            if id(node) not in seen:
+                waiting += node.entries.values()
+            seen.add(id(node))
+        elif isinstance(node, ForEach):
+            waiting.append(node.entry)
+        elif node is None or jax.tree_util.all_leaves([node]):
+            yield node
+        else:
+            waiting += _children(node).values()
 
 
 def leaves_with_names(tree: Any, name: str) -> list[tuple[str, Any]]:

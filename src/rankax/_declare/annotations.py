@@ -14,7 +14,7 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.trees import ByKey, ForEach
+from rankax._base.trees import ByKey, ForEach, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, parse_dims
 from rankax._declare.hints import (
@@ -164,8 +164,8 @@ class _Reader:
 
     def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
         if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
-            entries = tuple(self.rank(arg, names) for arg in args)
-            return entries if any(entry is not None for entry in entries) else None
+            items = tuple(self.rank(arg, names) for arg in args)
+            return items if any(item is not None for item in items) else None
         is_mapping = issubclass(origin, collections.abc.Mapping)
         entry = self.rank(args[-1] if is_mapping else args[0], names)
         spreads = isinstance(entry, Rank) and (is_mapping or issubclass(origin, tuple))
@@ -178,9 +178,9 @@ class _Reader:
             return self.classes[cls]
         if cls in _kept and not bound:
             return _kept[cls]
-        entries: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
-        node = ByKey(dict if is_dict else cls, entries, _fields_of_subclass)
+        node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
         self.classes[cls] = node
         hints = field_hints(cls, names)
         for name in _field_names(cls, hints):
@@ -192,9 +192,9 @@ class _Reader:
             except ValueError as error:
                 raise ValueError(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
-                entries[f"['{name}']" if is_dict else f".{name}"] = entry
+                fields[f"['{name}']" if is_dict else f".{name}"] = entry
         del self.classes[cls]
-        result = node if _holds_rank(entries, set()) else None
+        result = node if any(entry is not None for entry in entries(node)) else None
         if not self.classes and not bound:
             if len(_kept) >= _MOST_KEPT:
                 _kept.clear()
@@ -250,22 +250,6 @@ def _field_names(cls: Any, hints: Collection[str]) -> list[str]:
         return [f.name for f in fields if f.name in hints and not f.metadata.get("static", False)]
     known = getattr(cls, "_fields", hints)
     return [name for name in known if name in hints]
-
-
-def _holds_rank(tree: Any, seen: set[int]) -> bool:
-    """Whether any rank is declared inside; a class that holds itself is looked at once."""
-    if id(tree) in seen:
-        return False
-    seen.add(id(tree))
-    if isinstance(tree, ForEach):
-        return _holds_rank(tree.entry, seen)
-    if isinstance(tree, ByKey):
-        return _holds_rank(tree.entries, seen)
-    if isinstance(tree, dict):
-        return any(_holds_rank(entry, seen) for entry in tree.values())
-    if isinstance(tree, tuple):
-        return any(_holds_rank(entry, seen) for entry in tree)
-    return tree is not None
 
 
 def _common(ranks: list[Any]) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from rankax._base.functions import function_name
-from rankax._base.trees import ForEach, governed, spread_prefix
+from rankax._base.trees import ForEach, entries, governed, spread_prefix
 from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
-from rankax._declare.dims import Rank, parse_dims
+from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
 
 __all__ = ["Declaration", "declare", "governed_parts", "ranks_of_leaves"]
@@ -66,15 +66,17 @@ def declare(
     where = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, where)
     outputs: Any = None
+    texts: dict[str, Rank] = {}  # dimension strings, by where they stand
     if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
         if named_ranks:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
         explicit, outputs = from_gufunc(ranks[0], signature, where)
     else:
         bound = _bind(ranks, named_ranks, signature, where)
-        explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
+        explicit = {name: _normal(rank, f"{where}: {name}", texts) for name, rank in bound.items()}
     overridden = explicit.keys() | ({"return"} if outputs is not None else set())
     annotated = _from_annotations(fun, overridden, signature, where)
+    _check_texts(texts, {**annotated, **explicit})
     _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
@@ -159,15 +161,18 @@ def _bind(
     return bound
 
 
-def _normal(rank: Any, where: str) -> Any:
-    """Turn one rank, or a tree of them, into a tree of `Rank` and None."""
+def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
+    """Turn one rank, or a tree of them, into a tree of `Rank` and None; collect the strings."""
 
     def entry(path: Any, value: Any) -> Rank | None:
         at = f"{where}{jax.tree_util.keystr(path)}"
         if value is None or isinstance(value, Rank):
             return value
         if isinstance(value, str):
-            return _dims(value, at)
+            dims = _dims(value, at)
+            if dims is not None:
+                texts[at] = dims
+            return dims
         return Rank(_rank_number(value, at))
 
     return jax.tree_util.tree_map_with_path(entry, rank, is_leaf=lambda node: node is None)
@@ -183,6 +188,23 @@ def _dims(text: str, at: str) -> Rank | None:
         return parse_dims(text)
     except ValueError as error:
         raise ValueError(f"{at}: {error}") from None
+
+
+def _check_texts(texts: Mapping[str, Rank], declared: Mapping[str, Any]) -> None:
+    """Refuse what no call could compare, now that it is known which names the parameters bind."""
+    bound = {
+        dim.name
+        for name, tree in declared.items()
+        if name != "return"
+        for rank in entries(tree.tree if isinstance(tree, Unpacked) else tree)
+        for dim in getattr(rank, "dims", None) or ()
+        if dim.name is not None
+    }
+    for at, rank in texts.items():
+        try:
+            check_comparable(rank, bound)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from None
 
 
 def _rank_number(value: Any, at: str) -> int:

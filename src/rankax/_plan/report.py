@@ -162,7 +162,7 @@ def _too_few(item: Item, sizes: dict[str, int]) -> str:
 
 def _would_fit(core: Shape, rank: Rank, sizes: dict[str, int]) -> bool:
     declared = zip(core, rank.dims or (), strict=rank.dims is not None)
-    return all(dim.expected(sizes) in (None, size) for size, dim in declared)
+    return all(dim.fits(size, sizes) for size, dim in declared)
 
 
 def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, list[_Clash]]:
