@@ -79,6 +79,18 @@ _MOST_KEPT = 256
 _kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
 
 
+@dataclasses.dataclass(frozen=True)
+class _Variadic:
+    """A named variadic in a field of a class: ``"*batch"``, alone or before core dimensions."""
+
+    word: str
+    alone: bool
+
+    @property
+    def name(self) -> str:
+        return self.word.lstrip("#*")
+
+
 class _Reader:
     """Turns one annotation into a rank tree.
 
@@ -89,12 +101,13 @@ class _Reader:
     def __init__(self) -> None:
         self.aliases: set[Any] = set()  # being read: none may come again inside itself
         self.classes: dict[type, ByKey] = {}  # being read: one that comes again is its own entry
+        self.variadics: list[list[_Variadic]] = []  # met so far, for each class being read
 
     def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None where it declares no rank."""
         hint = stripped(resolved(hint, names))
         if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-            return parse_dims(hint.dim_str)
+            return self._array(hint.dim_str)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
             return self._pytree(hint.leaftype, names)
         origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -113,6 +126,12 @@ class _Reader:
             tree = self._collection(origin, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
+
+    def _array(self, dims: str) -> Rank | None:
+        first, *core = dims.split() or [""]
+        if self.variadics and first.lstrip("#").startswith("*"):
+            self.variadics[-1].append(_Variadic(first, alone=not core))
+        return parse_dims(dims)
 
     def _pytree(self, leaf: Any, names: Names) -> Rank | None:
         rank = self.rank(leaf, names)
@@ -183,6 +202,8 @@ class _Reader:
         node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
         self.classes[cls] = node
         hints = field_hints(cls, names)
+        self.variadics.append([])
+        owners: list[str] = []  # the field of each variadic
         for name in _field_names(cls, hints):
             hint, scope = hints[name]
             try:
@@ -193,6 +214,8 @@ class _Reader:
                 raise ValueError(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
                 fields[f"['{name}']" if is_dict else f".{name}"] = entry
+            owners += [name] * (len(self.variadics[-1]) - len(owners))
+        _check_variadics(cls, owners, self.variadics.pop())
         del self.classes[cls]
         result = node if any(entry is not None for entry in entries(node)) else None
         if not self.classes and not bound:
@@ -200,6 +223,23 @@ class _Reader:
                 _kept.clear()
             _kept[cls] = result
         return result
+
+
+def _check_variadics(cls: type, owners: Sequence[str], variadics: Sequence[_Variadic]) -> None:
+    """Refuse a variadic that only ever stands alone in the fields of a class.
+
+    On a parameter ``"*batch"`` is a number for each item. A class says what one value of it holds:
+    in one with ``"*batch"`` and ``"*batch 3"`` the variadic is the batch, but a lone ``"*shape"``
+    may as well be an array of any rank, which as a number would be torn into its components.
+    """
+    batch = {variadic.name for variadic in variadics if not variadic.alone}
+    for owner, variadic in zip(owners, variadics, strict=True):
+        if variadic.name not in batch:
+            raise ValueError(
+                f"{cls.__name__}.{owner}: {variadic.word!r} alone could be the batch axes of a "
+                "number, or an array of any rank; write '' for a number and '...' for what is "
+                "untouched, or give the parameter a rank explicitly"
+            )
 
 
 def _fields_of_subclass(cls: type) -> dict[str, Any]:
