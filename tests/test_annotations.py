@@ -285,8 +285,8 @@ def test_a_lone_variadic_in_a_class_is_an_error_unless_it_leads_another_field():
         message = (
             f"auto_vmap({kernel.__name__}): the annotation of q: "
             f"{'Named.quantity: ' if kernel is nested else ''}Quantity.value: '*#shape' alone "
-            "could be the batch axes of a number, or an array of any rank; write '' for a number and "
-            "'...' for what is untouched, or give the parameter a rank explicitly"
+            "could be the batch axes of a number, or an array of any rank; write '' for a "
+            "number and '...' for what is untouched, or give the parameter a rank explicitly"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             auto_vmap(kernel)
@@ -528,22 +528,6 @@ def test_an_unregistered_dataclass_is_an_error():
     )
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         kernel(Plain(matrix))
-
-
-def test_a_class_registered_without_field_names_is_an_error():
-    @dataclasses.dataclass
-    class Flat:
-        x: Vector
-        y: Float[Array, ""]
-
-    jax.tree_util.register_pytree_node(Flat, lambda f: ((f.x, f.y), None), lambda _, xy: Flat(*xy))
-    kernel = auto_vmap(lambda_annotated(Flat))
-    message = (
-        "x is Flat, which JAX knows as a pytree without field names; register it with "
-        "jax.tree_util.register_dataclass"
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
-        kernel(Flat(matrix, matrix))
 
 
 def test_recursive_classes():

@@ -91,8 +91,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
         ``None``, or no rank, passes any Python object through untouched. A dict, tuple, list,
         NamedTuple or registered dataclass of those spreads over a pytree argument as ``in_axes``
-        of `jax.vmap` does. One string with parentheses is a gufunc signature for the whole kernel:
-        ``"(n,3),(n)->()"``.
+        of `jax.vmap` does; a dict also over a class that has fields of those names, and
+        `ranks_like` makes such a tree from an example. One string with parentheses is a gufunc
+        signature for the whole kernel: ``"(n,3),(n)->()"``.
     chunk_size : int, optional
         At most so many evaluations of the kernel exist at once, counted over all batch axes
         together (see `chunked_vmap`). None: all of them.

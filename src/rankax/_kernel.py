@@ -280,11 +280,10 @@ def is_number(leaf: Any) -> bool:
 def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:
     """Name each outermost list inside ``part``, with the positions of its leaves."""
     found: list[tuple[str, tuple[int, ...]]] = []
-    pairs = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda n: isinstance(n, list))[0]
-    for key, node in pairs:
+    for name, node in leaves_with_names(part, path, stops=lambda n: isinstance(n, list)):
         count = jax.tree.structure(node).num_leaves
         if isinstance(node, list) and count:
-            found.append((path + jax.tree_util.keystr(key), tuple(range(start, start + count))))
+            found.append((name, tuple(range(start, start + count))))
         start += count
     return found
 

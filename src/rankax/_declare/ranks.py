@@ -14,10 +14,9 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
-
 from rankax._base.functions import function_name
-from rankax._base.trees import ForEach, entries, governed, spread_prefix
+from rankax._base.nodes import children_of, is_leaf
+from rankax._base.trees import ForEach, Node, entries, governed, spread_prefix
 from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
 from rankax._declare.dims import Rank, check_comparable, parse_dims
@@ -106,7 +105,7 @@ def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
 
 def governed_parts(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
     """Cut an argument into ``(path, part, rank)``, each part governed by one rank."""
-    return list(governed(tree, value, name, is_entry=_is_rank, what="rank"))
+    return list(governed(tree, value, name, is_entry=_is_rank, what="rank", by_field=True))
 
 
 def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:
@@ -163,19 +162,18 @@ def _bind(
 
 def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
     """Turn one rank, or a tree of them, into a tree of `Rank` and None; collect the strings."""
-
-    def entry(path: Any, value: Any) -> Rank | None:
-        at = f"{where}{jax.tree_util.keystr(path)}"
-        if value is None or isinstance(value, Rank):
-            return value
-        if isinstance(value, str):
-            dims = _dims(value, at)
-            if dims is not None:
-                texts[at] = dims
-            return dims
-        return Rank(_rank_number(value, at))
-
-    return jax.tree_util.tree_map_with_path(entry, rank, is_leaf=lambda node: node is None)
+    if rank is None or isinstance(rank, Rank):
+        return rank
+    if isinstance(rank, str):
+        dims = _dims(rank, where)
+        if dims is not None:
+            texts[where] = dims
+        return dims
+    if is_leaf(rank):
+        return Rank(_rank_number(rank, where))
+    children = children_of(rank)
+    # The class of a container may accept ranks, but not what stands for them here.
+    return Node(type(rank), {c.key: _normal(c.value, where + c.name, texts) for c in children})
 
 
 def _dims(text: str, at: str) -> Rank | None:
