@@ -140,7 +140,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     *Annotations.* A parameter without a rank gets that of its jaxtyping annotation, and a bare
     ``@auto_vmap`` relies on them alone. ``Float[Array, "*batch n 3"]`` and ``Float[Array, "n 3"]``
     both have rank 2; ``Float[Array, "..."]`` and ``Array`` declare none. NamedTuples, dataclasses
-    and Equinox modules are read by their fields. A return annotation is checked.
+    and Equinox modules are read by their fields. A return annotation is checked. Where no rank is
+    given by hand, arrays in a parameter whose annotation says nothing of arrays are a
+    ``UserWarning`` at the first call; ``name=None`` says that they are meant to be untouched.
 
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 

@@ -8,7 +8,9 @@ shapes (`Layout`), is worked out once and kept, for a loop calls with the same o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.functions import function_location, function_name
+from rankax._base.functions import caller_level, function_location, function_name
 from rankax._base.trees import leaves_with_names
+from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
 from rankax._map.chunked import chunked_vmap
@@ -69,6 +72,7 @@ class Kernel:
         self.chunk_size = chunk_size
         self.checkpoint = checkpoint
         self._structures: dict[Any, _Structure] = {}
+        self._silent = set(declaration.silent)  # those not warned of yet
         self._defaults = {
             name: parameter.default
             for name, parameter in declaration.signature.parameters.items()
@@ -103,6 +107,7 @@ class Kernel:
                 for it in layout.items
             ),
             layout.levels,
+            self._untouched(call.bound),
         )
 
     # From arguments to leaves.
@@ -117,7 +122,32 @@ class Kernel:
             arguments = {**self._defaults, **bound.arguments}
             in_order = self.declaration.signature.parameters
             bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
+        if self._silent:
+            self._warn_of_arrays(bound)
         return bound
+
+    def _warn_of_arrays(self, bound: inspect.BoundArguments) -> None:
+        """Warn, once for each parameter, of arrays whose annotation could not give them a rank."""
+        for name in tuple(self._silent):
+            if arrays := arrays_of(bound.arguments.get(name), name):
+                found = shortened([f"{path} {shape}" for path, shape in arrays])
+                warnings.warn(
+                    f"{self.name}(): the annotation of {name} declares no rank, so it goes whole "
+                    f"to every item of the batch, with its arrays {found}; give auto_vmap a rank "
+                    f"for it, or {name}=None if that is meant",
+                    stacklevel=caller_level(),
+                )
+                self._silent.discard(name)
+
+    def _untouched(self, bound: inspect.BoundArguments) -> tuple[tuple[str, Shape], ...]:
+        """Return path and shape of every array that has axes, but no rank."""
+        return tuple(
+            found
+            for name, value in bound.arguments.items()
+            for path, part, rank in self._parts(name, value)
+            if rank is None
+            for found in arrays_of(part, path)
+        )
 
     def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
         """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
@@ -204,7 +234,8 @@ class Kernel:
         layout = call.structure.layouts.get(shapes)
         if layout is None:
             positions = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
-            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size)
+            untouched = functools.partial(self._untouched, call.bound)
+            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size, untouched)
             _keep(call.structure.layouts, shapes, layout)
         return layout
 
@@ -270,6 +301,21 @@ def is_array(leaf: Any) -> bool:
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return False
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
+
+
+def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
+    """Return path and shape of every array inside ``value`` that has axes."""
+    if value is None or isinstance(value, (int, float, complex, str)):
+        return []
+    try:
+        leaves = leaves_with_names(value, path)
+    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
+        return []
+    return [
+        (at, tuple(leaf.shape))
+        for at, leaf in leaves
+        if (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.shape
+    ]
 
 
 def is_number(leaf: Any) -> bool:

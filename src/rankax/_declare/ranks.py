@@ -21,6 +21,7 @@ from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
 from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
+from rankax._declare.silent import silent_parameters
 
 __all__ = ["Declaration", "declare", "governed_parts", "ranks_of_leaves"]
 
@@ -39,11 +40,14 @@ class Declaration:
         Rank tree by parameter, without the parameters that are passed through untouched.
     outputs : pytree of Rank or None
         What the kernel says it returns; None where it says nothing.
+    silent : frozenset of str
+        Parameters that have no rank only because their annotation says nothing of arrays.
     """
 
     signature: inspect.Signature
     ranks: dict[str, Any]
     outputs: Any
+    silent: frozenset[str] = frozenset()
 
 
 def declare(
@@ -86,10 +90,14 @@ def declare(
             f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
             "parameters with jaxtyping"
         )
+    # Whoever gave one rank by hand knows that what has none is untouched.
+    alone = all(rank is None for rank in explicit.values())
+    unsaid = [name for name, tree in trees.items() if tree is None and name not in explicit]
     return Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         outputs if outputs is not None else annotated.get("return"),
+        silent_parameters(fun, unsaid) if alone else frozenset(),
     )
 
 
