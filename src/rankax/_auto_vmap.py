@@ -105,9 +105,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         traced, and Python scalars on parameters that have a rank; everything else is static and
         must be hashable. Inside another ``jit`` it leaves no trace.
     **named_ranks
-        Ranks by parameter name; the only way for keyword-only ones. A rank on ``*args`` holds for
-        each of them, on ``**kwargs`` for each value. A parameter that has the name of an option
-        gets its rank by position, in a signature or by annotation.
+        Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
+        each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
+        has no rank by its own name. Items without a rank, as parameters, have that of their
+        annotation, or are untouched. A parameter that has the name of an option gets its rank by
+        position, in a signature or by annotation.
 
     Returns
     -------
@@ -198,7 +200,7 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not isinstance(options.get(name, True), bool):
             raise TypeError(f"{where}: {name} must be True or False, got {options[name]!r}")
     named_ranks = {name: rank for name, rank in named.items() if name not in _OPTIONS}
-    declaration = declare(fun, ranks, named_ranks, options)
+    declaration = declare(fun, ranks, named_ranks, options, _OPTIONS)
     kernel = Kernel(fun, declaration, size, options.get("checkpoint", True))
     jitted = JitKernel(kernel) if options.get("jit", False) else None
     call = jitted or kernel

@@ -24,12 +24,21 @@ from rankax._base.words import listed, plural
 __all__ = [
     "ByKey",
     "ForEach",
+    "Items",
     "Node",
     "entries",
     "governed",
     "leaves_with_names",
     "spread_prefix",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A prefix for a container of any size, some of whose children have an entry of their own."""
+
+    entries: Mapping[str, Any]  # by the key as a path prints it: "[0]", "['mass']"
+    rest: Any  # for each of the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,8 @@ def entries(prefix: Any) -> Iterator[Any]:
             seen.add(id(node))
         elif isinstance(node, ForEach):
             waiting.append(node.entry)
+        elif isinstance(node, Items):
+            waiting += [*node.entries.values(), node.rest]
         elif node is None or is_leaf(node):
             yield node
         else:
@@ -114,7 +125,8 @@ def spread_prefix(
     Parameters
     ----------
     prefix, tree : pytree
-        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey`, `ForEach`, `Node`.
+        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey`, `ForEach`,
+        `Items` and `Node`.
     name : str
         How the caller knows ``tree``, for error messages.
     is_entry : callable
@@ -158,6 +170,9 @@ def _paired(
     children = children_of(tree)
     if isinstance(prefix, ForEach):
         return [(child.name, child.value, prefix.entry) for child in children]
+    if isinstance(prefix, Items):
+        own = prefix.entries
+        return [(child.name, child.value, own.get(child.key, prefix.rest)) for child in children]
     if isinstance(prefix, ByKey):
         if not isinstance(tree, prefix.cls) or not names_fields(tree, children):
             raise ValueError(_not_an_instance(prefix.cls, tree, children, name))

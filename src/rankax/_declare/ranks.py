@@ -11,12 +11,12 @@ import dataclasses
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
-from rankax._base.trees import ForEach, Node, entries, governed, spread_prefix
+from rankax._base.trees import ForEach, Items, Node, entries, governed, spread_prefix
 from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
 from rankax._declare.dims import Rank, check_comparable, parse_dims
@@ -55,6 +55,7 @@ def declare(
     ranks: tuple[Any, ...],
     named_ranks: Mapping[str, Any],
     options: Mapping[str, Any],
+    known_options: Collection[str] = (),
 ) -> Declaration:
     """Reduce whatever declares the ranks of ``fun`` to the normal form.
 
@@ -65,6 +66,8 @@ def declare(
         As given to `auto_vmap`.
     options : dict
         The options that were given by name, which a parameter may share its name with.
+    known_options : collection of str
+        All options, for one may be misspelled.
     """
     where = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, where)
@@ -73,12 +76,17 @@ def declare(
     if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
         if named_ranks:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        explicit, outputs = from_gufunc(ranks[0], signature, where)
+        groups, outputs = from_gufunc(ranks[0], signature, where)
+        bound = _with_args([name for name, _ in groups], [rank for _, rank in groups])
     else:
-        bound = _bind(ranks, named_ranks, signature, where)
-        explicit = {name: _normal(rank, f"{where}: {name}", texts) for name, rank in bound.items()}
-    overridden = explicit.keys() | ({"return"} if outputs is not None else set())
+        bound = _bind(ranks, named_ranks, signature, where, known_options)
+    explicit = {
+        name: _normal_bound(rank, f"{where}: {name}", texts) for name, rank in bound.items()
+    }
+    overridden = {name for name, rank in explicit.items() if not _leaves_rest(rank)}
+    overridden |= {"return"} if outputs is not None else set()
     annotated = _from_annotations(fun, overridden, signature, where)
+    explicit = {name: _with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
     _check_texts(texts, {**annotated, **explicit})
     _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
@@ -129,6 +137,8 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     """``*args`` and ``**kwargs`` arrive as one container, and a rank holds for each item."""
     if isinstance(tree, Unpacked):
         return tree.tree
+    if isinstance(tree, Items):
+        return tree
     many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return ForEach(tree) if many and not _is_rank(tree) else tree
 
@@ -136,8 +146,15 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
 # Ranks given to the decorator.
 
 
+_ANNOTATED = object()  # the rank of the other items, where the annotation says it
+
+
 def _bind(
-    ranks: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature, where: str
+    ranks: tuple[Any, ...],
+    named: Mapping[str, Any],
+    signature: inspect.Signature,
+    where: str,
+    known_options: Collection[str],
 ) -> dict[str, Any]:
     """Give each rank its parameter, as a call would bind arguments."""
     parameters = signature.parameters
@@ -146,14 +163,23 @@ def _bind(
         for name, parameter in parameters.items()
         if parameter.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
     ]
+    count = len(positional)
+    if positional and parameters[positional[-1]].kind is Parameter.VAR_POSITIONAL:
+        positional += positional[-1:] * (len(ranks) - count)
     if len(ranks) > len(positional):
         raise TypeError(
             f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
-            f"{plural(len(positional), 'positional parameter')}"
+            f"{plural(count, 'positional parameter')}"
             + (f" ({', '.join(positional)})" if positional else "")
         )
-    bound = dict(zip(positional, ranks, strict=False))  # ranks may be fewer, never more
+    bound = _with_args(positional[: len(ranks)], ranks)
+    many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
+    items: dict[str, Any] = {}  # of **kwargs
     for name, rank in named.items():
+        if name not in parameters and many is not None:
+            _refuse_option(name, many, known_options, where)
+            items[f"[{name!r}]"] = rank
+            continue
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, n=1)
             known = ", ".join(parameters) or "no parameters"
@@ -165,7 +191,48 @@ def _bind(
                 f"{rank!r} by name"
             )
         bound[name] = rank
+    if many is not None and items:
+        bound[many] = Items(items, bound.get(many, _ANNOTATED))
     return bound
+
+
+def _with_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
+    """Pair names and ranks; where ``*args`` comes more than once, each of its items has its own."""
+    bound = dict(zip(names, ranks, strict=True))
+    first = names.index(names[-1]) if names else 0
+    if len(names) - first > 1:
+        items = {f"[{i}]": rank for i, rank in enumerate(ranks[first:])}
+        bound[names[-1]] = Items(items, _ANNOTATED)
+    return bound
+
+
+def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
+    """Keep a misspelled option from becoming the rank of an item that no call passes."""
+    if close := difflib.get_close_matches(name, known_options, n=1, cutoff=0.7):
+        raise TypeError(
+            f"{where}: {name!r} would be the rank of an item of **{many}; did you mean the option "
+            f"{close[0]!r}?"
+        )
+
+
+def _normal_bound(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
+    if not isinstance(rank, Items):
+        return _normal(rank, where, texts)
+    entries = {key: _normal(entry, where + key, texts) for key, entry in rank.entries.items()}
+    rest = rank.rest if rank.rest is _ANNOTATED else _normal(rank.rest, where, texts)
+    return Items(entries, rest)
+
+
+def _leaves_rest(rank: Any) -> bool:
+    """Whether some items of ``*args`` or ``**kwargs`` have ranks, and the others the annotated."""
+    return isinstance(rank, Items) and rank.rest is _ANNOTATED
+
+
+def _with_rest(rank: Any, annotated: Any) -> Any:
+    if not _leaves_rest(rank):
+        return rank
+    # Unpack[...] says what all items are together, which single ones override as a whole.
+    return Items(rank.entries, None if isinstance(annotated, Unpacked) else annotated)
 
 
 def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
