@@ -308,14 +308,17 @@ def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
     if value is None or isinstance(value, (int, float, complex, str)):
         return []
     try:
-        leaves = leaves_with_names(value, path)
+        leaves = jax.tree.leaves(value)
     except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
         return []
-    return [
-        (at, tuple(leaf.shape))
-        for at, leaf in leaves
-        if (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.shape
-    ]
+    if not any(map(_has_axes, leaves)):  # which is seen much faster than the paths are made
+        return []
+    named = leaves_with_names(value, path)
+    return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]
+
+
+def _has_axes(leaf: Any) -> bool:
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
 
 
 def is_number(leaf: Any) -> bool:
