@@ -135,6 +135,10 @@ pickled.__qualname__ = "pickled"
             "mean the option 'chunk_size'?",
         ),
         (
+            lambda: auto_vmap(0, 1, 2, args=3)(lambda x, *args: x),
+            "auto_vmap(<lambda>): parameter 'args' has two ranks, (1, 2) by position and 3 by name",
+        ),
+        (
             lambda: auto_vmap(0, x=1)(lambda x, **kwargs: x),
             "auto_vmap(<lambda>): parameter 'x' has two ranks, 0 by position and 1 by name",
         ),

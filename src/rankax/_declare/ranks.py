@@ -8,17 +8,16 @@ and checked once, when the kernel is decorated.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
 from rankax._base.trees import ForEach, Items, Node, entries, governed, spread_prefix
-from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
+from rankax._declare.binding import ANNOTATED, bind_ranks, items_of_args, leaves_rest, with_rest
 from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.silent import silent_parameters
@@ -77,16 +76,16 @@ def declare(
         if named_ranks:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
         groups, outputs = from_gufunc(ranks[0], signature, where)
-        bound = _with_args([name for name, _ in groups], [rank for _, rank in groups])
+        bound = items_of_args([name for name, _ in groups], [rank for _, rank in groups])
     else:
-        bound = _bind(ranks, named_ranks, signature, where, known_options)
+        bound = bind_ranks(ranks, named_ranks, signature, where, known_options)
     explicit = {
         name: _normal_bound(rank, f"{where}: {name}", texts) for name, rank in bound.items()
     }
-    overridden = {name for name, rank in explicit.items() if not _leaves_rest(rank)}
+    overridden = {name for name, rank in explicit.items() if not leaves_rest(rank)}
     overridden |= {"return"} if outputs is not None else set()
     annotated = _from_annotations(fun, overridden, signature, where)
-    explicit = {name: _with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
+    explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
     _check_texts(texts, {**annotated, **explicit})
     _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
@@ -143,96 +142,15 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     return ForEach(tree) if many and not _is_rank(tree) else tree
 
 
-# Ranks given to the decorator.
-
-
-_ANNOTATED = object()  # the rank of the other items, where the annotation says it
-
-
-def _bind(
-    ranks: tuple[Any, ...],
-    named: Mapping[str, Any],
-    signature: inspect.Signature,
-    where: str,
-    known_options: Collection[str],
-) -> dict[str, Any]:
-    """Give each rank its parameter, as a call would bind arguments."""
-    parameters = signature.parameters
-    positional = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    ]
-    count = len(positional)
-    if positional and parameters[positional[-1]].kind is Parameter.VAR_POSITIONAL:
-        positional += positional[-1:] * (len(ranks) - count)
-    if len(ranks) > len(positional):
-        raise TypeError(
-            f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
-            f"{plural(count, 'positional parameter')}"
-            + (f" ({', '.join(positional)})" if positional else "")
-        )
-    bound = _with_args(positional[: len(ranks)], ranks)
-    many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
-    items: dict[str, Any] = {}  # of **kwargs
-    for name, rank in named.items():
-        if name not in parameters and many is not None:
-            _refuse_option(name, many, known_options, where)
-            items[f"[{name!r}]"] = rank
-            continue
-        if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            known = ", ".join(parameters) or "no parameters"
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {known}"
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
-        if name in bound:
-            raise TypeError(
-                f"{where}: parameter {name!r} has two ranks, {bound[name]!r} by position and "
-                f"{rank!r} by name"
-            )
-        bound[name] = rank
-    if many is not None and items:
-        bound[many] = Items(items, bound.get(many, _ANNOTATED))
-    return bound
-
-
-def _with_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
-    """Pair names and ranks; where ``*args`` comes more than once, each of its items has its own."""
-    bound = dict(zip(names, ranks, strict=True))
-    first = names.index(names[-1]) if names else 0
-    if len(names) - first > 1:
-        items = {f"[{i}]": rank for i, rank in enumerate(ranks[first:])}
-        bound[names[-1]] = Items(items, _ANNOTATED)
-    return bound
-
-
-def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
-    """Keep a misspelled option from becoming the rank of an item that no call passes."""
-    if close := difflib.get_close_matches(name, known_options, n=1, cutoff=0.7):
-        raise TypeError(
-            f"{where}: {name!r} would be the rank of an item of **{many}; did you mean the option "
-            f"{close[0]!r}?"
-        )
+# Ranks given to the decorator, in normal form.
 
 
 def _normal_bound(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
     if not isinstance(rank, Items):
         return _normal(rank, where, texts)
     entries = {key: _normal(entry, where + key, texts) for key, entry in rank.entries.items()}
-    rest = rank.rest if rank.rest is _ANNOTATED else _normal(rank.rest, where, texts)
+    rest = rank.rest if rank.rest is ANNOTATED else _normal(rank.rest, where, texts)
     return Items(entries, rest)
-
-
-def _leaves_rest(rank: Any) -> bool:
-    """Whether some items of ``*args`` or ``**kwargs`` have ranks, and the others the annotated."""
-    return isinstance(rank, Items) and rank.rest is _ANNOTATED
-
-
-def _with_rest(rank: Any, annotated: Any) -> Any:
-    if not _leaves_rest(rank):
-        return rank
-    # Unpack[...] says what all items are together, which single ones override as a whole.
-    return Items(rank.entries, None if isinstance(annotated, Unpacked) else annotated)
 
 
 def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
