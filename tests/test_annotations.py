@@ -266,6 +266,45 @@ def test_an_error_inside_a_class_names_the_field():
         auto_vmap(kernel)
 
 
+def test_a_lone_variadic_in_a_class_is_an_error_unless_it_leads_another_field():
+    """Seen with unxt's ``Quantity``: a norm of shape (5, 3) came out per component."""
+
+    class Quantity(NamedTuple):
+        value: Shaped[Array, "*#shape"]
+
+    class Named(NamedTuple):
+        quantity: Quantity
+        at: Float[Array, "*shape 3"]
+
+    def norm(q: Quantity):
+        return jnp.sqrt(jnp.sum(q.value**2))
+
+    def nested(q: list[Named]): ...
+
+    for kernel in (norm, nested):
+        message = (
+            f"auto_vmap({kernel.__name__}): the annotation of q: "
+            f"{'Named.quantity: ' if kernel is nested else ''}Quantity.value: '*#shape' alone "
+            "could be the batch axes of a number, or an array of any rank; write '' for a "
+            "number and '...' for what is untouched, or give the parameter a rank explicitly"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            auto_vmap(kernel)
+    value = jnp.arange(15.0).reshape(5, 3)
+    got = auto_vmap(q=1)(norm)(Quantity(value))
+    assert_same(got, jnp.stack([norm(Quantity(item)) for item in value]))
+
+
+def test_a_variadic_that_leads_another_field_of_the_class_is_the_batch():
+    class Cloud(NamedTuple):
+        mass: Float[Array, "*batch"]
+        at: Float[Array, "*batch 3"]
+        parts: tuple[Float[Array, "*#batch"], Float[Array, "..."]]
+
+    value = Cloud(matrix, matrix, (matrix, matrix))
+    assert ranks(Cloud, value) == {"x.mass": 0, "x.at": 1, "x.parts[0]": 0}
+
+
 def test_static_fields_are_not_read():
     class Table(eqx.Module):
         at: Vector
@@ -489,22 +528,6 @@ def test_an_unregistered_dataclass_is_an_error():
     )
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         kernel(Plain(matrix))
-
-
-def test_a_class_registered_without_field_names_is_an_error():
-    @dataclasses.dataclass
-    class Flat:
-        x: Vector
-        y: Float[Array, ""]
-
-    jax.tree_util.register_pytree_node(Flat, lambda f: ((f.x, f.y), None), lambda _, xy: Flat(*xy))
-    kernel = auto_vmap(lambda_annotated(Flat))
-    message = (
-        "x is Flat, which JAX knows as a pytree without field names; register it with "
-        "jax.tree_util.register_dataclass"
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
-        kernel(Flat(matrix, matrix))
 
 
 def test_recursive_classes():

@@ -2,13 +2,20 @@
 """Dimension strings: how many axes each stands for, and which sizes agree."""
 
 import re
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 
 from rankax import CoreDimensionError, auto_vmap
 from rankax._declare.dims import bind_sizes, parse_dims
+
+
+class Pair(NamedTuple):
+    x: Float[Array, "n"]
+    y: Float[Array, "m 2"]
 
 
 def first(*arrays):
@@ -124,8 +131,95 @@ def test_expressions_do_not_depend_on_the_order_of_arguments(swap):
     assert clashes(*bad[order]) == [f"A dimension declared as n+1 = 5 is 6 ({name})."]
 
 
-def test_an_expression_of_unknown_names_is_not_checked():
-    assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("n/2", (1,))) == []
+def test_an_expression_of_names_that_this_call_does_not_bind_is_not_checked():
+    assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("{n}", (2,))) == []
+
+
+def test_an_expression_is_compared_by_its_value():
+    assert clashes(("n", (4,)), ("n/2", (2,)), ("int(n/3)", (1,)), ("abs(n-6)", (2,))) == []
+    assert clashes(("n", (3,)), ("n/2", (1,))) == ["A dimension declared as n/2 = 1.5 is 1 (b)."]
+
+
+def test_an_expression_that_fails_for_this_call_is_a_clash():
+    kernel = auto_vmap("n", "m", "m//n")(lambda a, b, c: c)
+    assert kernel(jnp.ones(2), jnp.ones(5), jnp.ones((3, 2))).shape == (3, 2)
+    with pytest.raises(CoreDimensionError) as error:
+        kernel(jnp.ones(0), jnp.ones(5), jnp.ones(2))
+    assert str(error.value).endswith(
+        ": the core dimensions disagree\n"
+        "\n"
+        "    argument  shape  rank    batch axes\n"
+        '    a         (0,)   "n"     ()\n'
+        '    b         (5,)   "m"     ()\n'
+        '  > c         (2,)   "m//n"  ()\n'
+        "\n"
+        "A dimension declared as m//n is 2 (c), but m//n cannot be computed for m = 5 and n = 0: "
+        "ZeroDivisionError: integer division or modulo by zero."
+    )
+    assert clashes(("n", (3,)), ("n.size", (3,))) == [
+        "A dimension declared as n.size is 3 (b), but n.size cannot be computed for n = 3: "
+        "AttributeError: 'int' object has no attribute 'size'."
+    ]
+
+
+def test_an_expression_whose_names_an_absent_argument_binds_is_not_checked():
+    kernel = auto_vmap("n", "m", "n+m")(lambda a, b, c: c if b is None else a[0] + b[0] + c)
+    assert kernel(jnp.ones(3), None, jnp.ones((2, 9))).shape == (2, 9)
+    with pytest.raises(CoreDimensionError, match=r"declared as n\+m = 7 is 9 \(c\)\.$"):
+        kernel(jnp.ones(3), jnp.ones(4), jnp.ones(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("n/2", "'/' does not give an integer; write 'n//2'"),
+        ("n/2//m/3", "'/' does not give an integer; write 'n//2//m//3'"),
+        (
+            "n//0",
+            "it cannot be computed for n = 3 (ZeroDivisionError: integer division or modulo by "
+            "zero), which is no size",
+        ),
+        ("n**-1", "it is 0.3333333333333333 for n = 3, which is no size"),
+        ("2-5", "it is -3, which is no size"),
+        ("m+k", "no argument has a dimension named 'm' or 'k'"),
+        ("n+k", "no argument has a dimension named 'k'"),
+        ("k=n+k", "no argument has a dimension named 'k'"),
+        ("max+n", "no argument has a dimension named 'max'"),
+        ("n*0.5", "an expression is made of names, integers and + - * // % **"),
+        ("n.size", "an expression is made of names, integers and + - * // % **"),
+        ("n==2", "an expression is made of names, integers and + - * // % **"),
+        ("{n}", "the value of an argument is not looked up; name the size, or write '_'"),
+        ("2*{n}", "the value of an argument is not looked up; name the size, or write '_'"),
+    ],
+)
+def test_a_string_that_no_call_could_check_is_an_error_at_decoration(text, problem):
+    expected = f"auto_vmap(<lambda>): b['x']: the dimension {text!r} could never be checked: "
+    with pytest.raises(ValueError, match=f"^{re.escape(expected + problem)}$"):
+        auto_vmap("n", {"x": f"3 {text}"})(lambda a, b: a)
+
+
+@pytest.mark.parametrize("text", ["n-m", "m-n", "n-5", "n%2", "2**n", "-n+50", "2*3"])
+def test_an_expression_that_is_a_size_for_some_call_is_accepted(text):
+    assert auto_vmap("n", "m", text)(lambda a, b, c: a)
+
+
+def test_names_of_an_expression_may_come_from_an_annotation():
+    def kernel(a: Pair, b, c):
+        return c
+
+    assert auto_vmap(b="n+m", c=0)(kernel)
+    with pytest.raises(ValueError, match=r"b: the dimension 'n\+k' could never be checked: no "):
+        auto_vmap(b="n+k", c=0)(kernel)
+
+
+def test_what_jaxtyping_accepts_in_an_annotation_is_accepted():
+    @auto_vmap
+    def kernel(a: Float[Array, "n"], b: Float[Array, "n/2"], c: Float[Array, "{k} n+k"], k: int):
+        return c
+
+    assert kernel(jnp.ones(4), jnp.ones(2), jnp.ones((6, 7, 8)), 7).shape == (6, 7, 8)
+    with pytest.raises(CoreDimensionError, match=r"declared as n/2 = 2\.5 is 2 \(b\)\.$"):
+        kernel(jnp.ones(5), jnp.ones(2), jnp.ones((6, 7, 8)), 7)
 
 
 def test_a_fixed_size_may_have_a_name():

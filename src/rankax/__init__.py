@@ -13,10 +13,12 @@ __all__ = [
     "auto_vmap",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "ranks_like",
     "sliced_scan",
 ]
 
 from rankax._auto_vmap import auto_vmap as auto_vmap
+from rankax._declare.like import ranks_like as ranks_like
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError

@@ -91,8 +91,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
         ``None``, or no rank, passes any Python object through untouched. A dict, tuple, list,
         NamedTuple or registered dataclass of those spreads over a pytree argument as ``in_axes``
-        of `jax.vmap` does. One string with parentheses is a gufunc signature for the whole kernel:
-        ``"(n,3),(n)->()"``.
+        of `jax.vmap` does; a dict also over a class that has fields of those names, and
+        `ranks_like` makes such a tree from an example. One string with parentheses is a gufunc
+        signature for the whole kernel: ``"(n,3),(n)->()"``.
     chunk_size : int, optional
         At most so many evaluations of the kernel exist at once, counted over all batch axes
         together (see `chunked_vmap`). None: all of them.
@@ -105,9 +106,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         must be hashable. Inside another ``jit`` it leaves no trace. A method's ``self`` is static
         too unless it is a pytree: attributes that are changed after the first call are not seen.
     **named_ranks
-        Ranks by parameter name; the only way for keyword-only ones. A rank on ``*args`` holds for
-        each of them, on ``**kwargs`` for each value. A parameter that has the name of an option
-        gets its rank by position, in a signature or by annotation.
+        Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
+        each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
+        has no rank by its own name. Items without a rank, as parameters, have that of their
+        annotation, or are untouched. A parameter that has the name of an option gets its rank by
+        position, in a signature or by annotation.
 
     Returns
     -------
@@ -140,7 +143,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     *Annotations.* A parameter without a rank gets that of its jaxtyping annotation, and a bare
     ``@auto_vmap`` relies on them alone. ``Float[Array, "*batch n 3"]`` and ``Float[Array, "n 3"]``
     both have rank 2; ``Float[Array, "..."]`` and ``Array`` declare none. NamedTuples, dataclasses
-    and Equinox modules are read by their fields. A return annotation is checked.
+    and Equinox modules are read by their fields. A return annotation is checked. Where no rank is
+    given by hand, arrays in a parameter whose annotation says nothing of arrays are a
+    ``UserWarning`` at the first call; ``name=None`` says that they are meant to be untouched.
 
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 
@@ -196,7 +201,7 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not isinstance(options.get(name, True), bool):
             raise TypeError(f"{where}: {name} must be True or False, got {options[name]!r}")
     named_ranks = {name: rank for name, rank in named.items() if name not in _OPTIONS}
-    declaration = declare(fun, ranks, named_ranks, options)
+    declaration = declare(fun, ranks, named_ranks, options, _OPTIONS)
     kernel = Kernel(fun, declaration, size, options.get("checkpoint", True))
     jitted = JitKernel(kernel) if options.get("jit", False) else None
     call = jitted or kernel

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.functions import function_location, function_name, unwrapped
+from rankax._base.functions import caller_level, function_location, function_name, unwrapped
 from rankax._base.trees import check_outputs, leaves_with_names
+from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
 from rankax._map.chunked import chunked_vmap
@@ -71,6 +73,7 @@ class Kernel:
         self.chunk_size = chunk_size
         self.checkpoint = checkpoint
         self._structures: dict[Any, _Structure] = {}
+        self._silent = set(declaration.silent)  # those not warned of yet
         self._defaults = {
             name: parameter.default
             for name, parameter in declaration.signature.parameters.items()
@@ -106,6 +109,7 @@ class Kernel:
                 for it in layout.items
             ),
             layout.levels,
+            self._untouched(call.bound),
         )
 
     # From arguments to leaves.
@@ -120,6 +124,8 @@ class Kernel:
             arguments = {**self._defaults, **bound.arguments}
             in_order = self.declaration.signature.parameters
             bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
+        if self._silent:
+            self._warn_of_arrays(bound)
         return bound
 
     def _unbound(self, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
@@ -152,6 +158,29 @@ class Kernel:
                 "on here; ask the class, with the object first: "
                 f"{owner or 'type(obj)'}.{self.name}.{what}(obj, ...)"
             )
+
+    def _warn_of_arrays(self, bound: inspect.BoundArguments) -> None:
+        """Warn, once for each parameter, of arrays whose annotation could not give them a rank."""
+        for name in tuple(self._silent):
+            if arrays := arrays_of(bound.arguments.get(name), name):
+                found = shortened([f"{path} {shape}" for path, shape in arrays])
+                warnings.warn(
+                    f"{self.name}(): the annotation of {name} declares no rank, so it goes whole "
+                    f"to every item of the batch, with its arrays {found}; give auto_vmap a rank "
+                    f"for it, or {name}=None if that is meant",
+                    stacklevel=caller_level(),
+                )
+                self._silent.discard(name)
+
+    def _untouched(self, bound: inspect.BoundArguments) -> tuple[tuple[str, Shape], ...]:
+        """Return path and shape of every array that has axes, but no rank."""
+        return tuple(
+            found
+            for name, value in bound.arguments.items()
+            for path, part, rank in self._parts(name, value)
+            if rank is None
+            for found in arrays_of(part, path)
+        )
 
     def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
         """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
@@ -252,7 +281,8 @@ class Kernel:
         layout = call.structure.layouts.get(shapes)
         if layout is None:
             positions = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
-            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size)
+            untouched = functools.partial(self._untouched, call.bound)
+            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size, untouched)
             _keep(call.structure.layouts, shapes, layout)
         return layout
 
@@ -329,6 +359,24 @@ def is_array(leaf: Any) -> bool:
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
 
 
+def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
+    """Return path and shape of every array inside ``value`` that has axes."""
+    if value is None or isinstance(value, (int, float, complex, str)):
+        return []
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
+        return []
+    if not any(map(_has_axes, leaves)):  # which is seen much faster than the paths are made
+        return []
+    named = leaves_with_names(value, path)
+    return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]
+
+
+def _has_axes(leaf: Any) -> bool:
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
@@ -337,11 +385,10 @@ def is_number(leaf: Any) -> bool:
 def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:
     """Name each outermost list inside ``part``, with the positions of its leaves."""
     found: list[tuple[str, tuple[int, ...]]] = []
-    pairs = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda n: isinstance(n, list))[0]
-    for key, node in pairs:
+    for name, node in leaves_with_names(part, path, stops=lambda n: isinstance(n, list)):
         count = jax.tree.structure(node).num_leaves
         if isinstance(node, list) and count:
-            found.append((path + jax.tree_util.keystr(key), tuple(range(start, start + count))))
+            found.append((name, tuple(range(start, start + count))))
         start += count
     return found
 

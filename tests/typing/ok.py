@@ -6,7 +6,14 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 
-from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from rankax import (
+    Static,
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_vmap,
+    ranks_like,
+    sliced_scan,
+)
 
 
 @auto_vmap(0, 1)
@@ -63,6 +70,8 @@ assert_type(Body.pull(Body(), X), jax.Array)
 assert_type(Body.unit(X), jax.Array)
 assert_type(Comet().pull(X, 2.0), jax.Array)
 assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
+
+assert_type(auto_vmap(ranks_like(X))(plain)(X, 3), list[jax.Array])
 
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["function_location", "function_name", "unwrapped"]
+__all__ = ["caller_level", "function_location", "function_name", "unwrapped"]
 
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,3 +37,14 @@ def function_location(fun: Callable[..., Any]) -> str:
         fun = type(fun).__call__
     code = getattr(inspect.unwrap(fun), "__code__", None)
     return f"{name}()" if code is None else f"{name}() at {code.co_filename}:{code.co_firstlineno}"
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def caller_level() -> int:
+    """Return the ``stacklevel`` by which a warning shows the line that called this library."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level  # the frame of this function stands for that of `warnings.warn`

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,9 +12,46 @@ import jax
 import numpy as np
 
 from rankax._base.functions import function_location
+from rankax._base.nodes import (
+    Child,
+    children_of,
+    field_names,
+    is_leaf,
+    keyed_children,
+    names_fields,
+)
 from rankax._base.words import listed, plural, with_article
 
-__all__ = ["ByKey", "ForEach", "check_outputs", "governed", "leaves_with_names", "spread_prefix"]
+__all__ = [
+    "ByKey",
+    "ForEach",
+    "Items",
+    "Node",
+    "check_outputs",
+    "entries",
+    "governed",
+    "leaves_with_names",
+    "spread_prefix",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A prefix for a container of any size, some of whose children have an entry of their own."""
+
+    entries: Mapping[str, Any]  # by the key as a path prints it: "[0]", "['mass']"
+    rest: Any  # for each of the others
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A prefix for one container of exactly this type and these children.
+
+    It stands for an instance of ``cls`` that holds the entries, which its class may not accept.
+    """
+
+    cls: type
+    entries: Mapping[str, Any]  # by the key as a path prints it: ".rotation", "['mass']"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +73,36 @@ class ForEach:
     entry: Any
 
 
-def leaves_with_names(tree: Any, name: str) -> list[tuple[str, Any]]:
-    """Flatten ``tree`` into ``(name, leaf)`` pairs: ``pose.rotation``, ``params['k'][0]``."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+def entries(prefix: Any) -> Iterator[Any]:
+    """Yield the entries of a prefix, in any order; one that holds itself is looked at once."""
+    seen: set[int] = set()
+    waiting = [prefix]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ByKey, Node)):
+            if id(node) not in seen:
+                waiting += node.entries.values()
+            seen.add(id(node))
+        elif isinstance(node, ForEach):
+            waiting.append(node.entry)
+        elif isinstance(node, Items):
+            waiting += [*node.entries.values(), node.rest]
+        elif node is None or is_leaf(node):
+            yield node
+        else:
+            waiting += keyed_children(node).values()
+
+
+def leaves_with_names(
+    tree: Any, name: str, *, stops: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """Flatten ``tree`` into ``(name, leaf)`` pairs: ``pose.rotation``, ``params['k'][0]``.
+
+    ``stops`` tells what is a leaf besides the leaves of JAX.
+    """
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]
+    if any(isinstance(k, jax.tree_util.FlattenedIndexKey) for path, _ in pairs for k in path):
+        return list(_named_leaves(tree, name, stops))
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
 
 
@@ -62,6 +127,16 @@ def _is_value(leaf: Any) -> bool:
     return True
 
 
+def _named_leaves(
+    tree: Any, name: str, stops: Callable[[Any], bool] | None
+) -> Iterator[tuple[str, Any]]:
+    if is_leaf(tree) or (stops is not None and stops(tree)):
+        yield name, tree
+        return
+    for child in children_of(tree):
+        yield from _named_leaves(child.value, name + child.name, stops)
+
+
 def spread_prefix(
     prefix: Any, tree: Any, name: str, *, is_entry: Callable[[Any], bool], what: str
 ) -> list[Any]:
@@ -73,7 +148,8 @@ def spread_prefix(
     Parameters
     ----------
     prefix, tree : pytree
-        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey` and `ForEach`.
+        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey`, `ForEach`,
+        `Items` and `Node`.
     name : str
         How the caller knows ``tree``, for error messages.
     is_entry : callable
@@ -89,55 +165,77 @@ def spread_prefix(
 
 
 def governed(
-    prefix: Any, tree: Any, name: str, *, is_entry: Callable[[Any], bool], what: str
+    prefix: Any,
+    tree: Any,
+    name: str,
+    *,
+    is_entry: Callable[[Any], bool],
+    what: str,
+    by_field: bool = False,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield ``(name, subtree, entry)`` for each part of ``tree`` that one entry governs."""
+    """Yield ``(name, subtree, entry)`` for each part of ``tree`` that one entry governs.
+
+    With ``by_field`` a dict in ``prefix`` is also one for a class that has fields of those names.
+    """
     if is_entry(prefix) or tree is None:
         yield name, tree, prefix
         return
-    for key, child, entry in _paired(prefix, tree, name, what):
-        yield from governed(entry, child, name + key, is_entry=is_entry, what=what)
+    for at, child, entry in _paired(prefix, tree, name, what, by_field):
+        yield from governed(
+            entry, child, name + at, is_entry=is_entry, what=what, by_field=by_field
+        )
 
 
-def _paired(prefix: Any, tree: Any, name: str, what: str) -> list[tuple[str, Any, Any]]:
+def _paired(
+    prefix: Any, tree: Any, name: str, what: str, by_field: bool
+) -> list[tuple[str, Any, Any]]:
     """Pair each child of ``tree`` with its part of ``prefix``."""
-    children = _children(tree)
+    children = children_of(tree)
     if isinstance(prefix, ForEach):
-        return [(key, child, prefix.entry) for key, child in children.items()]
+        return [(child.name, child.value, prefix.entry) for child in children]
+    if isinstance(prefix, Items):
+        own = prefix.entries
+        return [(child.name, child.value, own.get(child.key, prefix.rest)) for child in children]
     if isinstance(prefix, ByKey):
-        if not isinstance(tree, prefix.cls) or not _has_named_fields(tree, children):
-            raise ValueError(_not_an_instance(prefix.cls, tree, name))
+        if not isinstance(tree, prefix.cls) or not names_fields(tree, children):
+            raise ValueError(_not_an_instance(prefix.cls, tree, children, name))
         is_same = type(tree) is prefix.cls or isinstance(tree, dict)
         fields = prefix.entries if is_same else prefix.of_subclass(type(tree))
-        return [(key, child, fields.get(key)) for key, child in children.items()]
-    entries = _children(prefix)
-    if type(prefix) is not type(tree) or entries.keys() != children.keys():
-        raise ValueError(_misfit(prefix, tree, entries, children, name, what))
-    return [(key, child, entries[key]) for key, child in children.items()]
+        return [(child.name, child.value, fields.get(child.name)) for child in children]
+    if not isinstance(prefix, Node):
+        prefix = Node(type(prefix), keyed_children(prefix))
+    if by_field and prefix.cls is dict and _is_object(tree, children):
+        fields = {f".{key.strip(_QUOTES)}": entry for key, entry in prefix.entries.items()}
+        if fields.keys() != {child.name for child in children}:
+            raise ValueError(_other_fields(fields, tree, children, name, what))
+        return [(child.name, child.value, fields[child.name]) for child in children]
+    if prefix.cls is not type(tree) or prefix.entries.keys() != {child.key for child in children}:
+        raise ValueError(_misfit(prefix, tree, children, name, what))
+    return [(child.name, child.value, prefix.entries[child.key]) for child in children]
 
 
-def _children(tree: Any) -> dict[str, Any]:
-    """Return the children one level down by their key; a leaf or ``None`` has none."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return {jax.tree_util.keystr(path): child for path, child in pairs if path}
+_QUOTES = "[']"  # around a field in the path of a dict
 
 
-def _has_named_fields(tree: Any, children: dict[str, Any]) -> bool:
-    """Whether JAX's paths into ``tree`` name its fields; a leaf, or a flat index, does not."""
-    if jax.tree_util.all_leaves([tree]):
-        return False
-    return isinstance(tree, dict) or all(key.startswith(".") for key in children)
+def _is_object(tree: Any, children: list[Child]) -> bool:
+    return not isinstance(tree, dict) and bool(children) and names_fields(tree, children)
 
 
-def _not_an_instance(cls: type, tree: Any, name: str) -> str:
+def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> str:
     came = _kind(tree)
     if not isinstance(tree, cls):
         return f"{name} is annotated as {cls.__name__}, but it is {came}"
-    if jax.tree_util.all_leaves([tree]):
-        unknown = f"{name} is {came}, which JAX does not know as a pytree; register it"
-    else:
-        unknown = f"{name} is {came}, which JAX knows as a pytree without field names; register it"
-    return f"{unknown} with jax.tree_util.register_dataclass"
+    if is_leaf(tree):
+        return (
+            f"{name} is {came}, which JAX does not know as a pytree; register it with "
+            "jax.tree_util.register_dataclass"
+        )
+    unknown = next(i for i, child in enumerate(children) if not child.name.startswith("."))
+    return (
+        f"{name} is {came}, which JAX knows as a pytree without field names, and its child "
+        f"{unknown} is none of its attributes; give the parameter a rank explicitly, such as "
+        "rankax.ranks_like(item) of an example of one item"
+    )
 
 
 def _kind(tree: Any) -> str:
@@ -146,24 +244,42 @@ def _kind(tree: Any) -> str:
     return f"an array of shape {tree.shape}" if is_array else type(tree).__name__
 
 
-def _misfit(
-    prefix: Any, tree: Any, entries: dict[str, Any], children: dict[str, Any], name: str, what: str
-) -> str:
-    declared, came = type(prefix).__name__, _kind(tree)
+def _misfit(prefix: Node, tree: Any, children: list[Child], name: str, what: str) -> str:
+    declared, came = prefix.cls.__name__, _kind(tree)
     if declared != came:
         return (
-            f"the {what} of {name} is a {declared} of {plural(len(entries), 'entry')}, "
+            f"the {what} of {name} is a {declared} of {plural(len(prefix.entries), 'entry')}, "
             f"but {name} is {came}"
         )
-    missing = [name + key for key in entries if key not in children]
-    extra = [name + key for key in children if key not in entries]
+    keys = {child.key for child in children}
+    missing = [name + key for key in prefix.entries if key not in keys]
+    extra = [name + child.name for child in children if child.key not in prefix.entries]
     sentences: list[str] = []
     if missing:
         sentences.append(
             f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
         )
-    if extra:
-        sentences.append(
-            f"the {what} of {name} has no entry for {listed(extra)} (None would leave it as it is)"
-        )
-    return "; ".join(sentences)
+    return "; ".join([*sentences, *_no_entry(extra, name, what)])
+
+
+def _no_entry(extra: list[str], name: str, what: str) -> list[str]:
+    if not extra:
+        return []
+    return [f"the {what} of {name} has no entry for {listed(extra)} (None would leave it as it is)"]
+
+
+def _other_fields(
+    fields: Mapping[str, Any], tree: Any, children: list[Child], name: str, what: str
+) -> str:
+    known = field_names(children)
+    sentences: list[str] = []
+    for field in [field.removeprefix(".") for field in fields]:
+        if field not in known:
+            close = difflib.get_close_matches(field, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(known)}"
+            sentences.append(
+                f"the {what} of {name} has an entry for {field!r}, which is no field of "
+                f"{_kind(tree)} that holds arrays; {hint}"
+            )
+    extra = [name + child.name for child in children if child.name not in fields]
+    return "; ".join([*sentences, *_no_entry(extra, name, what)])

@@ -14,7 +14,7 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.trees import ByKey, ForEach
+from rankax._base.trees import ByKey, ForEach, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, parse_dims
 from rankax._declare.hints import (
@@ -75,9 +75,21 @@ def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict
 _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
 _KEYS = set(typing.get_args(jaxtyping.PRNGKeyArray))
-_KEY_DTYPES = jaxtyping.Key[jax.Array, ""].dtypes
+_ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
 _MOST_KEPT = 256
 _kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variadic:
+    """A named variadic in a field of a class: ``"*batch"``, alone or before core dimensions."""
+
+    word: str
+    alone: bool
+
+    @property
+    def name(self) -> str:
+        return self.word.lstrip("#*")
 
 
 class _Reader:
@@ -90,13 +102,14 @@ class _Reader:
     def __init__(self) -> None:
         self.aliases: set[Any] = set()  # being read: none may come again inside itself
         self.classes: dict[type, ByKey] = {}  # being read: one that comes again is its own entry
+        self.variadics: list[list[_Variadic]] = []  # met so far, for each class being read
 
     def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None where it declares no rank."""
         hint = stripped(resolved(hint, names))
         if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-            rank = parse_dims(hint.dim_str)
-            if rank is None or hint.dtypes != _KEY_DTYPES:
+            rank = self._array(hint.dim_str)
+            if rank is None or hint.dtypes != _ONE_KEY.dtypes:
                 return rank
             return dataclasses.replace(rank, is_key=True)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
@@ -117,6 +130,12 @@ class _Reader:
             tree = self._collection(origin, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
+
+    def _array(self, dims: str) -> Rank | None:
+        first, *core = dims.split() or [""]
+        if self.variadics and first.lstrip("#").startswith("*"):
+            self.variadics[-1].append(_Variadic(first, alone=not core))
+        return parse_dims(dims)
 
     def _pytree(self, leaf: Any, names: Names) -> Rank | None:
         rank = self.rank(leaf, names)
@@ -155,7 +174,7 @@ class _Reader:
         members = [stripped(resolved(member, names)) for member in members]
         if set(members) >= _KEYS:
             # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
-            members = [m for m in members if m not in _KEYS] + [jaxtyping.Key[jax.Array, ""]]
+            members = [m for m in members if m not in _KEYS] + [_ONE_KEY]
         ranks: list[Any] = []
         for member in members:
             rank = self.rank(member, names)
@@ -168,8 +187,8 @@ class _Reader:
 
     def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
         if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
-            entries = tuple(self.rank(arg, names) for arg in args)
-            return entries if any(entry is not None for entry in entries) else None
+            items = tuple(self.rank(arg, names) for arg in args)
+            return items if any(item is not None for item in items) else None
         is_mapping = issubclass(origin, collections.abc.Mapping)
         entry = self.rank(args[-1] if is_mapping else args[0], names)
         spreads = isinstance(entry, Rank) and (is_mapping or issubclass(origin, tuple))
@@ -182,11 +201,13 @@ class _Reader:
             return self.classes[cls]
         if cls in _kept and not bound:
             return _kept[cls]
-        entries: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
-        node = ByKey(dict if is_dict else cls, entries, _fields_of_subclass)
+        node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
         self.classes[cls] = node
         hints = field_hints(cls, names)
+        self.variadics.append([])
+        owners: list[str] = []  # the field of each variadic
         for name in _field_names(cls, hints):
             hint, scope = hints[name]
             try:
@@ -196,14 +217,33 @@ class _Reader:
             except ValueError as error:
                 raise ValueError(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
-                entries[f"['{name}']" if is_dict else f".{name}"] = entry
+                fields[f"['{name}']" if is_dict else f".{name}"] = entry
+            owners += [name] * (len(self.variadics[-1]) - len(owners))
+        _check_variadics(cls, owners, self.variadics.pop())
         del self.classes[cls]
-        result = node if _holds_rank(entries, set()) else None
+        result = node if any(entry is not None for entry in entries(node)) else None
         if not self.classes and not bound:
             if len(_kept) >= _MOST_KEPT:
                 _kept.clear()
             _kept[cls] = result
         return result
+
+
+def _check_variadics(cls: type, owners: Sequence[str], variadics: Sequence[_Variadic]) -> None:
+    """Refuse a variadic that only ever stands alone in the fields of a class.
+
+    On a parameter ``"*batch"`` is a number for each item. A class says what one value of it holds:
+    in one with ``"*batch"`` and ``"*batch 3"`` the variadic is the batch, but a lone ``"*shape"``
+    may as well be an array of any rank, which as a number would be torn into its components.
+    """
+    batch = {variadic.name for variadic in variadics if not variadic.alone}
+    for owner, variadic in zip(owners, variadics, strict=True):
+        if variadic.name not in batch:
+            raise ValueError(
+                f"{cls.__name__}.{owner}: {variadic.word!r} alone could be the batch axes of a "
+                "number, or an array of any rank; write '' for a number and '...' for what is "
+                "untouched, or give the parameter a rank explicitly"
+            )
 
 
 def _fields_of_subclass(cls: type) -> dict[str, Any]:
@@ -254,22 +294,6 @@ def _field_names(cls: Any, hints: Collection[str]) -> list[str]:
         return [f.name for f in fields if f.name in hints and not f.metadata.get("static", False)]
     known = getattr(cls, "_fields", hints)
     return [name for name in known if name in hints]
-
-
-def _holds_rank(tree: Any, seen: set[int]) -> bool:
-    """Whether any rank is declared inside; a class that holds itself is looked at once."""
-    if id(tree) in seen:
-        return False
-    seen.add(id(tree))
-    if isinstance(tree, ForEach):
-        return _holds_rank(tree.entry, seen)
-    if isinstance(tree, ByKey):
-        return _holds_rank(tree.entries, seen)
-    if isinstance(tree, dict):
-        return any(_holds_rank(entry, seen) for entry in tree.values())
-    if isinstance(tree, tuple):
-        return any(_holds_rank(entry, seen) for entry in tree)
-    return tree is not None
 
 
 def _common(ranks: list[Any]) -> Any:

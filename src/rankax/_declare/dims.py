@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from rankax._base.words import listed, shortened
+from rankax._declare.expressions import (
+    CannotComputeError,
+    evaluated,
+    for_sizes,
+    free_names,
+    why_never_checked,
+)
 
-__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "parse_dims"]
+__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "check_comparable", "parse_dims"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +32,36 @@ class Dim:
     expression: str | None = None
     stretches: bool = False  # "#n": length 1 is as good as n
 
-    def expected(self, sizes: Mapping[str, int]) -> int | None:
-        """Return the size this dimension must have, or None where nothing says so."""
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names that its expression is made of."""
+        return () if self.expression is None else free_names(self.expression)
+
+    def expected(self, sizes: Mapping[str, int]) -> Any:
+        """Return the size this dimension must have, or None where nothing says so.
+
+        That of an expression is compared by ``==``, as jaxtyping does, so that ``n/2`` is 2 for
+        n = 4. Nothing says so where this call does not bind all names of an expression.
+
+        Raises
+        ------
+        CannotComputeError
+            If the expression fails for these sizes.
+        """
         if self.name is not None:
             return sizes.get(self.name)
         if self.expression is None:
             return self.size
-        try:
-            # The text is the kernel author's own annotation, as jaxtyping evaluates it.
-            value = eval(self.expression, {"__builtins__": {"min": min, "max": max}}, dict(sizes))
-        except Exception:  # a name that this call does not bind: nothing to compare with
+        if any(name not in sizes for name in self.names):
             return None
-        return value if isinstance(value, int) else None
+        return evaluated(self.expression, sizes)
+
+    def fits(self, size: int, sizes: Mapping[str, int]) -> bool:
+        """Whether this dimension may have this size, as far as the other sizes say."""
+        try:
+            return self.expected(sizes) in (None, size)
+        except CannotComputeError:
+            return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +133,46 @@ def _parse_dim(word: str, text: str) -> Dim:
         raise ValueError(
             f"the dimensions {text!r} cannot be read at {word!r}: a size is not negative"
         )
+    # jaxtyping puts the value of an argument in place of "{k}" and "{self.k}". Those are values,
+    # not sizes, so the dimension is left to it.
+    by_value = "{" in expression
     try:
-        compile(expression.replace("{", "(").replace("}", ")"), "<dimension>", "eval")
+        ast.parse(expression.replace("{", "(").replace("}", ")"), mode="eval")
     except SyntaxError:
         raise ValueError(
             f"the dimensions {text!r} cannot be read at {word!r}: a dimension is a name, a size, "
             "'_', or an expression of names without spaces such as 'n+1'"
         ) from None
+    if by_value:
+        return Dim(word)
     return Dim(word, expression=expression, stretches=stretches)
+
+
+def check_comparable(rank: Rank, bound: Collection[str]) -> None:
+    """Refuse a dimension of an explicit string that no call could compare with a size.
+
+    Annotations are not held to this: jaxtyping evaluates any Python there, with names that it may
+    know from elsewhere.
+
+    Parameters
+    ----------
+    rank : Rank
+    bound : collection of str
+        The names that some argument of the kernel binds.
+
+    Raises
+    ------
+    ValueError
+        If an expression is an integer for no sizes, or has a name that no argument binds.
+    """
+    for dim in rank.dims or ():
+        problem = None
+        if "{" in dim.text:
+            problem = "the value of an argument is not looked up; name the size, or write '_'"
+        elif dim.expression is not None:
+            problem = why_never_checked(dim.expression, bound)
+        if problem is not None:
+            raise ValueError(f"the dimension {dim.text!r} could never be checked: {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,17 +224,30 @@ def _bind_names(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]
 
 
 def _check_others(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
-    wrong: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
+    wrong: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for i, leaf, size, dim in declared:
-        expected = None if dim.name is not None else dim.expected(sizes)
-        if expected is not None and size != expected and not (dim.stretches and size == 1):
-            wrong.setdefault((dim.text.lstrip("#"), expected, size), []).append((i, leaf))
+        if dim.name is None and (sentence := _disagreement(dim, size, sizes)):
+            wrong.setdefault(sentence, []).append((i, leaf))
     clashes: list[Clash] = []
-    for (text, expected, size), found in wrong.items():
-        value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
+    for (start, end), found in wrong.items():
         leaves = shortened([leaf for _, leaf in found])
-        group = tuple(i for i, _ in found)
-        clashes.append(
-            Clash((group,), f"A dimension declared as {text}{value} is {size} ({leaves}).")
-        )
+        clashes.append(Clash((tuple(i for i, _ in found),), f"{start} ({leaves}){end}."))
     return clashes
+
+
+def _disagreement(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    """Say what is wrong with a size, in two parts: the leaves are named between them."""
+    if dim.stretches and size == 1:
+        return None
+    text = dim.text.lstrip("#")
+    try:
+        expected = dim.expected(sizes)
+    except CannotComputeError as error:
+        by_name = {name: sizes[name] for name in dim.names}
+        return f"A dimension declared as {text} is {size}", (
+            f", but {dim.expression} cannot be computed{for_sizes(by_name)}: {error}"
+        )
+    if expected is None or expected == size:
+        return None
+    value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
+    return f"A dimension declared as {text}{value} is {size}", ""

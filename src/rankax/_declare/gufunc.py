@@ -17,8 +17,13 @@ _SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
 _CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
-def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[dict[str, Any], Any]:
-    """Read ``"(n,3),(n)->()"``: a rank tree per positional parameter, and one for the outputs."""
+def from_gufunc(
+    text: str, signature: inspect.Signature, where: str
+) -> tuple[list[tuple[str, Rank]], Any]:
+    """Read ``"(n,3),(n)->()"``: positional parameters with ranks, and a rank tree of the outputs.
+
+    ``*args`` comes once for each group that is left for it.
+    """
     inputs, arrow, outputs = text.partition("->")
     if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
         raise ValueError(
@@ -32,7 +37,8 @@ def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[di
             f"{where}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
             f"parameters {signature}"
         )
-    return dict(zip(names, ranks, strict=True)), results[0] if len(results) == 1 else tuple(results)
+    outcome = results[0] if len(results) == 1 else tuple(results)
+    return list(zip(names, ranks, strict=True)), outcome
 
 
 def _gufunc_parameters(signature: inspect.Signature, count: int) -> list[str] | None:
@@ -42,9 +48,10 @@ def _gufunc_parameters(signature: inspect.Signature, count: int) -> list[str] | 
         parameters = parameters[1:]
     positional = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    if not len(required) <= count <= len(positional):
-        return None
-    return [p.name for p in positional[:count]]
+    names = [p.name for p in positional]
+    if positional and positional[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        names += names[-1:] * (count - len(names))
+    return names[:count] if len(required) <= count <= len(names) else None
 
 
 def _core_dims(group: str, text: str, where: str) -> Rank:

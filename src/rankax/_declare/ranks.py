@@ -8,20 +8,19 @@ and checked once, when the kernel is decorated.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
-
 from rankax._base.functions import function_name
-from rankax._base.trees import ForEach, governed, spread_prefix
-from rankax._base.words import plural
+from rankax._base.nodes import children_of, is_leaf
+from rankax._base.trees import ForEach, Items, Node, entries, governed, spread_prefix
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
-from rankax._declare.dims import Rank, parse_dims
+from rankax._declare.binding import ANNOTATED, bind_ranks, items_of_args, leaves_rest, with_rest
+from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
+from rankax._declare.silent import silent_parameters
 
 __all__ = ["Declaration", "declare", "governed_parts", "ranks_of_leaves"]
 
@@ -40,11 +39,14 @@ class Declaration:
         Rank tree by parameter, without the parameters that are passed through untouched.
     outputs : pytree of Rank or None
         What the kernel says it returns; None where it says nothing.
+    silent : frozenset of str
+        Parameters that have no rank only because their annotation says nothing of arrays.
     """
 
     signature: inspect.Signature
     ranks: dict[str, Any]
     outputs: Any
+    silent: frozenset[str] = frozenset()
 
 
 def declare(
@@ -52,6 +54,7 @@ def declare(
     ranks: tuple[Any, ...],
     named_ranks: Mapping[str, Any],
     options: Mapping[str, Any],
+    known_options: Collection[str] = (),
 ) -> Declaration:
     """Reduce whatever declares the ranks of ``fun`` to the normal form.
 
@@ -62,19 +65,28 @@ def declare(
         As given to `auto_vmap`.
     options : dict
         The options that were given by name, which a parameter may share its name with.
+    known_options : collection of str
+        All options, for one may be misspelled.
     """
     where = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, where)
     outputs: Any = None
+    texts: dict[str, Rank] = {}  # dimension strings, by where they stand
     if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
         if named_ranks:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        explicit, outputs = from_gufunc(ranks[0], signature, where)
+        groups, outputs = from_gufunc(ranks[0], signature, where)
+        bound = items_of_args([name for name, _ in groups], [rank for _, rank in groups])
     else:
-        bound = _bind(ranks, named_ranks, signature, where)
-        explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
-    overridden = explicit.keys() | ({"return"} if outputs is not None else set())
+        bound = bind_ranks(ranks, named_ranks, signature, where, known_options)
+    explicit = {
+        name: _normal_bound(rank, f"{where}: {name}", texts) for name, rank in bound.items()
+    }
+    overridden = {name for name, rank in explicit.items() if not leaves_rest(rank)}
+    overridden |= {"return"} if outputs is not None else set()
     annotated = _from_annotations(fun, overridden, signature, where)
+    explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
+    _check_texts(texts, {**annotated, **explicit})
     _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
@@ -85,10 +97,14 @@ def declare(
             f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
             "parameters with jaxtyping"
         )
+    # Whoever gave one rank by hand knows that what has none is untouched.
+    alone = all(rank is None for rank in explicit.values())
+    unsaid = [name for name, tree in trees.items() if tree is None and name not in explicit]
     return Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         outputs if outputs is not None else annotated.get("return"),
+        silent_parameters(fun, unsaid) if alone else frozenset(),
     )
 
 
@@ -104,7 +120,7 @@ def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
 
 def governed_parts(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
     """Cut an argument into ``(path, part, rank)``, each part governed by one rank."""
-    return list(governed(tree, value, name, is_entry=_is_rank, what="rank"))
+    return list(governed(tree, value, name, is_entry=_is_rank, what="rank", by_field=True))
 
 
 def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:
@@ -120,57 +136,37 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     """``*args`` and ``**kwargs`` arrive as one container, and a rank holds for each item."""
     if isinstance(tree, Unpacked):
         return tree.tree
+    if isinstance(tree, Items):
+        return tree
     many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return ForEach(tree) if many and not _is_rank(tree) else tree
 
 
-# Ranks given to the decorator.
+# Ranks given to the decorator, in normal form.
 
 
-def _bind(
-    ranks: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature, where: str
-) -> dict[str, Any]:
-    """Give each rank its parameter, as a call would bind arguments."""
-    parameters = signature.parameters
-    positional = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    ]
-    if len(ranks) > len(positional):
-        raise TypeError(
-            f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
-            f"{plural(len(positional), 'positional parameter')}"
-            + (f" ({', '.join(positional)})" if positional else "")
-        )
-    bound = dict(zip(positional, ranks, strict=False))  # ranks may be fewer, never more
-    for name, rank in named.items():
-        if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            known = ", ".join(parameters) or "no parameters"
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {known}"
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
-        if name in bound:
-            raise TypeError(
-                f"{where}: parameter {name!r} has two ranks, {bound[name]!r} by position and "
-                f"{rank!r} by name"
-            )
-        bound[name] = rank
-    return bound
+def _normal_bound(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
+    if not isinstance(rank, Items):
+        return _normal(rank, where, texts)
+    entries = {key: _normal(entry, where + key, texts) for key, entry in rank.entries.items()}
+    rest = rank.rest if rank.rest is ANNOTATED else _normal(rank.rest, where, texts)
+    return Items(entries, rest)
 
 
-def _normal(rank: Any, where: str) -> Any:
-    """Turn one rank, or a tree of them, into a tree of `Rank` and None."""
-
-    def entry(path: Any, value: Any) -> Rank | None:
-        at = f"{where}{jax.tree_util.keystr(path)}"
-        if value is None or isinstance(value, Rank):
-            return value
-        if isinstance(value, str):
-            return _dims(value, at)
-        return Rank(_rank_number(value, at))
-
-    return jax.tree_util.tree_map_with_path(entry, rank, is_leaf=lambda node: node is None)
+def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
+    """Turn one rank, or a tree of them, into a tree of `Rank` and None; collect the strings."""
+    if rank is None or isinstance(rank, Rank):
+        return rank
+    if isinstance(rank, str):
+        dims = _dims(rank, where)
+        if dims is not None:
+            texts[where] = dims
+        return dims
+    if is_leaf(rank):
+        return Rank(_rank_number(rank, where))
+    children = children_of(rank)
+    # The class of a container may accept ranks, but not what stands for them here.
+    return Node(type(rank), {c.key: _normal(c.value, where + c.name, texts) for c in children})
 
 
 def _dims(text: str, at: str) -> Rank | None:
@@ -183,6 +179,23 @@ def _dims(text: str, at: str) -> Rank | None:
         return parse_dims(text)
     except ValueError as error:
         raise ValueError(f"{at}: {error}") from None
+
+
+def _check_texts(texts: Mapping[str, Rank], declared: Mapping[str, Any]) -> None:
+    """Refuse what no call could compare, now that it is known which names the parameters bind."""
+    bound = {
+        dim.name
+        for name, tree in declared.items()
+        if name != "return"
+        for rank in entries(tree.tree if isinstance(tree, Unpacked) else tree)
+        for dim in getattr(rank, "dims", None) or ()
+        if dim.name is not None
+    }
+    for at, rank in texts.items():
+        try:
+            check_comparable(rank, bound)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from None
 
 
 def _rank_number(value: Any, at: str) -> int:

@@ -51,12 +51,16 @@ class BatchPlan:
         Every leaf that has a rank, in the order of the parameters.
     levels : tuple of Level
         The nested maps, outermost first.
+    untouched : tuple of (str, tuple of int)
+        Path and shape of every other array that has axes: it has no rank, and goes whole to every
+        item.
     """
 
     kernel: str
     batch_shape: Shape
     leaves: tuple[LeafPlan, ...]
     levels: tuple[Level, ...]
+    untouched: tuple[tuple[str, Shape], ...] = ()
 
     @property
     def evaluations(self) -> int:

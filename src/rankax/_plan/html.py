@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from rankax._base.words import plural
-from rankax._plan.text import axis_cells, summary
+from rankax._plan.text import axis_cells, summary, untouched_line
 
 if TYPE_CHECKING:
     from rankax._plan.batch import BatchPlan, LeafPlan
@@ -61,6 +61,8 @@ def plan_html(plan: BatchPlan) -> str:
         parts.append(_table(plan))
     if plan.batch_shape:
         parts.append(_key(plan))
+    for line in untouched_line(plan.untouched):
+        parts.append(f'<p class="key">{escape(line)}</p>')
     return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 

@@ -43,6 +43,7 @@ def lay_out(
     items: Sequence[Item],
     positions: Sequence[int],
     chunk_size: int | None,
+    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
 ) -> Layout:
     """Check the shapes of a call and lay out its maps.
 
@@ -54,9 +55,11 @@ def lay_out(
         Each leaf that has a rank, and its position among all leaves.
     chunk_size : int or None
         How many items may be in flight.
+    untouched : callable
+        Returns path and shape of the arrays without a rank; asked for an error only.
     """
     sizes: dict[str, int] = {}
-    batch_shape = check_items(fun, items, sizes)
+    batch_shape = check_items(fun, items, sizes, untouched)
     levels = plan_levels(tuple(item.batch for item in items), batch_shape, chunk_size)
     reshaped: list[tuple[int, Shape]] = []
     mapped: list[int] = []

@@ -12,6 +12,7 @@ from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
 from rankax._declare.dims import Rank, bind_sizes
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._plan.text import untouched_line
 
 __all__ = ["Item", "check_items", "output_error"]
 
@@ -48,8 +49,23 @@ class _Clash:
     sentence: str
 
 
-def check_items(fun: Callable[..., Any], items: Sequence[Item], sizes: dict[str, int]) -> Shape:
+def check_items(
+    fun: Callable[..., Any],
+    items: Sequence[Item],
+    sizes: dict[str, int],
+    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
+) -> Shape:
     """Return the batch shape, and bind the named core dimensions in ``sizes``.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel, for the error.
+    items : sequence of Item
+    sizes : dict
+        The named core dimensions.
+    untouched : callable
+        Returns path and shape of the arrays without a rank; asked for an error only.
 
     Raises
     ------
@@ -63,9 +79,8 @@ def check_items(fun: Callable[..., Any], items: Sequence[Item], sizes: dict[str,
     if short or core or batch:
         few = _too_few_axes(items, short, sizes) if short else []
         only_batch = len(batch) == 1 and not short and not core
-        raise _error(
-            fun, items, [*few, *core, *(_with_hint(items, batch) if only_batch else batch)]
-        )
+        clashes = [*few, *core, *(_with_hint(items, batch) if only_batch else batch)]
+        raise _error(fun, items, clashes, untouched())
     return batch_shape
 
 
@@ -93,7 +108,12 @@ _SUMMARIES: dict[type[ValueError], str] = {
 }
 
 
-def _error(fun: Callable[..., Any], items: Sequence[Item], clashes: list[_Clash]) -> ValueError:
+def _error(
+    fun: Callable[..., Any],
+    items: Sequence[Item],
+    clashes: list[_Clash],
+    untouched: Sequence[tuple[str, Shape]],
+) -> ValueError:
     kinds = list(dict.fromkeys(clash.error for clash in clashes))
     rows = [
         (
@@ -107,6 +127,7 @@ def _error(fun: Callable[..., Any], items: Sequence[Item], clashes: list[_Clash]
     return kinds[0](
         f"{function_location(fun)}: {listed([_SUMMARIES[kind] for kind in kinds])}\n\n"
         + _marked_table(("argument", "shape", "rank", "batch axes"), rows, clashes)
+        + "".join(f"\n    {line}" for line in untouched_line(untouched))
         + "\n\n"
         + "\n".join(clash.sentence for clash in clashes)
     )
@@ -162,7 +183,7 @@ def _too_few(item: Item, sizes: dict[str, int]) -> str:
 
 def _would_fit(core: Shape, rank: Rank, sizes: dict[str, int]) -> bool:
     declared = zip(core, rank.dims or (), strict=rank.dims is not None)
-    return all(dim.expected(sizes) in (None, size) for size, dim in declared)
+    return all(dim.fits(size, sizes) for size, dim in declared)
 
 
 def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, list[_Clash]]:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rankax._base.words import plural
+from rankax._base.words import plural, shortened
 
 if TYPE_CHECKING:
     from rankax._plan.batch import BatchPlan, LeafPlan
-    from rankax._plan.levels import Level
+    from rankax._plan.levels import Level, Shape
 
-__all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary"]
+__all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary", "untouched_line"]
 
 
 def plan_text(plan: BatchPlan) -> str:
@@ -19,7 +20,8 @@ def plan_text(plan: BatchPlan) -> str:
     lines = [summary(plan)]
     if plan.leaves:
         lines += _leaf_table(plan)
-    return "\n".join([*lines, *(f"  {line}" for line in [*level_sentences(plan), *legend(plan)])])
+    below = [*level_sentences(plan), *legend(plan), *untouched_line(plan.untouched)]
+    return "\n".join([*lines, *(f"  {line}" for line in below)])
 
 
 def summary(plan: BatchPlan) -> str:
@@ -79,6 +81,13 @@ def _level_sentence(plan: BatchPlan, level: Level) -> str:
     if level.tile != level.size:
         how = f"{plural(level.steps, 'chunk')} of {level.tile} over {level.size}"
     return f"{where}: {how}, mapping {', '.join(shown)}"
+
+
+def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
+    """Say which arrays have no rank, and so go whole to every item; nothing where none has."""
+    if not untouched:
+        return []
+    return [f"untouched: {shortened([f'{path} {shape}' for path, shape in untouched])}"]
 
 
 def legend(plan: BatchPlan) -> list[str]:

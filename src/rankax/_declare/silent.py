@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT
+"""Annotations without a rank: whether their author meant that, or could not have known."""
+
+from __future__ import annotations
+
+import collections.abc
+import typing
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jaxtyping
+import numpy as np
+
+from rankax._declare.hints import Names, UnresolvedError, hints_and_names, resolved, stripped
+
+__all__ = ["silent_parameters"]
+
+
+def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
+    """Return which of ``names`` are annotated with a type that says nothing of arrays.
+
+    Such a type may still hold them, as a class of another library does. An array type without
+    dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, and no annotation at all are
+    taken for what they say: no rank.
+    """
+    hints, scope = hints_and_names(fun)
+    return frozenset(name for name in names if name in hints and not _is_meant(hints[name], scope))
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jaxtyping.AbstractArray)
+_ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
+
+
+def _is_meant(hint: Any, names: Names) -> bool:
+    """Whether a type speaks of arrays, or of anything, or is a container of what does."""
+    try:
+        hint = stripped(resolved(hint, names))
+    except UnresolvedError:
+        return True
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar):
+        return True
+    if hasattr(hint, "leaftype"):  # a PyTree[...]
+        return True
+    if isinstance(origin or hint, type) and issubclass(origin or hint, _ARRAYS):
+        return True
+    if hasattr(hint, "__value__"):  # a `type X = ...` statement
+        return _is_meant(hint.__value__, names)
+    return any(_is_meant(arg, names) for arg in args if arg is not Ellipsis)
