@@ -75,7 +75,7 @@ def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict
 _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
 _KEYS = set(typing.get_args(jaxtyping.PRNGKeyArray))
-_KEY_DTYPES = jaxtyping.Key[jax.Array, ""].dtypes
+_KEY_DTYPES = getattr(jaxtyping.Key[jax.Array, ""], "dtypes", None)
 _MOST_KEPT = 256
 _kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
 
