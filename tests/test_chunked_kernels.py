@@ -287,3 +287,32 @@ def test_ordered_callbacks_in_larger_chunks_are_refused(chunk_size):
     chunked_vmap(recording(False, seen), chunk_size)(X).block_until_ready()
     jax.effects_barrier()
     assert set(seen) == {float(x) for x in X}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+def test_a_key_that_every_chunk_uses_is_named_by_the_check_for_reuse(chunk_size):
+    def kernel(key, x):
+        return jax.random.normal(key) * x
+
+    def cloned(key, x):
+        return kernel(jax.random.clone(key), x)
+
+    six = jnp.arange(6.0)
+    with jax.debug_key_reuse(True):
+        for mapped in (
+            chunked_vmap(kernel, chunk_size, (None, 0)),
+            auto_vmap(0, 0, chunk_size=chunk_size)(kernel),
+        ):
+            with pytest.raises(jax.errors.KeyReuseError) as caught:
+                mapped(jax.random.key(0), six)
+            # JAX adds where it explains the error.
+            assert str(caught.value).split("\n")[0] == (
+                f"{here(kernel)}: it uses one PRNG key in every chunk, either an argument that is "
+                "not mapped or a key from outside, or two chunks overlap; map over "
+                "jax.random.split(key, n) with a chunk_size that divides n, or use "
+                "jax.random.clone(key) in the kernel where all items are meant to draw the same"
+            )
+        # What it advises.
+        keys = jax.random.split(jax.random.key(0), 6)
+        chunked_vmap(kernel, chunk_size)(keys, six)
+        chunked_vmap(cloned, chunk_size, (None, 0))(jax.random.key(0), six)

@@ -188,14 +188,14 @@ def kernel_of(fun):
     return lambda row: jnp.sin(fun(row[0]) * row[1]) * row[0]
 
 
-def derivatives(fun, kinds, x=X):
+def derivatives(fun, kinds, x=X, v=V):
     """Every derivative of the sum of squares of ``fun`` in one program, for it is compiled once."""
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def all_of_them(x, v):
         return {kind.__name__: kind(lambda x: jnp.sum(fun(x) ** 2), x, v) for kind in kinds}
 
-    return all_of_them(x, V[: len(x)])
+    return all_of_them(x, v[: len(x)])
 
 
 def close(actual, expected):
@@ -243,9 +243,9 @@ def test_over_two_batch_axes():
 
     by_hand = jax.vmap(jax.vmap(kernel, (None, 0)), (0, None))
     mapped = auto_vmap(0, 0, chunk_size=3)(kernel)
-    x = X[:, 0]
-    actual = derivatives(of(lambda x, y: mapped(x[:, None], y)), SECOND, x)
-    close(actual, derivatives(of(by_hand), SECOND, x))
+    x, v = X[:, 0], V[:, 0]
+    actual = derivatives(of(lambda x, y: mapped(x[:, None], y)), SECOND, x, v)
+    close(actual, derivatives(of(by_hand), SECOND, x, v))
 
 
 def test_inside_a_scan():

@@ -47,7 +47,6 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.xfail(reason="to be mended", raises=(NotImplementedError, TypeError))
 @pytest.mark.parametrize("program", ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
 def test_once_wrong(program):
     program.check()

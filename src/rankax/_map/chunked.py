@@ -381,7 +381,11 @@ def _chunked_call(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, check
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(flatten_items(leaf, axis))
-    return jax.tree.unflatten(item.out_tree, _map_chunks(body, layout, operands))
+    try:
+        outs = _map_chunks(body, layout, operands)
+    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
+        raise item.reuses_key() from error
+    return jax.tree.unflatten(item.out_tree, outs)
 
 
 def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:

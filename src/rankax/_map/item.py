@@ -57,6 +57,14 @@ class ItemProgram:
 
         return on_one
 
+    def reuses_key(self) -> jax.errors.KeyReuseError:
+        return jax.errors.KeyReuseError(
+            f"{function_location(self.fun)}: it uses one PRNG key in every chunk, either an "
+            "argument that is not mapped or a key from outside, or two chunks overlap; map over "
+            "jax.random.split(key, n) with a chunk_size that divides n, or use "
+            "jax.random.clone(key) in the kernel where all items are meant to draw the same"
+        )
+
     def check_unmapped_outputs(self) -> None:
         """Refuse outputs that are promised to be alike for all items, but depend on the item.
 
