@@ -122,7 +122,8 @@ def chunked_vmap(
     -----
     *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
     whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
-    axis is 0; otherwise also one copy of the outputs and of their tangents, or cotangents. Inputs
+    axis is 0; otherwise, and of outputs that have an axis of length 1 in each item, also one copy
+    of the outputs and of their tangents, or cotangents. Inputs
     are not copied, nor are their tangents or cotangents; only, in derivatives of that second case,
     those of less than 32 bits but for ``float16``, as ``float32``.
 
@@ -364,20 +365,21 @@ def _chunked_call(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, check
     evaluate = _apart_from_constants(closed, avals)
     pairs = zip(closed.out_avals, item.out_axes, strict=True)
     outputs = [_output(aval, axis, chunks) for aval, axis in pairs]
-    sliced_axes = tuple(axis for axis in axes if not _rides_along(axis, chunks))
+    stacks = [_is_stack(axis, aval, chunks) for axis, aval in zip(axes, avals, strict=True)]
+    sliced_axes = tuple(axis for axis, is_stack in zip(axes, stacks, strict=True) if not is_stack)
     layout = _Layout(chunks, sliced_axes, tuple(outputs), checkpoint)
 
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [
-            next(stacked) if _rides_along(axis, chunks) else _as_chunk(next(sliced), aval)
-            for axis, aval in zip(axes, avals, strict=True)
+            next(stacked) if is_stack else _as_chunk(next(sliced), aval)
+            for is_stack, aval in zip(stacks, avals, strict=True)
         ]
         return evaluate(operands.shared, chunk)
 
     operands = _Operands(list(closed.consts), [], [])
-    for leaf, axis in zip(mapped, axes, strict=True):
-        if _rides_along(axis, chunks):
+    for leaf, axis, is_stack in zip(mapped, axes, stacks, strict=True):
+        if is_stack:
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(flatten_items(leaf, axis))
@@ -406,12 +408,16 @@ def _output(aval: Any, axis: int | None, chunks: Chunks) -> _Output:
     if axis is None:
         return _Output(aval, None, in_place=False)
     axis %= aval.ndim
-    return _Output(aval, axis, in_place=not _rides_along(axis, chunks))
+    return _Output(aval, axis, in_place=not _is_stack(axis, aval, chunks))
 
 
-def _rides_along(axis: int | None, chunks: Chunks) -> bool:
-    """Whether a leaf can be ``xs`` or ``ys`` of the scan without a copy."""
-    return axis == 0 and chunks.even
+def _is_stack(axis: int, chunk: Any, chunks: Chunks) -> bool:
+    """Whether a leaf of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
+
+    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
+    the whole: on CPUs, with JAX 0.7 to 0.12. ``test_an_axis_of_length_1_costs_nothing`` shows it.
+    """
+    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 
 
 def _aval(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
