@@ -357,6 +357,7 @@ def test_a_rule_leaves_nothing_in_the_compiled_program():
     assert "rankax_call" not in with_rule
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="nor does lax.map, in JAX 0.7")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)
 
@@ -369,3 +370,24 @@ def test_linear_transpose():
     shape = jax.ShapeDtypeStruct((7, 3), jnp.float32)
     (actual,) = jax.linear_transpose(mapped, shape)(jnp.arange(7.0))
     close(actual, 2 * jnp.outer(jnp.arange(7.0), weights))
+
+
+def test_what_a_map_does_not_map_is_not_broadcast():
+    def program(x, y):
+        return jax.vmap(lambda y: chunked_vmap(kernel_of(self_calling), 2)(x).sum() + y)(y)
+
+    jaxpr = jax.make_jaxpr(program)(X, jnp.ones(5)).jaxpr
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "rankax_call")
+    assert [v.aval.shape for v in call.outvars] == [(7,)]
+
+
+def test_a_callback_runs_though_nobody_uses_the_result():
+    seen = []
+
+    def kernel(x):
+        jax.debug.callback(seen.append, x)
+        return self_calling(x)
+
+    jax.jit(lambda x: (chunked_vmap(kernel, 2)(x), x + 1)[1])(X[:, 0])
+    jax.effects_barrier()
+    assert set(map(float, seen)) == set(X[:, 0].tolist())

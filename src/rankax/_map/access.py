@@ -14,8 +14,10 @@ from jax import lax
 from rankax._plan.chunks import Chunks
 
 __all__ = [
+    "as_chunk",
     "first_start",
     "flatten_items",
+    "is_stack",
     "join_chunks",
     "next_start",
     "read_apart",
@@ -100,6 +102,12 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
     )
 
 
+def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
+    """Undo `flatten_items` and `widen` for what `take_chunk` read of them."""
+    chunk = lax.reshape(window, aval.shape)
+    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
+
+
 def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
     """Return a chunk that `take_chunk` read, so that the reading has a single use.
 
@@ -115,6 +123,15 @@ def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
 def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:
     """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
     return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
+
+
+def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
+    """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
+
+    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
+    the whole: on CPUs, with JAX 0.7 to 0.12. ``test_an_axis_of_length_1_costs_nothing`` shows it.
+    """
+    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 
 
 def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
