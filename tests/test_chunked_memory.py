@@ -53,6 +53,14 @@ def test_forward_is_flat(length):
     assert temporary_bytes(f, clouds(length)) < 2 * MB
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_chunks_of_one_item_are_flat(axis):
+    f = chunked_vmap(distances, 1, in_axes=axis)
+    x = clouds_along(axis, 20_000)  # 1.9 MB, and 15 MB of intermediate numbers
+    assert temporary_bytes(f, x) < 0.01 * MB
+    assert temporary_bytes(jax.grad(loss(f)), x) < 0.2 * MB  # the starts of the chunks, and outputs
+
+
 @pytest.mark.parametrize("core", [(16, 1), (1, 16), (4, 1, 5), (1,)])
 def test_an_axis_of_length_1_costs_nothing(core):
     # XLA copied the whole stack of such items into another layout: 13 MB here, for (16, 1).

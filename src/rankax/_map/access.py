@@ -15,6 +15,7 @@ from rankax._plan.chunks import Chunks
 
 __all__ = [
     "as_chunk",
+    "as_row",
     "first_start",
     "flatten_items",
     "is_stack",
@@ -103,8 +104,8 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
 
 
 def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
-    """Undo `flatten_items` and `widen` for what `take_chunk` read of them."""
-    chunk = lax.reshape(window, aval.shape)
+    """Give a chunk its shape back, and its dtype, after `flatten_items`, `widen` and the like."""
+    chunk = window if window.shape == aval.shape else lax.reshape(window, aval.shape)
     return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
 
 
@@ -135,8 +136,17 @@ def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
 
 
 def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
-    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks."""
-    return lax.reshape(leaf, (chunks.steps, chunks.size, *leaf.shape[1:]))
+    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
+
+    Chunks of one item stay items, for XLA would copy the whole for an axis of length 1.
+    """
+    size = () if chunks.size == 1 else (chunks.size,)
+    return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))
+
+
+def as_row(chunk: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Return a chunk in the shape that `stack_chunks` gives it, to be joined by `join_chunks`."""
+    return lax.squeeze(chunk, (0,)) if chunks.size == 1 and axis == 0 else chunk
 
 
 def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
@@ -145,6 +155,8 @@ def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
     A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
     chunks hold, the earlier one's is taken.
     """
+    if chunks.size == 1 and axis == 0:
+        return stack
     leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
     if chunks.even:
         return leaf

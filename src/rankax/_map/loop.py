@@ -85,7 +85,7 @@ def map_in_chunks(
     def body(operands: _Operands) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [
-            next(stacked) if stack else as_chunk(next(sliced), aval)
+            as_chunk(next(stacked if stack else sliced), aval)
             for stack, aval in zip(stacks, avals, strict=True)
         ]
         return evaluate(operands.shared, chunk)

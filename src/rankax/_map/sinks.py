@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from rankax._map.access import is_stack, join_chunks, write_chunk, zeros
+from rankax._map.access import as_row, is_stack, join_chunks, write_chunk, zeros
 from rankax._plan.chunks import Chunks
 
 __all__ = ["Last", "Sink", "Stack", "Write", "sink_for"]
@@ -58,7 +58,7 @@ class Stack:
 
     def step(self, carry: None, chunk: jax.Array, at: jax.Array) -> tuple[None, jax.Array]:
         del at
-        return carry, chunk
+        return carry, as_row(chunk, self.chunks, self.axis)
 
     def end(self, carry: None, rows: jax.Array) -> jax.Array:
         del carry
