@@ -1,5 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""How the chunks of an array are read, written and joined, shaped by what XLA does with it."""
+"""How the chunks of an array are read, written and joined, shaped by what XLA does with it.
+
+Plain indexing would be right, too, but slow or large. What is done about it, and until when (the
+tests are those of ``tests/test_chunked_memory.py`` unless they name another file):
+
+===============================  ====================  ========================================
+what                             seen with             it may go when this passes without it
+===============================  ====================  ========================================
+`first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
+`first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
+`scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
+`flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
+`widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
+`take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
+`read_apart`: one use            CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
+`is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
+`as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
+===============================  ====================  ========================================
+"""
 
 from __future__ import annotations
 
@@ -130,7 +148,7 @@ def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
     """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
 
     XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
-    the whole: on CPUs, with JAX 0.7 to 0.12. ``test_an_axis_of_length_1_costs_nothing`` shows it.
+    the whole.
     """
     return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 
