@@ -333,7 +333,9 @@ def test_ranks_of_an_example(item, expected):
         assert ranks == [jnp.ndim(leaf) for leaf in arrays]
 
 
-@pytest.mark.parametrize("item", [Pose(R, t), Flat(R, t), Strict(R, t), Converting(R, t)], ids=by_type)
+@pytest.mark.parametrize(
+    "item", [Pose(R, t), Flat(R, t), Strict(R, t), Converting(R, t)], ids=by_type
+)
 def test_an_example_declares_what_batches_of_it_need(item):
     def kernel(x):
         return sum(leaf.sum() for leaf in jax.tree.leaves(x))
