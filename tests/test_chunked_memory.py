@@ -14,6 +14,8 @@ import pytest
 from helpers import operations_on, temporary_bytes
 from rankax import chunked_vmap
 
+pytestmark = pytest.mark.optimized
+
 CHUNK = 1000
 EVEN, UNEVEN, LONG = 200_000, 200_003, 400_003
 MB = 10**6

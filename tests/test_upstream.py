@@ -13,6 +13,8 @@ from jax import lax
 
 from rankax import auto_vmap, chunked_vmap
 
+pytestmark = pytest.mark.optimized
+
 
 def middle(v):
     """Of three numbers the first two, summed and doubled: the gradient is 2, 2, 0."""
