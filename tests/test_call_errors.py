@@ -114,6 +114,7 @@ an argument has fewer axes than its rank
     xs[0]         (3,)    1     ()
   > xs[1]         ()      1     too few axes
   > named['k']    ()      2     too few axes
+    untouched: tree['b'][1] (2,)
 
 tree['a'] has 1 axis, but its rank 2 needs 2; did you mean tree['a'][None]?
 xs[1] has 0 axes, but its rank 1 needs 1.
