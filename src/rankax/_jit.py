@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -19,8 +18,7 @@ from rankax._kernel import Kernel, is_array, is_number
 __all__ = ["JitKernel"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     """The static part of one call, by which `jax.jit` finds its compiled program."""
 
     names: tuple[str, ...]  # of the arguments with a rank
@@ -30,6 +28,9 @@ class _Frame:
     traced: tuple[bool, ...]  # of each leaf, those of the others last
     static: tuple[Any, ...]
     kinds: tuple[Any, ...]  # what `==` of two static values does not see
+
+
+_NOTHING = jax.tree.structure([])
 
 
 class _Identity:
@@ -85,19 +86,25 @@ class JitKernel:
         """Part a bound call into what is traced and what is static."""
         call = self._kernel.bind(args, kwargs, shapes_only=shapes_only)
         arguments = call.bound.arguments
-        others = tuple(name for name in arguments if name not in call.names)
-        rest, rest_tree = jax.tree.flatten([arguments[name] for name in others])
+        others, rest, rest_tree = (), [], _NOTHING
+        if len(arguments) > len(call.names):
+            others = tuple([name for name in arguments if name not in call.names])
+            rest, rest_tree = jax.tree.flatten([arguments[name] for name in others])
         inputs = [
             _as_input(leaf, shapes_only) if rank is None else leaf
             for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
         ]
-        inputs += [_as_input(leaf, shapes_only) for leaf in rest]
-        traced = tuple(x is not None for x in inputs)
+        if rest:
+            inputs += [_as_input(leaf, shapes_only) for leaf in rest]
+        traced = tuple([x is not None for x in inputs])
         arrays = [x for x in inputs if x is not None]
+        if len(arrays) == len(inputs):
+            return _Frame(call.names, call.treedef, others, rest_tree, traced, (), ()), arrays
+        leaves = zip([*call.leaves, *rest], traced, strict=True)
         static = tuple(
             # One NaN for all, because a NaN is found by its identity only.
             math.nan if type(leaf) is float and math.isnan(leaf) else leaf
-            for leaf, is_traced in zip([*call.leaves, *rest], traced, strict=True)
+            for leaf, is_traced in leaves
             if not is_traced
         )
         try:
@@ -134,7 +141,7 @@ class JitKernel:
         count = frame.treedef.num_leaves
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
         call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
-        return self._kernel.run(call)
+        return self._kernel.run(call, call.bound.args, call.bound.kwargs)
 
 
 class _StagedError(Exception):

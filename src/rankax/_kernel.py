@@ -13,7 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,7 @@ class _Structure:
     nestings: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes
 
 
-@dataclasses.dataclass
-class Call:
+class Call(NamedTuple):
     """One call: its bound arguments, and those that have a rank as leaves."""
 
     bound: inspect.BoundArguments
@@ -91,14 +90,14 @@ class Kernel:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel on every item of the batch."""
-        return self.run(self.bind(args, kwargs))
+        return self.run(self.bind(args, kwargs), args, kwargs)
 
-    def run(self, call: Call) -> Any:
-        """Go on from a call that is bound."""
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on from a call that is bound, whose arguments were these."""
         nesting = self._nesting(call)
         if nesting.plan.levels:
             return self._mapped(call, nesting)
-        return self._checked(self.fun(*call.bound.args, **call.bound.kwargs), nesting)
+        return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
@@ -325,8 +324,8 @@ class Kernel:
         outs = mapped(*(whole[position] for position in nesting.mapped))
         # A level may cover more than one axis of the batch, or none where it has length 1.
         if tuple(level.size for level in plan.levels) != plan.batch_shape:
-            depth = len(plan.levels)
-            outs = [jnp.reshape(leaf, plan.batch_shape + leaf.shape[depth:]) for leaf in outs]
+            shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
+            outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
         return jax.tree.unflatten(trees[-1], outs)
 
     def _map(
