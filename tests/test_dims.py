@@ -10,7 +10,9 @@ import pytest
 from jaxtyping import Array, Float
 
 from rankax import CoreDimensionError, auto_vmap
-from rankax._declare.dims import bind_sizes, parse_dims
+from rankax._declare.dims import parse_dims
+from rankax._plan.broadcast import bind_sizes
+from rankax._plan.report import clash_sentence
 
 
 class Pair(NamedTuple):
@@ -24,10 +26,9 @@ def first(*arrays):
 
 def clashes(*leaves: tuple[str, tuple[int, ...]]) -> list[str]:
     """Sentences about leaves ``a, b, c...`` of a dimension string and a core shape each."""
-    named = [
-        (name, core, parse_dims(dims)) for name, (dims, core) in zip("abcdef", leaves, strict=False)
-    ]
-    return [clash.sentence for clash in bind_sizes(named, {})]
+    cores = [(i, core, parse_dims(dims)) for i, (dims, core) in enumerate(leaves)]
+    sizes = {}
+    return [clash_sentence(clash, "abcdef", sizes) for clash in bind_sizes(cores, sizes)]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +116,14 @@ def test_every_disagreement_is_reported():
 
 
 def test_of_many_leaves_some_are_named():
-    named = [(f"x{i}", (5 + (i == 3),), parse_dims("n")) for i in range(9)]
-    (clash,) = bind_sizes(named, {})
-    assert clash.sentence == "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
-    assert clash.groups == ((0, 1, 2, 4, 5, 6, 7, 8), (3,))
+    sizes = {}
+    cores = [(i, (5 + (i == 3),), parse_dims("n")) for i in range(9)]
+    (clash,) = bind_sizes(cores, sizes)
+    assert (
+        clash_sentence(clash, [f"x{i}" for i in range(9)], sizes)
+        == "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
+    )
+    assert clash.leaves == {5: [0, 1, 2, 4, 5, 6, 7, 8], 6: [3]}
 
 
 @pytest.mark.parametrize("swap", [False, True])

@@ -24,7 +24,7 @@ from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
 from rankax._map.chunked import chunked_vmap as chunked_vmap
 from rankax._plan.batch import BatchPlan as BatchPlan
-from rankax._plan.batch import LeafPlan as LeafPlan
+from rankax._plan.leaves import LeafPlan as LeafPlan
 from rankax._plan.levels import Level as Level
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan as sliced_scan

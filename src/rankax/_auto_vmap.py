@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from rankax._base.checks import positive_int
+from rankax._base.checks import check_bool, positive_int
 from rankax._base.functions import function_name, unwrapped
 from rankax._declare.ranks import declare
 from rankax._jit import JitKernel
@@ -37,12 +38,24 @@ class AutoVmapped(Protocol, Generic[P, R]):
         """Say what a call with these arguments, or their ``ShapeDtypeStruct``, would do."""
         ...
 
+    @overload
+    def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
+
+    @overload
+    def __get__(
+        self: AutoVmapped[Concatenate[S, Q], R], instance: S, owner: Any, /
+    ) -> Callable[Q, R]: ...
+
+
+class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
+    """A kernel decorated with ``jit=True``, which can be lowered too."""
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower a call as `jax.jit` does; only where ``jit=True``."""
+        """Lower a call as `jax.jit` does."""
         ...
 
     @overload
-    def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
+    def __get__(self, instance: None, owner: Any, /) -> JitAutoVmapped[P, R]: ...
 
     @overload
     def __get__(
@@ -56,8 +69,24 @@ class Decorator(Protocol):
     def __call__(self, fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
 
 
+class JitDecorator(Protocol):
+    """What ``auto_vmap(..., jit=True)`` returns."""
+
+    def __call__(self, fun: Callable[P, R], /) -> JitAutoVmapped[P, R]: ...
+
+
 @overload
 def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
+
+
+@overload
+def auto_vmap(
+    *ranks: Any,
+    chunk_size: int | None = None,
+    checkpoint: bool = True,
+    jit: Literal[True],
+    **named_ranks: Any,
+) -> JitDecorator: ...
 
 
 @overload
@@ -164,7 +193,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     >>> energy(2.0, jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))).shape
     (4, 5)
     """
-    if len(ranks) == 1 and not named.keys() - _OPTIONS and _is_function(ranks[0]):
+    if len(ranks) == 1 and named.keys() <= _OPTIONS.keys() and _is_function(ranks[0]):
         return _decorate(ranks[0], (), named)
     for rank in ranks:
         if _is_function(rank) and not _is_rank_tree(rank):
@@ -175,7 +204,19 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     return functools.partial(_decorate, ranks=ranks, named=named)
 
 
-_OPTIONS = {"chunk_size", "checkpoint", "jit"}
+# Each option with its default.
+_OPTIONS: dict[str, Any] = {"chunk_size": None, "checkpoint": True, "jit": False}
+
+
+def _shown_signature() -> inspect.Signature:
+    """Say which options there are, of which `auto_vmap` itself must see those that are given."""
+    kind = inspect.Parameter
+    options = [kind(name, kind.KEYWORD_ONLY, default=default) for name, default in _OPTIONS.items()]
+    ranks = kind("ranks", kind.VAR_POSITIONAL)
+    return inspect.Signature([ranks, *options, kind("named_ranks", kind.VAR_KEYWORD)])
+
+
+vars(auto_vmap)["__signature__"] = _shown_signature()
 
 
 def _is_function(value: Any) -> bool:
@@ -193,17 +234,17 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return type(fun)(_decorate(fun.__func__, ranks, named))
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
-    options = {name: value for name, value in named.items() if name in _OPTIONS}
+    given = {name: value for name, value in named.items() if name in _OPTIONS}
+    options = {**_OPTIONS, **given}
     where = f"auto_vmap({function_name(fun)})"
-    size = options.get("chunk_size")
+    size = options["chunk_size"]
     size = None if size is None else positive_int(size, where, "chunk_size")
     for name in ("checkpoint", "jit"):
-        if not isinstance(options.get(name, True), bool):
-            raise TypeError(f"{where}: {name} must be True or False, got {options[name]!r}")
+        check_bool(options[name], where, name)
     named_ranks = {name: rank for name, rank in named.items() if name not in _OPTIONS}
-    declaration = declare(fun, ranks, named_ranks, options, _OPTIONS)
-    kernel = Kernel(fun, declaration, size, options.get("checkpoint", True))
-    jitted = JitKernel(kernel) if options.get("jit", False) else None
+    declaration = declare(fun, ranks, named_ranks, given, _OPTIONS)
+    kernel = Kernel(fun, declaration, size, options["checkpoint"])
+    jitted = JitKernel(kernel) if options["jit"] else None
     call = jitted or kernel
 
     # A function, not a callable object: methods, pickling by name, help() and inspection work as
@@ -211,15 +252,14 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    _dress(mapped, fun)
-    extras = (
-        {"plan": kernel.plan} if jitted is None else {"plan": kernel.plan, "lower": jitted.lower}
-    )
-    vars(mapped).update(extras)
+    _wrap_as(mapped, fun)
+    vars(mapped)["plan"] = kernel.plan
+    if jitted is not None:
+        vars(mapped)["lower"] = jitted.lower
     return mapped
 
 
-def _dress(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
+def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
     """Give ``mapped`` what `functools.wraps` gives, also for what has no name of its own."""
     if hasattr(fun, "__name__"):
         functools.update_wrapper(mapped, fun)

@@ -3,30 +3,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 
+from rankax._base.trees import leaves_with_names
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
 
 __all__ = ["JitKernel"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     """The static part of one call, by which `jax.jit` finds its compiled program."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any
-    traced: tuple[bool, ...]
+    others: tuple[str, ...]  # of the other arguments
+    rest_tree: Any
+    traced: tuple[bool, ...]  # of each leaf, those of the others last
     static: tuple[Any, ...]
     kinds: tuple[Any, ...]  # what `==` of two static values does not see
+
+
+_NOTHING = jax.tree.structure([])
 
 
 class _Identity:
@@ -63,7 +67,7 @@ class JitKernel:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
         if _is_staged():  # the outer program compiles it, and is left without a call of ours
-            return self._run(frame, tuple(jnp.asarray(x) if is_number(x) else x for x in arrays))
+            return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
             return self._jitted(frame, *arrays)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
@@ -79,38 +83,41 @@ class JitKernel:
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
     ) -> tuple[_Frame, list[Any]]:
-        """Part the arguments into what is traced and what is static."""
-        arguments = self._kernel.bound(args, kwargs).arguments
-        names, values = tuple(arguments), list(arguments.values())
-        leaves, treedef = jax.tree.flatten(values)
-        structure = self._kernel.structure(names, values, leaves, treedef)
-        ranks = structure.ranks
+        """Part a bound call into what is traced and what is static."""
+        call = self._kernel.bind(args, kwargs, shapes_only=shapes_only)
+        arguments = call.bound.arguments
+        others, rest, rest_tree = (), [], _NOTHING
+        if len(arguments) > len(call.names):
+            others = tuple([name for name in arguments if name not in call.names])
+            rest, rest_tree = jax.tree.flatten([arguments[name] for name in others])
         inputs = [
-            leaf if is_array(leaf) else _as_input(leaf, rank is not None, shapes_only)
-            for leaf, rank in zip(leaves, ranks, strict=True)
+            _as_input(leaf, shapes_only) if rank is None else leaf
+            for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
         ]
-        if any(rank is not None and x is None for rank, x in zip(ranks, inputs, strict=True)):
-            self._kernel.bind(args, kwargs, shapes_only=shapes_only)  # which says what is wrong
-        traced = tuple(x is not None for x in inputs)
+        if rest:
+            inputs += [_as_input(leaf, shapes_only) for leaf in rest]
+        traced = tuple([x is not None for x in inputs])
+        arrays = [x for x in inputs if x is not None]
+        if len(arrays) == len(inputs):
+            return _Frame(call.names, call.treedef, others, rest_tree, traced, (), ()), arrays
+        leaves = zip([*call.leaves, *rest], traced, strict=True)
         static = tuple(
             # One NaN for all, because a NaN is found by its identity only.
             math.nan if type(leaf) is float and math.isnan(leaf) else leaf
-            for leaf, is_traced in zip(leaves, traced, strict=True)
+            for leaf, is_traced in leaves
             if not is_traced
         )
-        arrays = [x for x in inputs if x is not None]
-        if static:
-            paths = zip(structure.paths, traced, strict=True)
-            static = self._hashable(static, [path for path, is_traced in paths if not is_traced])
-        return _Frame(names, treedef, traced, static, tuple(map(_kind, static))), arrays
-
-    def _hashable(self, static: tuple[Any, ...], paths: Sequence[str]) -> tuple[Any, ...]:
         try:
             hash(static)
         except TypeError:
-            pass
-        else:
-            return static
+            paths = list(call.structure.paths)
+            paths += [p for name in others for p, _ in leaves_with_names(arguments[name], name)]
+            known = zip(paths, traced, strict=True)
+            static = self._hashable(static, [path for path, is_traced in known if not is_traced])
+        kinds = tuple(map(_kind, static))
+        return _Frame(call.names, call.treedef, others, rest_tree, traced, static, kinds), arrays
+
+    def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
         hashable: list[Any] = []
         for path, value in zip(paths, static, strict=True):
             if path == "self":
@@ -127,13 +134,14 @@ class JitKernel:
             hashable.append(value)
         return tuple(hashable)
 
-    def _run(self, frame: _Frame, arrays: tuple[Any, ...]) -> Any:
-        rest, static = iter(arrays), iter(frame.static)
-        leaves = [next(rest) if is_traced else next(static) for is_traced in frame.traced]
+    def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        traced, static = iter(arrays), iter(frame.static)
+        leaves = [next(traced) if is_traced else next(static) for is_traced in frame.traced]
         leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
-        values = jax.tree.unflatten(frame.treedef, leaves)
-        bound = self._kernel.rebound(dict(zip(frame.names, values, strict=True)))
-        return self._kernel(*bound.args, **bound.kwargs)
+        count = frame.treedef.num_leaves
+        others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
+        call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
+        return self._kernel.run(call, call.bound.args, call.bound.kwargs)
 
 
 class _StagedError(Exception):
@@ -164,12 +172,11 @@ def _is_staged() -> bool:
     return False
 
 
-def _as_input(leaf: Any, has_rank: bool, shapes_only: bool) -> Any:
-    """Return what is traced for a leaf that is no array; None for a static one."""
-    if hasattr(leaf, "__jax_array__"):
-        return jnp.asarray(leaf)
-    is_shape = shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)
-    return leaf if is_shape or (has_rank and is_number(leaf)) else None
+def _as_input(leaf: Any, shapes_only: bool) -> Any:
+    """Return what is traced for a leaf that has no rank; None where it is static."""
+    if is_array(leaf) or (shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)):
+        return leaf
+    return jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else None
 
 
 def _kind(value: Any) -> Any:

@@ -2,7 +2,8 @@
 """One decorated kernel: from the arguments of a call to nested maps.
 
 What depends on the structure of the arguments alone (`_Structure`), and what depends on their
-shapes (`Layout`), is worked out once and kept, for a loop calls with the same ones again.
+shapes (the plan and its `Nesting`), is worked out once and kept, for a loop calls with the same
+ones again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,16 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
-from rankax._map.chunked import chunked_vmap
-from rankax._plan.batch import BatchPlan, LeafPlan
-from rankax._plan.layout import Layout, lay_out
-from rankax._plan.levels import Level
-from rankax._plan.report import Item, output_error
+from rankax._map.chunked import chunked_level
+from rankax._plan.batch import BatchPlan
+from rankax._plan.leaves import leaf_plan
+from rankax._plan.levels import Level, Shape
+from rankax._plan.nesting import Nesting, plan_nesting
+from rankax._plan.report import output_error
 
 __all__ = ["Call", "Kernel", "is_array", "is_number"]
 
-Shape = tuple[int, ...]
-_MOST_KEPT = 1024  # structures per kernel, and layouts per structure
+_MOST_KEPT = 1024  # structures per kernel, and plans per structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,10 @@ class _Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    nestings: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes
 
 
-@dataclasses.dataclass
-class Call:
+class Call(NamedTuple):
     """One call: its bound arguments, and those that have a rank as leaves."""
 
     bound: inspect.BoundArguments
@@ -90,40 +90,33 @@ class Kernel:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel on every item of the batch."""
-        call = self.bind(args, kwargs)
-        layout = self.layout(call)
-        if not layout.levels:
-            return self._checked(self.fun(*args, **kwargs), layout)
-        return self._mapped(call, layout)
+        return self.run(self.bind(args, kwargs), args, kwargs)
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on from a call that is bound, whose arguments were these."""
+        nesting = self._nesting(call)
+        if nesting.plan.levels:
+            return self._mapped(call, nesting)
+        return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
-        layout = self.layout(call)
-        return BatchPlan(
-            self.name,
-            layout.batch_shape,
-            tuple(
-                LeafPlan(it.path, it.shape, it.rank.rank, it.core, it.batch, str(it.rank))
-                for it in layout.items
-            ),
-            layout.levels,
-            self._untouched(call.bound),
-        )
+        plan = self._nesting(call).plan
+        untouched = self._untouched(call.bound)
+        return dataclasses.replace(plan, untouched=untouched) if untouched else plan
 
     # From arguments to leaves.
 
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind arguments to parameters; a default with a rank counts as passed."""
         try:
             bound = self.declaration.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise self._unbound(error, kwargs) from None
         if not self._defaults.keys() <= bound.arguments.keys():
-            arguments = {**self._defaults, **bound.arguments}
-            in_order = self.declaration.signature.parameters
-            bound.arguments = {name: arguments[name] for name in in_order if name in arguments}
+            bound = self._rebound({**self._defaults, **bound.arguments})
         if self._silent:
             self._warn_of_arrays(bound)
         return bound
@@ -182,25 +175,35 @@ class Kernel:
             for found in arrays_of(part, path)
         )
 
-    def rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
+    def _rebound(self, arguments: dict[str, Any]) -> inspect.BoundArguments:
         """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
         signature = self.declaration.signature
-        return inspect.BoundArguments(signature, arguments)  # pyright: ignore[reportArgumentType]
+        in_order = {name: arguments[name] for name in signature.parameters if name in arguments}
+        return inspect.BoundArguments(signature, in_order)  # pyright: ignore[reportArgumentType]
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
     ) -> Call:
         """Bind arguments and flatten those that have a rank."""
-        bound = self.bound(args, kwargs)
+        bound = self._bound(args, kwargs)
         names = tuple(name for name in self.declaration.ranks if name in bound.arguments)
         values = [bound.arguments[name] for name in names]
         leaves, treedef = jax.tree.flatten(values)
-        structure = self.structure(names, values, leaves, treedef)
+        structure = self._structure(names, values, leaves, treedef)
         for i, rank in enumerate(structure.ranks):
             if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
                 leaves[i] = self._converted(leaves[i], structure.paths[i], shapes_only)
         for i in structure.keys:
             self._check_key(leaves[i], structure.paths[i])
+        return Call(bound, names, leaves, treedef, structure)
+
+    def rebind(
+        self, names: tuple[str, ...], leaves: list[Any], treedef: Any, others: dict[str, Any]
+    ) -> Call:
+        """Return a call as `bind` does, of leaves that are given; ``others`` have no rank."""
+        values = treedef.unflatten(leaves)
+        bound = self._rebound({**others, **dict(zip(names, values, strict=True))})
+        structure = self._structure(names, values, leaves, treedef)
         return Call(bound, names, leaves, treedef, structure)
 
     def _check_key(self, leaf: Any, path: str) -> None:
@@ -214,7 +217,7 @@ class Kernel:
             f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
         )
 
-    def structure(
+    def _structure(
         self, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
     ) -> _Structure:
         """Give each leaf its rank, and refuse a list of numbers under one rank."""
@@ -270,35 +273,33 @@ class Kernel:
             "None"
         )
 
-    # From leaves to a layout.
+    # From leaves to a plan.
 
-    def layout(self, call: Call) -> Layout:
-        """Work out the maps for the shapes of this call, or find them again."""
+    def _nesting(self, call: Call) -> Nesting:
+        """Plan the maps for the shapes of this call, or find them again."""
+        ranks = call.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
-            for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
+            for leaf, rank in zip(call.leaves, ranks, strict=True)
         )
-        layout = call.structure.layouts.get(shapes)
-        if layout is None:
-            positions = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
+        nesting = call.structure.nestings.get(shapes)
+        if nesting is None:
+            arrays = [
+                (i, call.structure.paths[i], tuple(shape), rank)
+                for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
+                if rank is not None and shape is not None
+            ]
             untouched = functools.partial(self._untouched, call.bound)
-            layout = lay_out(self.fun, self._items(call), positions, self.chunk_size, untouched)
-            _keep(call.structure.layouts, shapes, layout)
-        return layout
+            nesting = plan_nesting(self.fun, arrays, self.chunk_size, untouched)
+            _keep(call.structure.nestings, shapes, nesting)
+        return nesting
 
-    def _items(self, call: Call) -> list[Item]:
-        paths, ranks = call.structure.paths, call.structure.ranks
-        return [
-            Item(path, tuple(getattr(leaf, "shape", ())), rank)
-            for path, leaf, rank in zip(paths, call.leaves, ranks, strict=True)
-            if rank is not None
-        ]
+    # From a plan to the result.
 
-    # From a layout to the result.
-
-    def _mapped(self, call: Call, layout: Layout) -> Any:
+    def _mapped(self, call: Call, nesting: Nesting) -> Any:
+        plan = nesting.plan
         whole = list(call.leaves)
-        for position, shape in layout.reshaped:
+        for position, shape in nesting.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
         # Only leaves pass through the maps: a class need not take what a level makes of them.
@@ -307,21 +308,25 @@ class Kernel:
         @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
         def on_item(*items: Any) -> list[Any]:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
-            for position, item in zip(layout.mapped, items, strict=True):
+            for position, item in zip(nesting.mapped, items, strict=True):
                 leaves[position] = item
             values = zip(call.names, call.treedef.unflatten(leaves), strict=True)
-            bound = self.rebound({**call.bound.arguments, **dict(values)})
-            out = self._checked(self.fun(*bound.args, **bound.kwargs), layout)
+            bound = self._rebound({**call.bound.arguments, **dict(values)})
+            out = self._checked(self.fun(*bound.args, **bound.kwargs), nesting)
             check_outputs(self.fun, out)
             outs, tree = jax.tree.flatten(out)
             trees.append(tree)
             return outs
 
         mapped: Callable[..., Any] = on_item
-        for level, in_axes in zip(reversed(layout.levels), reversed(layout.in_axes), strict=True):
+        for level, in_axes in zip(reversed(plan.levels), reversed(nesting.in_axes), strict=True):
             mapped = self._map(mapped, level, in_axes)
-        outs = mapped(*(whole[position] for position in layout.mapped))
-        return jax.tree.unflatten(trees[-1], layout.unmerged(outs))
+        outs = mapped(*(whole[position] for position in nesting.mapped))
+        # A level may cover more than one axis of the batch, or none where it has length 1.
+        if tuple(level.size for level in plan.levels) != plan.batch_shape:
+            shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
+            outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
+        return jax.tree.unflatten(trees[-1], outs)
 
     def _map(
         self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
@@ -329,9 +334,9 @@ class Kernel:
         # With a bound of 1 even a single item is a chunk, so that branches are always branches.
         if level.tile == level.size and not level.size == self.chunk_size == 1:
             return jax.vmap(fun, in_axes=in_axes)
-        return chunked_vmap(fun, level.tile, in_axes, checkpoint=self.checkpoint)
+        return chunked_level(fun, in_axes, level.size, level.tile, checkpoint=self.checkpoint)
 
-    def _checked(self, out: Any, layout: Layout) -> Any:
+    def _checked(self, out: Any, nesting: Nesting) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
         declared = self.declaration.outputs
         if declared is None:
@@ -340,12 +345,13 @@ class Kernel:
             ranks = ranks_of_leaves(declared, out, "output")
         except ValueError as error:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
-        items = [
-            Item(path, tuple(jnp.shape(leaf)), rank)
-            for (path, leaf), rank in zip(leaves_with_names(out, "output"), ranks, strict=True)
+        named = zip(leaves_with_names(out, "output"), ranks, strict=True)
+        pairs = [
+            (leaf_plan(path, jnp.shape(leaf), rank), rank)
+            for (path, leaf), rank in named
             if rank is not None
         ]
-        if error := output_error(self.fun, items, layout.sizes):
+        if error := output_error(self.fun, pairs, nesting.sizes):
             raise error
         return out
 

@@ -52,6 +52,10 @@ class Comet(Body):
     ) -> jax.Array:
         return super().pull(x, scale=scale)
 
+    @auto_vmap(x=1, jit=True)
+    def fall(self, x: jax.Array) -> jax.Array:
+        return x * self.mass
+
 
 def plain(x: jax.Array, y: int) -> list[jax.Array]:
     return [x] * y
@@ -69,13 +73,15 @@ assert_type(Body().pull(X, scale=2.0), jax.Array)
 assert_type(Body.pull(Body(), X), jax.Array)
 assert_type(Body.unit(X), jax.Array)
 assert_type(Comet().pull(X, 2.0), jax.Array)
+assert_type(Comet().fall(X), jax.Array)
+lowered: Any = Comet.fall.lower(Comet(), X)
 assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
 
 assert_type(auto_vmap(ranks_like(X))(plain)(X, 3), list[jax.Array])
 
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps
-program: Any = norm.lower(X).compile()
+program: Any = norm.lower(X).compile()  # only where jit=True
 name: str = norm.__name__
 
 assert_type(Static(3).value, int)

@@ -35,6 +35,7 @@ energy(2.0, X, title="w")  # type: ignore
 length: int = energy(2.0, X)  # type: ignore
 energy(2.0, X).no_such_attribute  # type: ignore
 energy.no_such_attribute  # type: ignore
+energy.lower(2.0, X)  # type: ignore
 
 Body().pull()  # type: ignore
 Body().pull(X, scale="a")  # type: ignore
@@ -44,13 +45,14 @@ text: str = Body().pull(X)  # type: ignore
 
 auto_vmap(0, chunk_size="3")  # type: ignore
 auto_vmap(0, jit="yes")  # type: ignore
+auto_vmap(0, jit=False)(step).lower  # type: ignore
 auto_vmap(0)(3)  # type: ignore
 
 Static()  # type: ignore
 Static(3).value.upper()  # type: ignore
 chunked_vmap(step)  # type: ignore
 chunked_vmap(step, "3")  # type: ignore
-chunked_vmap(step, 3, axis_name="i")  # type: ignore
+chunked_vmap(step, 3, spmd_axis_name="i")  # type: ignore
 sliced_scan(step, X, X, None, False, 1, 2)  # type: ignore
 sliced_scan(step, "init", X)  # type: ignore
 checkpoint_chunked_scan(step, X, X, chunk_size="3")  # type: ignore

@@ -12,22 +12,51 @@ import numpy as np
 
 from rankax._base.words import listed, table
 
-__all__ = ["common_length", "positive_int"]
+__all__ = ["check_bool", "check_callable", "checked_int", "common_length", "positive_int"]
 
 
 def positive_int(value: Any, function: str, name: str) -> int:
     """Return ``value`` as a positive ``int``, or say which parameter of which function is wrong."""
-    if isinstance(value, bool):
-        raise TypeError(f"{function}: {name} must be a positive int, got {value!r}")
+    return checked_int(value, f"{function}: {name} must be a positive int, got", least=1)
+
+
+def checked_int(
+    value: Any, refusal: str, *, least: int | None = None, bools: bool = False, came: str = ""
+) -> int:
+    """Return ``value`` as an ``int`` of at least ``least``.
+
+    Parameters
+    ----------
+    value : object
+    refusal : str
+        How the error begins, up to what came: the parameter and what it must be.
+    bools : bool
+        Whether ``True`` and ``False`` are ints, as they are to Python.
+    came : str
+        What came, in the error about a value of another type; by default its type and itself.
+    """
+    if isinstance(value, bool) and not bools:
+        raise TypeError(f"{refusal} {value!r}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{function}: {name} must be a positive int, got {type(value).__name__} {value!r}"
-        ) from None
-    if number < 1:
-        raise ValueError(f"{function}: {name} must be a positive int, got {number}")
+        came = came or f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{refusal} {came}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{refusal} {number}")
     return number
+
+
+def check_bool(value: Any, function: str, name: str) -> None:
+    """Refuse what is neither ``True`` nor ``False``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+
+
+def check_callable(value: Any, function: str, name: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{function}: {name} must be callable, got {type(value).__name__}")
 
 
 def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:

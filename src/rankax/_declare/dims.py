@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Core dimensions: how a rank is written, and whether the sizes of one call agree."""
+"""Core dimensions: how a rank is written, and which sizes it allows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import ast
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from rankax._base.words import listed, shortened
 from rankax._declare.expressions import (
     CannotComputeError,
     evaluated,
-    for_sizes,
     free_names,
     why_never_checked,
 )
 
-__all__ = ["Clash", "Dim", "Rank", "bind_sizes", "check_comparable", "parse_dims"]
+__all__ = ["Dim", "Rank", "check_comparable", "parse_dims"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,81 +171,3 @@ def check_comparable(rank: Rank, bound: Collection[str]) -> None:
             problem = why_never_checked(dim.expression, bound)
         if problem is not None:
             raise ValueError(f"the dimension {dim.text!r} could never be checked: {problem}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Clash:
-    """One dimension that disagrees: the leaves that show each size, and what is wrong in words."""
-
-    groups: tuple[tuple[int, ...], ...]
-    sentence: str
-
-
-def bind_sizes(
-    leaves: Iterable[tuple[str, tuple[int, ...], Rank]], sizes: dict[str, int]
-) -> list[Clash]:
-    """Bind each named dimension in ``sizes``, and return every disagreement.
-
-    Parameters
-    ----------
-    leaves : iterable of (name, core shape, rank)
-    sizes : dict
-        The sizes known so far, by dimension name; extended in place.
-    """
-    declared = [
-        (i, name, size, dim)
-        for i, (name, core, rank) in enumerate(leaves)
-        for size, dim in zip(core, rank.dims or (), strict=bool(rank.dims))
-    ]
-    return _bind_names(declared, sizes) + _check_others(declared, sizes)
-
-
-def _bind_names(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
-    seen: dict[str, dict[int, list[tuple[int, str]]]] = {}
-    for i, leaf, size, dim in declared:
-        if dim.name is not None and not (dim.stretches and size == 1):
-            seen.setdefault(dim.name, {}).setdefault(size, []).append((i, leaf))
-    clashes: list[Clash] = []
-    for name, by_size in seen.items():
-        if name in sizes:
-            by_size.setdefault(sizes[name], [])
-        else:
-            sizes[name] = next(iter(by_size))
-        if len(by_size) > 1:
-            parts = [
-                f"{size} ({shortened([leaf for _, leaf in found]) or 'the arguments'})"
-                for size, found in by_size.items()
-            ]
-            groups = tuple(tuple(i for i, _ in found) for found in by_size.values())
-            clashes.append(Clash(groups, f"Dimension {name} is {listed(parts)}."))
-    return clashes
-
-
-def _check_others(declared: list[tuple[int, str, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
-    wrong: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for i, leaf, size, dim in declared:
-        if dim.name is None and (sentence := _disagreement(dim, size, sizes)):
-            wrong.setdefault(sentence, []).append((i, leaf))
-    clashes: list[Clash] = []
-    for (start, end), found in wrong.items():
-        leaves = shortened([leaf for _, leaf in found])
-        clashes.append(Clash((tuple(i for i, _ in found),), f"{start} ({leaves}){end}."))
-    return clashes
-
-
-def _disagreement(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Say what is wrong with a size, in two parts: the leaves are named between them."""
-    if dim.stretches and size == 1:
-        return None
-    text = dim.text.lstrip("#")
-    try:
-        expected = dim.expected(sizes)
-    except CannotComputeError as error:
-        by_name = {name: sizes[name] for name in dim.names}
-        return f"A dimension declared as {text} is {size}", (
-            f", but {dim.expression} cannot be computed{for_sizes(by_name)}: {error}"
-        )
-    if expected is None or expected == size:
-        return None
-    value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
-    return f"A dimension declared as {text}{value} is {size}", ""

@@ -57,7 +57,9 @@ def _names_around(fun: Any) -> dict[str, Any]:
     """Collect the local names that ``fun`` could see where it was defined.
 
     Those that its body uses are kept by Python; the others are still there while a decorator is
-    applied, in the frame of each function (or class body) that encloses it.
+    applied, in the frame of each function (or class body) that encloses it. Kept, for else a kernel
+    in a function could not use a class of that function under ``from __future__ import
+    annotations``; REASON
     """
     code = getattr(fun, "__code__", None)
     names: dict[str, Any] = {}

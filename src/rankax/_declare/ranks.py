@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
 from rankax._base.trees import ForEach, Items, Node, entries, governed, spread_prefix
@@ -163,7 +163,8 @@ def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
             texts[where] = dims
         return dims
     if is_leaf(rank):
-        return Rank(_rank_number(rank, where))
+        expected = "a rank is an int >= 0, None, a dimension string, or a tree of those"
+        return Rank(checked_int(rank, f"{where}: {expected}; got", least=0))
     children = children_of(rank)
     # The class of a container may accept ranks, but not what stands for them here.
     return Node(type(rank), {c.key: _normal(c.value, where + c.name, texts) for c in children})
@@ -196,19 +197,6 @@ def _check_texts(texts: Mapping[str, Rank], declared: Mapping[str, Any]) -> None
             check_comparable(rank, bound)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from None
-
-
-def _rank_number(value: Any, at: str) -> int:
-    expected = "a rank is an int >= 0, None, a dimension string, or a tree of those"
-    if isinstance(value, bool):
-        raise TypeError(f"{at}: {expected}; got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{at}: {expected}; got {type(value).__name__} {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{at}: {expected}; got {number}")
-    return number
 
 
 def _check_options(

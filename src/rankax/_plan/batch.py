@@ -1,40 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""What one call needs, from shapes alone: the batch shape and the maps that cover it."""
+"""What one call does, from shapes alone: printed by `plan`, and carried out by the call."""
 
 import dataclasses
 import math
 
+from rankax._plan.html import plan_html
+from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
+from rankax._plan.text import plan_text
 
-__all__ = ["BatchPlan", "LeafPlan"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """One ranked leaf of a call.
-
-    Attributes
-    ----------
-    path : str
-        Where it is, in the caller's words: ``pose.rotation``.
-    shape : tuple of int
-        As it was passed.
-    rank : int
-        How many core axes are declared for it.
-    core_shape : tuple of int
-        ``shape`` without its leading batch axes.
-    batch_axes : tuple of int
-        ``shape`` with those axes only.
-    declared : str
-        The rank as it was written; not compared, since it says the same in other words.
-    """
-
-    path: str
-    shape: Shape
-    rank: int
-    core_shape: Shape
-    batch_axes: Shape
-    declared: str = dataclasses.field(compare=False)
+__all__ = ["BatchPlan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +53,7 @@ class BatchPlan:
         return math.prod(level.steps for level in self.levels)
 
     def __str__(self) -> str:
-        from rankax._plan.text import plan_text
-
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        from rankax._plan.html import plan_html
-
         return plan_html(self)

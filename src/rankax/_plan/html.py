@@ -8,14 +8,11 @@ its text takes the notebook's colour, so that it is readable on a light and on a
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from rankax._base.words import plural
-from rankax._plan.text import axis_cells, summary, untouched_line
-
-if TYPE_CHECKING:
-    from rankax._plan.batch import BatchPlan, LeafPlan
-    from rankax._plan.levels import Level
+from rankax._plan.leaves import LeafPlan
+from rankax._plan.levels import Level
+from rankax._plan.text import Plan, axis_cells, summary, untouched_line
 
 __all__ = ["plan_html"]
 
@@ -54,7 +51,7 @@ ROOT p.key .item span { display: inline-block; min-width: 16px; text-align: cent
 """.replace("ROOT", _ROOT)
 
 
-def plan_html(plan: BatchPlan) -> str:
+def plan_html(plan: Plan) -> str:
     """Draw a plan: a row per leaf with its batch axes as aligned columns, the levels below."""
     parts = [f"<p>{_summary(plan)}</p>"]
     if plan.leaves:
@@ -66,11 +63,11 @@ def plan_html(plan: BatchPlan) -> str:
     return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
-def _summary(plan: BatchPlan) -> str:
+def _summary(plan: Plan) -> str:
     return f"<code>{escape(plan.kernel)}</code>{escape(summary(plan)[len(plan.kernel) :])}"
 
 
-def _table(plan: BatchPlan) -> str:
+def _table(plan: Plan) -> str:
     axes = len(plan.batch_shape)
     over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
     head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
@@ -104,7 +101,7 @@ def _level_row(level: Level, axes: int) -> str:
     return f"<tr><th></th>{before}{span}{after}<td>{how} over {level.size}</td></tr>"
 
 
-def _key(plan: BatchPlan) -> str:
+def _key(plan: Plan) -> str:
     """Explain the kinds of cell that this plan shows."""
     kinds = {
         "mapped": ("n", "mapped"),

@@ -1,104 +1,89 @@
 # SPDX-License-Identifier: MIT
-"""Why the shapes of one call do not fit: every clash at once, as a table and sentences."""
+"""Why the shapes of one call do not fit, in words: a table and a sentence for every problem."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
-from rankax._declare.dims import Rank, bind_sizes
+from rankax._declare.dims import Dim, Rank
+from rankax._declare.expressions import CannotComputeError, for_sizes
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._plan.broadcast import Clash, bind_sizes, broadcast
+from rankax._plan.leaves import LeafPlan
+from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
-__all__ = ["Item", "check_items", "output_error"]
-
-Shape = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One ranked leaf: its path in the caller's words, its shape and its declared rank."""
-
-    path: str
-    shape: Shape
-    rank: Rank
-
-    @functools.cached_property
-    def batch(self) -> Shape:
-        """The leading axes that the rank leaves over."""
-        return self.shape[: len(self.shape) - self.rank.rank]
-
-    @functools.cached_property
-    def core(self) -> Shape:
-        """The trailing axes that the rank declares."""
-        return self.shape[len(self.shape) - self.rank.rank :]
-
+__all__ = ["call_error", "clash_sentence", "output_error"]
 
 _MOST_ROWS = 16  # of a table; with more, the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, where not all rows are shown
 
 
 @dataclasses.dataclass(frozen=True)
-class _Clash:
+class _Problem:
+    """One sentence of an error, and the rows of the table that it is about."""
+
     error: type[ValueError]
-    groups: tuple[tuple[int, ...], ...]  # of items that agree among themselves
+    groups: Sequence[Sequence[int]]  # of leaves that agree among themselves
     sentence: str
 
 
-def check_items(
+def call_error(
     fun: Callable[..., Any],
-    items: Sequence[Item],
-    sizes: dict[str, int],
-    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
-) -> Shape:
-    """Return the batch shape, and bind the named core dimensions in ``sizes``.
+    leaves: Sequence[LeafPlan],
+    ranks: Sequence[Rank],
+    clashes: Sequence[Clash],
+    sizes: Mapping[str, int],
+    untouched: Sequence[tuple[str, Shape]],
+) -> ValueError:
+    """Word all that is wrong with the shapes of a call.
 
     Parameters
     ----------
     fun : callable
-        The kernel, for the error.
-    items : sequence of Item
+        The kernel.
+    leaves, ranks : sequences of equal length
+        Every leaf that has a rank; one with fewer axes than that is a problem too.
+    clashes : sequence of Clash
+        Of the others; its leaves are positions in ``leaves``.
     sizes : dict
         The named core dimensions.
-    untouched : callable
-        Returns path and shape of the arrays without a rank; asked for an error only.
+    untouched : sequence of (path, shape)
+        The arrays without a rank.
 
-    Raises
-    ------
+    Returns
+    -------
     RankError, CoreDimensionError, BatchShapeError
-        In this order of precedence; the text lists the clashes of all three kinds.
+        In this order of precedence; the text lists the problems of all three kinds.
     """
-    short = [i for i, item in enumerate(items) if len(item.shape) < item.rank.rank]
-    whole = [i for i in range(len(items)) if i not in short]
-    core = _core_clashes(items, whole, sizes, lambda item: item.core)
-    batch_shape, batch = _broadcast([(i, items[i]) for i in whole])
-    if short or core or batch:
-        few = _too_few_axes(items, short, sizes) if short else []
-        only_batch = len(batch) == 1 and not short and not core
-        clashes = [*few, *core, *(_with_hint(items, batch) if only_batch else batch)]
-        raise _error(fun, items, clashes, untouched())
-    return batch_shape
-
-
-def _core_clashes(
-    items: Sequence[Item],
-    positions: Sequence[int],
-    sizes: dict[str, int],
-    core: Callable[[Item], Shape],
-) -> list[_Clash]:
-    found = bind_sizes([(items[i].path, core(items[i]), items[i].rank) for i in positions], sizes)
-    return [
-        _Clash(
-            CoreDimensionError,
-            tuple(tuple(positions[i] for i in group) for group in clash.groups),
-            clash.sentence,
+    short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
+    problems = [_too_few_axes(leaves, ranks, short, sizes)] if short else []
+    problems += [_problem(clash, leaves, sizes) for clash in clashes]
+    kinds = list(dict.fromkeys(problem.error for problem in problems))
+    sentences = [problem.sentence for problem in problems]
+    if len(problems) == 1 and kinds == [BatchShapeError]:
+        sentences += _outer_product(leaves, clashes[0])
+    rows = [
+        (
+            leaf.path,
+            str(leaf.shape),
+            leaf.declared,
+            "too few axes" if i in short else str(leaf.batch_axes),
         )
-        for clash in found
+        for i, leaf in enumerate(leaves)
     ]
+    groups = [group for problem in problems for group in problem.groups]
+    return kinds[0](
+        f"{function_location(fun)}: {listed([_SUMMARIES[kind] for kind in kinds])}\n\n"
+        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, groups)
+        + "".join(f"\n    {line}" for line in untouched_line(untouched))
+        + "\n\n"
+        + "\n".join(sentences)
+    )
 
 
 _SUMMARIES: dict[type[ValueError], str] = {
@@ -108,36 +93,35 @@ _SUMMARIES: dict[type[ValueError], str] = {
 }
 
 
-def _error(
-    fun: Callable[..., Any],
-    items: Sequence[Item],
-    clashes: list[_Clash],
-    untouched: Sequence[tuple[str, Shape]],
-) -> ValueError:
-    kinds = list(dict.fromkeys(clash.error for clash in clashes))
-    rows = [
-        (
-            item.path,
-            str(item.shape),
-            str(item.rank),
-            str(item.batch) if len(item.shape) >= item.rank.rank else "too few axes",
-        )
-        for item in items
+def output_error(
+    fun: Callable[..., Any], outputs: Sequence[tuple[LeafPlan, Rank]], sizes: Mapping[str, int]
+) -> CoreDimensionError | None:
+    """Compare what a kernel returned for one item with what it declares."""
+    leaves = [leaf for leaf, _ in outputs]
+    wrong = [i for i, leaf in enumerate(leaves) if len(leaf.shape) != leaf.rank]
+    problems = [
+        _Problem(CoreDimensionError, [[i]], f"{_has_axes(leaves[i])} declares {leaves[i].rank}.")
+        for i in wrong
     ]
-    return kinds[0](
-        f"{function_location(fun)}: {listed([_SUMMARIES[kind] for kind in kinds])}\n\n"
-        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, clashes)
-        + "".join(f"\n    {line}" for line in untouched_line(untouched))
+    bound = dict(sizes)
+    cores = [(i, leaf.shape, rank) for i, (leaf, rank) in enumerate(outputs) if i not in wrong]
+    problems += [_problem(clash, leaves, bound) for clash in bind_sizes(cores, bound)]
+    if not problems:
+        return None
+    rows = [(leaf.path, str(leaf.shape), leaf.declared) for leaf in leaves]
+    groups = [group for problem in problems for group in problem.groups]
+    return CoreDimensionError(
+        f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
+        + _marked_table(("output", "shape", "rank"), rows, groups)
         + "\n\n"
-        + "\n".join(clash.sentence for clash in clashes)
+        + "\n".join(problem.sentence for problem in problems)
     )
 
 
 def _marked_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], clashes: Sequence[_Clash]
+    header: Sequence[str], rows: Sequence[Sequence[str]], groups: Sequence[Sequence[int]]
 ) -> str:
     """Mark the rows that clash; of very many rows, show some of each side and count the others."""
-    groups = [group for clash in clashes for group in clash.groups]
     marked = {i for group in groups for i in group}
     shown = range(len(rows))
     if len(rows) > _MOST_ROWS:
@@ -158,99 +142,76 @@ def _marked_table(
 
 
 def _too_few_axes(
-    items: Sequence[Item], short: Sequence[int], sizes: dict[str, int]
-) -> list[_Clash]:
-    sentences = [_too_few(items[i], sizes) for i in short]
+    leaves: Sequence[LeafPlan],
+    ranks: Sequence[Rank],
+    short: Sequence[int],
+    sizes: Mapping[str, int],
+) -> _Problem:
+    sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
     if len(sentences) > _EXAMPLES:
         count = len(sentences) - _EXAMPLES
         rest = f"And {plural(count, 'leaf')} more with too few axes."
         sentences = [*sentences[:_EXAMPLES], rest]
-    return [_Clash(RankError, (tuple(short),), "\n".join(sentences))]
+    return _Problem(RankError, [short], "\n".join(sentences))
 
 
-def _too_few(item: Item, sizes: dict[str, int]) -> str:
-    sentence = (
-        f"{item.path} has {plural(len(item.shape), 'axis')}, but its rank {item.rank} needs "
-        f"{item.rank.rank}"
-    )
+def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:
+    sentence = f"{_has_axes(leaf)} needs {leaf.rank}"
     # A vector where a matrix is due most likely lacks an axis; a number could be a mistake of any
     # kind, and has no [None].
-    one_missing = item.shape and item.rank.rank - len(item.shape) == 1
-    if one_missing and _would_fit((1, *item.shape), item.rank, sizes):
-        return f"{sentence}; did you mean {item.path}[None]?"
+    one_missing = leaf.shape and leaf.rank - len(leaf.shape) == 1
+    if one_missing and _would_fit((1, *leaf.shape), rank, sizes):
+        return f"{sentence}; did you mean {leaf.path}[None]?"
     return f"{sentence}."
 
 
-def _would_fit(core: Shape, rank: Rank, sizes: dict[str, int]) -> bool:
+def _has_axes(leaf: LeafPlan) -> str:
+    return f"{leaf.path} has {plural(len(leaf.shape), 'axis')}, but its rank {leaf.declared}"
+
+
+def _would_fit(core: Shape, rank: Rank, sizes: Mapping[str, int]) -> bool:
     declared = zip(core, rank.dims or (), strict=rank.dims is not None)
     return all(dim.fits(size, sizes) for size, dim in declared)
 
 
-def _broadcast(items: list[tuple[int, Item]]) -> tuple[Shape, list[_Clash]]:
-    """Broadcast the batch axes by NumPy's rules; report every axis that has two lengths."""
-    width = max((len(item.batch) for _, item in items), default=0)
-    shape: list[int] = []
-    clashing: dict[int, dict[int, list[tuple[int, Item]]]] = {}
-    for axis in range(-width, 0):
-        lengths: dict[int, list[tuple[int, Item]]] = {}
-        for i, item in items:
-            if len(item.batch) >= -axis and item.batch[axis] != 1:
-                lengths.setdefault(item.batch[axis], []).append((i, item))
-        shape.append(next(iter(lengths), 1))
-        if len(lengths) > 1:
-            clashing[axis] = lengths
-    clashes = [
-        _Clash(
-            BatchShapeError,
-            tuple(tuple(i for i, _ in who) for who in lengths.values()),
-            f"Batch axis {axis} is "
-            + listed(
-                [f"{n} ({shortened([it.path for _, it in who])})" for n, who in lengths.items()]
-            )
-            + ".",
-        )
-        for axis, lengths in clashing.items()
-    ]
-    return tuple(shape), clashes
+def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int]) -> _Problem:
+    error = BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError
+    sentence = clash_sentence(clash, [leaf.path for leaf in leaves], sizes)
+    return _Problem(error, list(clash.leaves.values()), sentence)
 
 
-def _with_hint(items: Sequence[Item], clashes: list[_Clash]) -> list[_Clash]:
-    """Two leaves with one batch axis each were perhaps meant as an outer product."""
-    (clash,) = clashes
-    involved = [items[i] for group in clash.groups for i in group]
-    if len(involved) != 2 or any(len(item.batch) != 1 for item in involved):
-        return clashes
-    first, second = involved
-    (i, *_), *_ = clash.groups
-    apart = dataclasses.replace(first, shape=(*first.batch, 1, *first.core))
-    if _broadcast([(at, apart if at == i else item) for at, item in enumerate(items)])[1]:
-        return clashes
-    hint = f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."
-    return [dataclasses.replace(clash, sentence=f"{clash.sentence}\n{hint}")]
-
-
-def output_error(
-    fun: Callable[..., Any], items: Sequence[Item], sizes: dict[str, int]
-) -> CoreDimensionError | None:
-    """Compare what a kernel returned for one item with what it declares."""
-    wrong = [i for i, item in enumerate(items) if len(item.shape) != item.rank.rank]
-    clashes = [
-        _Clash(
-            CoreDimensionError,
-            ((i,),),
-            f"{items[i].path} has {plural(len(items[i].shape), 'axis')}, but its rank "
-            f"{items[i].rank} declares {items[i].rank.rank}.",
-        )
-        for i in wrong
-    ]
-    whole = [i for i in range(len(items)) if i not in wrong]
-    clashes += _core_clashes(items, whole, dict(sizes), lambda item: item.shape)
-    if not clashes:
-        return None
-    rows = [(item.path, str(item.shape), str(item.rank)) for item in items]
-    return CoreDimensionError(
-        f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
-        + _marked_table(("output", "shape", "rank"), rows, clashes)
-        + "\n\n"
-        + "\n".join(clash.sentence for clash in clashes)
+def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """Word one clash: the axis, each of its sizes, and the leaves that show it."""
+    shown = listed(
+        [
+            f"{size} ({shortened([paths[i] for i in group]) or 'the arguments'})"
+            for size, group in clash.leaves.items()
+        ]
     )
+    if isinstance(clash.axis, int):
+        return f"Batch axis {clash.axis} is {shown}."
+    sentence = f"{_dimension(clash.axis, clash.expected)} is {shown}"
+    if isinstance(clash.expected, CannotComputeError):
+        known = for_sizes({name: sizes[name] for name in clash.axis.names})
+        sentence += f", but {clash.axis.expression} cannot be computed{known}: {clash.expected}"
+    return f"{sentence}."
+
+
+def _dimension(dim: Dim, expected: Any) -> str:
+    if dim.name is not None:
+        return f"Dimension {dim.name}"
+    text = dim.text.lstrip("#")
+    is_said = isinstance(expected, CannotComputeError) or text.split("=")[-1] == str(expected)
+    return f"A dimension declared as {text}{'' if is_said else f' = {expected}'}"
+
+
+def _outer_product(leaves: Sequence[LeafPlan], clash: Clash) -> list[str]:
+    """Two leaves with one batch axis each were perhaps meant as an outer product."""
+    involved = [i for group in clash.leaves.values() for i in group]
+    if len(involved) != 2 or any(len(leaves[i].batch_axes) != 1 for i in involved):
+        return []
+    first, second = (leaves[i] for i in involved)
+    apart = [(*leaf.batch_axes, 1) if leaf is first else leaf.batch_axes for leaf in leaves]
+    if broadcast(enumerate(apart))[1]:
+        return []
+    return [f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."]

@@ -4,18 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rankax._base.words import plural, shortened
+from rankax._plan.leaves import LeafPlan
+from rankax._plan.levels import Level, Shape
 
-if TYPE_CHECKING:
-    from rankax._plan.batch import BatchPlan, LeafPlan
-    from rankax._plan.levels import Level, Shape
+__all__ = [
+    "Plan",
+    "axis_cells",
+    "legend",
+    "level_sentences",
+    "plan_text",
+    "summary",
+    "untouched_line",
+]
 
-__all__ = ["axis_cells", "legend", "level_sentences", "plan_text", "summary", "untouched_line"]
+
+class Plan(Protocol):
+    """What is shown of a `BatchPlan`, which imports what shows it."""
+
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def batch_shape(self) -> Shape: ...
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]: ...
+    @property
+    def levels(self) -> tuple[Level, ...]: ...
+    @property
+    def untouched(self) -> tuple[tuple[str, Shape], ...]: ...
+    @property
+    def evaluations(self) -> int: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
 
 
-def plan_text(plan: BatchPlan) -> str:
+def plan_text(plan: Plan) -> str:
     """Word a plan: a summary, a row per leaf with its batch axes in columns, a line per level."""
     lines = [summary(plan)]
     if plan.leaves:
@@ -24,7 +51,7 @@ def plan_text(plan: BatchPlan) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in below)])
 
 
-def summary(plan: BatchPlan) -> str:
+def summary(plan: Plan) -> str:
     """Say in one line what the call amounts to."""
     if not plan.leaves:
         return f"{plan.kernel}: no argument with a rank, so the kernel is simply called"
@@ -37,7 +64,7 @@ def summary(plan: BatchPlan) -> str:
     )
 
 
-def _leaf_table(plan: BatchPlan) -> list[str]:
+def _leaf_table(plan: Plan) -> list[str]:
     """Align the leaves: words to the left, lengths to the right, as digits are read."""
     head = ["leaf", "shape", "rank", "core"]
     rows = [
@@ -67,12 +94,12 @@ def axis_cells(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> list[str]:
     return ["-"] * absent + [f"{n}*" if n != size else str(n) for n, size in present]
 
 
-def level_sentences(plan: BatchPlan) -> list[str]:
+def level_sentences(plan: Plan) -> list[str]:
     """Say what each level does, outermost first: its axes, its tile, the leaves it maps."""
     return [_level_sentence(plan, level) for level in plan.levels]
 
 
-def _level_sentence(plan: BatchPlan, level: Level) -> str:
+def _level_sentence(plan: Plan, level: Level) -> str:
     paths = [leaf.path for leaf, mapped in zip(plan.leaves, level.mapped, strict=True) if mapped]
     shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
     axes = ", ".join(str(axis) for axis in level.axes)
@@ -90,7 +117,7 @@ def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
     return [f"untouched: {shortened([f'{path} {shape}' for path, shape in untouched])}"]
 
 
-def legend(plan: BatchPlan) -> list[str]:
+def legend(plan: Plan) -> list[str]:
     """Explain the signs that this plan shows."""
     cells = {cell for leaf in plan.leaves for cell in axis_cells(leaf, plan.batch_shape)}
     signs = ["1* stretched"] if "1*" in cells else []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from rankax._base.checks import common_length, positive_int
+from rankax._base.checks import check_callable, checked_int, common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
@@ -35,18 +34,15 @@ def slice_bounds(where: str, **bounds: Any) -> list[int | None]:
     """Check ``start``, ``stop`` and ``step``; any integer but a step of 0 is legal."""
     for name, bound in bounds.items():
         if bound is not None:
-            bounds[name] = _index(where, name, bound, "an int or None")
+            bounds[name] = _int(where, name, bound, "an int or None", bools=True)
     if bounds["step"] == 0:
         raise ValueError(f"{where}: step must not be 0")
     return list(bounds.values())
 
 
-def _index(where: str, name: str, value: Any, expected: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
-        raise TypeError(f"{where}: {name} must be {expected}, got {kind}") from None
+def _int(where: str, name: str, value: Any, expected: str, **options: Any) -> int:
+    came = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
+    return checked_int(value, f"{where}: {name} must be {expected}, got", came=came, **options)
 
 
 def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
@@ -64,12 +60,9 @@ def scan_arguments(
     where: str, f: Any, init: Any, xs: Any, length: Any, unroll: Any
 ) -> tuple[Any, Any, int, int | bool]:
     """Check what `jax.lax.scan` takes; return arrays, the number of steps and a positive unroll."""
-    if not callable(f):
-        raise TypeError(f"{where}: f must be callable, got {type(f).__name__}")
+    check_callable(f, where, "f")
     if not isinstance(unroll, bool):
-        unroll = _index(where, "unroll", unroll, "a bool or a non-negative int")
-        if unroll < 0:
-            raise ValueError(f"{where}: unroll must be a bool or a non-negative int, got {unroll}")
+        unroll = _int(where, "unroll", unroll, "a bool or a non-negative int", least=0)
         unroll = unroll or True  # 0 unrolls the entire loop, also in versions of JAX that refuse it
     init, xs = _as_arrays(where, init, "init"), _as_arrays(where, xs, "xs")
     return init, xs, _scan_length(where, xs, length), unroll
@@ -92,11 +85,7 @@ def check_leaves(where: str, tree: Any, name: str) -> None:
 
 def _scan_length(where: str, xs: Any, length: Any) -> int:
     if length is not None:
-        if isinstance(length, bool):
-            raise TypeError(f"{where}: length must be a non-negative int, got {length}")
-        length = _index(where, "length", length, "a non-negative int")
-        if length < 0:
-            raise ValueError(f"{where}: length must be a non-negative int, got {length}")
+        length = _int(where, "length", length, "a non-negative int", least=0)
     leaves = leaves_with_names(xs, "xs")
     if not leaves:
         if length is None:

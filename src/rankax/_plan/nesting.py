@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""From shapes to the one plan of a call, and how its arrays enter the nested maps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankax._base.functions import function_name
+from rankax._declare.dims import Rank
+from rankax._plan.batch import BatchPlan
+from rankax._plan.broadcast import bind_sizes, broadcast
+from rankax._plan.leaves import LeafPlan, leaf_plan
+from rankax._plan.levels import Shape, plan_levels
+from rankax._plan.report import call_error
+
+__all__ = ["Nesting", "plan_nesting"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Nesting:
+    """A plan, and what follows from it for the arrays of a call.
+
+    Arrays are meant by their position among all leaves of the call.
+    """
+
+    plan: BatchPlan
+    sizes: Mapping[str, int]  # of the named core dimensions
+    mapped: tuple[int, ...]  # the arrays that some level maps
+    in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped arrays
+    reshaped: tuple[tuple[int, Shape], ...]  # array, and its shape without stretched axes
+
+
+def plan_nesting(
+    fun: Callable[..., Any],
+    arrays: Sequence[tuple[int, str, Shape, Rank]],
+    chunk_size: int | None,
+    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
+) -> Nesting:
+    """Check the shapes of a call, and plan it.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel.
+    arrays : sequence of (position, path, shape, rank)
+        Each leaf that has a rank.
+    chunk_size : int or None
+        How many items may be in flight.
+    untouched : callable
+        Returns path and shape of the arrays without a rank; asked for an error only.
+
+    Raises
+    ------
+    RankError, CoreDimensionError, BatchShapeError
+        As `call_error` words them.
+    """
+    leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
+    batch_shape, sizes = _agreed(fun, leaves, [rank for *_, rank in arrays], untouched)
+    levels = plan_levels(tuple(leaf.batch_axes for leaf in leaves), batch_shape, chunk_size)
+    plan = BatchPlan(function_name(fun), batch_shape, leaves, levels)
+    return _enter(plan, sizes, [position for position, *_ in arrays])
+
+
+def _agreed(
+    fun: Callable[..., Any],
+    leaves: Sequence[LeafPlan],
+    ranks: Sequence[Rank],
+    untouched: Callable[[], Sequence[tuple[str, Shape]]],
+) -> tuple[Shape, dict[str, int]]:
+    """Return the batch shape and the sizes of the named core dimensions."""
+    sizes: dict[str, int] = {}
+    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
+    clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
+    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
+    clashes += batch_clashes
+    if clashes or len(whole) < len(leaves):
+        raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
+    return batch_shape, sizes
+
+
+def _enter(plan: BatchPlan, sizes: Mapping[str, int], positions: Sequence[int]) -> Nesting:
+    reshaped: list[tuple[int, Shape]] = []
+    mapped: list[int] = []
+    for i, (leaf, position) in enumerate(zip(plan.leaves, positions, strict=True)):
+        batch = tuple(level.size for level in plan.levels if level.mapped[i])
+        if batch:
+            mapped.append(i)
+        if batch != leaf.batch_axes:
+            reshaped.append((position, batch + leaf.core_shape))
+    return Nesting(
+        plan,
+        sizes,
+        tuple(positions[i] for i in mapped),
+        tuple(tuple(0 if level.mapped[i] else None for i in mapped) for level in plan.levels),
+        tuple(reshaped),
+    )
