@@ -3,13 +3,22 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+
+def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
+    """Parametrize by the values of ``cases``; those of other names are marked slow."""
+    return [
+        pytest.param(case, id=name, marks=() if name in names else pytest.mark.slow)
+        for name, case in cases.items()
+    ]
 
 
 def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -12,6 +12,8 @@ import pytest
 from helpers import temporary_bytes
 from rankax import auto_vmap
 
+pytestmark = pytest.mark.optimized
+
 WIDTH = 4096  # elements of the intermediate of one evaluation
 ITEM = 4 * WIDTH  # and its bytes
 SLACK = 5  # evaluations beyond the chunk, of hundreds in the batch

@@ -50,6 +50,7 @@ def test_gradient_of_a_conserved_energy_is_that_of_the_initial_one():
     assert_same(gradient, jax.grad(chain.energy)(state), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.optimized
 def test_full_size_needs_a_thousandth_of_the_memory():
     state = chain.initial_state()
     plain = functools.partial(chain.final_energy, scan=chain.run_and_slice)

@@ -14,6 +14,8 @@ import pytest
 from helpers import operations_on, temporary_bytes
 from rankax import chunked_vmap
 
+pytestmark = pytest.mark.optimized
+
 CHUNK = 1000
 EVEN, UNEVEN, LONG = 200_000, 200_003, 400_003
 MB = 10**6
@@ -51,6 +53,14 @@ def push(f):
 def test_forward_is_flat(length):
     f = chunked_vmap(distances, CHUNK)
     assert temporary_bytes(f, clouds(length)) < 2 * MB
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_chunks_of_one_item_are_flat(axis):
+    f = chunked_vmap(distances, 1, in_axes=axis)
+    x = clouds_along(axis, 20_000)  # 1.9 MB, and 15 MB of intermediate numbers
+    assert temporary_bytes(f, x) < 0.01 * MB
+    assert temporary_bytes(jax.grad(loss(f)), x) < 0.2 * MB  # the starts of the chunks, and outputs
 
 
 @pytest.mark.parametrize("core", [(16, 1), (1, 16), (4, 1, 5), (1,)])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from helpers import assert_same, is_checkpoint, primitives
+from helpers import assert_same, at_each_run, is_checkpoint, primitives
 from rankax import chunked_vmap
 
 # 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
@@ -60,7 +60,11 @@ def test_equals_a_python_loop(length, jit):
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@pytest.mark.parametrize("length", range(1, 41))
+# Each costs seconds. Run each time: nothing to cut, a prime, and what most numbers divide.
+EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in range(1, 41)})
+
+
+@pytest.mark.parametrize("length", EVERY_LENGTH)
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are compiled and run once."""
     rng = np.random.default_rng(length)
@@ -544,9 +548,9 @@ AROUND = {
 }
 
 
-@higher
+@pytest.mark.parametrize("derivative", at_each_run(["hessian", "rev-rev"], HIGHER))
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("out_axes", [0, 1])
+@pytest.mark.parametrize("out_axes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_higher_derivatives_inside_another_loop(derivative, around, out_axes):
     """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, at_each_run
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -208,14 +208,18 @@ FUNCTIONS = {
     **{f"jvp: {name}": (fun, SECOND) for name, fun in WITH_JVP.items()},
     **{f"vjp: {name}": (fun, SECOND[:1]) for name, fun in WITH_VJP.items()},
 }
+# Each takes seconds to compile; of each way through the library one is tested at each run.
+AT_EACH_RUN = {"jvp: rule calls itself", "jvp: symbolic zeros", "jvp: in cond", "vjp: scaled"}
 
 
-@pytest.mark.parametrize(("fun", "kinds"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_chunked_derivatives_are_those_of_vmap(fun, kinds):
+@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, FUNCTIONS))
+def test_chunked_derivatives_are_those_of_vmap(case):
+    fun, kinds = case
     kernel = kernel_of(fun)  # seven items: the last chunk overlaps
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "kinds"), [(self_calling, REVERSE + FORWARD), (scaled_back, REVERSE)]
 )
@@ -224,8 +228,14 @@ def test_derivatives_of_every_kind(fun, kinds):
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
 
 
-@pytest.mark.parametrize("fun", [self_calling, scaled_back])
-@pytest.mark.parametrize("options", [(3, True), (3, False), (2, False)])
+@pytest.mark.parametrize("fun", at_each_run(["jvp"], {"jvp": self_calling, "vjp": scaled_back}))
+@pytest.mark.parametrize(
+    "options",
+    at_each_run(
+        ["even, stored", "uneven, stored"],
+        {"even": (3, True), "even, stored": (3, False), "uneven, stored": (2, False)},
+    ),
+)
 def test_however_they_are_chunked(fun, options):
     chunk_size, checkpoint = options
     kernel, kinds = kernel_of(fun), SECOND if fun is self_calling else SECOND[:1]
@@ -309,8 +319,13 @@ def _sliced(result):
     return carry, ys[1::3]
 
 
-@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
-@pytest.mark.parametrize("fun", [self_calling, jax.jit(body_calling), scaled_back])
+@pytest.mark.parametrize("scan", at_each_run(["sliced", "chunked"], SCANS))
+@pytest.mark.parametrize(
+    "fun",
+    at_each_run(
+        ["jvp", "vjp"], {"jvp": self_calling, "jit": jax.jit(body_calling), "vjp": scaled_back}
+    ),
+)
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
         carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)
@@ -357,6 +372,7 @@ def test_a_rule_leaves_nothing_in_the_compiled_program():
     assert "rankax_call" not in with_rule
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="nor does lax.map, in JAX 0.7")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)
 
@@ -369,3 +385,24 @@ def test_linear_transpose():
     shape = jax.ShapeDtypeStruct((7, 3), jnp.float32)
     (actual,) = jax.linear_transpose(mapped, shape)(jnp.arange(7.0))
     close(actual, 2 * jnp.outer(jnp.arange(7.0), weights))
+
+
+def test_what_a_map_does_not_map_is_not_broadcast():
+    def program(x, y):
+        return jax.vmap(lambda y: chunked_vmap(kernel_of(self_calling), 2)(x).sum() + y)(y)
+
+    jaxpr = jax.make_jaxpr(program)(X, jnp.ones(5)).jaxpr
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "rankax_call")
+    assert [v.aval.shape for v in call.outvars] == [(7,)]
+
+
+def test_a_callback_runs_though_nobody_uses_the_result():
+    seen = []
+
+    def kernel(x):
+        jax.debug.callback(seen.append, x)
+        return self_calling(x)
+
+    jax.jit(lambda x: (chunked_vmap(kernel, 2)(x), x + 1)[1])(X[:, 0])
+    jax.effects_barrier()
+    assert set(map(float, seen)) == set(X[:, 0].tolist())

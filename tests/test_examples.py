@@ -310,6 +310,7 @@ def test_draw_shows_the_depth_on_the_left_and_the_brightness_on_the_right(tmp_pa
     assert not np.array_equal(a[:, :half], c[:, :half])
 
 
+@pytest.mark.optimized
 def test_chunks_keep_the_full_picture_within_200_megabytes():
     """The sizes that ``rays.main`` prints; nothing is run."""
     mesh = jax.ShapeDtypeStruct((6402, 3, 3), np.float32)

@@ -106,6 +106,11 @@ jax.tree_util.register_pytree_node(
 R, t = jnp.eye(3), jnp.arange(3.0)
 
 
+def by_type(value: Any) -> str:
+    """Name a case of a test; the default would hold an address, which no two processes share."""
+    return type(value).__name__
+
+
 def paths(rank: Any, value: Any) -> dict[str, int]:
     plan = auto_vmap(x=rank)(lambda x: x).plan(value)
     return {leaf.path: leaf.rank for leaf in plan.leaves}
@@ -140,7 +145,7 @@ def paths(rank: Any, value: Any) -> dict[str, int]:
             ],
         ),
     ],
-    ids=str,
+    ids=by_type,
 )
 def test_leaves_of_a_class_that_jax_only_counts_are_named_by_attributes(value, expected):
     assert list(paths(0, value)) == expected
@@ -316,7 +321,7 @@ def test_in_axes_of_a_chunked_map_are_not_read_by_field():
         (Converting(R, t), {"x": 2, "y": 1}),
         ([Strict(t, R)], [{"x": 1, "y": 2}]),
     ],
-    ids=str,
+    ids=by_type,
 )
 def test_ranks_of_an_example(item, expected):
     got = ranks_like(item)
@@ -328,7 +333,9 @@ def test_ranks_of_an_example(item, expected):
         assert ranks == [jnp.ndim(leaf) for leaf in arrays]
 
 
-@pytest.mark.parametrize("item", [Pose(R, t), Flat(R, t), Strict(R, t), Converting(R, t)], ids=str)
+@pytest.mark.parametrize(
+    "item", [Pose(R, t), Flat(R, t), Strict(R, t), Converting(R, t)], ids=by_type
+)
 def test_an_example_declares_what_batches_of_it_need(item):
     def kernel(x):
         return sum(leaf.sum() for leaf in jax.tree.leaves(x))

@@ -10,19 +10,25 @@ import pytest
 import programs
 from programs import Program, draw
 
-# Each takes a second, most of it to compile. The seeds are fixed: a failure comes from the change.
-FULL = os.environ.get("RANKAX_HYPOTHESIS") == "full"
-COUNT = int(os.environ.get("RANKAX_PROGRAMS", "24" if FULL else "4"))
+# The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
+COUNT = int(os.environ.get("RANKAX_PROGRAMS", "24"))
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+def seeds(first, count, *, at_each_run):
+    return [
+        pytest.param(first + n, marks=() if n < at_each_run else pytest.mark.slow)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", seeds(0, COUNT, at_each_run=4))
 def test_equals_plain_jax(seed):
     program = draw(seed)
     print(program)
     program.check()
 
 
-@pytest.mark.parametrize("seed", range(10**6, 10**6 + 3 * COUNT))
+@pytest.mark.parametrize("seed", seeds(10**6, 3 * COUNT, at_each_run=12))
 def test_traces_like_plain_jax(seed):
     program = draw(seed)
     print(program)

@@ -12,6 +12,8 @@ from jax import lax
 from helpers import temporary_bytes
 from rankax import checkpoint_chunked_scan, sliced_scan
 
+pytestmark = pytest.mark.optimized
+
 MB = 1e6
 STATE = jax.ShapeDtypeStruct((512,), jnp.float32)  # 2 kB; 20,000 of them are 41 MB
 EVEN, PRIME = 20_000, 20_011

@@ -190,6 +190,7 @@ def test_checkpoint_is_in_the_program_only_on_request():
     assert count(checkpoint=True) > 0
 
 
+@pytest.mark.optimized
 def test_compiler_drops_what_only_serves_skipped_ys():
     def costly(carry, x):
         carry = carry * 0.5 + x

@@ -13,6 +13,8 @@ from jax import lax
 
 from rankax import auto_vmap, chunked_vmap
 
+pytestmark = pytest.mark.optimized
+
 
 def middle(v):
     """Of three numbers the first two, summed and doubled: the gradient is 2, 2, 0."""
@@ -68,3 +70,29 @@ class TestRunningSumOfPadded:
         x = jnp.ones((8, 3))
         gradient = jax.grad(lambda x: chunked_vmap(sum_of_two, 4)(x).sum())(x)
         np.testing.assert_array_equal(gradient, [self.right] * 8)
+
+
+class TestForgottenRules:
+    """`docs/how_it_works.md` says of loops of JAX that they forget rules, and in which versions.
+
+    With JAX 0.12 as the lowest, `keep_rules` in `_map/calls.py` may go, and that sentence.
+    """
+
+    kept, forgotten = 0.7568025, 3.02721
+
+    @pytest.mark.parametrize("loops", ["lax.map", "chunked_vmap"])
+    def test_the_second_derivative_of_a_function_with_a_rule(self, loops):
+        @jax.custom_jvp
+        def clipped(x):
+            return x**2
+
+        clipped.defjvp(lambda x, t: (clipped(*x), jnp.clip(2 * x[0], -1, 1) * t[0]))
+
+        def mapped(x):
+            energy = lambda x: jnp.sin(clipped(x))  # noqa: E731
+            return chunked_vmap(energy, 2)(x) if loops == "chunked_vmap" else lax.map(energy, x)
+
+        x, t = jnp.full(4, 2.0), jnp.ones(4)
+        second = jax.jvp(jax.grad(lambda x: mapped(x).sum()), (x,), (t,))[1]
+        forgets = loops == "lax.map" and jax.__version_info__ < (0, 12)
+        np.testing.assert_allclose(second, self.forgotten if forgets else self.kept, rtol=1e-5)

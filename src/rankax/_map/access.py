@@ -1,5 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""How the chunks of an array are read, written and joined, shaped by what XLA does with it."""
+"""How the chunks of an array are read, written and joined, shaped by what XLA does with it.
+
+Plain indexing would be right, too, but slow or large. What is done about it, and until when (the
+tests are those of ``tests/test_chunked_memory.py`` unless they name another file):
+
+===============================  ====================  ========================================
+what                             seen with             it may go when this passes without it
+===============================  ====================  ========================================
+`first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
+`first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
+`scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
+`flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
+`widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
+`take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
+`read_apart`: one use            CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
+`is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
+`as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
+===============================  ====================  ========================================
+"""
 
 from __future__ import annotations
 
@@ -14,8 +32,11 @@ from jax import lax
 from rankax._plan.chunks import Chunks
 
 __all__ = [
+    "as_chunk",
+    "as_row",
     "first_start",
     "flatten_items",
+    "is_stack",
     "join_chunks",
     "next_start",
     "read_apart",
@@ -100,6 +121,12 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
     )
 
 
+def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
+    """Give a chunk its shape back, and its dtype, after `flatten_items`, `widen` and the like."""
+    chunk = window if window.shape == aval.shape else lax.reshape(window, aval.shape)
+    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
+
+
 def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
     """Return a chunk that `take_chunk` read, so that the reading has a single use.
 
@@ -117,9 +144,27 @@ def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax
     return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
 
 
+def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
+    """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
+
+    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
+    the whole.
+    """
+    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
+
+
 def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
-    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks."""
-    return lax.reshape(leaf, (chunks.steps, chunks.size, *leaf.shape[1:]))
+    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
+
+    Chunks of one item stay items, for XLA would copy the whole for an axis of length 1.
+    """
+    size = () if chunks.size == 1 else (chunks.size,)
+    return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))
+
+
+def as_row(chunk: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Return a chunk in the shape that `stack_chunks` gives it, to be joined by `join_chunks`."""
+    return lax.squeeze(chunk, (0,)) if chunks.size == 1 and axis == 0 else chunk
 
 
 def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
@@ -128,6 +173,8 @@ def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
     A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
     chunks hold, the earlier one's is taken.
     """
+    if chunks.size == 1 and axis == 0:
+        return stack
     leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
     if chunks.even:
         return leaf

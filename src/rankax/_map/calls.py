@@ -19,6 +19,7 @@ trace in the compiled program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,22 +131,34 @@ def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
     return core.eval_jaxpr(program.jaxpr, program.consts, *args)
 
 
-@_call.def_abstract_eval
-def _(*_: Any, program: Any, other: Any) -> list[Any]:
+@_call.def_effectful_abstract_eval
+def _(*_: Any, program: Any, other: Any) -> tuple[list[Any], Any]:
     del other
-    return program.out_avals
+    return program.out_avals, program.effects
 
 
 mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 
 
-def _batched(args: Sequence[Any], dims: Sequence[Any], *, program: Any, other: Any) -> Any:
+def _batched(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, program: Any, other: Any
+) -> tuple[list[Any], list[int | None]]:
     """Map the program, and what it is differentiated as, before anyone differentiates them."""
+    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
+    if not uses_axis and all(dim is None for dim in dims):
+        out = _call.bind(*args, program=program, other=other)
+        return out, [None] * len(out)
 
     def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.vmap(fun, in_axes=tuple(dims))
+        return jax.vmap(
+            fun,
+            in_axes=tuple(dims),
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
 
-    closed = jax.make_jaxpr(mapped(lambda *args: _run(*args, program=program)))(*args)
+    closed = jax.make_jaxpr(mapped(functools.partial(_run, program=program)))(*args)
     if other is None:
         out = _run(*args, program=_kept(closed))
     else:
@@ -153,7 +166,7 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], *, program: Any, other: A
     return out, [0] * len(out)
 
 
-batching.primitive_batchers[_call] = _batched
+batching.fancy_primitive_batchers[_call] = _batched
 
 
 def _differentiated(
@@ -182,7 +195,7 @@ def _linearised(
     linear: list[Any] = []
 
     def nonlinear(*primals: Any) -> Any:
-        of_live = _of_some(lambda *args: _run(*args, program=program), primals, live)
+        of_live = _of_some(functools.partial(_run, program=program), primals, live)
         out, push = jax.linearize(of_live, *(primals[i] for i in live))
 
         def push_inexact(*tangents: Any) -> list[Any]:
@@ -219,7 +232,7 @@ def _of_some(
 
 def _transposed(cotangents: Sequence[Any], *args: Any, program: Any, other: Any) -> list[Any]:
     """Transpose a call that is linear in its unknown arguments, for `jax.linear_transpose`."""
-    fun = other or (lambda *args: _run(*args, program=program))
+    fun = other or functools.partial(_run, program=program)
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     transpose = jax.linear_transpose(_of_some(fun, args, unknown), *(args[i].aval for i in unknown))
     found = iter(transpose([ad.instantiate_zeros(ct) for ct in cotangents]))

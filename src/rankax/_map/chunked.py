@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The memory-bounded engine: `jax.vmap` with at most ``chunk_size`` items in flight.
+"""``chunked_vmap``: `jax.vmap` with at most ``chunk_size`` items in flight.
 
-One `jax.lax.scan` walks the chunks. How an operand reaches it, and how an output leaves it, decides
-the memory:
-
-* Even chunks along axis 0 are the scan's own ``xs`` and ``ys``. Splitting the axis is a reshape, so
-  nothing is copied in any direction of differentiation.
-* Any other operand is read by index, and so is its tangent; the transpose adds each chunk's
-  cotangent in place (`take_chunk` says what makes that so).
-* Any other output is written in place by index. That is as good forward, but transposed it has to
-  clear from the cotangent what it read, lest an overlapped item counts twice, and XLA copies the
-  cotangent at every step. So the derivative of such a loop is that of one whose outputs leave as
-  ``ys`` and are joined afterwards. Either loop is right without that rule, for JAX forgets the
-  rules inside a scan that it has linearised.
+Here is what a caller sees: the arguments, checked before anything is traced. The loop is `loop.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
@@ -26,35 +14,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
 
 from rankax._base.checks import common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._map.access import (
-    first_start,
-    flatten_items,
-    join_chunks,
-    next_start,
-    read_apart,
-    stack_chunks,
-    take_chunk,
-    widen,
-    write_chunk,
-    zeros,
-)
-from rankax._map.calls import call_with_derivative_of, keep_rules
 from rankax._map.item import (
     ItemProgram,
     checked_output_axes,
-    chunk_program,
     is_axis,
     trace_item,
+    with_axis,
 )
+from rankax._map.loop import map_in_chunks
 from rankax._plan.chunks import Chunks, split_into_chunks
 
-__all__ = ["chunked_vmap"]
+__all__ = ["chunked_level", "chunked_vmap"]
 
 
 def chunked_vmap(
@@ -163,8 +138,7 @@ def chunked_vmap(
             whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
             return whole(*args, **kwargs)
         chunks = split_into_chunks(mapping.length, bound)
-        item = _item_program(fun, mapping, out_axes, axis_name)
-        return _chunked_call(item, mapping, chunks, checkpoint=checkpoint)
+        return _in_chunks(fun, mapping, out_axes, axis_name, chunks, checkpoint=checkpoint)
 
     return mapped
 
@@ -261,14 +235,14 @@ def _resolve(
     return _Mapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
 
 
-# How it is done: one trace of an item, then one loop over the chunks.
+# How it is done: one trace of an item, then one loop over the chunks (`map_in_chunks`).
 
 
 def _item_program(
     fun: Callable[..., Any], mapping: _Mapping, out_axes: Any, axis_name: Hashable | None = None
 ) -> ItemProgram:
     axes = [axis for axis in mapping.axes if axis is not None]
-    avals = [_aval(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
+    avals = [with_axis(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
     return trace_item(
         fun, lambda *items: mapping.arguments(items), avals, out_axes, axis_name=axis_name
     )
@@ -305,186 +279,39 @@ def _in_one_chunk(
     return call
 
 
-class _Operands(NamedTuple):
-    """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row.
-
-    Before the loop those that are sliced are as `flatten_items` returns them, and `widen` where
-    they are differentiated; inside as `take_chunk` does.
-    """
-
-    shared: list[Any]
-    sliced: list[Any]
-    stacked: list[Any]
-
-
-Body = Callable[[_Operands], list[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """One output of the chunk: its shape there, and how the chunks' outputs become one."""
-
-    aval: Any  # of one chunk
-    axis: int | None  # None: the same for every chunk, and the last one is kept
-    in_place: bool  # written into a carried buffer; otherwise joined from the scan's ys
-
-    @property
-    def carried(self) -> bool:
-        return self.in_place or self.axis is None
-
-    def buffer(self, length: int) -> jax.Array:
-        shape = list(self.aval.shape)
-        if self.axis is not None:
-            shape[self.axis] = length
-        return zeros(tuple(shape), self.aval.dtype)
-
-    def to_differentiate(self) -> _Output:
-        """Return it as collected from the ``ys`` where it may have a tangent."""
-        moves = jnp.issubdtype(self.aval.dtype, jnp.inexact)
-        return dataclasses.replace(self, in_place=self.in_place and not moves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """The fixed facts of one loop."""
-
-    chunks: Chunks
-    sliced_axes: tuple[int, ...]
-    outputs: tuple[_Output, ...]
-    checkpoint: bool
-
-
-def _chunked_call(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, checkpoint: bool) -> Any:
+def _in_chunks(
+    fun: Callable[..., Any],
+    mapping: _Mapping,
+    out_axes: Any,
+    axis_name: Hashable | None,
+    chunks: Chunks,
+    *,
+    checkpoint: bool,
+) -> Any:
+    item = _item_program(fun, mapping, out_axes, axis_name)
     axes = [axis for axis in mapping.axes if axis is not None]
-
-    # A jaxpr, so that `fun` is traced once and everything it closes over becomes an operand, which
-    # a rule of differentiation given by hand requires.
-    mapped = mapping.mapped
-    avals = [_aval(x, axis, chunks.size) for x, axis in zip(mapped, axes, strict=True)]
-    closed = keep_rules(chunk_program(item, axes, avals, chunks.size))
-    evaluate = _apart_from_constants(closed, avals)
-    pairs = zip(closed.out_avals, item.out_axes, strict=True)
-    outputs = [_output(aval, axis, chunks) for aval, axis in pairs]
-    stacks = [_is_stack(axis, aval, chunks) for axis, aval in zip(axes, avals, strict=True)]
-    sliced_axes = tuple(axis for axis, is_stack in zip(axes, stacks, strict=True) if not is_stack)
-    layout = _Layout(chunks, sliced_axes, tuple(outputs), checkpoint)
-
-    def body(operands: _Operands) -> list[Any]:
-        sliced, stacked = iter(operands.sliced), iter(operands.stacked)
-        chunk = [
-            next(stacked) if is_stack else _as_chunk(next(sliced), aval)
-            for is_stack, aval in zip(stacks, avals, strict=True)
-        ]
-        return evaluate(operands.shared, chunk)
-
-    operands = _Operands(list(closed.consts), [], [])
-    for leaf, axis, is_stack in zip(mapped, axes, stacks, strict=True):
-        if is_stack:
-            operands.stacked.append(stack_chunks(leaf, chunks))
-        else:
-            operands.sliced.append(flatten_items(leaf, axis))
-    try:
-        outs = _map_chunks(body, layout, operands)
-    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
-        raise item.reuses_key() from error
+    outs = map_in_chunks(item, mapping.mapped, axes, chunks, checkpoint=checkpoint)
     return jax.tree.unflatten(item.out_tree, outs)
 
 
-def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
-    """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
+def chunked_level(
+    fun: Callable[..., Any],
+    in_axes: Sequence[int | None],
+    size: int,
+    tile: int,
+    *,
+    checkpoint: bool,
+) -> Callable[..., Any]:
+    """Return `chunked_vmap` of ``fun`` for one level of a nest, of which nothing has to be checked.
 
-    For they may be tracers of an outer trace, and JAX remembers such a function for a while.
+    ``fun`` takes arrays, mapped along ``in_axes`` of length ``size``, and returns a list of them.
     """
-    jaxpr = closed.jaxpr
-    if not any(isinstance(const, core.Tracer) for const in getattr(jaxpr, "consts", ())):
-        return lambda constants, inputs: core.eval_jaxpr(jaxpr, constants, *inputs)
-    # Newer versions of JAX keep them in the jaxpr, so they become inputs; `fun` is not run again.
-    opened = jax.make_jaxpr(lambda consts, inputs: core.eval_jaxpr(jaxpr, consts, *inputs))
-    jaxpr = opened(list(closed.consts), avals).jaxpr
-    return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
+    chunks = split_into_chunks(size, tile)
 
+    def mapped(*leaves: Any) -> Any:
+        treedef = jax.tree.structure((leaves, {}))
+        arrays = [x if a is None else jnp.asarray(x) for x, a in zip(leaves, in_axes, strict=True)]
+        mapping = _Mapping(arrays, list(in_axes), treedef, size)
+        return _in_chunks(fun, mapping, 0, None, chunks, checkpoint=checkpoint)
 
-def _output(aval: Any, axis: int | None, chunks: Chunks) -> _Output:
-    if axis is None:
-        return _Output(aval, None, in_place=False)
-    axis %= aval.ndim
-    return _Output(aval, axis, in_place=not _is_stack(axis, aval, chunks))
-
-
-def _is_stack(axis: int, chunk: Any, chunks: Chunks) -> bool:
-    """Whether a leaf of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
-
-    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
-    the whole: on CPUs, with JAX 0.7 to 0.12. ``test_an_axis_of_length_1_costs_nothing`` shows it.
-    """
-    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
-
-
-def _aval(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf with ``axis`` of another size, or without it."""
-    shape = (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :])
-    weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)
-
-
-def _as_chunk(window: jax.Array, aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """Undo `flatten_items` and `widen` for what was read of them."""
-    chunk = lax.reshape(window, aval.shape)
-    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
-
-
-def _map_chunks(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
-    """Run the loop; where it reads or writes by index, its derivative is that of another one."""
-    if not operands.sliced and not any(output.in_place for output in layout.outputs):
-        return _loop(body, layout, operands)
-
-    def body_apart(operands: _Operands) -> list[Any]:
-        windows = zip(operands.sliced, layout.sliced_axes, strict=True)
-        apart = [read_apart(window, layout.chunks.size, axis) for window, axis in windows]
-        return body(operands._replace(sliced=apart))
-
-    def to_differentiate(operands: _Operands) -> list[Any]:
-        outputs = tuple(output.to_differentiate() for output in layout.outputs)
-        wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
-        return _loop(body_apart, dataclasses.replace(layout, outputs=outputs), wide)
-
-    return call_with_derivative_of(
-        to_differentiate, functools.partial(_loop, body, layout), operands
-    )
-
-
-def _loop(body: Body, layout: _Layout, operands: _Operands) -> list[Any]:
-    """Walk the chunks once, and collect each output as it says."""
-    chunks, outputs = layout.chunks, layout.outputs
-    carried = [output for output in outputs if output.carried]
-
-    def one_chunk(start: Any, operands: _Operands) -> list[Any]:
-        window = [
-            take_chunk(leaf, start, chunks, axis)
-            for leaf, axis in zip(operands.sliced, layout.sliced_axes, strict=True)
-        ]
-        return body(operands._replace(sliced=window))
-
-    if layout.checkpoint:
-        # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
-        one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
-
-    def step(carry: tuple[Any, list[Any]], stacked: Any) -> Any:
-        start, buffers = carry
-        outs = list(zip(outputs, one_chunk(start, operands._replace(stacked=stacked)), strict=True))
-        held = zip(buffers, [(output, out) for output, out in outs if output.carried], strict=True)
-        buffers = [
-            out if output.axis is None else write_chunk(buffer, out, start, output.axis)
-            for buffer, (output, out) in held
-        ]
-        rows = [out for output, out in outs if not output.carried]
-        return (next_start(start, chunks), buffers), rows
-
-    empty = [output.buffer(chunks.length) for output in carried]
-    init = first_start(chunks), empty
-    (_, buffers), ys = lax.scan(step, init, operands.stacked, chunks.steps)
-    from_carry, from_ys = iter(buffers), iter(ys)
-    return [
-        next(from_carry) if output.carried else join_chunks(next(from_ys), chunks, output.axis or 0)
-        for output in outputs
-    ]
+    return mapped

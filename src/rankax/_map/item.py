@@ -21,7 +21,14 @@ from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
 from rankax._base.words import listed, table
 
-__all__ = ["ItemProgram", "checked_output_axes", "chunk_program", "is_axis", "trace_item"]
+__all__ = [
+    "ItemProgram",
+    "checked_output_axes",
+    "chunk_program",
+    "is_axis",
+    "trace_item",
+    "with_axis",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,3 +208,10 @@ def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
         f"{function_location(fun)}: it uses a collective over axis_name={axis_name!r}, which would "
         "see the items of one chunk only; use jax.vmap, or take the collective out of the kernel"
     )
+
+
+def with_axis(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf with ``axis`` of another size, or without it."""
+    shape = (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :])
+    weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: MIT
+"""The loop: one `jax.lax.scan` walks the chunks, in bounded memory.
+
+How an operand reaches it, and how an output leaves it (`sinks.py`), decides the memory:
+
+* Even chunks along axis 0 are the scan's own ``xs`` and ``ys``. Splitting the axis is a reshape, so
+  nothing is copied in any direction of differentiation.
+* Any other operand is read by index, and so is its tangent; the transpose adds each chunk's
+  cotangent in place (`take_chunk` says what makes that so).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import core, lax
+
+from rankax._map.access import (
+    as_chunk,
+    first_start,
+    flatten_items,
+    is_stack,
+    next_start,
+    read_apart,
+    stack_chunks,
+    take_chunk,
+    widen,
+)
+from rankax._map.calls import call_with_derivative_of, keep_rules
+from rankax._map.item import ItemProgram, chunk_program, with_axis
+from rankax._map.sinks import Sink, Write, sink_for
+from rankax._plan.chunks import Chunks
+
+__all__ = ["map_in_chunks"]
+
+
+class _Operands(NamedTuple):
+    """What a chunk reads: ``shared`` whole, ``sliced`` by index, ``stacked`` as its own row.
+
+    Before the loop those that are sliced are as `flatten_items` returns them, and `widen` where
+    they are differentiated; inside as `take_chunk` does.
+    """
+
+    shared: list[Any]
+    sliced: list[Any]
+    stacked: list[Any]
+
+
+Body = Callable[[_Operands], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The fixed facts of one loop."""
+
+    chunks: Chunks
+    sliced_axes: tuple[int, ...]
+    sinks: tuple[Sink, ...]
+    checkpoint: bool
+
+
+def map_in_chunks(
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    axes: Sequence[int],
+    chunks: Chunks,
+    *,
+    checkpoint: bool,
+) -> list[Any]:
+    """Run the program of one item for all items of ``leaves``, which lie along ``axes``."""
+    # A jaxpr, so that a kernel is traced once and everything it closes over becomes an operand,
+    # which `call_with_derivative_of` requires.
+    avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
+    closed = keep_rules(chunk_program(item, axes, avals, chunks.size))
+    evaluate = _apart_from_constants(closed, avals)
+    outputs = zip(closed.out_avals, item.out_axes, strict=True)
+    sinks = tuple(sink_for(aval, axis, chunks) for aval, axis in outputs)
+    stacks = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
+    sliced_axes = tuple(axis for axis, stack in zip(axes, stacks, strict=True) if not stack)
+
+    def body(operands: _Operands) -> list[Any]:
+        sliced, stacked = iter(operands.sliced), iter(operands.stacked)
+        chunk = [
+            as_chunk(next(stacked if stack else sliced), aval)
+            for stack, aval in zip(stacks, avals, strict=True)
+        ]
+        return evaluate(operands.shared, chunk)
+
+    operands = _Operands(list(closed.consts), [], [])
+    for leaf, axis, stack in zip(leaves, axes, stacks, strict=True):
+        if stack:
+            operands.stacked.append(stack_chunks(leaf, chunks))
+        else:
+            operands.sliced.append(flatten_items(leaf, axis))
+    try:
+        return _run(body, _Walk(chunks, sliced_axes, sinks, checkpoint), operands)
+    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
+        raise item.reuses_key() from error
+
+
+def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
+    """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
+
+    For they may be tracers of an outer trace, and JAX remembers such a function for a while.
+    """
+    jaxpr = closed.jaxpr
+    if not any(isinstance(const, core.Tracer) for const in getattr(jaxpr, "consts", ())):
+        return lambda constants, inputs: core.eval_jaxpr(jaxpr, constants, *inputs)
+    # Newer versions of JAX keep them in the jaxpr, so they become inputs; `fun` is not run again.
+    opened = jax.make_jaxpr(lambda consts, inputs: core.eval_jaxpr(jaxpr, consts, *inputs))
+    jaxpr = opened(list(closed.consts), avals).jaxpr
+    return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
+
+
+def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
+    """Run the loop; where it reads or writes by index, its derivative is that of another one."""
+    if not operands.sliced and not any(isinstance(sink, Write) for sink in walk.sinks):
+        return _loop(body, walk, operands)
+
+    def body_apart(operands: _Operands) -> list[Any]:
+        windows = zip(operands.sliced, walk.sliced_axes, strict=True)
+        apart = [read_apart(window, walk.chunks.size, axis) for window, axis in windows]
+        return body(operands._replace(sliced=apart))
+
+    def to_differentiate(operands: _Operands) -> list[Any]:
+        sinks = tuple(sink.to_differentiate() for sink in walk.sinks)
+        wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
+        return _loop(body_apart, dataclasses.replace(walk, sinks=sinks), wide)
+
+    return call_with_derivative_of(to_differentiate, functools.partial(_loop, body, walk), operands)
+
+
+def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
+    """Walk the chunks once, and hand each output to its sink."""
+    chunks, sinks = walk.chunks, walk.sinks
+
+    def one_chunk(start: Any, operands: _Operands) -> list[Any]:
+        window = [
+            take_chunk(leaf, start, chunks, axis)
+            for leaf, axis in zip(operands.sliced, walk.sliced_axes, strict=True)
+        ]
+        return body(operands._replace(sliced=window))
+
+    if walk.checkpoint:
+        # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
+        one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
+
+    def step(carry: tuple[Any, list[Any]], stacked: Any) -> Any:
+        start, held = carry
+        outs = one_chunk(start, operands._replace(stacked=stacked))
+        taken = [
+            sink.step(value, out, start) for sink, value, out in zip(sinks, held, outs, strict=True)
+        ]
+        return (next_start(start, chunks), [value for value, _ in taken]), [row for _, row in taken]
+
+    init = first_start(chunks), [sink.start() for sink in sinks]
+    (_, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
+    return [sink.end(*found) for sink, *found in zip(sinks, held, rows, strict=True)]
