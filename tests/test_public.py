@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a user can import, and what the library does not import."""
+"""What a user can import, and what it says of itself."""
 
 import dataclasses
 import doctest
