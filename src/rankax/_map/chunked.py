@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import common_length, positive_int
+from rankax._base.checks import check_callable, common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
@@ -121,8 +121,7 @@ def chunked_vmap(
     >>> jax.grad(lambda c: chunked_vmap(spread, 3)(c).sum())(clouds).shape
     (10, 4, 3)
     """
-    if not callable(fun):
-        raise TypeError(f"chunked_vmap: fun must be callable, got {type(fun).__name__}")
+    check_callable(fun, "chunked_vmap", "fun")
     where = f"chunked_vmap({function_name(fun)})"
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
     size = None if axis_size is None else _axis_size(axis_size, where)
