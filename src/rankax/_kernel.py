@@ -23,7 +23,7 @@ from rankax._base.functions import caller_level, function_location, function_nam
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
-from rankax._declare.ranks import Declaration, governed_parts, ranks_of_leaves
+from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.chunked import chunked_level
 from rankax._plan.batch import BatchPlan
 from rankax._plan.leaves import leaf_plan
@@ -237,7 +237,7 @@ class Kernel:
 
     def _parts(self, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
         try:
-            return governed_parts(self.declaration.ranks.get(name), value, name)
+            return parts_with_ranks(self.declaration.ranks.get(name), value, name)
         except ValueError as error:
             raise ValueError(f"{function_location(self.fun)}: {error}") from None
 

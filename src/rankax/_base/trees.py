@@ -29,8 +29,8 @@ __all__ = [
     "Node",
     "check_outputs",
     "entries",
-    "governed",
     "leaves_with_names",
+    "parts_with_entries",
     "spread_prefix",
 ]
 
@@ -58,7 +58,7 @@ class Node:
 class ByKey:
     """A prefix for an instance of ``cls`` that is known by its fields, without making one.
 
-    Fields without an entry are governed by ``None``.
+    A field without an entry has ``None``.
     """
 
     cls: type
@@ -159,12 +159,14 @@ def spread_prefix(
     """
     return [
         entry
-        for _, subtree, entry in governed(prefix, tree, name, is_entry=is_entry, what=what)
+        for _, subtree, entry in parts_with_entries(
+            prefix, tree, name, is_entry=is_entry, what=what
+        )
         for _ in range(jax.tree.structure(subtree).num_leaves)
     ]
 
 
-def governed(
+def parts_with_entries(
     prefix: Any,
     tree: Any,
     name: str,
@@ -181,7 +183,7 @@ def governed(
         yield name, tree, prefix
         return
     for at, child, entry in _paired(prefix, tree, name, what, by_field):
-        yield from governed(
+        yield from parts_with_entries(
             entry, child, name + at, is_entry=is_entry, what=what, by_field=by_field
         )
 

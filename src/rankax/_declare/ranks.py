@@ -15,14 +15,14 @@ from typing import Any
 from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
-from rankax._base.trees import ForEach, Items, Node, entries, governed, spread_prefix
+from rankax._base.trees import ForEach, Items, Node, entries, parts_with_entries, spread_prefix
 from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
 from rankax._declare.binding import ANNOTATED, bind_ranks, items_of_args, leaves_rest, with_rest
 from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.silent import silent_parameters
 
-__all__ = ["Declaration", "declare", "governed_parts", "ranks_of_leaves"]
+__all__ = ["Declaration", "declare", "parts_with_ranks", "ranks_of_leaves"]
 
 Parameter = inspect.Parameter
 
@@ -118,9 +118,11 @@ def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
         ) from None
 
 
-def governed_parts(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
-    """Cut an argument into ``(path, part, rank)``, each part governed by one rank."""
-    return list(governed(tree, value, name, is_entry=_is_rank, what="rank", by_field=True))
+def parts_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
+    """Cut an argument into ``(path, part, rank)``, each part under one rank."""
+    return list(
+        parts_with_entries(tree, value, name, is_entry=_is_rank, what="rank", by_field=True)
+    )
 
 
 def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:

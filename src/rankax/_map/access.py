@@ -13,7 +13,7 @@ what                             seen with             it may go when this passe
 `flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
 `widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
 `take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
-`read_apart`: one use            CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
+`use_once`: reads with one use   CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
 `is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
 `as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
 ===============================  ====================  ========================================
@@ -39,10 +39,10 @@ __all__ = [
     "is_stack",
     "join_chunks",
     "next_start",
-    "read_apart",
     "scalar",
     "stack_chunks",
     "take_chunk",
+    "use_once",
     "widen",
     "write_chunk",
     "zeros",
@@ -84,7 +84,7 @@ def flatten_items(leaf: Any, axis: int) -> jax.Array:
     For a kernel that takes its items in another layout, as LAPACK does, would have XLA copy the
     whole leaf into that layout, and memory would grow with the axis.
 
-    See `read_apart` for what else this is good for.
+    See `use_once` for what else this is good for.
     """
     before, rest = leaf.shape[:axis], leaf.shape[axis:]
     flat = math.prod(rest)
@@ -127,12 +127,12 @@ def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
     return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
 
 
-def read_apart(chunk: jax.Array, size: int, axis: int) -> jax.Array:
+def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
     """Return a chunk that `take_chunk` read, so that the reading has a single use.
 
     XLA:CPU of JAX 0.10 makes functions of reads that have several, and takes two for one if their
     names differ in a dash only, as those of a value and of its tangent do where `jax.vmap` maps
-    the tangent alone; then it fails. A chunk that is given its shape back is read apart already.
+    the tangent alone; then it fails. A chunk that is given its shape back has one use already.
     """
     if chunk.shape[axis] != size:
         return chunk

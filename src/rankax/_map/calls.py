@@ -125,10 +125,16 @@ _call = jax.extend.core.Primitive("rankax_call")
 _call.multiple_results = True
 
 
-@_call.def_impl
 def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
     del other
     return core.eval_jaxpr(program.jaxpr, program.consts, *args)
+
+
+@_call.def_impl
+def _(*args: Any, program: Any, other: Any) -> list[Any]:
+    # One compiled program: step by step each number in it would be sent to the device on its own,
+    # which `jax.transfer_guard` may forbid.
+    return jax.jit(functools.partial(_run, program=program, other=other))(*args)
 
 
 @_call.def_effectful_abstract_eval

@@ -25,9 +25,9 @@ from rankax._map.access import (
     flatten_items,
     is_stack,
     next_start,
-    read_apart,
     stack_chunks,
     take_chunk,
+    use_once,
     widen,
 )
 from rankax._map.calls import call_with_derivative_of, keep_rules
@@ -121,15 +121,15 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     if not operands.sliced and not any(isinstance(sink, Write) for sink in walk.sinks):
         return _loop(body, walk, operands)
 
-    def body_apart(operands: _Operands) -> list[Any]:
+    def body_that_reads_once(operands: _Operands) -> list[Any]:
         windows = zip(operands.sliced, walk.sliced_axes, strict=True)
-        apart = [read_apart(window, walk.chunks.size, axis) for window, axis in windows]
-        return body(operands._replace(sliced=apart))
+        once = [use_once(window, walk.chunks.size, axis) for window, axis in windows]
+        return body(operands._replace(sliced=once))
 
     def to_differentiate(operands: _Operands) -> list[Any]:
         sinks = tuple(sink.to_differentiate() for sink in walk.sinks)
         wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
-        return _loop(body_apart, dataclasses.replace(walk, sinks=sinks), wide)
+        return _loop(body_that_reads_once, dataclasses.replace(walk, sinks=sinks), wide)
 
     return call_with_derivative_of(to_differentiate, functools.partial(_loop, body, walk), operands)
 
