@@ -5,6 +5,8 @@ JAX rebuilds a class with arrays, for one item or for all. Whatever else stood i
 way (a shape, a dtype, the items of one chunk, a zero that stands for a tangent) would be refused.
 """
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -84,17 +86,23 @@ def total(tree):
     return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
 
 
+def looped(fun, *args):
+    """What `jax.vmap` means. That of JAX 0.7 rebuilds a class with objects that are no arrays."""
+    outs = [fun(*jax.tree.map(operator.itemgetter(i), args)) for i in range(LENGTH)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
 @pytest.mark.parametrize("jit", [False, True])
 def test_in_and_out_of_a_kernel(chunk_size, jit):
     normals = Normal(M, jnp.ones(LENGTH))
-    want = jax.vmap(shifted)(normals, M)
+    want = looped(shifted, normals, M)
     mapped = auto_vmap(0, 0, chunk_size=chunk_size, jit=jit)(shifted)
     assert_same(mapped(normals, M), want)
     assert_same(mapped(Normal(M, 1.0), M), want)
     assert mapped.plan(normals, M).batch_shape == (LENGTH,)
     gradient = jax.grad(lambda normals: total(mapped(normals, M)))(normals)
-    assert_same(gradient, jax.grad(lambda n: total(jax.vmap(shifted)(n, M)))(normals))
+    assert_same(gradient, jax.grad(lambda n: total(looped(shifted, n, M)))(normals))
 
 
 @pytest.mark.parametrize("chunk_size", [2, 5, None])
@@ -111,6 +119,8 @@ def test_levels_of_a_nest_are_not_seen(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
 def test_chunked_with_axes(chunk_size):
+    if chunk_size is None and jax.__version_info__ < (0, 8):
+        pytest.skip("without a chunk size it is jax.vmap, which fails here with JAX 0.7")
     axes = ({"normal": 0, "table": 1},)
     tree = {"normal": Normal(M, M + 1), "table": jnp.arange(3.0 * LENGTH).reshape(3, LENGTH)}
 
@@ -118,12 +128,16 @@ def test_chunked_with_axes(chunk_size):
         normal, table = tree["normal"], tree["table"]
         return Normal(normal.mean * table[0], normal.scale), table * normal.mean, Normal(2.0, 3.0)
 
+    def by_hand(tree):
+        rows = {"normal": tree["normal"], "table": tree["table"].T}
+        normal, table, fixed = looped(one, rows)
+        return normal, table.T, jax.tree.map(lambda leaf: leaf[0], fixed)
+
     out_axes = (0, 1, None)
-    want = jax.vmap(one, axes, out_axes)(tree)
     mapped = chunked_vmap(one, chunk_size, axes, out_axes)
-    assert_same(mapped(tree), want)
+    assert_same(mapped(tree), by_hand(tree))
     gradient = jax.jit(jax.grad(lambda tree: total(mapped(tree))))(tree)
-    assert_same(gradient, jax.grad(lambda t: total(jax.vmap(one, axes, out_axes)(t)))(tree))
+    assert_same(gradient, jax.grad(lambda tree: total(by_hand(tree)))(tree))
 
 
 SCANS = {
