@@ -406,3 +406,21 @@ def test_a_callback_runs_though_nobody_uses_the_result():
     jax.jit(lambda x: (chunked_vmap(kernel, 2)(x), x + 1)[1])(X[:, 0])
     jax.effects_barrier()
     assert set(map(float, seen)) == set(X[:, 0].tolist())
+
+
+def test_a_rule_of_a_function_with_an_effect_is_kept():
+    seen = []
+
+    @jax.custom_jvp
+    def noted(x):
+        jax.debug.callback(seen.append, x)
+        return jnp.sin(x) * x
+
+    noted.defjvp(lambda p, t: (noted(*p), 1.25 * jnp.cos(p[0]) * t[0]))
+    x, v = X[:, 0], V[:, 0]
+    close(
+        derivatives(chunked_vmap(lambda x: jnp.sin(noted(x)), 2), SECOND, x, v),
+        derivatives(jax.vmap(lambda x: jnp.sin(noted(x))), SECOND, x, v),
+    )
+    jax.effects_barrier()
+    assert seen

@@ -103,8 +103,6 @@ def _kept_param(value: Any) -> Any:
 
 def _kept_call(eqn: Any, program: Any) -> Any:
     """Put a call of ours around one equation of ``program`` that has a rule."""
-    if eqn.effects:
-        return eqn
     inputs = list({v: None for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)})
     unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
     jaxpr = program.replace(
@@ -112,6 +110,7 @@ def _kept_call(eqn: Any, program: Any) -> Any:
         invars=inputs,
         outvars=eqn.outvars,
         eqns=[eqn],
+        effects=eqn.effects,
         debug_info=program.debug_info._replace(**unnamed),
     )
     params = {"program": ClosedJaxpr(jaxpr, ()), "other": None}
