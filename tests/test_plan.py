@@ -380,8 +380,8 @@ def test_options_given_at_the_call_are_named():
             with pytest.raises(TypeError) as caught:
                 call(V, 1.0, **{option: value})
             assert str(caught.value) == (
-                f"<lambda>() got {option} at the call, but it is an option of auto_vmap: "
-                f"auto_vmap(..., {option}={value})(<lambda>)"
+                f"<lambda>() got {option} among its arguments, but it is an option: "
+                f"<lambda>.with_options({option}={value})(...)"
             )
     with pytest.raises(TypeError, match=re.escape("<lambda>() missing a required argument: 'v'")):
         kernel(jit=2.0)

@@ -59,6 +59,7 @@ def test_functions_have_their_source_and_examples():
         "auto_vmap",
         "checkpoint_chunked_scan",
         "chunked_vmap",
+        "options",
         "ranks_like",
         "sliced_scan",
     ]
@@ -76,7 +77,10 @@ def test_functions_have_their_source_and_examples():
 
 def test_help_shows_the_options_of_auto_vmap():
     signature = inspect.signature(rankax.auto_vmap)
-    shown = "(*ranks, chunk_size=None, checkpoint=True, jit=False, **named_ranks)"
+    shown = (
+        "(*ranks, chunk_size=None, checkpoint=True, jit=False, compiler_options=None, "
+        "**named_ranks)"
+    )
     assert str(signature) == shown
     assert f"auto_vmap{shown}" in pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)
     # What a type checker knows is the same.

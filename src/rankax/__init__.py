@@ -13,6 +13,7 @@ __all__ = [
     "auto_vmap",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "options",
     "ranks_like",
     "sliced_scan",
 ]
@@ -23,6 +24,7 @@ from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
 from rankax._map.chunked import chunked_vmap as chunked_vmap
+from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
 from rankax._plan.leaves import LeafPlan as LeafPlan
 from rankax._plan.levels import Level as Level

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 
-from rankax._base.checks import check_bool, positive_int
 from rankax._base.functions import function_name, unwrapped
-from rankax._declare.ranks import declare
+from rankax._declare.ranks import Declaration, declare
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
+from rankax._options import DEFAULTS, Given, Options, check_together, checked_options, keyword_only
 from rankax._plan.batch import BatchPlan
 
 __all__ = ["auto_vmap"]
@@ -38,6 +48,10 @@ class AutoVmapped(Protocol, Generic[P, R]):
         """Say what a call with these arguments, or their ``ShapeDtypeStruct``, would do."""
         ...
 
+    def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]:
+        """Return this kernel with other options; those that are not named stay."""
+        ...
+
     @overload
     def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
 
@@ -52,6 +66,10 @@ class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower a call as `jax.jit` does."""
+        ...
+
+    def with_options(self, **options: Unpack[Given]) -> JitAutoVmapped[P, R]:
+        """Return this kernel with other options; those that are not named stay."""
         ...
 
     @overload
@@ -85,6 +103,7 @@ def auto_vmap(
     chunk_size: int | None = None,
     checkpoint: bool = True,
     jit: Literal[True],
+    compiler_options: Mapping[str, Any] | None = None,
     **named_ranks: Any,
 ) -> JitDecorator: ...
 
@@ -95,6 +114,7 @@ def auto_vmap(
     chunk_size: int | None = None,
     checkpoint: bool = True,
     jit: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -134,6 +154,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         traced, and Python scalars on parameters that have a rank; everything else is static and
         must be hashable. Inside another ``jit`` it leaves no trace. A method's ``self`` is static
         too unless it is a pytree: attributes that are changed after the first call are not seen.
+    compiler_options : dict, optional
+        Handed to `jax.jit` where ``jit=True``. Inside another ``jit`` those of the outer one count.
     **named_ranks
         Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
         each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
@@ -148,7 +170,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         decorator that makes it. Every array it returns has the batch shape in front; without batch
         axes the kernel is simply called. It keeps the name, docstring, signature and type of
         the kernel, which is its ``__wrapped__``, and has ``plan(*args, **kwargs)``, which tells
-        what a call with such arguments (or `jax.ShapeDtypeStruct` in their place) would do.
+        what a call with such arguments (or `jax.ShapeDtypeStruct` in their place) would do, and
+        ``with_options(**options)``, which returns the same kernel with other options: equal options
+        give the same object, so that nothing is compiled anew. See `options` for many kernels.
 
     Raises
     ------
@@ -193,7 +217,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     >>> energy(2.0, jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))).shape
     (4, 5)
     """
-    if len(ranks) == 1 and named.keys() <= _OPTIONS.keys() and _is_function(ranks[0]):
+    if len(ranks) == 1 and named.keys() <= DEFAULTS.keys() and _is_function(ranks[0]):
         return _decorate(ranks[0], (), named)
     for rank in ranks:
         if _is_function(rank) and not _is_rank_tree(rank):
@@ -204,16 +228,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     return functools.partial(_decorate, ranks=ranks, named=named)
 
 
-# Each option with its default.
-_OPTIONS: dict[str, Any] = {"chunk_size": None, "checkpoint": True, "jit": False}
-
-
 def _shown_signature() -> inspect.Signature:
     """Say which options there are, of which `auto_vmap` itself must see those that are given."""
     kind = inspect.Parameter
-    options = [kind(name, kind.KEYWORD_ONLY, default=default) for name, default in _OPTIONS.items()]
     ranks = kind("ranks", kind.VAR_POSITIONAL)
-    return inspect.Signature([ranks, *options, kind("named_ranks", kind.VAR_KEYWORD)])
+    named_ranks = kind("named_ranks", kind.VAR_KEYWORD)
+    return inspect.Signature([ranks, *keyword_only(DEFAULTS), named_ranks])
 
 
 vars(auto_vmap)["__signature__"] = _shown_signature()
@@ -234,29 +254,49 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return type(fun)(_decorate(fun.__func__, ranks, named))
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
-    given = {name: value for name, value in named.items() if name in _OPTIONS}
-    options = {**_OPTIONS, **given}
-    where = f"auto_vmap({function_name(fun)})"
-    size = options["chunk_size"]
-    size = None if size is None else positive_int(size, where, "chunk_size")
-    for name in ("checkpoint", "jit"):
-        check_bool(options[name], where, name)
-    named_ranks = {name: rank for name, rank in named.items() if name not in _OPTIONS}
-    declaration = declare(fun, ranks, named_ranks, given, _OPTIONS)
-    kernel = Kernel(fun, declaration, size, options["checkpoint"])
-    jitted = JitKernel(kernel) if options["jit"] else None
-    call = jitted or kernel
+    given = {name: value for name, value in named.items() if name in DEFAULTS}
+    checked = checked_options(given, f"auto_vmap({function_name(fun)})")
+    named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
+    declaration = declare(fun, ranks, named_ranks, given, DEFAULTS)
+    return _Family(fun, declaration).member(checked, f"auto_vmap({function_name(fun)})")
 
-    # A function, not a callable object: methods, pickling by name, help() and inspection work as
-    # they do for the kernel itself.
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
 
-    _wrap_as(mapped, fun)
-    vars(mapped)["plan"] = kernel.plan
-    if jitted is not None:
-        vars(mapped)["lower"] = jitted.lower
-    return mapped
+class _Family:
+    """The kernels that one declaration makes, each with other options."""
+
+    def __init__(self, fun: Any, declaration: Declaration) -> None:
+        self._fun = fun
+        self._declaration = declaration
+        self._members: dict[Any, Any] = {}
+
+    def member(self, given: Mapping[str, Any], where: str) -> Any:
+        """Return the one kernel with these options, so that what it compiled is found again."""
+        key = frozenset(given.items())
+        if key not in self._members:
+            check_together(Options(**given), where)
+            self._members[key] = self._new_member(given)
+        return self._members[key]
+
+    def _new_member(self, given: Mapping[str, Any]) -> Any:
+        kernel = Kernel(self._fun, self._declaration, given)
+        jitted = JitKernel(kernel) if kernel.own.jit else None
+        call = jitted or kernel
+
+        # A function, not a callable object: methods, pickling by name, help() and inspection work
+        # as they do for the kernel itself.
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        def with_options(**options: Any) -> Any:
+            where = f"{kernel.name}.with_options"
+            return self.member({**given, **checked_options(options, where)}, where)
+
+        _wrap_as(mapped, self._fun)
+        vars(mapped)["plan"] = kernel.plan
+        vars(mapped)["with_options"] = with_options
+        if jitted is not None:
+            vars(mapped)["lower"] = jitted.lower
+        return mapped
 
 
 def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rankax._base.trees import leaves_with_names
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
+from rankax._options import Options
 
 __all__ = ["JitKernel"]
 
@@ -28,6 +29,7 @@ class _Frame(NamedTuple):
     traced: tuple[bool, ...]  # of each leaf, those of the others last
     static: tuple[Any, ...]
     kinds: tuple[Any, ...]  # what `==` of two static values does not see
+    options: Options
 
 
 _NOTHING = jax.tree.structure([])
@@ -56,7 +58,10 @@ class JitKernel:
             return self._run(frame, arrays)
 
         call.__name__ = kernel.name  # what a profile and an HLO dump show
-        self._jitted = jax.jit(call, static_argnums=0)
+        compiler = kernel.own.compiler_options
+        self._jitted = jax.jit(
+            call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
+        )
 
     def __reduce__(self) -> Any:
         return JitKernel, (self._kernel,)  # a copy compiles for itself
@@ -97,9 +102,14 @@ class JitKernel:
         if rest:
             inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
+
+        def frame(static: tuple[Any, ...], kinds: tuple[Any, ...]) -> _Frame:
+            of_arrays = call.names, call.treedef, others, rest_tree, traced
+            return _Frame(*of_arrays, static, kinds, self._kernel.options())
+
         arrays = [x for x in inputs if x is not None]
         if len(arrays) == len(inputs):
-            return _Frame(call.names, call.treedef, others, rest_tree, traced, (), ()), arrays
+            return frame((), ()), arrays
         leaves = zip([*call.leaves, *rest], traced, strict=True)
         static = tuple(
             # One NaN for all, because a NaN is found by its identity only.
@@ -114,8 +124,7 @@ class JitKernel:
             paths += [p for name in others for p, _ in leaves_with_names(arguments[name], name)]
             known = zip(paths, traced, strict=True)
             static = self._hashable(static, [path for path, is_traced in known if not is_traced])
-        kinds = tuple(map(_kind, static))
-        return _Frame(call.names, call.treedef, others, rest_tree, traced, static, kinds), arrays
+        return frame(static, tuple(map(_kind, static))), arrays
 
     def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
         hashable: list[Any] = []
@@ -141,7 +150,7 @@ class JitKernel:
         count = frame.treedef.num_leaves
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
         call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
-        return self._kernel.run(call, call.bound.args, call.bound.kwargs)
+        return self._kernel.run(call, frame.options, call.bound.args, call.bound.kwargs)
 
 
 class _StagedError(Exception):

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.chunked import chunked_level
+from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
 from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Level, Shape
@@ -44,7 +45,7 @@ class _Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    nestings: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes
+    nestings: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes, options
 
 
 class Call(NamedTuple):
@@ -64,14 +65,13 @@ class Kernel:
         self,
         fun: Callable[..., Any],
         declaration: Declaration,
-        chunk_size: int | None,
-        checkpoint: bool,
+        given: Mapping[str, Any],
     ) -> None:
         self.fun = fun
         self.name = function_name(fun)
         self.declaration = declaration
-        self.chunk_size = chunk_size
-        self.checkpoint = checkpoint
+        self.given = dict(given)
+        self.own = Options(**given)
         self._structures: dict[Any, _Structure] = {}
         self._silent = set(declaration.silent)  # those not warned of yet
         self._defaults = {
@@ -90,20 +90,26 @@ class Kernel:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel on every item of the batch."""
-        return self.run(self.bind(args, kwargs), args, kwargs)
+        return self.run(self.bind(args, kwargs), self.options(), args, kwargs)
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def options(self) -> Options:
+        """Return the options of a call that is made now."""
+        return resolve(self.given, self.own)
+
+    def run(
+        self, call: Call, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Go on from a call that is bound, whose arguments were these."""
-        nesting = self._nesting(call)
+        nesting = self._nesting(call, options)
         if nesting.plan.levels:
-            return self._mapped(call, nesting)
+            return self._mapped(call, nesting, options)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
-        plan = self._nesting(call).plan
+        plan = self._nesting(call, self.options()).plan
         untouched = self._untouched(call.bound)
         return dataclasses.replace(plan, untouched=untouched) if untouched else plan
 
@@ -122,14 +128,14 @@ class Kernel:
         return bound
 
     def _unbound(self, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
-        options = {"chunk_size", "checkpoint", "jit"} & kwargs.keys()
+        options = DEFAULTS.keys() & kwargs.keys()
         unknown = sorted(options - self.declaration.signature.parameters.keys())
         if not unknown:
             return TypeError(f"{self.name}() {error}")
         (option, *_) = unknown
         return TypeError(
-            f"{self.name}() got {option} at the call, but it is an option of auto_vmap: "
-            f"auto_vmap(..., {option}={kwargs[option]!r})({self.name})"
+            f"{self.name}() got {option} among its arguments, but it is an option: "
+            f"{self.name}.with_options({option}={kwargs[option]!r})(...)"
         )
 
     def check_method(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,14 +281,15 @@ class Kernel:
 
     # From leaves to a plan.
 
-    def _nesting(self, call: Call) -> Nesting:
+    def _nesting(self, call: Call, options: Options) -> Nesting:
         """Plan the maps for the shapes of this call, or find them again."""
         ranks = call.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
             for leaf, rank in zip(call.leaves, ranks, strict=True)
         )
-        nesting = call.structure.nestings.get(shapes)
+        key = shapes, options.chunk_size
+        nesting = call.structure.nestings.get(key)
         if nesting is None:
             arrays = [
                 (i, call.structure.paths[i], tuple(shape), rank)
@@ -290,13 +297,13 @@ class Kernel:
                 if rank is not None and shape is not None
             ]
             untouched = functools.partial(self._untouched, call.bound)
-            nesting = plan_nesting(self.fun, arrays, self.chunk_size, untouched)
-            _keep(call.structure.nestings, shapes, nesting)
+            nesting = plan_nesting(self.fun, arrays, options.chunk_size, untouched)
+            _keep(call.structure.nestings, key, nesting)
         return nesting
 
     # From a plan to the result.
 
-    def _mapped(self, call: Call, nesting: Nesting) -> Any:
+    def _mapped(self, call: Call, nesting: Nesting, options: Options) -> Any:
         plan = nesting.plan
         whole = list(call.leaves)
         for position, shape in nesting.reshaped:
@@ -320,21 +327,13 @@ class Kernel:
 
         mapped: Callable[..., Any] = on_item
         for level, in_axes in zip(reversed(plan.levels), reversed(nesting.in_axes), strict=True):
-            mapped = self._map(mapped, level, in_axes)
+            mapped = _map_level(mapped, level, in_axes, options)
         outs = mapped(*(whole[position] for position in nesting.mapped))
         # A level may cover more than one axis of the batch, or none where it has length 1.
         if tuple(level.size for level in plan.levels) != plan.batch_shape:
             shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
             outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
         return jax.tree.unflatten(trees[-1], outs)
-
-    def _map(
-        self, fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...]
-    ) -> Callable[..., Any]:
-        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-        if level.tile == level.size and not level.size == self.chunk_size == 1:
-            return jax.vmap(fun, in_axes=in_axes)
-        return chunked_level(fun, in_axes, level.size, level.tile, checkpoint=self.checkpoint)
 
     def _checked(self, out: Any, nesting: Nesting) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
@@ -354,6 +353,15 @@ class Kernel:
         if error := output_error(self.fun, pairs, nesting.sizes):
             raise error
         return out
+
+
+def _map_level(
+    fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...], options: Options
+) -> Callable[..., Any]:
+    # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    if level.tile == level.size and not level.size == options.chunk_size == 1:
+        return jax.vmap(fun, in_axes=in_axes)
+    return chunked_level(fun, in_axes, level.size, level.tile, checkpoint=options.checkpoint)
 
 
 def is_array(leaf: Any) -> bool:

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT
+"""Options of kernels: their defaults, their checks, and the scope that sets them from outside.
+
+One option is one field of `Options` and one entry of `_CHECKS`, and it stands in the overloads of
+`auto_vmap`, for a type checker cannot read them from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypedDict, Unpack
+
+from rankax._base.checks import check_bool, positive_int
+from rankax._base.words import listed
+
+__all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """All options of one call; hashable, for `jax.jit` keys its programs on them."""
+
+    chunk_size: int | None = None
+    checkpoint: bool = True
+    jit: bool = False
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
+
+
+class Given(TypedDict, total=False):
+    """The options of `auto_vmap`, as somebody gives them."""
+
+    chunk_size: int | None
+    checkpoint: bool
+    jit: bool
+    compiler_options: Mapping[str, Any] | None
+
+
+class Scoped(TypedDict, total=False):
+    """The options that a scope can set."""
+
+    chunk_size: int | None
+    checkpoint: bool
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
+
+_SCOPED = tuple(Scoped.__annotations__)
+
+
+# Values.
+
+
+def _chunk_size(value: Any, where: str) -> int | None:
+    return None if value is None else positive_int(value, where, "chunk_size")
+
+
+def _bool(name: str) -> Callable[[Any, str], bool]:
+    def check(value: Any, where: str) -> bool:
+        check_bool(value, where, name)
+        return value
+
+    return check
+
+
+def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{where}: compiler_options must be a dict, as that of jax.jit, got "
+            f"{type(value).__name__} {value!r}"
+        )
+    pairs = tuple(sorted(value.items()))
+    for key, setting in pairs:
+        if not isinstance(key, str) or not isinstance(setting, (str, bool, int, float)):
+            raise TypeError(
+                f"{where}: compiler_options must map names to strings, numbers or bools, got "
+                f"{key!r}: {setting!r}"
+            )
+    return pairs
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "chunk_size": _chunk_size,
+    "checkpoint": _bool("checkpoint"),
+    "jit": _bool("jit"),
+    "compiler_options": _compiler_options,
+}
+
+
+def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return options in normal form, or say which is unknown or wrong.
+
+    Parameters
+    ----------
+    given : dict
+        Options by name.
+    where : str
+        The function that was called, for errors.
+    """
+    for name in given:
+        if name not in _CHECKS:
+            close = difflib.get_close_matches(name, _CHECKS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(
+                f"{where}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
+            )
+    return {name: _CHECKS[name](value, where) for name, value in given.items()}
+
+
+def check_together(options: Options, where: str) -> None:
+    """Refuse options that exclude each other."""
+    if options.compiler_options is not None and not options.jit:
+        raise TypeError(
+            f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "
+            "call jax.jit yourself, give them there"
+        )
+
+
+# The scope.
+
+_scope: ContextVar[dict[str, Any] | None] = ContextVar("rankax_options", default=None)
+
+
+def resolve(given: Mapping[str, Any], own: Options) -> Options:
+    """Return the options of a kernel that was ``given`` some, which makes ``own`` alone."""
+    scope = _scope.get()
+    return own if scope is None else Options(**{**scope, **given})
+
+
+def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
+    r"""Set options for every kernel that is called inside a ``with`` block.
+
+    ``with options(chunk_size=100): fit(x)`` is equivalent to running ``fit`` with
+    ``kernel.with_options(chunk_size=100)`` in place of each kernel of `auto_vmap` that was given no
+    ``chunk_size``. What a kernel was given, by its decorator or by ``with_options``, holds.
+
+    Parameters
+    ----------
+    chunk_size, checkpoint
+        As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
+        to the kernel.
+
+    Returns
+    -------
+    context manager
+        It can be nested: an inner scope adds to the outer one. It holds in the thread (and in the
+        asyncio task) that entered it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At once, for an unknown option or a wrong value.
+
+    Notes
+    -----
+    Kernels with ``jit=True`` keep one program for each set of options. Inside a `jax.jit` of your
+    own, the scope counts while JAX traces: a function that was compiled outside the scope is not
+    compiled again inside.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import rankax
+    >>> norm = rankax.auto_vmap(1)(lambda v: jnp.sqrt(v @ v))
+    >>> with rankax.options(chunk_size=10):
+    ...     norm.plan(jnp.ones((100, 3))).in_flight
+    10
+    """
+    checked = checked_options(given, "rankax.options")
+    for name in checked:
+        if name not in _SCOPED:
+            raise TypeError(
+                f"rankax.options: {name} belongs to a kernel; use "
+                f"kernel.with_options({name}=...) (a scope can set {listed(list(_SCOPED))})"
+            )
+    return _entered(checked)
+
+
+@contextlib.contextmanager
+def _entered(checked: dict[str, Any]) -> Generator[None]:
+    token = _scope.set({**(_scope.get() or {}), **checked})
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def keyword_only(names: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return options with their defaults as parameters, for the signature that `help` shows."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=default) for name, default in names.items()]
+
+
+vars(options)["__signature__"] = inspect.Signature(
+    keyword_only({name: DEFAULTS[name] for name in _SCOPED})
+)

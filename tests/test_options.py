@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Options at the call: `with_options` and the scope of `options`."""
+
+import pickle
+import re
+import threading
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from rankax import auto_vmap
+
+X = jnp.arange(24.0).reshape(8, 3)
+
+
+@auto_vmap(v=1)
+def norm(v):
+    return jnp.sqrt(v @ v)
+
+
+def in_flight(kernel):
+    return kernel.plan(X).in_flight
+
+
+def test_with_options_keeps_the_declaration_and_changes_the_rest():
+    chunked = norm.with_options(chunk_size=2)
+    assert (in_flight(norm), in_flight(chunked)) == (8, 2)
+    assert chunked.__wrapped__ is norm.__wrapped__
+    assert chunked.__name__ == "norm"
+    np.testing.assert_array_equal(chunked(X), norm(X))
+    assert in_flight(chunked.with_options(checkpoint=False)) == 2
+    assert in_flight(chunked.with_options(chunk_size=None)) == 8
+
+
+def test_equal_options_are_one_kernel_that_compiles_once():
+    traces = 0
+
+    @auto_vmap(1, jit=True)
+    def kernel(v):
+        nonlocal traces
+        traces += 1
+        return v.sum()
+
+    for _ in range(3):
+        kernel.with_options(chunk_size=np.int64(2))(X)
+    assert traces == 1
+    assert kernel.with_options() is kernel
+    assert kernel.with_options(jit=True) is kernel
+    chunked = kernel.with_options(chunk_size=2)
+    assert chunked is kernel.with_options(chunk_size=2)
+
+
+def test_jit_by_with_options():
+    jitted = norm.with_options(jit=True, chunk_size=4)
+    np.testing.assert_array_equal(jitted(X), norm(X))
+    assert "while" in jitted.lower(X).as_text()
+    assert not hasattr(jitted.with_options(jit=False), "lower")
+
+
+def test_methods():
+    class Scale:
+        @auto_vmap(x=0)
+        def times(self, x):
+            return self.factor * x
+
+    scale = Scale()
+    scale.factor = 3.0
+    assert Scale.times.with_options(chunk_size=2)(scale, jnp.arange(5.0)).tolist() == [
+        0.0, 3.0, 6.0, 9.0, 12.0,
+    ]  # fmt: skip
+
+
+def test_a_scope_sets_what_a_kernel_was_not_given():
+    given = norm.with_options(chunk_size=4)
+    reset = norm.with_options(chunk_size=None)
+    with rankax.options(chunk_size=2):
+        assert [in_flight(k) for k in (norm, given, reset)] == [2, 4, 8]
+        with rankax.options(checkpoint=False):
+            assert in_flight(norm) == 2
+            with rankax.options(chunk_size=1):
+                assert in_flight(norm) == 1
+        with rankax.options(chunk_size=None):
+            assert in_flight(norm) == 8
+    assert in_flight(norm) == 8
+
+
+def test_a_scope_ends_with_an_error_and_holds_in_its_thread_only():
+    found = []
+
+    @rankax.options(chunk_size=2)
+    def fail():
+        thread = threading.Thread(target=lambda: found.append(in_flight(norm)))
+        thread.start()
+        thread.join()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert found == [8]
+    assert in_flight(norm) == 8
+
+
+def test_a_scope_is_part_of_what_jit_keys_its_programs_on():
+    jitted = norm.with_options(jit=True)
+    assert "while" not in jitted.lower(X).as_text()
+    with rankax.options(chunk_size=2):
+        assert "while" in jitted.lower(X).as_text()
+    traces = []
+
+    @auto_vmap(1, jit=True)
+    def kernel(v):
+        traces.append(1)
+        return v.sum()
+
+    for size in (2, 4, 2, 4):
+        with rankax.options(chunk_size=size):
+            kernel(X)
+    assert len(traces) == 2
+
+
+def test_a_scope_counts_while_a_jit_of_ones_own_is_traced():
+    fun = jax.jit(lambda x: norm(x))
+    with rankax.options(chunk_size=2):
+        assert "scan" in str(jax.make_jaxpr(fun)(X))
+
+
+def test_a_scope_is_a_decorator_too():
+    assert rankax.options(chunk_size=2)(in_flight)(norm) == 2
+
+
+def test_compiler_options_reach_xla():
+    flag = {"xla_embed_ir_in_executable": True}
+    kernel = norm.with_options(jit=True, compiler_options=flag)
+    np.testing.assert_allclose(kernel(X), norm(X))
+    wrong = norm.with_options(jit=True, compiler_options={"xla_no_such_flag": True})
+    with pytest.raises(Exception, match="xla_no_such_flag"):
+        wrong(X)
+    np.testing.assert_allclose(jax.jit(kernel)(X), norm(X))
+
+
+def test_pickles_never_lose_options():
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(norm.with_options(chunk_size=2))
+    copy = cloudpickle.loads(cloudpickle.dumps(norm.with_options(chunk_size=2)))
+    assert in_flight(copy) == 2
+    assert in_flight(copy.with_options(chunk_size=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "text"),
+    [
+        (
+            lambda: norm.with_options(chunksize=2),
+            TypeError,
+            "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
+            "(options: chunk_size, checkpoint, jit and compiler_options)",
+        ),
+        (
+            lambda: norm.with_options(chunk_size=0),
+            ValueError,
+            "norm.with_options: chunk_size must be a positive int, got 0",
+        ),
+        (
+            lambda: norm.with_options(compiler_options={"xla": True}),
+            TypeError,
+            "norm.with_options: compiler_options are those of jax.jit, so they need jit=True; "
+            "where you call jax.jit yourself, give them there",
+        ),
+        (
+            lambda: auto_vmap(1, jit=True, compiler_options="fast")(norm.__wrapped__),
+            TypeError,
+            "auto_vmap(norm): compiler_options must be a dict, as that of jax.jit, got str 'fast'",
+        ),
+        (
+            lambda: auto_vmap(1, jit=True, compiler_options={"a": None})(norm.__wrapped__),
+            TypeError,
+            "auto_vmap(norm): compiler_options must map names to strings, numbers or bools, got "
+            "'a': None",
+        ),
+        (
+            lambda: rankax.options(chunk_size="2"),
+            TypeError,
+            "rankax.options: chunk_size must be a positive int, got str '2'",
+        ),
+        (
+            lambda: rankax.options(jit=True),
+            TypeError,
+            "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
+            "can set chunk_size and checkpoint)",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_at_once(give, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        give()
