@@ -157,7 +157,7 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(chunksize=2),
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
-            "(options: chunk_size, checkpoint, jit and compiler_options)",
+            "(options: chunk_size, reduce, reduce_axis, checkpoint, jit and compiler_options)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),

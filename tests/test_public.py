@@ -19,7 +19,7 @@ import rankax
 
 def test_all_names_what_the_package_offers():
     public = {name for name, value in vars(rankax).items() if callable(value)}
-    assert set(rankax.__all__) == public
+    assert set(rankax.__all__) == public | {"reductions"}
     assert rankax.__all__ == sorted(rankax.__all__)
 
 
@@ -28,12 +28,20 @@ def test_errors_are_value_errors():
         assert issubclass(getattr(rankax, name), ValueError)
 
 
-@pytest.mark.parametrize("name", rankax.__all__)
+@pytest.mark.parametrize("name", sorted({*rankax.__all__} - {"reductions"}))
 def test_a_pickle_stores_the_name_that_a_user_imports(name):
     """What is stored must outlive the file that it stands in today."""
     value = getattr(rankax, name)
     stored = pickle.dumps(value, protocol=0)
     assert stored.startswith(f"crankax\n{name}\n".encode())
+    assert pickle.loads(stored) is value
+
+
+@pytest.mark.parametrize("name", rankax.reductions.__all__)
+def test_reductions_pickle_by_public_names_too(name):
+    value = getattr(rankax.reductions, name)
+    stored = pickle.dumps(value, protocol=0)
+    assert stored.startswith(f"crankax.reductions\n{name}\n".encode())
     assert pickle.loads(stored) is value
 
 
@@ -58,6 +66,7 @@ def test_functions_have_their_source_and_examples():
     functions = [
         "auto_vmap",
         "checkpoint_chunked_scan",
+        "chunked_reduce",
         "chunked_vmap",
         "options",
         "ranks_like",
@@ -78,8 +87,8 @@ def test_functions_have_their_source_and_examples():
 def test_help_shows_the_options_of_auto_vmap():
     signature = inspect.signature(rankax.auto_vmap)
     shown = (
-        "(*ranks, chunk_size=None, checkpoint=True, jit=False, compiler_options=None, "
-        "**named_ranks)"
+        "(*ranks, chunk_size=None, reduce=None, reduce_axis=None, checkpoint=True, jit=False, "
+        "compiler_options=None, **named_ranks)"
     )
     assert str(signature) == shown
     assert f"auto_vmap{shown}" in pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)

@@ -12,18 +12,22 @@ __all__ = [
     "Static",
     "auto_vmap",
     "checkpoint_chunked_scan",
+    "chunked_reduce",
     "chunked_vmap",
     "options",
     "ranks_like",
+    "reductions",
     "sliced_scan",
 ]
 
+import rankax.reductions as reductions
 from rankax._auto_vmap import auto_vmap as auto_vmap
 from rankax._declare.like import ranks_like as ranks_like
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
 from rankax._map.chunked import chunked_vmap as chunked_vmap
+from rankax._map.chunked_reduce import chunked_reduce as chunked_reduce
 from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
 from rankax._plan.leaves import LeafPlan as LeafPlan
@@ -34,5 +38,5 @@ from rankax._static import Static as Static
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.
-for _name in __all__:
+for _name in set(__all__) - {"reductions"}:
     globals()[_name].__module__ = __name__

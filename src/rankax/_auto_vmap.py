@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
     Concatenate,
@@ -101,6 +101,8 @@ def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
 def auto_vmap(
     *ranks: Any,
     chunk_size: int | None = None,
+    reduce: Any = None,
+    reduce_axis: int | Sequence[int] | None = None,
     checkpoint: bool = True,
     jit: Literal[True],
     compiler_options: Mapping[str, Any] | None = None,
@@ -112,6 +114,8 @@ def auto_vmap(
 def auto_vmap(
     *ranks: Any,
     chunk_size: int | None = None,
+    reduce: Any = None,
+    reduce_axis: int | Sequence[int] | None = None,
     checkpoint: bool = True,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,

@@ -24,11 +24,11 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
-from rankax._map.chunked import chunked_level
+from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
 from rankax._plan.leaves import leaf_plan
-from rankax._plan.levels import Level, Shape
+from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting, plan_nesting
 from rankax._plan.report import output_error
 
@@ -101,7 +101,7 @@ class Kernel:
     ) -> Any:
         """Go on from a call that is bound, whose arguments were these."""
         nesting = self._nesting(call, options)
-        if nesting.plan.levels:
+        if options.reduce is not None or nesting.plan.levels:
             return self._mapped(call, nesting, options)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
@@ -288,7 +288,7 @@ class Kernel:
             None if rank is None else getattr(leaf, "shape", ())
             for leaf, rank in zip(call.leaves, ranks, strict=True)
         )
-        key = shapes, options.chunk_size
+        key = shapes, options.chunk_size, options.reduce, options.reduce_axis
         nesting = call.structure.nestings.get(key)
         if nesting is None:
             arrays = [
@@ -297,23 +297,25 @@ class Kernel:
                 if rank is not None and shape is not None
             ]
             untouched = functools.partial(self._untouched, call.bound)
-            nesting = plan_nesting(self.fun, arrays, options.chunk_size, untouched)
+            nesting = plan_nesting(
+                self.fun,
+                arrays,
+                options.chunk_size,
+                untouched,
+                planned_reduction(options.reduce, options.reduce_axis),
+            )
             _keep(call.structure.nestings, key, nesting)
         return nesting
 
     # From a plan to the result.
 
     def _mapped(self, call: Call, nesting: Nesting, options: Options) -> Any:
-        plan = nesting.plan
         whole = list(call.leaves)
         for position, shape in nesting.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
-        # Only leaves pass through the maps: a class need not take what a level makes of them.
-        trees: list[Any] = []
-
         @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
-        def on_item(*items: Any) -> list[Any]:
+        def on_item(*items: Any) -> Any:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
             for position, item in zip(nesting.mapped, items, strict=True):
                 leaves[position] = item
@@ -321,19 +323,13 @@ class Kernel:
             bound = self._rebound({**call.bound.arguments, **dict(values)})
             out = self._checked(self.fun(*bound.args, **bound.kwargs), nesting)
             check_outputs(self.fun, out)
-            outs, tree = jax.tree.flatten(out)
-            trees.append(tree)
-            return outs
+            return out
 
-        mapped: Callable[..., Any] = on_item
-        for level, in_axes in zip(reversed(plan.levels), reversed(nesting.in_axes), strict=True):
-            mapped = _map_level(mapped, level, in_axes, options)
-        outs = mapped(*(whole[position] for position in nesting.mapped))
-        # A level may cover more than one axis of the batch, or none where it has length 1.
-        if tuple(level.size for level in plan.levels) != plan.batch_shape:
-            shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
-            outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
-        return jax.tree.unflatten(trees[-1], outs)
+        leaves = [whole[position] for position in nesting.mapped]
+        bounds = Bounds(options.chunk_size, options.checkpoint)
+        if options.reduce is None:
+            return map_levels(on_item, leaves, nesting, bounds)
+        return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
 
     def _checked(self, out: Any, nesting: Nesting) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
@@ -353,15 +349,6 @@ class Kernel:
         if error := output_error(self.fun, pairs, nesting.sizes):
             raise error
         return out
-
-
-def _map_level(
-    fun: Callable[..., Any], level: Level, in_axes: tuple[int | None, ...], options: Options
-) -> Callable[..., Any]:
-    # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-    if level.tile == level.size and not level.size == options.chunk_size == 1:
-        return jax.vmap(fun, in_axes=in_axes)
-    return chunked_level(fun, in_axes, level.size, level.tile, checkpoint=options.checkpoint)
 
 
 def is_array(leaf: Any) -> bool:

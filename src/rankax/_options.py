@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypedDict, Unpack
 
-from rankax._base.checks import check_bool, positive_int
+from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
+from rankax._map.reduce import Reductions, read_reductions
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
 
@@ -26,6 +27,8 @@ class Options:
     """All options of one call; hashable, for `jax.jit` keys its programs on them."""
 
     chunk_size: int | None = None
+    reduce: Reductions | None = None
+    reduce_axis: int | tuple[int, ...] | None = None
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
@@ -35,6 +38,8 @@ class Given(TypedDict, total=False):
     """The options of `auto_vmap`, as somebody gives them."""
 
     chunk_size: int | None
+    reduce: Any
+    reduce_axis: int | Sequence[int] | None
     checkpoint: bool
     jit: bool
     compiler_options: Mapping[str, Any] | None
@@ -57,6 +62,19 @@ _SCOPED = tuple(Scoped.__annotations__)
 
 def _chunk_size(value: Any, where: str) -> int | None:
     return None if value is None else positive_int(value, where, "chunk_size")
+
+
+def _reduce(value: Any, where: str) -> Reductions | None:
+    return None if value is None else read_reductions(value, where)
+
+
+def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...] | None:
+    if value is None:
+        return None
+    refusal = f"{where}: reduce_axis must be an int, a tuple of ints, or None, got"
+    if isinstance(value, (tuple, list)):
+        return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
+    return checked_int(value, refusal)
 
 
 def _bool(name: str) -> Callable[[Any, str], bool]:
@@ -87,6 +105,8 @@ def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | N
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "chunk_size": _chunk_size,
+    "reduce": _reduce,
+    "reduce_axis": _reduce_axis,
     "checkpoint": _bool("checkpoint"),
     "jit": _bool("jit"),
     "compiler_options": _compiler_options,
@@ -115,6 +135,10 @@ def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def check_together(options: Options, where: str) -> None:
     """Refuse options that exclude each other."""
+    if options.reduce_axis is not None and options.reduce is None:
+        raise TypeError(
+            f"{where}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
+        )
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "

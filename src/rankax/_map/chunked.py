@@ -29,7 +29,13 @@ from rankax._map.item import (
 from rankax._map.loop import map_in_chunks
 from rankax._plan.chunks import Chunks, split_into_chunks
 
-__all__ = ["chunked_level", "chunked_vmap"]
+__all__ = [
+    "axis_length",
+    "check_axes",
+    "chunked_level",
+    "chunked_vmap",
+    "resolve_arguments",
+]
 
 
 def chunked_vmap(
@@ -124,14 +130,14 @@ def chunked_vmap(
     check_callable(fun, "chunked_vmap", "fun")
     where = f"chunked_vmap({function_name(fun)})"
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
-    size = None if axis_size is None else _axis_size(axis_size, where)
+    size = None if axis_size is None else axis_length(axis_size, where)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-    _check_axes(in_axes, where, "in_axes")
-    _check_axes(out_axes, where, "out_axes")
+    check_axes(in_axes, where, "in_axes")
+    check_axes(out_axes, where, "out_axes")
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        mapping = _resolve(fun, where, args, kwargs, in_axes, size)
+        mapping = resolve_arguments(fun, where, args, kwargs, in_axes, size)
         # With a bound of 1 even a single item is a chunk, so that branches are always branches.
         if bound is None or not mapping.length or mapping.length <= bound != 1:
             whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
@@ -165,12 +171,12 @@ class _Mapping(NamedTuple):
         return self.treedef.unflatten(leaves)
 
 
-def _axis_size(value: Any, where: str) -> int:
+def axis_length(value: Any, where: str) -> int:
     is_zero = not isinstance(value, bool) and value == 0
     return 0 if is_zero else positive_int(value, where, "axis_size")
 
 
-def _check_axes(axes: Any, where: str, parameter: str) -> None:
+def check_axes(axes: Any, where: str, parameter: str) -> None:
     for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
         if not is_axis(entry):
             raise TypeError(
@@ -194,7 +200,7 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
-def _resolve(
+def resolve_arguments(
     fun: Callable[..., Any],
     where: str,
     args: tuple[Any, ...],

@@ -32,10 +32,10 @@ from rankax._map.access import (
 )
 from rankax._map.calls import call_with_derivative_of, keep_rules
 from rankax._map.item import ItemProgram, chunk_program, with_axis
-from rankax._map.sinks import Sink, Write, sink_for
+from rankax._map.sinks import Each, Sink, Write, sink_for
 from rankax._plan.chunks import Chunks
 
-__all__ = ["map_in_chunks"]
+__all__ = ["apart_from_constants", "map_in_chunks"]
 
 
 class _Operands(NamedTuple):
@@ -59,8 +59,9 @@ class _Walk:
 
     chunks: Chunks
     sliced_axes: tuple[int, ...]
-    sinks: tuple[Sink, ...]
+    sink: Sink
     checkpoint: bool
+    linear: bool
 
 
 def map_in_chunks(
@@ -70,15 +71,22 @@ def map_in_chunks(
     chunks: Chunks,
     *,
     checkpoint: bool,
+    sink: Sink | None = None,
+    linear: bool = True,
 ) -> list[Any]:
-    """Run the program of one item for all items of ``leaves``, which lie along ``axes``."""
+    """Run the program of one item for all items of ``leaves``, which lie along ``axes``.
+
+    ``sink`` takes all outputs; by default each has its own. One that is not ``linear`` is taken
+    into the checkpoint, so that what it computes is not stored either.
+    """
     # A jaxpr, so that a kernel is traced once and everything it closes over becomes an operand,
     # which `call_with_derivative_of` requires.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
     closed = keep_rules(chunk_program(item, axes, avals, chunks.size))
-    evaluate = _apart_from_constants(closed, avals)
-    outputs = zip(closed.out_avals, item.out_axes, strict=True)
-    sinks = tuple(sink_for(aval, axis, chunks) for aval, axis in outputs)
+    evaluate = apart_from_constants(closed, avals)
+    if sink is None:
+        outputs = zip(closed.out_avals, item.out_axes, strict=True)
+        sink = Each(tuple(sink_for(aval, axis, chunks) for aval, axis in outputs))
     stacks = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
     sliced_axes = tuple(axis for axis, stack in zip(axes, stacks, strict=True) if not stack)
 
@@ -97,12 +105,12 @@ def map_in_chunks(
         else:
             operands.sliced.append(flatten_items(leaf, axis))
     try:
-        return _run(body, _Walk(chunks, sliced_axes, sinks, checkpoint), operands)
+        return _run(body, _Walk(chunks, sliced_axes, sink, checkpoint, linear), operands)
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
         raise item.reuses_key() from error
 
 
-def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
+def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
     """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
 
     For they may be tracers of an outer trace, and JAX remembers such a function for a while.
@@ -118,7 +126,8 @@ def _apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[A
 
 def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     """Run the loop; where it reads or writes by index, its derivative is that of another one."""
-    if not operands.sliced and not any(isinstance(sink, Write) for sink in walk.sinks):
+    writes = isinstance(walk.sink, Each) and any(isinstance(s, Write) for s in walk.sink.sinks)
+    if not operands.sliced and not writes:
         return _loop(body, walk, operands)
 
     def body_that_reads_once(operands: _Operands) -> list[Any]:
@@ -127,16 +136,16 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
         return body(operands._replace(sliced=once))
 
     def to_differentiate(operands: _Operands) -> list[Any]:
-        sinks = tuple(sink.to_differentiate() for sink in walk.sinks)
+        sink = walk.sink.to_differentiate()
         wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
-        return _loop(body_that_reads_once, dataclasses.replace(walk, sinks=sinks), wide)
+        return _loop(body_that_reads_once, dataclasses.replace(walk, sink=sink), wide)
 
     return call_with_derivative_of(to_differentiate, functools.partial(_loop, body, walk), operands)
 
 
 def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
-    """Walk the chunks once, and hand each output to its sink."""
-    chunks, sinks = walk.chunks, walk.sinks
+    """Walk the chunks once, and hand their outputs to the sink."""
+    chunks, sink = walk.chunks, walk.sink
 
     def one_chunk(start: Any, operands: _Operands) -> list[Any]:
         window = [
@@ -145,18 +154,22 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
         ]
         return body(operands._replace(sliced=window))
 
+    # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
+    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False)
     if walk.checkpoint:
-        # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
-        one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
+        one_chunk = checkpointed(one_chunk)
 
-    def step(carry: tuple[Any, list[Any]], stacked: Any) -> Any:
+    def one_step(held: Any, start: Any, operands: _Operands) -> Any:
+        return sink.step(held, one_chunk(start, operands), start)
+
+    if walk.checkpoint and not walk.linear:
+        one_step = checkpointed(one_step)
+
+    def step(carry: tuple[Any, Any], stacked: Any) -> Any:
         start, held = carry
-        outs = one_chunk(start, operands._replace(stacked=stacked))
-        taken = [
-            sink.step(value, out, start) for sink, value, out in zip(sinks, held, outs, strict=True)
-        ]
-        return (next_start(start, chunks), [value for value, _ in taken]), [row for _, row in taken]
+        held, rows = one_step(held, start, operands._replace(stacked=stacked))
+        return (next_start(start, chunks), held), rows
 
-    init = first_start(chunks), [sink.start() for sink in sinks]
+    init = first_start(chunks), sink.start()
     (_, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
-    return [sink.end(*found) for sink, *found in zip(sinks, held, rows, strict=True)]
+    return sink.end(held, rows)

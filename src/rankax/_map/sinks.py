@@ -10,6 +10,8 @@ on as a row of the scan, and makes the whole of both at the ``end``.
   overlapped item counts twice, and XLA copies the cotangent at every step. So where such a loop is
   differentiated, its outputs are rows, joined behind the loop by one copy.
 * `Last`: every chunk returns the same, and the last one is kept.
+
+`Each` gives every output its own. A reduction folds several outputs at once (`rows.py`).
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ import jax.numpy as jnp
 from rankax._map.access import as_row, is_stack, join_chunks, write_chunk, zeros
 from rankax._plan.chunks import Chunks
 
-__all__ = ["Last", "Sink", "Stack", "Write", "sink_for"]
+__all__ = ["Each", "Last", "Sink", "Stack", "Write", "sink_for"]
 
 
 class Sink(Protocol):
-    """What a loop asks of each output. Where there is no carry, or no row, it is None."""
+    """What a loop asks of an output, or of all. Where there is no carry, or no row, it is None."""
 
     def start(self) -> Any:
         """Return what is carried into the first step."""
         ...
 
-    def step(self, carry: Any, chunk: jax.Array, at: jax.Array) -> tuple[Any, Any]:
+    def step(self, carry: Any, chunk: Any, at: jax.Array) -> tuple[Any, Any]:
         """Return what is carried on, and the row, for the chunk of the items from ``at``."""
         ...
 
-    def end(self, carry: Any, rows: Any) -> jax.Array:
+    def end(self, carry: Any, rows: Any) -> Any:
         """Return the whole output."""
         ...
 
@@ -112,6 +114,31 @@ class Last:
 
     def to_differentiate(self) -> Last:
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """A sink of its own for each output."""
+
+    sinks: tuple[Sink, ...]
+
+    def start(self) -> list[Any]:
+        return [sink.start() for sink in self.sinks]
+
+    def step(
+        self, carry: list[Any], chunk: list[jax.Array], at: jax.Array
+    ) -> tuple[list[Any], list[Any]]:
+        taken = [
+            sink.step(value, out, at)
+            for sink, value, out in zip(self.sinks, carry, chunk, strict=True)
+        ]
+        return [value for value, _ in taken], [row for _, row in taken]
+
+    def end(self, carry: list[Any], rows: list[Any]) -> list[Any]:
+        return [sink.end(*found) for sink, *found in zip(self.sinks, carry, rows, strict=True)]
+
+    def to_differentiate(self) -> Each:
+        return Each(tuple(sink.to_differentiate() for sink in self.sinks))
 
 
 def sink_for(chunk: Any, axis: int | None, chunks: Chunks) -> Sink:

@@ -29,6 +29,10 @@ class BatchPlan:
     untouched : tuple of (str, tuple of int)
         Path and shape of every other array that has axes: it has no rank, and goes whole to every
         item.
+    reduced : tuple of int
+        The axes of the batch shape that are reduced.
+    reduce : str
+        By what.
     """
 
     kernel: str
@@ -36,6 +40,8 @@ class BatchPlan:
     leaves: tuple[LeafPlan, ...]
     levels: tuple[Level, ...]
     untouched: tuple[tuple[str, Shape], ...] = ()
+    reduced: tuple[int, ...] = ()
+    reduce: str = ""
 
     @property
     def evaluations(self) -> int:

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -28,12 +27,15 @@ class Level:
         The axes of the batch shape that this level covers; several where adjacent ones are merged.
     mapped : tuple of bool
         For each ranked leaf, whether this level maps it; the others are passed whole.
+    reduced : bool
+        Whether the items along this level are reduced.
     """
 
     size: int
     tile: int
     axes: tuple[int, ...]
     mapped: tuple[bool, ...]
+    reduced: bool = False
 
     @property
     def steps(self) -> int:
@@ -43,9 +45,13 @@ class Level:
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_levels(
-    batches: tuple[Shape, ...], batch_shape: Shape, chunk_size: int | None
+    batches: tuple[Shape, ...],
+    batch_shape: Shape,
+    chunk_size: int | None,
+    reduced: frozenset[int] = frozenset(),
+    most_lanes: int | None = None,
 ) -> tuple[Level, ...]:
-    """Nest the maps that cover ``batch_shape``, outermost first.
+    """Nest the maps that cover ``batch_shape``, outermost first; those that are reduced come last.
 
     Parameters
     ----------
@@ -53,17 +59,26 @@ def plan_levels(
         The batch axes of each leaf; they broadcast to ``batch_shape``.
     chunk_size : int or None
         How many items may be in flight over all levels together.
+    reduced : frozenset of int
+        The axes of ``batch_shape`` that are reduced.
+    most_lanes : int or None
+        Where axes are reduced in chunks, how many items a tile has at most.
     """
-    columns = [
-        tuple(_is_mapped(batch, axis - len(batch_shape), size) for batch in batches)
+    axes = [
+        Level(
+            size,
+            size,
+            (axis,),
+            tuple(_is_mapped(batch, axis - len(batch_shape), size) for batch in batches),
+            axis in reduced,
+        )
         for axis, size in enumerate(batch_shape)
     ]
+    in_order = sorted(axes, key=lambda level: level.reduced)
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
-        return tuple(
-            Level(size, size, (axis,), column)
-            for axis, (size, column) in enumerate(zip(batch_shape, columns, strict=True))
-        )
-    return _tiled(_merged(batch_shape, columns), chunk_size)
+        return tuple(in_order)
+    room = min(chunk_size, most_lanes or chunk_size) if reduced else chunk_size
+    return _tiled(_merged(in_order, batch_shape), room)
 
 
 def _is_mapped(batch: Shape, axis: int, size: int) -> bool:
@@ -71,15 +86,24 @@ def _is_mapped(batch: Shape, axis: int, size: int) -> bool:
     return -axis <= len(batch) and batch[axis] == size
 
 
-def _merged(batch_shape: Shape, columns: Sequence[tuple[bool, ...]]) -> list[Level]:
+def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
     """Make one level of adjacent axes that every leaf maps alike; drop those of length 1."""
-    axes = [axis for axis, size in enumerate(batch_shape) if size != 1]
-    levels: list[Level] = []
-    for column, group in itertools.groupby(axes, key=lambda axis: columns[axis]):
-        members = tuple(group)
-        size = math.prod(batch_shape[axis] for axis in members)
-        levels.append(Level(size, size, members, column))
-    return levels
+    merged: list[Level] = []
+    for level in levels:
+        if level.size == 1:
+            continue
+        if merged and _can_be_one(merged[-1], level, batch_shape):
+            size, axes = merged[-1].size * level.size, merged[-1].axes + level.axes
+            merged[-1] = dataclasses.replace(merged[-1], size=size, tile=size, axes=axes)
+        else:
+            merged.append(level)
+    return merged
+
+
+def _can_be_one(first: Level, second: Level, batch_shape: Shape) -> bool:
+    between = batch_shape[first.axes[-1] + 1 : second.axes[0]]
+    is_alike = first.mapped == second.mapped and first.reduced == second.reduced
+    return is_alike and math.prod(between) == 1
 
 
 def _tiled(levels: list[Level], chunk_size: int) -> tuple[Level, ...]:

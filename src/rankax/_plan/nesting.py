@@ -7,15 +7,24 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankax._base.functions import function_name
+from rankax._base.functions import function_location, function_name
 from rankax._declare.dims import Rank
 from rankax._plan.batch import BatchPlan
 from rankax._plan.broadcast import bind_sizes, broadcast
 from rankax._plan.leaves import LeafPlan, leaf_plan
-from rankax._plan.levels import Shape, plan_levels
+from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
 
-__all__ = ["Nesting", "plan_nesting"]
+__all__ = ["Nesting", "PlannedReduction", "plan_nesting"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedReduction:
+    """What a plan has to know of a reduction."""
+
+    name: str
+    axis: int | tuple[int, ...] | None  # as the caller gave it
+    most_lanes: int | None  # how many items a tile has at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +46,7 @@ def plan_nesting(
     arrays: Sequence[tuple[int, str, Shape, Rank]],
     chunk_size: int | None,
     untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
+    reduction: PlannedReduction | None = None,
 ) -> Nesting:
     """Check the shapes of a call, and plan it.
 
@@ -50,16 +60,31 @@ def plan_nesting(
         How many items may be in flight.
     untouched : callable
         Returns path and shape of the arrays without a rank; asked for an error only.
+    reduction : PlannedReduction, optional
+        What is reduced.
 
     Raises
     ------
     RankError, CoreDimensionError, BatchShapeError
         As `call_error` words them.
+    ValueError
+        If an axis to reduce is out of range, or named twice.
     """
     leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
     batch_shape, sizes = _agreed(fun, leaves, [rank for *_, rank in arrays], untouched)
-    levels = plan_levels(tuple(leaf.batch_axes for leaf in leaves), batch_shape, chunk_size)
-    plan = BatchPlan(function_name(fun), batch_shape, leaves, levels)
+    batches = tuple(leaf.batch_axes for leaf in leaves)
+    if reduction is None:
+        plan = BatchPlan(
+            function_name(fun), batch_shape, leaves, plan_levels(batches, batch_shape, chunk_size)
+        )
+    else:
+        axes = reduced_axes(fun, reduction.axis, batch_shape)
+        levels = plan_levels(
+            batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes
+        )
+        plan = BatchPlan(
+            function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
+        )
     return _enter(plan, sizes, [position for position, *_ in arrays])
 
 
@@ -80,11 +105,32 @@ def _agreed(
     return batch_shape, sizes
 
 
+def reduced_axes(
+    fun: Callable[..., Any], axis: int | tuple[int, ...] | None, batch_shape: Shape
+) -> tuple[int, ...]:
+    """Return the axes to reduce, counted from the front, in order."""
+    count = len(batch_shape)
+    given = tuple(range(count)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if wrong := [number for number in given if not -count <= number < count]:
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {wrong[0]} is out of range for the batch shape "
+            f"{batch_shape}"
+        )
+    axes = tuple(sorted(number % count for number in given))
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {axis} names an axis of the batch shape "
+            f"{batch_shape} twice"
+        )
+    return axes
+
+
 def _enter(plan: BatchPlan, sizes: Mapping[str, int], positions: Sequence[int]) -> Nesting:
     reshaped: list[tuple[int, Shape]] = []
     mapped: list[int] = []
+    in_order = sorted(plan.levels, key=lambda level: level.axes)
     for i, (leaf, position) in enumerate(zip(plan.leaves, positions, strict=True)):
-        batch = tuple(level.size for level in plan.levels if level.mapped[i])
+        batch = tuple(level.size for level in in_order if level.mapped[i])
         if batch:
             mapped.append(i)
         if batch != leaf.batch_axes:
@@ -93,6 +139,17 @@ def _enter(plan: BatchPlan, sizes: Mapping[str, int], positions: Sequence[int]) 
         plan,
         sizes,
         tuple(positions[i] for i in mapped),
-        tuple(tuple(0 if level.mapped[i] else None for i in mapped) for level in plan.levels),
+        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
         tuple(reshaped),
+    )
+
+
+def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> tuple[int | None, ...]:
+    """Return where each leaf has the first of these levels, while those inside are there too."""
+    first, *inside = levels
+    return tuple(
+        sum(level.mapped[i] and level.axes < first.axes for level in inside)
+        if first.mapped[i]
+        else None
+        for i in mapped
     )

@@ -35,6 +35,10 @@ class Plan(Protocol):
     @property
     def untouched(self) -> tuple[tuple[str, Shape], ...]: ...
     @property
+    def reduced(self) -> tuple[int, ...]: ...
+    @property
+    def reduce(self) -> str: ...
+    @property
     def evaluations(self) -> int: ...
     @property
     def in_flight(self) -> int: ...
@@ -60,8 +64,15 @@ def summary(plan: Plan) -> str:
     return (
         f"{plan.kernel}: batch shape {plan.batch_shape}, "
         f"{plural(plan.evaluations, 'evaluation')}, {plan.in_flight} in flight, "
-        f"{plural(plan.steps, 'step')}"
+        f"{plural(plan.steps, 'step')}{_reduced_to(plan)}"
     )
+
+
+def _reduced_to(plan: Plan) -> str:
+    if not plan.reduced:
+        return ""
+    kept = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
+    return f", reduced to {kept} by {plan.reduce}"
 
 
 def _leaf_table(plan: Plan) -> list[str]:
@@ -106,8 +117,10 @@ def _level_sentence(plan: Plan, level: Level) -> str:
     where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
     how = f"vmap over {level.size}"
     if level.tile != level.size:
-        how = f"{plural(level.steps, 'chunk')} of {level.tile} over {level.size}"
-    return f"{where}: {how}, mapping {', '.join(shown)}"
+        word = "tile" if level.reduced else "chunk"
+        how = f"{plural(level.steps, word)} of {level.tile} over {level.size}"
+    reduced = ", reduced" if level.reduced else ""
+    return f"{where}: {how}, mapping {', '.join(shown)}{reduced}"
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: MIT
+"""The nest of maps that a plan names, around a kernel for one item."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rankax._map.chunked import chunked_level
+from rankax._map.reduce import Reduced, Reductions, reduce_row
+from rankax._map.rows import RowLevel, most_lanes
+from rankax._plan.levels import Level
+from rankax._plan.nesting import Nesting, PlannedReduction
+
+__all__ = ["Bounds", "map_levels", "planned_reduction", "reduce_levels"]
+
+InAxes = Sequence[tuple[int | None, ...]]
+
+_MOST_COMPONENTS = 16  # of an item that is stored by component
+_MOST_BYTES_COPIED = 2**19
+
+
+class Bounds(NamedTuple):
+    """What bounds the memory of a nest."""
+
+    chunk_size: int | None
+    checkpoint: bool
+
+
+def planned_reduction(
+    reductions: Reductions | None, axis: int | tuple[int, ...] | None
+) -> PlannedReduction | None:
+    """Return what a plan has to know of the reduction, if there is one."""
+    if reductions is None:
+        return None
+    return PlannedReduction(str(reductions), axis, most_lanes())
+
+
+def map_levels(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    nesting: Nesting,
+    bounds: Bounds,
+) -> Any:
+    """Map ``fun``, which takes one item of each leaf, over the levels of a plan."""
+    plan = nesting.plan
+    trees: list[Any] = []
+
+    # Only leaves pass through the maps: a class need not take what a level makes of them.
+    @functools.wraps(fun)
+    def flat(*items: Any) -> list[Any]:
+        outs, tree = jax.tree.flatten(fun(*items))
+        trees.append(tree)
+        return outs
+
+    outs = _nested(flat, plan.levels, nesting.in_axes, bounds)(*leaves)
+    # A level may cover more than one axis of the batch, or none where it has length 1.
+    if tuple(level.size for level in plan.levels) != plan.batch_shape:
+        shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
+        outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
+    return jax.tree.unflatten(trees[-1], outs)
+
+
+def reduce_levels(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    nesting: Nesting,
+    reductions: Reductions,
+    bounds: Bounds,
+) -> Any:
+    """Map ``fun`` over the kept levels of a plan, and reduce its outputs over the others."""
+    plan = nesting.plan
+    kept = [level for level in plan.levels if not level.reduced]
+    in_axes = nesting.in_axes[: len(kept)]
+    leaves, rows = _lanes_last(leaves, nesting, len(kept))
+    found: list[Reduced] = []
+
+    @functools.wraps(fun)
+    def on_row(*items: Any) -> list[Any]:
+        reduced = reduce_row(fun, items, rows, reductions, checkpoint=bounds.checkpoint)
+        found.append(reduced)
+        return reduced.arrays
+
+    arrays = _nested(on_row, kept, in_axes, bounds)(*leaves)
+    kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
+    row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
+    outs: list[Any] = []
+    for array, is_kept in zip(arrays, found[-1].is_kept, strict=True):
+        if is_kept:
+            core = array.shape[len(plan.levels) :]
+            array = jnp.reshape(array, kept_shape + row_shape + core)
+            places = range(len(kept_shape), len(plan.batch_shape))
+            outs.append(jnp.moveaxis(array, places, plan.reduced))
+        else:
+            outs.append(jnp.reshape(array, kept_shape + array.shape[len(kept) :]))
+    return found[-1].assemble(outs)
+
+
+def _lanes_last(
+    leaves: Sequence[Any], nesting: Nesting, kept: int
+) -> tuple[list[Any], tuple[RowLevel, ...]]:
+    """Store small vectors by component, where one loop over tiles reads them for every row.
+
+    XLA:CPU fills the lanes of a processor from one component of many items, not from the three of
+    one: the derivative is three times as fast. Larger arrays are not copied.
+    """
+    in_axes = [list(axes) for axes in nesting.in_axes]
+    levels = nesting.plan.levels
+    stored = list(leaves)
+    for i, leaf in enumerate(leaves):
+        mapping = [number for number, axes in enumerate(in_axes) if axes[i] is not None]
+        is_read_in_tiles = len(mapping) == 1 and (
+            mapping[0] >= kept and levels[mapping[0]].tile < levels[mapping[0]].size
+        )
+        if is_read_in_tiles and _is_small_vector(leaf):
+            stored[i] = jnp.moveaxis(leaf, 0, -1)
+            in_axes[mapping[0]][i] = jnp.ndim(leaf) - 1
+    return stored, tuple(
+        RowLevel(level.size, level.tile, tuple(axes))
+        for level, axes in zip(levels[kept:], in_axes[kept:], strict=True)
+    )
+
+
+def _is_small_vector(leaf: Any) -> bool:
+    if jax.default_backend() != "cpu" or not jnp.issubdtype(jnp.result_type(leaf), jnp.number):
+        return False
+    components = leaf.size // leaf.shape[0]
+    return 1 < components <= _MOST_COMPONENTS and leaf.nbytes <= _MOST_BYTES_COPIED
+
+
+def _nested(
+    fun: Callable[..., Any],
+    levels: Sequence[Level],
+    in_axes: InAxes,
+    bounds: Bounds,
+) -> Callable[..., Any]:
+    for level, axes in zip(reversed(levels), reversed(in_axes), strict=True):
+        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+        if level.tile == level.size and not level.size == bounds.chunk_size == 1:
+            fun = jax.vmap(fun, in_axes=axes, axis_size=level.size)
+        else:
+            fun = chunked_level(fun, axes, level.size, level.tile, checkpoint=bounds.checkpoint)
+    return fun

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: MIT
+"""From a kernel, the items of a row and what was given as ``reduce``, to the reduced outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._base.functions import function_location
+from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entries
+from rankax._base.words import listed
+from rankax._map.calls import call_with_derivative_of
+from rankax._map.item import with_axis
+from rankax._map.loop import apart_from_constants
+from rankax._map.reduction import MisfitError, Part, Reduction
+from rankax._map.rows import Row, RowLevel, Task
+from rankax._map.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
+from rankax._map.winners import ArgMax, ArgMin, Max, Min
+
+__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row"]
+
+BY_NAME: dict[str, Reduction] = {
+    reduction.name: reduction
+    for reduction in (
+        *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin()),
+        *(AnyOf(), All(), LogSumExp()),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reductions:
+    """What was given as ``reduce``: a tree of reductions, and of None for what is kept."""
+
+    entries: tuple[Reduction | None, ...]
+    structure: Any
+
+    @property
+    def prefix(self) -> Any:
+        """The tree of the entries."""
+        return self.structure.unflatten(self.entries)
+
+    def __str__(self) -> str:
+        names = dict.fromkeys("kept" if e is None else e.name for e in self.entries)
+        return listed(list(names))
+
+
+def read_reductions(value: Any, where: str) -> Reductions:
+    """Read names and objects; refuse anything else.
+
+    Parameters
+    ----------
+    value : str, Reduction, None, or a pytree of those
+    where : str
+        The function that was called, for errors.
+    """
+    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
+    entries = tuple(_reduction(leaf, where) for leaf in leaves)
+    if all(entry is None for entry in entries):
+        raise ValueError(f"{where}: reduce names no reduction, got {value!r}")
+    return Reductions(entries, structure)
+
+
+def _reduction(leaf: Any, where: str) -> Reduction | None:
+    if leaf is None or isinstance(leaf, Reduction):
+        return leaf
+    if isinstance(leaf, type) and issubclass(leaf, Reduction):
+        raise TypeError(
+            f"{where}: reduce got the class {leaf.__name__}; call it: {leaf.__name__}(...)"
+        )
+    known = listed(list(BY_NAME), "or")
+    if not isinstance(leaf, str):
+        raise TypeError(
+            f"{where}: reduce must hold names ({known}), objects of rankax.reductions and None, "
+            f"got {type(leaf).__name__} {leaf!r}"
+        )
+    if leaf not in BY_NAME:
+        close = difflib.get_close_matches(leaf, BY_NAME, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there is {known}"
+        raise ValueError(f"{where}: no reduction is called {leaf!r}; {hint}")
+    return BY_NAME[leaf]
+
+
+class Reduced(NamedTuple):
+    """What a row makes: flat arrays, and how they become the result once all maps are done."""
+
+    arrays: list[jax.Array]
+    is_kept: list[bool]  # of each array: it still has the reduced levels, in front
+    assemble: Callable[[Sequence[Any]], Any]
+
+
+def reduce_row(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[RowLevel],
+    reductions: Reductions,
+    *,
+    checkpoint: bool,
+) -> Reduced:
+    """Reduce the outputs of ``fun`` over the levels of ``leaves``.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel, of one item of each leaf.
+    leaves : sequence of arrays
+    levels : sequence of RowLevel
+        The outermost first.
+    """
+    leaves = tuple(jnp.asarray(leaf) for leaf in leaves)
+    program = _Program.of(fun, leaves, levels, reductions)
+
+    def row(consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
+        def item(*items: Any) -> list[Any]:
+            return program.evaluate(consts, items)
+
+        return Row(item, tuple(leaves), tuple(levels), checkpoint)
+
+    values = program.values(row, leaves)
+    arrays, structure = jax.tree.flatten(values)
+    is_kept = [
+        reduction is None
+        for reduction, value in zip(reductions.entries, values, strict=True)
+        for _ in jax.tree.leaves(value)
+    ]
+
+    def assemble(arrays: Sequence[Any]) -> Any:
+        pairs = zip(program.parts, reductions.entries, structure.unflatten(arrays), strict=True)
+        results = [
+            part.structure.unflatten(value) if r is None else r.assembled(part, value)
+            for part, r, value in pairs
+        ]
+        return reductions.structure.unflatten(results)
+
+    return Reduced(arrays, is_kept, assemble)
+
+
+class _Program(NamedTuple):
+    """The traced kernel, and its outputs in parts, one for each reduction."""
+
+    evaluate: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    consts: list[Any]
+    parts: tuple[Part, ...]
+    reductions: tuple[Reduction | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        leaves: Sequence[Any],
+        levels: Sequence[RowLevel],
+        reductions: Reductions,
+    ) -> _Program:
+        """Trace the kernel for one item, and check that its outputs can be reduced."""
+        avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
+        found: list[list[tuple[str, Any]]] = []
+
+        def lifted(*items: Any) -> list[Any]:
+            out = fun(*items)
+            check_outputs(fun, out)
+            found.append(_parts(fun, out, reductions))
+            return jax.tree.leaves([part for _, part in found[-1]])
+
+        closed = jax.make_jaxpr(lifted)(*avals)
+        parts: list[Part] = []
+        first = 0
+        for path, part in found[-1]:
+            structure = jax.tree.structure(part)
+            outs = closed.out_avals[first : first + structure.num_leaves]
+            names = tuple(name for name, _ in leaves_with_names(part, path))
+            parts.append(Part(path, names, structure, tuple(outs), first))
+            first += structure.num_leaves
+        program = cls(
+            apart_from_constants(closed, avals),
+            list(closed.consts),
+            tuple(parts),
+            reductions.entries,
+        )
+        program.check(fun, levels)
+        return program
+
+    def check(self, fun: Callable[..., Any], levels: Sequence[RowLevel]) -> None:
+        count = Row(fun, (), tuple(levels), checkpoint=False).size
+        for part, reduction in zip(self.parts, self.reductions, strict=True):
+            if reduction is None:
+                continue
+            for name, aval in zip(part.names, part.avals, strict=True):
+                if not jnp.issubdtype(aval.dtype, jnp.number) and aval.dtype != jnp.bool_:
+                    raise _misfit(fun, reduction, f"{name} holds {aval.dtype}, and no numbers")
+            try:
+                reduction.check(part, count)
+            except MisfitError as error:
+                raise _misfit(fun, reduction, str(error)) from None
+
+    def values(self, row: Callable[..., Row], leaves: Sequence[Any]) -> list[Any]:
+        """Return what each reduction makes of a row; of what is kept, its leaves."""
+        here = row(self.consts, leaves)
+        if here.is_whole or not here.size:
+            return self._at_once(here)
+        if all(r is None or r.is_linear for r in self.reductions):
+            return self._folded(here)
+        return call_with_derivative_of(
+            lambda consts, leaves: self._differentiable(row(consts, leaves)),
+            lambda consts, leaves: self._folded(row(consts, leaves)),
+            self.consts,
+            list(leaves),
+        )
+
+    def _at_once(self, row: Row) -> list[Any]:
+        outs = row.whole()
+        values: list[Any] = []
+        for part, reduction in zip(self.parts, self.reductions, strict=True):
+            own = [outs[i] for i in part.positions]
+            values.append(
+                [_split_row(out, row) for out in own]
+                if reduction is None
+                else reduction.plain(part, row, own)
+            )
+        return values
+
+    def _folded(self, row: Row, only: Callable[[Any], bool] = lambda _: True) -> list[Any]:
+        """Fold all in one walk; None for the reductions that are left out."""
+        chosen = [(part, r) for part, r in zip(self.parts, self.reductions, strict=True) if only(r)]
+        tasks = [_kept_tasks(part) if r is None else r.tasks(part, row) for part, r in chosen]
+        states = iter(row.fold([task for group in tasks for task in group]))
+        own = iter([[next(states) for _ in group] for group in tasks])
+        values: list[Any] = []
+        for part, reduction in zip(self.parts, self.reductions, strict=True):
+            if not only(reduction):
+                values.append(None)
+            elif reduction is None:
+                kept = [jnp.moveaxis(state, -1, 0) for state in next(own)]
+                values.append([_split_row(out, row) for out in kept])
+            else:
+                values.append(reduction.from_states(part, row, next(own)))
+        return values
+
+    def _differentiable(self, row: Row) -> list[Any]:
+        """Fold in one walk what can be differentiated as it stands, and the rest one by one."""
+
+        def is_linear(reduction: Reduction | None) -> bool:
+            return reduction is None or reduction.is_linear
+
+        values = [None] * len(self.parts)
+        if any(is_linear(reduction) for reduction in self.reductions):
+            values = self._folded(row, is_linear)
+        return [
+            value
+            if reduction is None or is_linear(reduction)
+            else reduction.differentiable(part, row)
+            for value, part, reduction in zip(values, self.parts, self.reductions, strict=True)
+        ]
+
+
+def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf)
+    for level in levels:
+        axis = level.in_axes[number]
+        aval = aval if axis is None else with_axis(aval, axis)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _parts(fun: Callable[..., Any], out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
+    """Cut what one item returned into the parts of the reductions, and lift them."""
+
+    def is_entry(node: Any) -> bool:
+        return node is None or isinstance(node, Reduction)
+
+    try:
+        found = list(
+            parts_with_entries(
+                reductions.prefix, out, "output", is_entry=is_entry, what="reduction"
+            )
+        )
+    except ValueError as error:
+        raise ValueError(f"{function_location(fun)}: {error}") from None
+    return [(path, part if r is None else r.lifted(part)) for path, part, r in found]
+
+
+def _misfit(fun: Callable[..., Any], reduction: Reduction, why: str) -> ValueError:
+    return ValueError(f"{function_location(fun)}: it cannot be reduced by {reduction.name}: {why}")
+
+
+def _kept_tasks(part: Part) -> list[Task]:
+    return [
+        Task((position,), None, aval.shape)
+        for position, aval in zip(part.positions, part.avals, strict=True)
+    ]
+
+
+def _split_row(out: jax.Array, row: Row) -> jax.Array:
+    """Make axis 0, which is that of the row, those of its levels again."""
+    return lax.reshape(out, (*(level.size for level in row.levels), *out.shape[1:]))

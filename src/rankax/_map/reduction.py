@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""What a reduction is: how it folds the items of a row, and how it is differentiated.
+
+A reduction is given the outputs of one item, or a part of them, and works on a `Row`:
+
+* `plain` reduces what is there at once, as `jax.numpy` does;
+* `tasks` and `from_states` fold it tile by tile;
+* `differentiable` says the same in terms that have the right derivative in bounded memory.
+
+All three return one value for each leaf; `assembled` puts them together, once, behind all maps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rankax._map.accumulators import Accumulator
+from rankax._map.rows import Row, Task
+
+__all__ = ["EachLeaf", "MisfitError", "Part", "Reduction", "dtype_of", "is_float", "wide"]
+
+
+class Part(NamedTuple):
+    """The outputs of one item that one reduction is given."""
+
+    path: str
+    names: tuple[str, ...]  # of its leaves
+    structure: Any
+    avals: tuple[Any, ...]  # of its leaves
+    first: int  # the position of its first leaf among all outputs
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where its leaves are among all outputs."""
+        return tuple(range(self.first, self.first + len(self.avals)))
+
+
+class MisfitError(Exception):
+    """A reduction that cannot be applied to an output; who catches it knows the kernel."""
+
+
+class Reduction:
+    """What can be given as ``reduce``: an object of one of the classes of `rankax.reductions`."""
+
+    name: str = ""
+
+    def lifted(self, out: Any) -> Any:
+        """Return what is folded of one item, from what the kernel returned."""
+        return out
+
+    def check(self, part: Part, count: int) -> None:
+        """Refuse outputs, or a number of items, that it cannot reduce."""
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        """Reduce axis 0 of the part's leaves."""
+        raise NotImplementedError
+
+    def tasks(self, part: Part, row: Row) -> list[Task]:
+        """Say what is folded."""
+        raise NotImplementedError
+
+    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
+        """Return the result from the states of its tasks."""
+        raise NotImplementedError
+
+    def assembled(self, part: Part, values: Any) -> Any:
+        """Put the result together."""
+        return part.structure.unflatten(values)
+
+    #: Whether folding it tile by tile can be differentiated as it stands.
+    is_linear = False
+
+    def differentiable(self, part: Part, row: Row) -> Any:
+        """Return the result in terms that have the right derivative."""
+        return self.from_states(part, row, row.fold(self.tasks(part, row)))
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which floats of less than 32 bits are computed."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
+    like = jax.ShapeDtypeStruct((1,), aval.dtype)
+    return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+class EachLeaf(Reduction):
+    """One result for each leaf, independent of the others."""
+
+    #: The function of `jax.numpy` that it is.
+    function: Callable[..., Any]
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        raise NotImplementedError
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        raise NotImplementedError
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        return [type(self).function(out, axis=0) for out in outs]
+
+    def tasks(self, part: Part, row: Row) -> list[Task]:
+        return [
+            Task((position,), self.accumulator(aval, row), aval.shape)
+            for position, aval in zip(part.positions, part.avals, strict=True)
+        ]
+
+    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
+        found = zip(states, part.avals, part.positions, strict=True)
+        return [self.result(state, aval, row, i) for state, aval, i in found]
+
+    def differentiable(self, part: Part, row: Row) -> Any:
+        found = zip(part.avals, part.positions, strict=True)
+        return [self.of_leaf(aval, row, i) for aval, i in found]
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        """Return the differentiable result of one leaf."""
+        row = row if self.is_linear else row.stopped()
+        (state,) = row.fold([Task((position,), self.accumulator(aval, row), aval.shape)])
+        return self.result(state, aval, row, position)

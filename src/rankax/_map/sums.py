@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: MIT
+"""Reductions in which every item counts: sums and their kin."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._map.accumulators import Accumulator, Elementwise, LogSumExpOf, MomentsOf, Ordered
+from rankax._map.reduction import EachLeaf, MisfitError, Part, dtype_of, is_float, wide
+from rankax._map.rows import Row, Task
+
+__all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
+
+
+def _sum(row: Row, aval: Any, dtype: Any) -> Any:
+    """Sum the only output of a row."""
+    task = Task((0,), Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum), aval.shape)
+    return row.fold([task])[0][..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(EachLeaf):
+    """`jax.numpy.sum`."""
+
+    name = "sum"
+    function = staticmethod(jnp.sum)
+    is_linear = True
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        dtype = wide(dtype_of(jnp.sum, aval))
+        return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0].astype(dtype_of(jnp.sum, aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(EachLeaf):
+    """`jax.numpy.mean`."""
+
+    name = "mean"
+    function = staticmethod(jnp.mean)
+    is_linear = True
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        dtype = wide(dtype_of(jnp.mean, aval))
+        return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return (state[..., 0] / row.size).astype(dtype_of(jnp.mean, aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prod(EachLeaf):
+    """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
+
+    name = "prod"
+    function = staticmethod(jnp.prod)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        dtype = wide(dtype_of(jnp.prod, aval))
+        return Elementwise(aval.shape, dtype, 1, lax.mul, jnp.prod)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0].astype(dtype_of(jnp.prod, aval))
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not is_float(aval.dtype):
+            return super().of_leaf(aval, row, position)
+        dtype = dtype_of(jnp.prod, aval)
+        row = row.then(lambda outs: [outs[position].astype(wide(dtype))])
+        one = jnp.ones(aval.shape, wide(dtype))
+        (state,) = row.fold([Task((0,), Ordered(one, lax.mul), aval.shape)], linear=False)
+        return state[0].astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyOf(EachLeaf):
+    """`jax.numpy.any`."""
+
+    name = "any"
+    function = staticmethod(jnp.any)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return Elementwise(aval.shape, jnp.dtype(bool), False, lax.bitwise_or, jnp.any)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class All(EachLeaf):
+    """`jax.numpy.all`."""
+
+    name = "all"
+    function = staticmethod(jnp.all)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return Elementwise(aval.shape, jnp.dtype(bool), True, lax.bitwise_and, jnp.all)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0]
+
+
+class _Continuous(EachLeaf):
+    def check(self, part: Part, count: int) -> None:
+        for name, aval in zip(part.names, part.avals, strict=True):
+            if not is_float(aval.dtype):
+                raise MisfitError(
+                    f"{name} has dtype {aval.dtype}, and {self.name} is one of floats; return "
+                    "it as a float"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSumExp(_Continuous):
+    """`jax.nn.logsumexp`, in one pass; a derivative takes a second one."""
+
+    name = "logsumexp"
+    function = staticmethod(jax.nn.logsumexp)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return LogSumExpOf(aval.shape, wide(aval.dtype))
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        largest, total = (x[..., 0] for x in state)
+        return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        dtype = wide(aval.dtype)
+        stopped = row.stopped().then(lambda outs: [jnp.real(outs[position].astype(dtype))])
+        real = jnp.finfo(dtype).dtype
+        largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
+        (state,) = stopped.fold([Task((0,), largest, aval.shape)])
+        top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
+        scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
+        return (jnp.log(_sum(scaled, aval, dtype)) + top).astype(aval.dtype)
+
+
+class MomentsResult(NamedTuple):
+    """Count, mean and variance of the items."""
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments(_Continuous):
+    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
+
+    No large numbers are subtracted from each other. A derivative takes two passes.
+    """
+
+    name = "moments"
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        return [
+            MomentsResult(self._count(row), jnp.mean(out, axis=0), jnp.var(out, axis=0))
+            for out in outs
+        ]
+
+    def _count(self, row: Row) -> jax.Array:
+        return jnp.asarray(row.size, row.index_dtype)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return MomentsOf(aval.shape, wide(aval.dtype))
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        _, mean, squares = state
+        return self._result(mean[..., 0], squares[..., 0] / row.size, aval, row)
+
+    def _result(self, mean: Any, variance: Any, aval: Any, row: Row) -> MomentsResult:
+        dtype = dtype_of(jnp.var, aval)
+        return MomentsResult(self._count(row), mean.astype(aval.dtype), variance.astype(dtype))
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        dtype = wide(aval.dtype)
+        values = row.then(lambda outs: [outs[position].astype(dtype)])
+        mean = _sum(values, aval, dtype) / row.size
+
+        def square(outs: list[jax.Array]) -> list[jax.Array]:
+            off = outs[0] - mean
+            return [jnp.real(off * jnp.conj(off))]
+
+        variance = _sum(values.then(square), aval, jnp.finfo(dtype).dtype) / row.size
+        return self._result(mean, variance, aval, row)

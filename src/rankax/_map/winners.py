@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: MIT
+"""Reductions that choose items: the largest, the first, the best few.
+
+The items are compared in the loop; those that win are evaluated once more, which is all that a
+derivative has to look at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._base.checks import check_bool, positive_int
+from rankax._base.words import listed
+from rankax._map.accumulators import Accumulator, Arg, Elementwise, Top, sort_key
+from rankax._map.reduction import EachLeaf, MisfitError, Part, Reduction, dtype_of, is_float
+from rankax._map.rows import Row, Task
+
+__all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
+
+
+class _Compared(EachLeaf):
+    """What needs numbers that can be compared, and at least one of them."""
+
+    def check(self, part: Part, count: int) -> None:
+        for name, aval in zip(part.names, part.avals, strict=True):
+            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+                raise MisfitError(
+                    f"{name} has dtype {aval.dtype}, and complex numbers have no order"
+                )
+        if not count:
+            raise MisfitError(
+                f"there is no item to reduce {part.path} over, and {self.name} needs one"
+            )
+
+
+class _Extremum(_Compared):
+    largest = False
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        arg = Arg(aval.shape, aval.dtype, row.index_dtype, self.largest)
+        combine, reduce = (lax.max, jnp.max) if self.largest else (lax.min, jnp.min)
+        return Elementwise(aval.shape, aval.dtype, arg.worst, combine, reduce)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0]
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not is_float(aval.dtype):
+            return super().of_leaf(aval, row, position)
+        return row.pick(_winners(row, aval, position, self.largest), position)
+
+
+def _winners(row: Row, aval: Any, position: int, largest: bool) -> jax.Array:
+    """Return the flat index of the best item, for each number of one output."""
+    arg = Arg(aval.shape, aval.dtype, row.index_dtype, largest)
+    ((_, index),) = row.stopped().fold([Task((position,), arg, aval.shape)])
+    return index[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Max(_Extremum):
+    """`jax.numpy.max`. Of equal items the first has the whole derivative where there are tiles."""
+
+    name = "max"
+    function = staticmethod(jnp.max)
+    largest = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Min(_Extremum):
+    """`jax.numpy.min`. Of equal items the first has the whole derivative where there are tiles."""
+
+    name = "min"
+    function = staticmethod(jnp.min)
+
+
+class _ArgExtremum(_Compared):
+    largest = False
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return Arg(aval.shape, aval.dtype, row.index_dtype, self.largest)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[1][..., 0].astype(dtype_of(jnp.argmin, aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgMax(_ArgExtremum):
+    """`jax.numpy.argmax`: the index into the reduced axes, as if they were one."""
+
+    name = "argmax"
+    function = staticmethod(jnp.argmax)
+    largest = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgMin(_ArgExtremum):
+    """`jax.numpy.argmin`: the index into the reduced axes, as if they were one."""
+
+    name = "argmin"
+    function = staticmethod(jnp.argmin)
+
+
+class TopKResult(NamedTuple):
+    """The best items in order, on the first axis, and their flat indices."""
+
+    values: Any
+    indices: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(_Compared):
+    """The ``k`` smallest items, or the largest, sorted; the first of equals first, nan as largest.
+
+    The result is a NamedTuple of ``values`` and ``indices`` (into the reduced axes, as if they were
+    one), both with an axis of length ``k`` in the place of the reduced ones.
+    """
+
+    k: int
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        positive_int(self.k, "TopK", "k")
+        check_bool(self.largest, "TopK", "largest")
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"TopK({self.k}, largest={self.largest})"
+
+    def check(self, part: Part, count: int) -> None:
+        super().check(part, count)
+        if self.k > count:
+            raise MisfitError(f"there are only {count} items to reduce {part.path} over")
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        key = functools.partial(sort_key, largest=self.largest)
+        dtype = jax.eval_shape(key, aval).dtype
+        return Top(aval.shape, dtype, row.index_dtype, self.k, key)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        indices = jnp.moveaxis(state[1], -1, 0)
+        values = jax.vmap(lambda index: row.pick(index, position))(indices)
+        return TopKResult(values, indices)
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        task = Task((position,), self.accumulator(aval, row), aval.shape)
+        (state,) = row.stopped().fold([task])
+        return self.result(state, aval, row, position)
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        def top(out: jax.Array) -> TopKResult:
+            keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
+            indices = jnp.moveaxis(lax.top_k(keys, self.k)[1], -1, 0).astype(row.index_dtype)
+            return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
+
+        return [top(out) for out in outs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Best(Reduction):
+    """The whole output of the item with the smallest ``by``, or the largest.
+
+    Parameters
+    ----------
+    by : str or int
+        The key, field or index of the output that decides: one real number. The first of equals
+        is taken, and an item with nan before all others, as `jax.numpy.argmin` does.
+    largest : bool, default False
+        Take the largest instead.
+
+    Notes
+    -----
+    Only ``by`` is computed for every item; the winner is then evaluated once more. So the other
+    outputs cost nothing, and neither does the derivative, but for that one item.
+    """
+
+    by: str | int
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.by, bool) or not isinstance(self.by, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "Best: by must be the key, field or index of an output, got "
+                f"{type(self.by).__name__} {self.by!r}"
+            )
+        check_bool(self.largest, "Best", "largest")
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"Best({self.by!r}, largest={self.largest})"
+
+    def check(self, part: Part, count: int) -> None:
+        number = self._number(part)
+        name, aval = part.names[number], part.avals[number]
+        if aval.shape or jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            raise MisfitError(
+                f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
+                f"and dtype {aval.dtype}"
+            )
+        if not count:
+            raise MisfitError(f"there is no item to choose {part.path} from")
+
+    def _number(self, part: Part) -> int:
+        """Return which leaf decides."""
+        wanted = {f"{part.path}.{self.by}", f"{part.path}[{self.by!r}]"}
+        found = [i for i, name in enumerate(part.names) if name in wanted]
+        if not found:
+            raise MisfitError(
+                f"{part.path} has no output {self.by!r}; it has {listed(list(part.names))}"
+            )
+        return found[0]
+
+    def tasks(self, part: Part, row: Row) -> list[Task]:
+        number = self._number(part)
+        arg = Arg((), part.avals[number].dtype, row.index_dtype, self.largest)
+        return [Task((part.positions[number],), arg, ())]
+
+    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
+        ((_, index),) = states
+        outs = row.at(index[0])
+        return [outs[i] for i in part.positions]
+
+    def differentiable(self, part: Part, row: Row) -> Any:
+        return self.from_states(part, row, row.stopped().fold(self.tasks(part, row)))
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        pick = jnp.argmax if self.largest else jnp.argmin
+        index = pick(outs[self._number(part)], axis=0)
+        return [lax.dynamic_index_in_dim(out, index, 0, keepdims=False) for out in outs]
