@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import rankax._kernel
 from helpers import assert_same, primitives
 from rankax import Static, auto_vmap
 
@@ -612,6 +613,20 @@ def test_structures_of_two_calls_are_not_mixed_up():
         got = mapped(first, jnp.ones((2, 3)))[0]
         want = jax.tree.map(lambda x: x * jnp.full(2, 2.0), first)
         assert_same(got, want)
+
+
+def test_what_is_kept_of_many_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr(rankax._kernel, "_MOST_KEPT", 2)
+    mapped = auto_vmap(0)(lambda x: jax.tree.map(lambda leaf: leaf * 2, x))
+    for name in "abcab":
+        for n in (1, 2, 3, 1):
+            x = jnp.arange(float(n))
+            assert_same(mapped({name: x}), {name: x * 2})
+    cache = {}
+    for n in range(5):
+        rankax._kernel._keep(cache, n, -n)
+        assert cache[n] == -n
+        assert len(cache) <= 2
 
 
 def test_the_result_of_one_structure_does_not_depend_on_earlier_shapes():

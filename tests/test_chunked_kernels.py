@@ -113,6 +113,23 @@ def test_an_error_of_the_kernel_is_not_taken_for_one_of_out_axes(chunk_size):
 
 
 @CHUNKS
+def test_an_error_of_a_rule_for_vmap_passes_through(chunk_size):
+    @jax.custom_batching.custom_vmap
+    def kernel(x):
+        return x
+
+    @kernel.def_vmap
+    def _(axis_size, in_batched, x):
+        raise ZeroDivisionError("by the rule")
+
+    if chunk_size == 1:  # the rule is not asked
+        assert_same(chunked_vmap(kernel, 1)(X), X)
+    else:
+        with pytest.raises(ZeroDivisionError, match=r"^by the rule"):
+            chunked_vmap(kernel, chunk_size)(X)
+
+
+@CHUNKS
 def test_an_output_that_is_no_array_is_named(chunk_size):
     def kernel(x):
         return x, {"a": {"value": x, "type": "wave"}}

@@ -965,3 +965,14 @@ def test_errors_name_arguments_as_the_kernel_does():
         chunked_vmap(tagged, 2)(FIVE, FIVE, FIVE[:4], z=FIVE)
     with pytest.raises(ValueError, match=re.escape("chunked_vmap(tagged): rest[0] lacks the axis")):
         chunked_vmap(functools.partial(tagged, FIVE), 2)(1.0, FIVE)
+
+
+def test_errors_count_arguments_where_the_kernel_has_no_signature():
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+        chunked_vmap(max, 2)(FIVE, FIVE[:4])
+    assert str(caught.value) == (
+        "chunked_vmap(max): the looped axes must have one length, got 5 and 4\n\n"
+        "    leaf     shape  axis  length\n"
+        "    args[0]  (5,)   0     5\n"
+        "  > args[1]  (4,)   0     4"
+    )
