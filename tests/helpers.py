@@ -21,6 +21,11 @@ def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
     ]
 
 
+def slow(*values: Any) -> Any:
+    """Mark one case of a parametrized test slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Assert equal structure, shapes, dtypes and values; the last exactly where not inexact."""
     assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -44,9 +44,11 @@ from jaxtyping import (
     Shaped,
     jaxtyped,
 )
+from typing_extensions import TypeAliasType
 
 from helpers import assert_same
 from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
+from rankax._declare import annotations
 
 Vector = Float[Array, "3"]
 Meters = NewType("Meters", Float[Array, ""])
@@ -624,6 +626,54 @@ def nested(a: Nest): ...
         auto_vmap(namespace["nested"])
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("list[Nowhere]", "name 'Nowhere' is not defined"),
+        ("jnp.nowhere", "module 'jax.numpy' has no attribute 'nowhere'"),
+    ],
+)
+def test_a_type_statement_that_cannot_be_evaluated(value, why):
+    namespace: dict[str, Any] = dict(globals())
+    exec(f"type Lost = {value}\ndef kernel(x: Lost, y: Vector): return y", namespace)
+    message = (
+        f"auto_vmap(kernel): the annotation of x: the type Lost cannot be resolved ({why}); give "
+        "the parameter its rank explicitly (x=None leaves it untouched)"
+    )
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(namespace["kernel"])
+    assert str(caught.value) == message
+    plan = auto_vmap(x=None)(namespace["kernel"]).plan(object(), matrix)
+    assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("y", 1)]
+
+
+Endless = TypeAliasType("Endless", list["Endless"])
+
+
+def test_type_aliases_of_typing_extensions():
+    vec = TypeAliasType("vec", Float[Array, "3"])
+    several = TypeAliasType("several", tuple[vec, T], type_params=(T,))
+    assert ranks(vec, matrix) == {"x": 1}
+    assert ranks(several[Float[Array, "n n"]], (matrix, matrix)) == {"x[0]": 1, "x[1]": 2}
+    assert ranks(TypeAliasType("late", "Vector"), matrix) == {"x": 1}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
+        auto_vmap(lambda_annotated(Endless))
+    assert str(caught.value) == (
+        "auto_vmap(kernel): the annotation of x: the type Endless contains itself, so it does not "
+        "say at which depth the arrays are; give the parameter a rank or a rank tree explicitly"
+    )
+
+
+def test_classes_that_no_longer_are_kept_are_read_again(monkeypatch):
+    monkeypatch.setattr(annotations, "_MOST_KEPT", 1)
+    monkeypatch.setattr(annotations, "_kept", {})
+    for _ in range(2):
+        assert ranks(Pose, Pose(matrix, matrix)) == {"x.rotation": 2, "x.translation": 1}
+        assert ranks(Tree, Tree([], matrix)) == {"x.at": 1}
+        assert list(annotations._kept) == [Tree]
+
+
 # Where a name cannot be found.
 
 
@@ -639,6 +689,31 @@ def test_an_unresolvable_annotation_is_an_error_that_an_explicit_rank_avoids():
         auto_vmap(kernel)
     plan = auto_vmap(x=None)(kernel).plan(object(), matrix)
     assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("y", 1)]
+
+
+def test_an_annotation_that_cannot_be_evaluated():
+    def kernel(x: "jnp.nowhere", y: "Vector"):
+        return y
+
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(kernel)
+    assert str(caught.value) == (
+        "auto_vmap(kernel): the annotation of x: 'jnp.nowhere' cannot be resolved (module "
+        "'jax.numpy' has no attribute 'nowhere'); give the parameter its rank explicitly (x=None "
+        "leaves it untouched)"
+    )
+
+
+def test_a_name_that_is_assigned_later_is_no_obstacle():
+    Local = Float[Array, "3"]
+
+    @auto_vmap
+    def kernel(x: "Local"):
+        return later * jnp.sum(x)
+
+    later = 2.0
+    assert kernel.plan(matrix).batch_shape == (3,)
+    assert_same(kernel(matrix), later * jnp.sum(matrix, axis=1))
 
 
 def test_an_unresolvable_field_is_an_error_too():

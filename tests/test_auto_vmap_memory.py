@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import temporary_bytes
+from helpers import at_each_run, temporary_bytes
 from rankax import auto_vmap
 
 pytestmark = pytest.mark.optimized
@@ -67,9 +67,10 @@ def test_the_intermediates_are_unavoidable(bytes_per_item):
     assert backward >= 2 * ITEM
 
 
-@pytest.mark.parametrize("case", BATCHES)
-def test_no_more_evaluations_than_the_chunk_exist_at_once(case, bytes_per_item):
-    batches = BATCHES[case]
+@pytest.mark.parametrize(
+    "batches", at_each_run(["one axis, uneven", "two against one", "merged"], BATCHES)
+)
+def test_no_more_evaluations_than_the_chunk_exist_at_once(batches, bytes_per_item):
     chunk_size = 12
     in_flight, forward, backward = measured(batches, chunk_size)
     assert chunk_size / 2 < in_flight <= chunk_size

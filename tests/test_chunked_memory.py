@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import operations_on, temporary_bytes
+from helpers import operations_on, slow, temporary_bytes
 from rankax import chunked_vmap
 
 pytestmark = pytest.mark.optimized
@@ -49,7 +49,7 @@ def push(f):
     return lambda x, t: jax.jvp(f, (x,), (t,))
 
 
-@pytest.mark.parametrize("length", [EVEN, UNEVEN, LONG])
+@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN, slow(LONG)])
 def test_forward_is_flat(length):
     f = chunked_vmap(distances, CHUNK)
     assert temporary_bytes(f, clouds(length)) < 2 * MB
@@ -63,7 +63,7 @@ def test_chunks_of_one_item_are_flat(axis):
     assert temporary_bytes(jax.grad(loss(f)), x) < 0.2 * MB  # the starts of the chunks, and outputs
 
 
-@pytest.mark.parametrize("core", [(16, 1), (1, 16), (4, 1, 5), (1,)])
+@pytest.mark.parametrize("core", [(16, 1), slow((1, 16)), (4, 1, 5), slow((1,))])
 def test_an_axis_of_length_1_costs_nothing(core):
     # XLA copied the whole stack of such items into another layout: 13 MB here, for (16, 1).
     x = jax.ShapeDtypeStruct((EVEN, *core), jnp.float32)
@@ -73,7 +73,7 @@ def test_an_axis_of_length_1_costs_nothing(core):
         assert temporary_bytes(program, x) < 0.1 * MB
 
 
-@pytest.mark.parametrize("length", [EVEN, 2 * EVEN])
+@pytest.mark.parametrize("length", [EVEN, slow(2 * EVEN)])
 def test_derivatives_are_flat_where_the_chunk_divides(length):
     f = chunked_vmap(distances, CHUNK)
     x = clouds(length)
@@ -85,7 +85,7 @@ def output_bytes(length):
     return length * 4
 
 
-@pytest.mark.parametrize("length", [UNEVEN, LONG])
+@pytest.mark.parametrize("length", [UNEVEN, slow(LONG)])
 def test_derivatives_copy_no_input_where_it_does_not(length):
     f = chunked_vmap(distances, CHUNK)
     x = clouds(length)
@@ -93,7 +93,7 @@ def test_derivatives_copy_no_input_where_it_does_not(length):
     assert temporary_bytes(push(f), x, x) < 4 * MB + 2 * output_bytes(length)
 
 
-@pytest.mark.parametrize("length", [EVEN, UNEVEN])
+@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
 @pytest.mark.parametrize("axis", [1, 2])
 def test_derivatives_copy_no_input_along_any_axis(length, axis):
     f = chunked_vmap(distances, CHUNK, in_axes=axis)
@@ -102,7 +102,7 @@ def test_derivatives_copy_no_input_along_any_axis(length, axis):
     assert temporary_bytes(push(f), x, x) < 4 * MB + 2 * output_bytes(length)
 
 
-@pytest.mark.parametrize("length", [UNEVEN, LONG])
+@pytest.mark.parametrize("length", [UNEVEN, slow(LONG)])
 def test_derivatives_copy_the_outputs_once_where_it_does_not(length):
     f = chunked_vmap(lambda p: jnp.sin(p) * distances(p), CHUNK)
     x = clouds(length)
@@ -184,8 +184,8 @@ LAPACK = {
 
 
 @pytest.mark.parametrize("kernel", LAPACK)
-@pytest.mark.parametrize("length", [20_000, 20_011])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("length", [slow(20_000), 20_011])
+@pytest.mark.parametrize("axis", [0, slow(1), slow(2)])
 def test_kernels_that_want_another_layout_copy_no_input(axis, length, kernel):
     """LAPACK is given columns; XLA must not turn the whole input around before the loop."""
     shape = [8, 8]
@@ -211,8 +211,8 @@ def flat(shape, axis):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("checkpoint", [True, False])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("checkpoint", [True, slow(False)])
+@pytest.mark.parametrize("axis", [0, slow(1), 2])
 def test_cotangents_are_added_in_place(axis, checkpoint, order):
     """A sum or a copy of the whole in the loop would cost time that grows as the square."""
     f = chunked_vmap(distances, 100, in_axes=axis, checkpoint=checkpoint)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from rankax import CoreDimensionError, auto_vmap
+from rankax import CoreDimensionError, RankError, auto_vmap
 from rankax._declare.dims import parse_dims
 from rankax._plan.broadcast import bind_sizes
 from rankax._plan.report import clash_sentence
@@ -165,6 +165,21 @@ def test_an_expression_that_fails_for_this_call_is_a_clash():
         "A dimension declared as n.size is 3 (b), but n.size cannot be computed for n = 3: "
         "AttributeError: 'int' object has no attribute 'size'."
     ]
+
+
+def test_no_axis_is_proposed_where_an_expression_fails():
+    rank = '"1 m//n"'
+    kernel = auto_vmap("n", "m", "1 m//n")(lambda a, b, c: c)
+    for n, end in ((2, "; did you mean c[None]?"), (0, ".")):
+        with pytest.raises(RankError) as error:
+            kernel(jnp.ones(n), jnp.ones(5), jnp.ones(2))
+        assert str(error.value).endswith(f"\n\nc has 1 axis, but its rank {rank} needs 2{end}")
+
+
+def test_a_string_that_declares_no_rank_leaves_the_argument_untouched():
+    plan = auto_vmap("...", "n")(lambda a, b: b).plan(jnp.ones((2, 2)), jnp.ones((4, 3)))
+    assert [leaf.path for leaf in plan.leaves] == ["b"]
+    assert plan.untouched == (("a", (2, 2)),)
 
 
 def test_an_expression_whose_names_an_absent_argument_binds_is_not_checked():

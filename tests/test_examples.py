@@ -115,6 +115,7 @@ def test_position_is_its_vmaps_nested_by_hand(shape, t_axis):
     np.testing.assert_array_equal(actual, by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_position_is_as_near_to_astropy_as_the_table_is_to_the_sky():
     t = np.linspace(-2, 0.5, 1001)
@@ -127,6 +128,7 @@ def test_position_is_as_near_to_astropy_as_the_table_is_to_the_sky():
     assert np.all(rms[:6] < planets.NOMINAL[:6])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_the_last_planets_elements_leave_the_swing_of_the_sun_out():
     """What ``planets.main`` says of the two planets that it finds worse than published."""
@@ -164,6 +166,7 @@ def test_position_needs_float64():
     assert planets.angle(np.float64(rounded), expected).max() > planets.NOMINAL[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64_off_again")
 def test_planets_main_prints_its_check_and_draws(tmp_path, capsys):
     planets.main(out=tmp_path, times=101)
@@ -327,6 +330,7 @@ def test_chunks_keep_the_full_picture_within_200_megabytes():
     assert temporaries(rays.nearest, eye, pixels, mesh) < 200e6
 
 
+@pytest.mark.slow
 def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
     rays.main(out=tmp_path, height=24, width=32)
     printed = capsys.readouterr().out

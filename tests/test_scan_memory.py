@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from helpers import temporary_bytes
+from helpers import slow, temporary_bytes
 from rankax import checkpoint_chunked_scan, sliced_scan
 
 pytestmark = pytest.mark.optimized
@@ -43,16 +43,16 @@ def loss(scan, f=body):
 
 WINDOWS = [
     {"step": 100},
-    {"start": 99, "step": 100},
-    {"start": 50, "step": 100},
+    slow({"start": 99, "step": 100}),
+    slow({"start": 50, "step": 100}),
     {"start": 777, "stop": -777, "step": 100},
-    {"step": -100},
+    slow({"step": -100}),
 ]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [EVEN, PRIME])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, slow(True)])
 def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
     sliced = functools.partial(sliced_scan, body, length=length, reverse=reverse, **window)
     assert temporary_bytes(sliced, STATE) < 0.5 * MB
@@ -60,7 +60,7 @@ def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("length", [EVEN, PRIME])
+@pytest.mark.parametrize("length", [slow(EVEN), PRIME])
 def test_checkpoint_stores_carries_of_kept_steps_only(window, length):
     sliced = functools.partial(sliced_scan, length=length, checkpoint=True, **window)
     assert temporary_bytes(jax.grad(loss(sliced)), STATE) < 8 * MB
@@ -95,8 +95,8 @@ def test_reverse_pass_stores_nothing_that_only_serves_skipped_ys():
     assert temporary_bytes(gradient(sliced), STATE) < 2 * MB
 
 
-@pytest.mark.parametrize("chunk_size", [140, 125, (2000, 140, 12)], ids=str)
-@pytest.mark.parametrize("length", [EVEN, PRIME])
+@pytest.mark.parametrize("chunk_size", [slow(140), 125, (2000, 140, 12)], ids=str)
+@pytest.mark.parametrize("length", [slow(EVEN), PRIME])
 def test_chunks_bound_the_reverse_pass(chunk_size, length):
     chunked = functools.partial(checkpoint_chunked_scan, length=length, chunk_size=chunk_size)
     assert temporary_bytes(jax.grad(loss(chunked, without_ys)), STATE) < 2 * MB

@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, at_each_run
 from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 
@@ -99,10 +99,20 @@ def check(f, args, want):
     assert_same(outputs_and_gradients(f, *args), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module", params=CASES)
+# Each takes seconds: a mode of JAX makes it forget what it has traced and compiled.
+AT_EACH_RUN = {
+    "auto_vmap, jit and chunks",
+    "chunked_vmap, uneven",
+    "sliced_scan",
+    "checkpoint_chunked_scan",
+}
+
+
+@pytest.fixture(scope="module", params=at_each_run(AT_EACH_RUN, CASES))
 def case(request):
-    f, args, plain = CASES[request.param]
-    return f, args, outputs_and_gradients(plain, *args)
+    f, args, plain = request.param
+    want = jax.jit(lambda *args: outputs_and_gradients(plain, *args))(*args)
+    return f, args, want
 
 
 # The session itself runs with strict rank and dtype promotion (see conftest.py).

@@ -4,13 +4,14 @@
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, ArrayLike, Float, PyTree
+from typing_extensions import TypeAliasType
 
 from rankax import BatchPlan, RankError, auto_vmap
 
@@ -22,6 +23,10 @@ class Pose(NamedTuple):
 
     rotation: Array
     name: str = "pose"
+
+
+class Box(Generic[T]):
+    """Says nothing of what it holds."""
 
 
 class Config:
@@ -168,6 +173,8 @@ def lambda_annotated(hint):
         PyTree,
         PyTree[Any],
         PyTree[Array],
+        TypeAliasType("Arrays", list[Array]),
+        Box["Nowhere"],  # of which nothing is known
         Callable,
         Callable[[float], float],
         dict[str, Any],
@@ -179,7 +186,11 @@ def test_annotations_that_mean_no_rank_do_not_warn(hint):
     assert warned(lambda: kernel(points, points)) == []
 
 
-@pytest.mark.parametrize("hint", [Pose, Pose | None, list[Pose], dict, float, "Pose"], ids=str)
+@pytest.mark.parametrize(
+    "hint",
+    [Pose, Pose | None, list[Pose], dict, float, "Pose", TypeAliasType("Poses", list[Pose])],
+    ids=str,
+)
 def test_annotations_that_say_nothing_of_arrays_warn(hint):
     kernel = auto_vmap(lambda_annotated(hint))
     assert len(warned(lambda: kernel({"a": points}, points))) == 1

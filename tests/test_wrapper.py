@@ -20,7 +20,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import wrapper_kernels
-from helpers import assert_same
+from helpers import assert_same, at_each_run
 from rankax import BatchShapeError, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
@@ -208,7 +208,10 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    at_each_run(["chunks"], {"neither": {}, "jit": {"jit": True}, "chunks": {"chunk_size": 3}}),
+)
 @pytest.mark.parametrize(
     "order",
     [pytest.param(o, marks=crashes_at_exit) if o == "filter_jit" else o for o in ORDERS],

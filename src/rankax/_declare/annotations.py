@@ -20,10 +20,12 @@ from rankax._declare.dims import Rank, parse_dims
 from rankax._declare.hints import (
     Names,
     UnresolvedError,
+    alias_of,
     field_hints,
     hints_and_names,
     resolved,
     stripped,
+    value_of,
 )
 
 __all__ = ["Unpacked", "UnresolvedError", "annotated_ranks"]
@@ -115,8 +117,8 @@ class _Reader:
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
             return self._pytree(hint.leaftype, names)
         origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if hasattr(hint, "__value__"):
-            return self._alias(hint, args, names)
+        if (alias := alias_of(hint)) is not None:
+            return self._alias(alias, args, names)
         if isinstance(hint, typing.TypeVar):
             return self._type_variable(hint, names)
         if origin in (typing.Union, types.UnionType):
@@ -146,9 +148,8 @@ class _Reader:
             "are; give the parameter a rank tree explicitly"
         )
 
-    def _alias(self, hint: Any, args: tuple[Any, ...], names: Names) -> Any:
+    def _alias(self, alias: Any, args: tuple[Any, ...], names: Names) -> Any:
         """Read a ``type X = ...`` statement."""
-        alias = typing.get_origin(hint) or hint
         if alias in self.aliases:
             raise ValueError(
                 f"the type {alias.__name__} contains itself, so it does not say at which depth the "
@@ -157,10 +158,7 @@ class _Reader:
         self.aliases.add(alias)
         bound = dict(zip(_type_parameters(alias), args, strict=False))
         try:
-            return self.rank(_substituted(alias.__value__, bound), names)
-        except NameError as error:  # the statement is evaluated only now
-            text = f"the type {alias.__name__} cannot be resolved ({error})"
-            raise UnresolvedError(text) from None
+            return self.rank(_substituted(value_of(alias), bound), names)
         finally:
             self.aliases.discard(alias)
 

@@ -14,7 +14,16 @@ from typing import Any
 
 from rankax._base.functions import unwrapped
 
-__all__ = ["Names", "UnresolvedError", "field_hints", "hints_and_names", "resolved", "stripped"]
+__all__ = [
+    "Names",
+    "UnresolvedError",
+    "alias_of",
+    "field_hints",
+    "hints_and_names",
+    "resolved",
+    "stripped",
+    "value_of",
+]
 
 _QUALIFIERS = {
     typing.Annotated,
@@ -77,6 +86,30 @@ def _names_around(fun: Any) -> dict[str, Any]:
             code = frame.f_code
         frame = frame.f_back
     return names
+
+
+def alias_of(hint: Any) -> Any:
+    """Return the ``type X = ...`` statement that a hint names; None where it names none.
+
+    It is known by its class (`typing_extensions` has one of its own), since Python evaluates the
+    statement as soon as anyone asks for its value, and that may fail.
+    """
+    alias = typing.get_origin(hint) or hint
+    return alias if type(alias).__name__ == "TypeAliasType" else None
+
+
+def value_of(alias: Any) -> Any:
+    """Evaluate a ``type X = ...`` statement.
+
+    Raises
+    ------
+    UnresolvedError
+        If that fails.
+    """
+    try:
+        return alias.__value__
+    except Exception as error:
+        raise UnresolvedError(f"the type {alias.__name__} cannot be resolved ({error})") from None
 
 
 def field_hints(cls: type, names: Names) -> dict[str, tuple[Any, Names]]:

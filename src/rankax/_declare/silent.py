@@ -12,7 +12,15 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._declare.hints import Names, UnresolvedError, hints_and_names, resolved, stripped
+from rankax._declare.hints import (
+    Names,
+    UnresolvedError,
+    alias_of,
+    hints_and_names,
+    resolved,
+    stripped,
+    value_of,
+)
 
 __all__ = ["silent_parameters"]
 
@@ -45,6 +53,6 @@ def _is_meant(hint: Any, names: Names) -> bool:
         return True
     if isinstance(origin or hint, type) and issubclass(origin or hint, _ARRAYS):
         return True
-    if hasattr(hint, "__value__"):  # a `type X = ...` statement
-        return _is_meant(hint.__value__, names)
+    if (alias := alias_of(hint)) is not None:
+        return _is_meant(value_of(alias), names)
     return any(_is_meant(arg, names) for arg in args if arg is not Ellipsis)

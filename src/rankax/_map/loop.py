@@ -118,7 +118,7 @@ def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[An
     jaxpr = closed.jaxpr
     if not any(isinstance(const, core.Tracer) for const in getattr(jaxpr, "consts", ())):
         return lambda constants, inputs: core.eval_jaxpr(jaxpr, constants, *inputs)
-    # Newer versions of JAX keep them in the jaxpr, so they become inputs; `fun` is not run again.
+    # JAX 0.12 keeps them in the jaxpr, 0.10 does not, so they become inputs; `fun` is not rerun.
     opened = jax.make_jaxpr(lambda consts, inputs: core.eval_jaxpr(jaxpr, consts, *inputs))
     jaxpr = opened(list(closed.consts), avals).jaxpr
     return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
