@@ -180,7 +180,7 @@ def _batched(
 
     closed = jax.make_jaxpr(mapped(functools.partial(_run, program=program)))(*args)
     if other is None:
-        out = _run(*args, program=_kept(closed))
+        out = _run(*args, program=keep_rules(closed))
     else:
         out = _call.bind(*args, program=closed, other=mapped(other))
     return out, [0] * len(out)
@@ -226,7 +226,7 @@ def _linearised(
         linear.append(pushed.jaxpr)
         return out, pushed.consts
 
-    found = _run(*primals, program=_kept(jax.make_jaxpr(nonlinear)(*primals)))
+    found = _run(*primals, program=keep_rules(jax.make_jaxpr(nonlinear)(*primals)))
     count = len(program.out_avals)
     pushed = iter(core.eval_jaxpr(linear[0], found[count:], *directions))
     return found[:count], [next(pushed) if _moves(aval) else None for aval in program.out_avals]

@@ -161,8 +161,10 @@ def _is_plain(params: dict[str, Any]) -> bool:
 
 
 def without_rules(jaxpr: Any) -> Any:
-    """Return a program without rules for derivatives, at any depth."""
-    return jaxpr.replace(eqns=[_without_rule(eqn) for eqn in jaxpr.eqns])
+    """Return a program without constants, and without rules for derivatives at any depth."""
+    # Newer versions of JAX keep the constants in the jaxpr, but not with variables given anew.
+    eqns = [_without_rule(eqn) for eqn in jaxpr.eqns]
+    return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
 
 def _without_rule(eqn: Any) -> Any:
