@@ -176,9 +176,9 @@ def check_agreement(task: str, results: dict[str, Any]) -> None:
 
 HEAD = """# Reductions over all pairs
 
-Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax}, {cores}
-cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns; the ratio is to rankax.
-KeOps computes on all cores, and a gradient by one pass for each of the three inputs.
+Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
+{cores} cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns; the ratio is
+to rankax. KeOps computes on all cores, and a gradient by one pass for each of the three inputs.
 
 | task | points on each side | contestant | ms | times rankax | temporaries, MB | compile, s |
 |---|---|---|---|---|---|---|

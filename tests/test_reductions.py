@@ -681,20 +681,19 @@ def test_wrong_options(reduce, axis, error, text):
         (
             Best("t"),
             -1,
-            "it cannot be reduced by Best('t', largest=False): output has no output 't'; it has "
+            "it cannot be reduced by Best('t'): output has no output 't'; it has "
             "output['distance'], output['force'] and output['number']",
         ),
         (
             Best("force"),
             -1,
-            "it cannot be reduced by Best('force', largest=False): output['force'] decides, so it "
+            "it cannot be reduced by Best('force'): output['force'] decides, so it "
             "must be one real number, but it has shape (3,) and dtype float32",
         ),
         (
             TopK(24),
             -1,
-            "it cannot be reduced by TopK(24, largest=False): there are only 23 items to reduce "
-            "output over",
+            "it cannot be reduced by TopK(24): there are only 23 items to reduce output over",
         ),
         (
             {"distance": "sum"},
@@ -780,3 +779,32 @@ def test_the_plan_says_what_is_reduced():
     assert plan.levels[-1].reduced
     assert plan.in_flight <= 2**16
     assert plan.reduced == (1,)
+
+
+# Memory.
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "reduce",
+    ["sum", "logsumexp", *map(slow, ("argmin", "min", "prod", TopK(2), Moments()))],
+    ids=str,
+)
+def test_memory_does_not_grow_with_the_pairs(reduce):
+    """Accumulators and one tile forward; in the gradient what a row adds to its shared inputs."""
+    fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**16)(gauss)
+
+    def temporaries(fun, rows, items):
+        shapes = [
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in ((rows, 1, 3), (items, 3), (items,))
+        ]
+        return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [(10_000, 10_000), (10_007, 100_003), (100_003, 10_007)]
+    assert max(temporaries(fun, *size) for size in sizes) < 400_000
+    if reduce != "argmin":
+        gradient = jax.grad(loss_of(fun), (0, 1, 2))
+        numbers = [10 * rows + 9 * items for rows, items in sizes]
+        for size, number in zip(sizes, numbers, strict=True):
+            assert temporaries(gradient, *size) < 200_000 + 4 * number

@@ -120,6 +120,10 @@ class ArgMin(_ArgExtremum):
     function = staticmethod(jnp.argmin)
 
 
+def _if_largest(largest: bool) -> str:
+    return ", largest=True" if largest else ""
+
+
 class TopKResult(NamedTuple):
     """The best items in order, on the first axis, and their flat indices."""
 
@@ -144,7 +148,7 @@ class TopK(_Compared):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"TopK({self.k}, largest={self.largest})"
+        return f"TopK({self.k}{_if_largest(self.largest)})"
 
     def check(self, part: Part, count: int) -> None:
         super().check(part, count)
@@ -206,7 +210,7 @@ class Best(Reduction):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"Best({self.by!r}, largest={self.largest})"
+        return f"Best({self.by!r}{_if_largest(self.largest)})"
 
     def check(self, part: Part, count: int) -> None:
         number = self._number(part)
