@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
+from rankax._plan.budget import checked_limit
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
 
@@ -26,6 +27,7 @@ class Options:
     """All options of one call; hashable, for `jax.jit` keys its programs on them."""
 
     chunk_size: int | None = None
+    memory_limit: int | str | None = None
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
@@ -35,6 +37,7 @@ class Given(TypedDict, total=False):
     """The options of `auto_vmap`, as somebody gives them."""
 
     chunk_size: int | None
+    memory_limit: int | str | None
     checkpoint: bool
     jit: bool
     compiler_options: Mapping[str, Any] | None
@@ -44,6 +47,7 @@ class Scoped(TypedDict, total=False):
     """The options that a scope can set."""
 
     chunk_size: int | None
+    memory_limit: int | str | None
     checkpoint: bool
 
 
@@ -87,6 +91,7 @@ def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | N
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "chunk_size": _chunk_size,
+    "memory_limit": checked_limit,
     "checkpoint": _bool("checkpoint"),
     "jit": _bool("jit"),
     "compiler_options": _compiler_options,
@@ -142,7 +147,7 @@ def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
 
     Parameters
     ----------
-    chunk_size, checkpoint
+    chunk_size, memory_limit, checkpoint
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 
