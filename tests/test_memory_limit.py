@@ -223,13 +223,14 @@ def test_more_than_one_item_needs():
     assert_same(few.with_options(checkpoint=False)(X), PLAIN(X), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [4000, 4003])
-def test_chunked_vmap(length):
+@pytest.mark.parametrize(("length", "limit"), [(4000, 8 * MB), (4003, 60 * MB)])
+def test_chunked_vmap(length, limit):
+    """Where no chunk divides the axis, the copies of the outputs are of such a size."""
+
     def mapped(limit, **options):
         return chunked_vmap(chain, None, memory_limit=limit, **options)
 
     args = shape(length, 32, 32)
-    limit = 60 * MB  # more than the copies of the outputs where no chunk divides the axis
     measured = [
         temporary_bytes(mapped(limit), args),
         temporary_bytes(gradient(mapped(limit)), (args,), args),
