@@ -16,15 +16,14 @@ Where a call is not eager, or its program cannot be compared, all is as if this 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 from jax import core
 
+from rankax._base.kept import Kept
 from rankax._base.staged import is_staged
 from rankax._map.compare import Unknown, fingerprint, opened, without_rules
 from rankax._map.item import ItemProgram
@@ -108,24 +107,4 @@ class _Key:
         return isinstance(other, _Key) and self._value == other._value
 
 
-class _Kept:
-    """Some values by their keys: those that were used last."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._found: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the value that is kept, or else a new one."""
-        with self._lock:
-            found = self._found.pop(key, None)
-            if found is None:
-                found = make()
-            self._found[key] = found
-            if len(self._found) > self._most:
-                self._found.popitem(last=False)
-        return found
-
-
-_kept = _Kept(_MOST_KEPT)
+_kept: Kept[Any] = Kept(_MOST_KEPT)

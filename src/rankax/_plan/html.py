@@ -12,7 +12,7 @@ from html import escape
 from rankax._base.words import plural
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level
-from rankax._plan.text import Plan, axis_cells, summary, untouched_line
+from rankax._plan.text import Plan, axis_cells, notes, summary
 
 __all__ = ["plan_html"]
 
@@ -58,7 +58,7 @@ def plan_html(plan: Plan) -> str:
         parts.append(_table(plan))
     if plan.batch_shape:
         parts.append(_key(plan))
-    for line in untouched_line(plan.untouched):
+    for line in notes(plan):
         parts.append(f'<p class="key">{escape(line)}</p>')
     return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(parts)}</div>'
 

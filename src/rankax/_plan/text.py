@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rankax._base.words import plural, shortened
+from rankax._plan.budget import MemoryFit
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 
@@ -15,6 +16,7 @@ __all__ = [
     "axis_cells",
     "legend",
     "level_sentences",
+    "notes",
     "plan_text",
     "summary",
     "untouched_line",
@@ -35,6 +37,8 @@ class Plan(Protocol):
     @property
     def untouched(self) -> tuple[tuple[str, Shape], ...]: ...
     @property
+    def memory(self) -> MemoryFit | None: ...
+    @property
     def reduced(self) -> tuple[int, ...]: ...
     @property
     def reduce(self) -> str: ...
@@ -51,7 +55,7 @@ def plan_text(plan: Plan) -> str:
     lines = [summary(plan)]
     if plan.leaves:
         lines += _leaf_table(plan)
-    below = [*level_sentences(plan), *legend(plan), *untouched_line(plan.untouched)]
+    below = [*level_sentences(plan), *legend(plan), *notes(plan)]
     return "\n".join([*lines, *(f"  {line}" for line in below)])
 
 
@@ -121,6 +125,12 @@ def _level_sentence(plan: Plan, level: Level) -> str:
         how = f"{plural(level.steps, word)} of {level.tile} over {level.size}"
     reduced = ", reduced" if level.reduced else ""
     return f"{where}: {how}, mapping {', '.join(shown)}{reduced}"
+
+
+def notes(plan: Plan) -> list[str]:
+    """Say what else there is to know: the memory that was measured, and what has no rank."""
+    memory = [] if plan.memory is None else [str(plan.memory)]
+    return [*memory, *untouched_line(plan.untouched)]
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
