@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rankax
 from helpers import assert_same
 from rankax import auto_vmap, chunked_vmap
 
@@ -371,3 +372,26 @@ def test_transformations_of_an_eager_call():
     assert_same(jax.jit(mapped)(X), mapped(X))
     _, jvp = jax.jvp(mapped, (X,), (X,))
     assert_same(jvp, 7 * X)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    ["sum", "argmin", "logsumexp", "max", "mean", rankax.reductions.Best(0), None],
+    ids=str,
+)
+def test_a_second_reduction_compiles_nothing(reduce):
+    scale = 2.0
+    points, others = jnp.arange(12.0).reshape(4, 1, 3), jnp.cos(jnp.arange(33.0)).reshape(11, 3)
+
+    def kernel(x, y):
+        return (scale * jnp.sum((x - y) ** 2),) if reduce is None else [jnp.sum(scale * x * y)]
+
+    reductions = (rankax.reductions.TopK(2),) if reduce is None else reduce
+    call = auto_vmap(1, 1, reduce=reductions, reduce_axis=-1, chunk_size=3)(kernel)
+    first, _ = compilations(call, points, others)
+    second, count = compilations(call, points, others)
+    assert count == 0
+    assert_same(second, first)
+    scale = 3.0
+    changed, _ = compilations(call, points, others)
+    assert_same(changed, jax.jit(lambda *args: call(*args))(points, others))

@@ -28,9 +28,10 @@ from rankax._base.staged import is_staged
 from rankax._map.compare import Unknown, fingerprint, opened, without_rules
 from rankax._map.item import ItemProgram
 from rankax._map.loop import map_in_chunks
+from rankax._map.sinks import Sink
 from rankax._plan.chunks import Chunks
 
-__all__ = ["map_chunks"]
+__all__ = ["is_eager", "map_chunks"]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
@@ -44,18 +45,22 @@ def map_chunks(
     chunks: Chunks,
     *,
     checkpoint: bool,
+    sink: Sink | None = None,
+    linear: bool = True,
 ) -> list[Any]:
     """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
 
     def as_ever() -> list[Any]:
-        return map_in_chunks(item, leaves, axes, chunks, checkpoint=checkpoint)
+        return map_in_chunks(
+            item, leaves, axes, chunks, checkpoint=checkpoint, sink=sink, linear=linear
+        )
 
-    if not _is_eager([*leaves, *item.closed.consts]):
+    if not is_eager([*leaves, *item.closed.consts]):
         return as_ever()
     closed = opened(item.closed)
     try:
-        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks))
+        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks, sink))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks, sink))
     except Unknown:
         return as_ever()
     try:
@@ -64,7 +69,8 @@ def map_chunks(
         raise item.reuses_key() from error
 
 
-def _is_eager(arrays: Sequence[Any]) -> bool:
+def is_eager(arrays: Sequence[Any]) -> bool:
+    """Whether a call with these arrays is evaluated now, and by nobody else."""
     if any(isinstance(x, core.Tracer) for x in arrays) or is_staged():
         return False
     # Where axes of a mesh are explicit, `jax.jit` gives types to what is made inside it that arrays
@@ -72,7 +78,9 @@ def _is_eager(arrays: Sequence[Any]) -> bool:
     return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
 
 
-def _loop(item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks) -> Any:
+def _loop(
+    item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks, sink: Sink | None
+) -> Any:
     """Return the loop as a function of constants and inputs that holds nothing of the caller's."""
     jaxpr = without_rules(jaxpr)
     bare = dataclasses.replace(item, closed=None, out_tree=None)
@@ -80,7 +88,7 @@ def _loop(item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks) ->
     def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
         item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
         # Nobody differentiates what is eager, so there is nothing to recompute.
-        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False)
+        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False, sink=sink)
 
     return jax.jit(chunks_of)
 
