@@ -95,10 +95,7 @@ class _Key:
 
     def __init__(self, value: Hashable) -> None:
         self._value = value
-        try:
-            self._hash = hash(value)
-        except TypeError:
-            raise Unknown from None
+        self._hash = hash(value)
 
     def __hash__(self) -> int:
         return self._hash
