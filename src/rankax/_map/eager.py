@@ -34,7 +34,7 @@ __all__ = ["map_chunks"]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
-_MOST_KEPT = 256  # compiled loops
+_MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
 def map_chunks(
