@@ -371,3 +371,15 @@ def test_transformations_of_an_eager_call():
     assert_same(jax.jit(mapped)(X), mapped(X))
     _, jvp = jax.jvp(mapped, (X,), (X,))
     assert_same(jvp, 7 * X)
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
+def test_tracers_that_the_kernel_closes_over(inner):
+    def total(factor):
+        return jnp.sum(chunked_vmap(lambda x: inner(lambda y: jnp.sin(y) * factor)(x), 4)(X))
+
+    factors = jnp.arange(1.0, 4.0)
+    total(jnp.float32(2))
+    assert_same(jax.vmap(total)(factors), jnp.sum(jnp.sin(X)) * factors)
+    assert_same(jax.grad(total)(factors[0]), jnp.sum(jnp.sin(X)))
+    assert_same(jax.jit(total)(factors[1]), total(factors[1]))
