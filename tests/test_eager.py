@@ -395,3 +395,17 @@ def test_a_second_reduction_compiles_nothing(reduce):
     scale = 3.0
     changed, _ = compilations(call, points, others)
     assert_same(changed, jax.jit(lambda *args: call(*args))(points, others))
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
+def test_tracers_that_the_kernel_closes_over(inner):
+    """The rule of `softplus` is wrong, so that a derivative without it is seen."""
+
+    def total(factor):
+        return jnp.sum(chunked_vmap(lambda x: inner(lambda y: softplus(y * factor))(x), 4)(X))
+
+    factors = jnp.arange(1.0, 4.0)
+    totals = jnp.stack([total(factor) for factor in factors])
+    assert_same(jax.vmap(total)(factors), totals)
+    assert_same(jax.jit(total)(factors[1]), totals[1])
+    assert_same(jax.grad(total)(factors[0]), 7 * jnp.sum(X))

@@ -224,11 +224,11 @@ def test_more_than_one_item_needs():
 
 
 @pytest.mark.parametrize(("length", "limit"), [(4000, 8 * MB), (4003, 60 * MB)])
-def test_chunked_vmap(length, limit):
+def test_chunked_vmap_keeps_to_it(length, limit):
     """Where no chunk divides the axis, the copies of the outputs are of such a size."""
 
-    def mapped(limit, **options):
-        return chunked_vmap(chain, None, memory_limit=limit, **options)
+    def mapped(limit):
+        return chunked_vmap(lambda x: jnp.sort(jnp.sin(x), axis=0), None, memory_limit=limit)
 
     args = shape(length, 32, 32)
     measured = [
@@ -236,10 +236,31 @@ def test_chunked_vmap(length, limit):
         temporary_bytes(gradient(mapped(limit)), (args,), args),
     ]
     assert limit / 2 <= max(measured) <= limit
-    assert_same(mapped("100 kB")(X), PLAIN(X))
+
+
+def test_chunked_vmap():
+    def mapped(limit, **options):
+        return chunked_vmap(chain, None, memory_limit=limit, **options)
+
+    assert_same(mapped("100 kB")(X), PLAIN(X), rtol=1e-3, atol=1e-5)
     by_columns = mapped("500 kB", in_axes=1, out_axes=2)(X.swapaxes(0, 1))
     assert_same(by_columns, PLAIN(X).transpose(1, 2, 0), rtol=1e-3, atol=1e-5)
     assert_same(jax.jit(mapped("1 GB"))(X), PLAIN(X))
+
+
+def test_a_collective_over_an_outer_axis_is_refused():
+    kernel = auto_vmap(1, memory_limit=MB)(lambda x: jax.lax.psum(x, "outer"))
+    message = "cannot measure a kernel with a collective over an outer axis; give chunk_size"
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(kernel, axis_name="outer")(X[:, :2])
+
+
+def test_options_of_the_compiler_are_those_of_the_call():
+    options = {"xla_embed_ir_in_executable": True}
+    kernel = auto_vmap(2, memory_limit=MB, jit=True, compiler_options=options)(chain)
+    assert kernel.plan(X).memory.limit == MB
+    with pytest.raises(Exception, match="no_such_option"):
+        kernel.with_options(compiler_options={"no_such_option": 1}).plan(X)
 
 
 def test_chunked_vmap_names_what_is_wrong():

@@ -25,7 +25,7 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
-from rankax._map.cost import fit_to_limit, shape_of
+from rankax._map.cost import Task, fit_to_limit, shape_of
 from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
@@ -370,17 +370,16 @@ class Kernel:
 
         most = min(options.chunk_size or loose.plan.evaluations, loose.plan.evaluations)
         by_item = self._nesting(call, dataclasses.replace(options, chunk_size=1)).plan
-        memory = fit_to_limit(
-            item,
-            consts,
-            program,
-            (loose.plan.leaves, loose.plan.batch_shape, options.reduce, options.reduce_axis),
-            limit,
-            [level.size for level in by_item.levels],
-            most,
+        task = Task(
             f"{self.name}()",
+            limit,
+            tuple(level.size for level in by_item.levels),
+            most,
             with_gradient=options.checkpoint,
+            compiler_options=options.compiler_options,
         )
+        of_call = loose.plan.leaves, loose.plan.batch_shape, options.reduce, options.reduce_axis
+        memory = fit_to_limit(task, item, consts, program, of_call)
         return dataclasses.replace(options, chunk_size=memory.chunk_size), memory
 
     def _item_of_shapes(self, call: Call, nesting: Nesting) -> tuple[Any, list[Any], Any]:

@@ -19,7 +19,7 @@ from rankax._base.checks import check_callable, common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._map.cost import fit_to_limit, shape_of
+from rankax._map.cost import Task, fit_to_limit, shape_of
 from rankax._map.eager import map_chunks
 from rankax._map.item import (
     ItemProgram,
@@ -339,17 +339,8 @@ def _chunk_within(
 
     most = mapping.length if bound is None else min(bound, mapping.length)
     of_call = tuple((shape.shape, shape.dtype) for shape in shapes), tuple(axes), item.out_axes
-    return fit_to_limit(
-        item.closed,
-        item.closed.consts,
-        program,
-        of_call,
-        limit,
-        [mapping.length],
-        most,
-        where,
-        with_gradient=checkpoint,
-    ).chunk_size
+    task = Task(where, limit, (mapping.length,), most, with_gradient=checkpoint)
+    return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size
 
 
 def chunked_level(

@@ -9,6 +9,7 @@ tracers of an outer trace, of which the shape is all that is known.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from rankax._base.kept import Kept
 from rankax._map.compare import Unknown, fingerprint
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 
-__all__ = ["Program", "fit_to_limit", "shape_of"]
+__all__ = ["Program", "Task", "fit_to_limit", "shape_of"]
 
 # A call with a chunk size: how many items are in flight, and the call as a function of constants
 # and arrays, which are given by their shapes.
@@ -29,70 +30,69 @@ Program = Callable[[int], tuple[int, Callable[..., Any], Sequence[Any]]]
 _kept = Kept(1024)
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a chunk size is wanted for."""
+
+    where: str  # the function, for errors
+    limit: int | str  # in normal form; a share is one of what is free when it is first asked for
+    sizes: tuple[int, ...]  # of the levels, outermost first
+    most: int  # the largest chunk
+    with_gradient: bool  # whether the gradient has to keep to the limit, too
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
+
+
 def fit_to_limit(
-    item: Any,
-    consts: Sequence[Any],
-    program: Program,
-    key: Hashable,
-    limit: int | str,
-    sizes: Sequence[int],
-    most: int,
-    where: str,
-    *,
-    with_gradient: bool,
+    task: Task, item: Any, consts: Sequence[Any], program: Program, key: Hashable
 ) -> MemoryFit:
     """Return the chunk size that keeps to a limit, measured once for each kind of call.
 
     Parameters
     ----------
+    task : Task
     item : ClosedJaxpr
-        The traced program of one item, by which calls are told apart, with ``key``.
+        The traced program of one item, by which calls are told apart, with ``task`` and ``key``.
     consts : sequence
         What that program uses besides the item; of which only shapes are looked at.
     program : callable
         Returns, for a chunk size, how many items are in flight, the call as a function
         ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
     key : hashable
-        What the call depends on besides the item, the limit and the largest chunk.
-    limit : int or str
-        In normal form; a share is one of what is free when such a call is first seen.
-    sizes : sequence of int
-        Of the levels, outermost first.
-    most : int
-        The largest chunk.
-    where : str
-        The function, for errors.
-    with_gradient : bool
-        Whether the gradient has to keep to the limit, too.
+        What the call depends on besides.
     """
     if any(hasattr(effect, "name") for effect in item.effects):
         raise ValueError(
-            f"{where}: memory_limit cannot measure a kernel with a collective over an outer axis; "
-            "give chunk_size"
+            f"{task.where}: memory_limit cannot measure a kernel with a collective over an outer "
+            "axis; give chunk_size"
         )
     shapes = [shape_of(const) for const in consts]
     of_consts = tuple((shape.shape, shape.dtype) for shape in shapes)
-    key = _program_key(item), of_consts, key, limit, most, with_gradient, jax.default_backend()
+    key = task, _program_key(item), of_consts, key, jax.default_backend()
+    options = None if task.compiler_options is None else dict(task.compiler_options)
 
     def measure(chunk_size: int) -> Cost:
         in_flight, call, arrays = program(chunk_size)
-        forward = _temporaries(jax.jit(call).trace(shapes, list(arrays)))
-        gradient = _of_gradient(call, shapes, list(arrays)) if with_gradient else None
-        return Cost(in_flight, forward, gradient)
+        forward = jax.jit(call).trace(shapes, list(arrays))
+        gradient = _gradient(call, shapes, list(arrays)) if task.with_gradient else None
+        return Cost(
+            in_flight,
+            _temporaries(forward, options),
+            None if gradient is None else _temporaries(gradient, options),
+        )
 
-    return _kept.find(
-        key, lambda: fit_chunk(measure, sizes, most, limit_in_bytes(limit, _free_bytes), where)
-    )
+    def fit() -> MemoryFit:
+        limit = limit_in_bytes(task.limit, _free_bytes)
+        return fit_chunk(measure, task.sizes, task.most, limit, task.where)
+
+    return _kept.find(key, fit)
 
 
 def _program_key(item: Any) -> Hashable:
     try:
-        found = fingerprint(item)
-        hash(found)
-    except (Unknown, TypeError):
+        return fingerprint(item)
+    except Unknown:
         # Of a program that cannot be compared, how it is built will do: it is about memory only.
         return tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
-    return found
 
 
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
@@ -108,8 +108,8 @@ def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtype
     )
 
 
-def _temporaries(traced: Any) -> int:
-    analysis = traced.lower().compile().memory_analysis()
+def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
+    analysis = traced.lower().compile(options).memory_analysis()
     if analysis is None:
         raise NotImplementedError(
             f"memory_limit: the compiler for {jax.default_backend()} does not say what memory a "
@@ -118,8 +118,8 @@ def _temporaries(traced: Any) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def _of_gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> int | None:
-    """Return the temporaries of the gradient with respect to all that has one, if anything."""
+def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> Any:
+    """Trace the gradient with respect to all that has one; None where there is none."""
     leaves, treedef = jax.tree.flatten((consts, arrays))
     moving = [i for i, leaf in enumerate(leaves) if _moves(leaf)]
 
@@ -139,10 +139,9 @@ def _of_gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any])
     if not moving or not cotangents:
         return None
     try:
-        traced = jax.jit(gradient).trace(some, rest, cotangents)
+        return jax.jit(gradient).trace(some, rest, cotangents)
     except Exception:  # whatever it is, this kernel cannot be differentiated
         return None
-    return _temporaries(traced)
 
 
 def _moves(leaf: Any) -> bool:

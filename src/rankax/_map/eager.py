@@ -35,7 +35,7 @@ __all__ = ["is_eager", "map_chunks"]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
-_MOST_KEPT = 256  # compiled loops
+_MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
 def map_chunks(
@@ -103,10 +103,7 @@ class _Key:
 
     def __init__(self, value: Hashable) -> None:
         self._value = value
-        try:
-            self._hash = hash(value)
-        except TypeError:
-            raise Unknown from None
+        self._hash = hash(value)
 
     def __hash__(self) -> int:
         return self._hash
