@@ -149,7 +149,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         signature for the whole kernel: ``"(n,3),(n)->()"``.
     chunk_size : int, optional
         At most so many evaluations of the kernel exist at once, counted over all batch axes
-        together (see `chunked_vmap`). None: all of them.
+        together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
+        all of them.
     checkpoint : bool, default True
         Where chunked, recompute each chunk in the reverse pass instead of storing the intermediate
         values of all chunks.

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,8 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
-from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels
+from rankax._map.cost import tiles_matter
+from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
 from rankax._plan.leaves import leaf_plan
@@ -102,14 +103,18 @@ class Kernel:
         """Go on from a call that is bound, whose arguments were these."""
         nesting = self._nesting(call, options)
         if options.reduce is not None or nesting.plan.levels:
-            return self._mapped(call, nesting, options)
+            on_item, leaves, nesting = self._tiled(call, nesting, options)
+            bounds = Bounds(options.chunk_size, options.checkpoint)
+            if options.reduce is None:
+                return map_levels(on_item, leaves, nesting, bounds)
+            return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
-        plan = self._nesting(call, self.options()).plan
+        plan = self._planned(call, self.options()).plan
         untouched = self._untouched(call.bound)
         return dataclasses.replace(plan, untouched=untouched) if untouched else plan
 
@@ -281,14 +286,32 @@ class Kernel:
 
     # From leaves to a plan.
 
-    def _nesting(self, call: Call, options: Options) -> Nesting:
+    def _planned(self, call: Call, options: Options) -> Nesting:
+        """Return what a call would carry out, of which the leaves may be shapes."""
+        nesting = self._nesting(call, options)
+        if nesting.plan.steps <= 1 or not tiles_matter(dict(options.compiler_options or ())):
+            return nesting
+        arguments = call.bound.arguments
+        others = {name: arguments[name] for name in arguments if name not in call.names}
+        shapes, filled = _stand_ins([call.leaves, *others.values()])
+
+        def trace(*arrays: Any) -> None:
+            nonlocal nesting
+            leaves, *values = filled(arrays)
+            bound = self._rebound({**arguments, **dict(zip(others, values, strict=True))})
+            nesting = self._tiled(call._replace(leaves=leaves, bound=bound), nesting, options)[-1]
+
+        jax.eval_shape(trace, *shapes)
+        return nesting
+
+    def _nesting(self, call: Call, options: Options, tile: int | None = None) -> Nesting:
         """Plan the maps for the shapes of this call, or find them again."""
         ranks = call.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
             for leaf, rank in zip(call.leaves, ranks, strict=True)
         )
-        key = shapes, options.chunk_size, options.reduce, options.reduce_axis
+        key = shapes, tile, options.chunk_size, options.reduce, options.reduce_axis
         nesting = call.structure.nestings.get(key)
         if nesting is None:
             arrays = [
@@ -303,13 +326,17 @@ class Kernel:
                 options.chunk_size,
                 untouched,
                 planned_reduction(options.reduce, options.reduce_axis),
+                tile,
             )
             _keep(call.structure.nestings, key, nesting)
         return nesting
 
     # From a plan to the result.
 
-    def _mapped(self, call: Call, nesting: Nesting, options: Options) -> Any:
+    def _tiled(
+        self, call: Call, nesting: Nesting, options: Options
+    ) -> tuple[Callable[..., Any], list[Any], Nesting]:
+        """Return the kernel of one item, the leaves that are mapped, and the maps in tiles."""
         whole = list(call.leaves)
         for position, shape in nesting.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
@@ -326,10 +353,8 @@ class Kernel:
             return out
 
         leaves = [whole[position] for position in nesting.mapped]
-        bounds = Bounds(options.chunk_size, options.checkpoint)
-        if options.reduce is None:
-            return map_levels(on_item, leaves, nesting, bounds)
-        return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
+        fun, tile = tiled(on_item, leaves, nesting, dict(options.compiler_options or ()))
+        return fun, leaves, nesting if tile is None else self._nesting(call, options, tile)
 
     def _checked(self, out: Any, nesting: Nesting) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
@@ -381,6 +406,30 @@ def _has_axes(leaf: Any) -> bool:
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
+
+
+def _stand_ins(values: list[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Return the shapes inside ``values``, and what returns the values with arrays for them."""
+    flat: list[Any] = []
+    for value in values:
+        try:
+            flat.append(jax.tree.flatten(value))
+        except (TypeError, ValueError):  # no pytree, see `arrays_of`
+            flat.append(([], None))
+
+    def is_shape(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    def filled(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [
+            tree.unflatten([next(rest) if is_shape(leaf) else leaf for leaf in leaves])
+            if any(map(is_shape, leaves))
+            else value
+            for value, (leaves, tree) in zip(values, flat, strict=True)
+        ]
+
+    return [leaf for leaves, _ in flat for leaf in leaves if is_shape(leaf)], filled
 
 
 def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Chunks", "split_into_chunks"]
+__all__ = ["Chunks", "split_into_chunks", "split_into_tiles"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +39,21 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
         if length % divisor == 0:
             return Chunks(length, divisor, length // divisor)
     return Chunks(length, size, steps)
+
+
+def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
+    """Cut an axis into chunks that are smaller than allowed: at most ``tile`` items, if possible.
+
+    Where a chunk of ``chunk_size`` divides the axis, so does a tile, for no derivative may then
+    copy what it would not have copied. Without a divisor of that order the chunk is the tile.
+    """
+    chunks = split_into_chunks(length, chunk_size)
+    if tile >= chunks.size:
+        return chunks
+    tiles = split_into_chunks(length, tile)
+    if tiles.even or not chunks.even:
+        return tiles
+    for divisor in range(tile, tile // 4, -1):
+        if length % divisor == 0:
+            return Chunks(length, divisor, length // divisor)
+    return chunks
