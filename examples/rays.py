@@ -2,9 +2,9 @@
 """A depth picture of the Utah teapot, from a kernel written for one ray and one triangle.
 
 Every ray is tried on every triangle, without any acceleration structure: 120 000 rays and 6402
-triangles make 768 million pairs, whose intermediate vectors would need 31 GB at once. ``hit`` is
-the kernel for one pair; ``nearest``, for one ray, calls it on all the triangles and keeps the first
-hit, and its ``chunk_size`` bounds the rays in flight: 15 MB. The program prints these figures.
+triangles make 768 million pairs, whose hits alone would need 21 GB. ``hit`` is the kernel for one
+pair. ``reduce=Best("distance")`` keeps, of each ray, the hit with the smallest distance, and
+``reduce="any"`` asks for shadows; neither stores the hits. The program prints what each needs.
 
     python examples/rays.py             # writes examples/out/rays.png
 """
@@ -15,19 +15,19 @@ import zlib
 from importlib.metadata import distribution
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rankax import auto_vmap
+from rankax.reductions import Best
 
 
-@auto_vmap(origin=1, direction=1, triangle=2)
-def hit(origin, direction, triangle):
-    """How far along one ray one triangle is hit, in lengths of ``direction``; ``inf``: missed.
+@auto_vmap(origin=1, direction=1, triangle=2, color=1, jit=True)
+def hit(origin, direction, triangle, color):
+    """Where one ray hits one triangle: the distance in lengths of ``direction``; ``inf``: missed.
 
-    Shapes (3,), (3,) and (3, 3), a corner in each row; the result has shape (). The method is
-    Moller's and Trumbore's ("Fast, minimum storage ray-triangle intersection", 1997): solve
+    Shapes (3,), (3,), (3, 3) with a corner in each row, and (3,). The method is Moller's and
+    Trumbore's ("Fast, minimum storage ray-triangle intersection", 1997): solve
     ``origin + t * direction == corner + u * side + v * other`` by Cramer's rule.
     """
     corner, side, other = triangle[0], triangle[1] - triangle[0], triangle[2] - triangle[0]
@@ -36,19 +36,18 @@ def hit(origin, direction, triangle):
     volume = p @ side  # 0 if the ray runs along the triangle: u is then inf or nan, no hit
     u, v, t = offset @ p / volume, direction @ q / volume, other @ q / volume
     inside = (u >= 0) & (v >= 0) & (u + v <= 1)
-    return jnp.where(inside & (t > 0), t, jnp.inf)
+    distance = jnp.where(inside & (t > 0), t, jnp.inf)
+    return {"distance": distance, "normal": jnp.cross(side, other), "color": color}
 
 
-@auto_vmap(origin=1, direction=1, triangles=3, chunk_size=64)
-def nearest(origin, direction, triangles):
-    """What one ray hits first: the distance, and the number of the triangle.
+# What a ray hits first: the whole output of one triangle, with its normal and its color.
+nearest = hit.with_options(reduce=Best("distance"), reduce_axis=-1, chunk_size=2**16)
 
-    Shapes (3,), (3,) and (T, 3, 3). All the triangles are tried at once, so that ``chunk_size=64``
-    rays are 64 T pairs.
-    """
-    distance = hit(origin, direction, triangles)
-    first = jnp.argmin(distance)
-    return distance[first], first
+
+@auto_vmap(point=1, light=1, triangle=2, reduce="any", reduce_axis=-1, chunk_size=2**16, jit=True)
+def is_shadowed(point, light, triangle):
+    """Whether one triangle stands between a point and the light."""
+    return jnp.isfinite(hit(point, light, triangle, jnp.zeros(3))["distance"])
 
 
 def teapot():
@@ -81,28 +80,33 @@ def camera(height, width, eye, target, zoom):
     return np.float32(rays / np.linalg.norm(rays, axis=-1, keepdims=True))
 
 
-def shade(eye, rays, distance, index, mesh, light):
+def paint(mesh):
+    """Colors of the triangles, the last two of which are the ground: shape (6402, 3)."""
+    ground = np.arange(len(mesh)) >= len(mesh) - 2
+    return np.where(ground[:, None], [0.72, 0.76, 0.82], [0.95, 0.62, 0.38]).astype(np.float32)
+
+
+def shade(eye, rays, found, mesh, light):
     """Brightness of each pixel, 0 to 1: Lambert's cosine law, with shadows and some sky light."""
+    distance, normals = np.asarray(found["distance"]), np.array(found["normal"])
     points = eye + np.where(np.isfinite(distance), distance, 0)[..., None] * rays
-    normals = np.cross(mesh[:, 1] - mesh[:, 0], mesh[:, 2] - mesh[:, 0])[index]
     normals /= np.maximum(np.linalg.norm(normals, axis=-1, keepdims=True), 1e-12)
     normals *= -np.sign(np.sum(normals * rays, axis=-1, keepdims=True))  # towards the eye
-    # The kernel of before: now the origins carry the batch axes and the direction is one vector.
-    blocked, _ = nearest(points + 1e-3 * normals, light, mesh)
+    shadowed = is_shadowed((points + 1e-3 * normals)[..., None, :], light, mesh)
     cosine = np.maximum(np.sum(normals * light, axis=-1), 0)
-    return 0.25 + 0.75 * cosine * np.isinf(blocked)
+    return 0.25 + 0.75 * cosine * ~np.asarray(shadowed)
 
 
-def draw(path, distance, brightness, ground):
+def draw(path, found, brightness):
     """Two panels: the depth with lines of equal distance, and the same hits lit by the light."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
+    distance = np.asarray(found["distance"])
     depth = np.where(np.isfinite(distance), distance, np.nan)
-    paint = np.where(ground[..., None], [0.72, 0.76, 0.82], [0.95, 0.62, 0.38])
-    lit = np.where(np.isfinite(distance)[..., None], paint * brightness[..., None], 1)
+    lit = np.where(np.isfinite(distance)[..., None], found["color"] * brightness[..., None], 1)
     figure, panels = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     colors = panels[0].imshow(depth, cmap="magma_r")
     panels[0].contour(depth, np.arange(0, 10, 0.1), colors="black", linewidths=0.25)
@@ -116,30 +120,26 @@ def draw(path, distance, brightness, ground):
 
 def memory(kernel, *args):
     """The output and the temporaries of the compiled call in MB, as a text; nothing is run."""
-    needs = jax.jit(kernel).lower(*args).compile().memory_analysis()
+    needs = kernel.lower(*args).compile().memory_analysis()
     return f"{needs.output_size_in_bytes / 1e6:12.1f} {needs.temp_size_in_bytes / 1e6:14.1f}"
 
 
 def main(out=Path(__file__).parent / "out", height=300, width=400):
-    """Print what the product of rays and triangles costs, whole and in chunks, and draw it."""
+    """Print what the product of rays and triangles costs, whole and reduced, and draw it."""
     mesh, eye = teapot(), np.float32([1.7, -3.2, 2.2])
     rays = camera(height, width, eye, target=np.float32([0.1, 0, 0.42]), zoom=2.5)
+    scene = eye, rays[:, :, None], mesh, paint(mesh)
 
-    every_ray = rays.reshape(-1, 1, 3)
-    print(hit.plan(eye, every_ray, mesh))
-    ranks, pairs = {"origin": 1, "direction": 1, "triangle": 2}, 64 * len(mesh)
-    chunked_hit = auto_vmap(**ranks, chunk_size=pairs)(hit.__wrapped__)
-    print(f"\n{'MB':<38}{'output':>12} {'temporaries':>14}")
-    print(f"{'hit, every pair at once':<38}{memory(hit, eye, every_ray, mesh)}  not run")
-    name = f"hit, chunk_size={pairs}"
-    print(f"{name:<38}{memory(chunked_hit, eye, every_ray, mesh)}  not run")
-    print(f"{'nearest, chunk_size=64':<38}{memory(nearest, eye, rays, mesh)}")
+    print(nearest.plan(*scene))
+    print(f"\n{'MB':<24}{'output':>12} {'temporaries':>14}")
+    print(f"{'hit, every pair':<24}{memory(hit, *scene)}  not run")
+    print(f"{'nearest':<24}{memory(nearest, *scene)}")
 
-    distance, index = map(np.asarray, nearest(eye, rays, mesh))
+    found = nearest(*scene)
     light = np.float32([-0.48, -0.36, 0.8])
-    brightness = shade(eye, rays, distance, index, mesh, light)
+    brightness = shade(eye, rays, found, mesh, light)
     out.mkdir(parents=True, exist_ok=True)
-    draw(out / "rays.png", distance, brightness, ground=index >= len(mesh) - 2)
+    draw(out / "rays.png", found, brightness)
     print(f"\nwrote {out / 'rays.png'}")
 
 

@@ -151,6 +151,15 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         At most so many evaluations of the kernel exist at once, counted over all batch axes
         together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
         all of them.
+    reduce : str, Reduction, None, or a pytree prefix of those, optional
+        What becomes of the outputs along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
+        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
+        an object of `rankax.reductions`. ``None`` inside a tree keeps an output whole. With
+        ``chunk_size`` what is reduced is never stored (see `chunked_reduce` for memory, derivatives
+        and order).
+    reduce_axis : int or tuple of int, optional
+        The axes of the batch shape that are reduced, counted as NumPy counts axes; None: all of
+        them. The others stay, in their order, in front of the core axes.
     checkpoint : bool, default True
         Where chunked, recompute each chunk in the reverse pass instead of storing the intermediate
         values of all chunks.
@@ -172,12 +181,13 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     -------
     callable
         The kernel for batches, if the first argument is the kernel (``@auto_vmap``); otherwise a
-        decorator that makes it. Every array it returns has the batch shape in front; without batch
-        axes the kernel is simply called. It keeps the name, docstring, signature and type of
-        the kernel, which is its ``__wrapped__``, and has ``plan(*args, **kwargs)``, which tells
-        what a call with such arguments (or `jax.ShapeDtypeStruct` in their place) would do, and
-        ``with_options(**options)``, which returns the same kernel with other options: equal options
-        give the same object, so that nothing is compiled anew. See `options` for many kernels.
+        decorator that makes it. Every array it returns has the batch shape in front, without the
+        axes that are reduced; without batch axes the kernel is simply called. It keeps the name,
+        docstring, signature and type of the kernel, which is its ``__wrapped__``, and has
+        ``plan(*args, **kwargs)``, which tells what a call with such arguments (or
+        `jax.ShapeDtypeStruct` in their place) would do, and ``with_options(**options)``, which
+        returns the same kernel with other options: equal options give the same object, so that
+        nothing is compiled anew. See `options` for many kernels.
 
     Raises
     ------
@@ -187,8 +197,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         argument with a rank is not an array, or is a list of numbers; with ``jit=True``, a
         static argument cannot be hashed.
     ValueError
-        When decorating: a negative rank, a string that cannot be read. When called: an argument
-        does not have the tree structure of its ranks.
+        When decorating: a negative rank, a string that cannot be read, an unknown reduction. When
+        called: an argument does not have the tree structure of its ranks; an axis to reduce is out
+        of range; an output cannot be reduced so.
     RankError
         When called: an argument has fewer axes than its rank.
     BatchShapeError

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 
+from rankax._base.staged import is_staged
 from rankax._base.trees import leaves_with_names
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
@@ -71,7 +71,7 @@ class JitKernel:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
-        if _is_staged():  # the outer program compiles it, and is left without a call of ours
+        if is_staged():  # the outer program compiles it, and is left without a call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
             return self._jitted(frame, *arrays)
@@ -151,34 +151,6 @@ class JitKernel:
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
         call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
         return self._kernel.run(call, frame.options, call.bound.args, call.bound.kwargs)
-
-
-class _StagedError(Exception):
-    """Raised in place of adding a step to a program that is being traced."""
-
-
-_probe = jax.extend.core.Primitive("rankax_probe")
-_probe.multiple_results = True  # none at all, which other tracers (those of Quax, say) rely on
-_probe.def_impl(list)
-
-
-@_probe.def_abstract_eval
-def _() -> Any:
-    raise _StagedError
-
-
-def _is_staged() -> bool:
-    """Whether what is called now becomes part of an outer program, as inside `jax.jit`.
-
-    It does not under a bare `jax.vmap` or `jax.grad`. The abstract value of a primitive is asked
-    for only where it would become a step of a program; everywhere else it is simply run.
-    (``jax.jit(inline=True)`` would do, if every version of JAX inlined while it traces.)
-    """
-    try:
-        _probe.bind()
-    except _StagedError:
-        return True
-    return False
 
 
 def _as_input(leaf: Any, shapes_only: bool) -> Any:

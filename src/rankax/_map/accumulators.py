@@ -121,7 +121,8 @@ class LogSumExpOf(_NoIndex):
         x = tile.astype(self.dtype)
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
-            return self.merge(state, (x.real, jnp.where(x.real == -jnp.inf, 0, turned)))
+            is_nothing = x.real == -jnp.inf
+            return self.merge(state, (x.real, jnp.where(is_nothing, jnp.zeros_like(x), turned)))
         # One exponential serves both cases, for that of the larger is 1.
         ratio = jnp.exp(-jnp.abs(_difference(x, largest)))
         grew = x > largest
@@ -130,13 +131,13 @@ class LogSumExpOf(_NoIndex):
 
     def merge(self, first: State, second: State) -> State:
         (m, a), (n, b) = first, second
-        ratio = jnp.exp(-jnp.abs(_difference(n, m)))
+        ratio = jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
         return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
 
     def join(self, state: State) -> State:
         largest, total = state
         top = jnp.max(largest, axis=-1, keepdims=True)
-        scaled = total * jnp.exp(_difference(largest, top))
+        scaled = total * jnp.exp(_difference(largest, top)).astype(self.dtype)
         return top, jnp.sum(scaled, axis=-1, keepdims=True)
 
 
@@ -168,7 +169,7 @@ class MomentsOf(_NoIndex):
         x = tile.astype(self.dtype)
         count = count + 1
         off = x - mean
-        mean = mean + off / count
+        mean = mean + off / self._like_items(count, mean)
         return count, mean, squares + jnp.real(off * jnp.conj(x - mean))
 
     def merge(self, first: State, second: State) -> State:
@@ -177,15 +178,26 @@ class MomentsOf(_NoIndex):
         share = m / jnp.maximum(count, 1)
         off = other - mean
         square = jnp.real(off * jnp.conj(off))
-        return count, mean + off * share, squares + more + square * (n * share)
+        mean = mean + off * self._like_items(share, mean)
+        return count, mean, squares + more + square * self._like_items(n * share, square)
+
+    def _like_items(self, numbers: Any, items: Any) -> Any:
+        """Give numbers, one for each lane, the rank and the dtype of the items."""
+        rank = len(self.core)
+        return lax.expand_dims(numbers, range(rank)).astype(items.dtype)
 
     def join(self, state: State) -> State:
         count, mean, squares = state
         total = jnp.sum(count, axis=-1, keepdims=True)
-        center = jnp.sum(mean * (count / total), axis=-1, keepdims=True)
-        off = mean - center
-        spread = jnp.sum(squares + jnp.real(off * jnp.conj(off)) * count, axis=-1, keepdims=True)
-        return total, center, spread
+        # Relative to one lane, so that no large numbers are added up.
+        first = mean[..., :1]
+        off = mean - first
+        share = self._like_items(count / total, mean)
+        center = jnp.sum(off * share, axis=-1, keepdims=True)
+        off = off - center
+        square = jnp.real(off * jnp.conj(off))
+        spread = squares + square * self._like_items(count, square)
+        return total, first + center, jnp.sum(spread, axis=-1, keepdims=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,12 +321,12 @@ class Ordered(_NoIndex):
     merging neighbours.
     """
 
-    identity: Any  # a pytree of arrays
+    identity: Any  # a pytree of arrays of NumPy's
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
 
     def start(self, lanes: int) -> State:
         del lanes
-        return jax.tree.map(lambda x: lax.expand_dims(jax.device_put(x), (0,)), self.identity)
+        return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
         lanes_first = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), tile)

@@ -29,13 +29,13 @@ import jax.numpy as jnp
 from jax import core
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["call_with_derivative_of", "keep_rules"]
+__all__ = ["RULES", "call_of", "call_with_derivative_of", "keep_rules"]
 
 Jaxpr = jax.extend.core.Jaxpr
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
 _FORGETS = jax.__version_info__ < (0, 12)
-_RULES = ("custom_jvp_call", "custom_vjp_call")
+RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
@@ -69,6 +69,21 @@ def keep_rules(closed: Any) -> Any:
     return _kept(closed) if _FORGETS else closed
 
 
+def call_of(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Any:
+    """Return an equation like ``eqn`` that calls a program, whose constants come first."""
+    unnamed = {
+        "arg_names": ("",) * len(inputs),
+        "result_paths": ("",) * len(jaxpr.outvars),
+    }
+    jaxpr = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info._replace(**unnamed),
+    )
+    params = {"program": ClosedJaxpr(jaxpr, ()), "other": None}
+    return eqn.replace(primitive=_call, invars=list(inputs), params=params)
+
+
 # From equations with rules to calls of ours.
 
 
@@ -84,7 +99,7 @@ def _kept(program: Any) -> Any:
 
 
 def _kept_equation(eqn: Any, program: Any) -> Any:
-    if eqn.primitive.name in _RULES:
+    if eqn.primitive.name in RULES:
         return _kept_call(eqn, program)
     params = {name: _kept_param(value) for name, value in eqn.params.items()}
     changed = any(params[name] is not value for name, value in eqn.params.items())
@@ -165,7 +180,7 @@ def _batched(
 
     closed = jax.make_jaxpr(mapped(functools.partial(_run, program=program)))(*args)
     if other is None:
-        out = _run(*args, program=_kept(closed))
+        out = _run(*args, program=keep_rules(closed))
     else:
         out = _call.bind(*args, program=closed, other=mapped(other))
     return out, [0] * len(out)
@@ -211,7 +226,7 @@ def _linearised(
         linear.append(pushed.jaxpr)
         return out, pushed.consts
 
-    found = _run(*primals, program=_kept(jax.make_jaxpr(nonlinear)(*primals)))
+    found = _run(*primals, program=keep_rules(jax.make_jaxpr(nonlinear)(*primals)))
     count = len(program.out_avals)
     pushed = iter(core.eval_jaxpr(linear[0], found[count:], *directions))
     return found[:count], [next(pushed) if _moves(aval) else None for aval in program.out_avals]

@@ -20,6 +20,7 @@ from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._map.cost import best_tile, tiles_matter
+from rankax._map.eager import map_chunks
 from rankax._map.item import (
     ItemProgram,
     checked_output_axes,
@@ -27,7 +28,6 @@ from rankax._map.item import (
     trace_item,
     with_axis,
 )
-from rankax._map.loop import map_in_chunks
 from rankax._plan.chunks import Chunks, split_into_chunks, split_into_tiles
 
 __all__ = [
@@ -110,9 +110,10 @@ def chunked_vmap(
     are not copied, nor are their tangents or cotangents; only, in derivatives of that second case,
     those of less than 32 bits but for ``float16``, as ``float32``.
 
-    *Time.* ``fun`` is traced once however the axis divides. Where no chunk divides the axis, the
-    last one overlaps its neighbour and fewer than ``n / chunk_size`` items are computed twice;
-    their cotangents count once.
+    *Time.* ``fun`` is traced once a call, however the axis divides. Outside `jax.jit`, a loop that
+    does the same as one before is not compiled again; only derivatives are. Where no chunk divides
+    the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items are
+    computed twice; their cotangents count once.
 
     *Classes.* A pytree class is rebuilt with what it holds for one item, and for all, never for a
     chunk: it may check or convert its fields.
@@ -244,7 +245,7 @@ def resolve_arguments(
     return _Mapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
 
 
-# How it is done: one trace of an item, then one loop over the chunks (`map_in_chunks`).
+# How it is done: one trace of an item, then one loop over the chunks (`map_chunks`).
 
 
 def _item_program(
@@ -290,7 +291,7 @@ def _in_one_chunk(
 
 def _in_chunks(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, checkpoint: bool) -> Any:
     axes = [axis for axis in mapping.axes if axis is not None]
-    outs = map_in_chunks(item, mapping.mapped, axes, chunks, checkpoint=checkpoint)
+    outs = map_chunks(item, mapping.mapped, axes, chunks, checkpoint=checkpoint)
     return jax.tree.unflatten(item.out_tree, outs)
 
 

@@ -75,7 +75,7 @@ def chunked_reduce(
 
     *Derivatives.* Sums, means and moments are differentiated tile by tile; ``logsumexp`` in a
     second pass; ``max``, ``min``, ``TopK`` and ``Best`` at the winners only, each of which is
-    evaluated once more. Of equal items the first has all of the derivative, where `jax.numpy.max`
+    evaluated once more. Of equal items the first has the whole derivative, where `jax.numpy.max`
     shares it among them.
 
     *Order.* Items are added in another order than by `jax.numpy`, so that the last digits of a sum

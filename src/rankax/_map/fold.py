@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 
 from rankax._base.checks import check_callable
@@ -99,7 +100,7 @@ class Fold(Reduction):
     def _start(self, part: Part) -> Any:
         leaves = jax.tree.leaves(self.identity)
         return part.structure.unflatten(
-            [jnp.asarray(x, aval.dtype) for x, aval in zip(leaves, part.avals, strict=True)]
+            [np.asarray(x, aval.dtype) for x, aval in zip(leaves, part.avals, strict=True)]
         )
 
     def _combine(self, part: Part) -> Callable[[Any, Any], Any]:
@@ -135,7 +136,7 @@ class Fold(Reduction):
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         combine = self._combine(part)
-        state = [x[None] for x in jax.tree.leaves(self._start(part))]
+        state = [jax.device_put(x[None]) for x in jax.tree.leaves(self._start(part))]
         if row.size:
             state = combine(state, merge_neighbours(combine, outs, row.size))
         return self.from_states(part, row, [state])

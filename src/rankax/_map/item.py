@@ -35,7 +35,7 @@ __all__ = [
 class ItemProgram:
     """What a kernel does for one item, from its mapped leaves to its outputs."""
 
-    fun: Callable[..., Any]
+    where: str  # the kernel and its source line, for errors
     closed: Any  # the traced program
     out_tree: Any
     out_names: tuple[str, ...]
@@ -66,7 +66,7 @@ class ItemProgram:
 
     def reuses_key(self) -> jax.errors.KeyReuseError:
         return jax.errors.KeyReuseError(
-            f"{function_location(self.fun)}: it uses one PRNG key in every chunk, either an "
+            f"{self.where}: it uses one PRNG key in every chunk, either an "
             "argument that is not mapped or a key from outside, or two chunks overlap; map over "
             "jax.random.split(key, n) with a chunk_size that divides n, or use "
             "jax.random.clone(key) in the kernel where all items are meant to draw the same"
@@ -84,7 +84,7 @@ class ItemProgram:
         ]
         if odd:
             raise ValueError(
-                f"{function_location(self.fun)}: out_axes is None for {listed(odd)}, which says "
+                f"{self.where}: out_axes is None for {listed(odd)}, which says "
                 f"that {'it is' if len(odd) == 1 else 'they are'} the same for all items, but "
                 f"{'it depends' if len(odd) == 1 else 'they depend'} on the item; give an axis"
             )
@@ -149,7 +149,7 @@ def trace_item(
     if axis_name is not None and _uses_axis(closed, axis_name):
         raise _no_collective(fun, axis_name)
     tree, names, axes = found[-1]
-    return ItemProgram(fun, closed, tree, tuple(names), tuple(axes))
+    return ItemProgram(function_location(fun), closed, tree, tuple(names), tuple(axes))
 
 
 def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> list[int | None]:
@@ -192,7 +192,7 @@ def chunk_program(
         if not item.closed.effects or "ordered" not in str(error):
             raise
         raise ValueError(
-            f"{function_location(item.fun)}: it has an ordered effect, as a callback with "
+            f"{item.where}: it has an ordered effect, as a callback with "
             f"ordered=True, which JAX cannot map; with chunk_size=1 the items run one after the "
             "other in their order, and with ordered=False the order is left open"
         ) from error

@@ -35,7 +35,11 @@ from rankax._map.item import ItemProgram, chunk_program, with_axis
 from rankax._map.sinks import Each, Sink, Write, sink_for
 from rankax._plan.chunks import Chunks
 
-__all__ = ["apart_from_constants", "map_in_chunks"]
+__all__ = ["KEPT_IN_REVERSE", "apart_from_constants", "map_in_chunks"]
+
+
+# The name of what a reverse pass keeps of each chunk: a few numbers that took a whole walk to find.
+KEPT_IN_REVERSE = "rankax_kept"
 
 
 class _Operands(NamedTuple):
@@ -155,7 +159,8 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
         return body(operands._replace(sliced=window))
 
     # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
-    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=policy)
     if walk.checkpoint:
         one_chunk = checkpointed(one_chunk)
 

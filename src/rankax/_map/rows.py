@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from rankax._map.accumulators import Accumulator
 from rankax._map.calls import keep_rules
 from rankax._map.item import ItemProgram, chunk_program, trace_item, with_axis
-from rankax._map.loop import map_in_chunks
+from rankax._map.loop import KEPT_IN_REVERSE, map_in_chunks
 from rankax._plan.chunks import Chunks
 
 __all__ = ["Row", "RowLevel", "Task", "most_lanes"]
@@ -137,6 +138,10 @@ class Row:
             item = jax.vmap(item, in_axes=level.in_axes, axis_size=level.size)
         count = len(self.levels)
         return [jnp.reshape(x, (self.size, *x.shape[count:])) for x in item(*self.leaves)]
+
+    def found(self, tasks: Sequence[Task]) -> list[Any]:
+        """Return what `fold` does, for the reverse pass to keep rather than to compute again."""
+        return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), self.fold(tasks))
 
     def fold(self, tasks: Sequence[Task], *, linear: bool = True) -> list[Any]:
         """Return the state of each task after all items, its lanes joined.

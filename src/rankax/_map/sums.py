@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rankax._map.accumulators import Accumulator, Elementwise, LogSumExpOf, MomentsOf, Ordered
@@ -74,7 +75,7 @@ class Prod(EachLeaf):
             return super().of_leaf(aval, row, position)
         dtype = dtype_of(jnp.prod, aval)
         row = row.then(lambda outs: [outs[position].astype(wide(dtype))])
-        one = jnp.ones(aval.shape, wide(dtype))
+        one = np.ones(aval.shape, wide(dtype))
         (state,) = row.fold([Task((0,), Ordered(one, lax.mul), aval.shape)], linear=False)
         return state[0].astype(dtype)
 
@@ -136,7 +137,7 @@ class LogSumExp(_Continuous):
         stopped = row.stopped().then(lambda outs: [jnp.real(outs[position].astype(dtype))])
         real = jnp.finfo(dtype).dtype
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = stopped.fold([Task((0,), largest, aval.shape)])
+        (state,) = stopped.found([Task((0,), largest, aval.shape)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
         return (jnp.log(_sum(scaled, aval, dtype)) + top).astype(aval.dtype)

@@ -18,6 +18,7 @@ from jax import lax
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
 from rankax._map.accumulators import Accumulator, Arg, Elementwise, Top, sort_key
+from rankax._map.calls import call_with_derivative_of
 from rankax._map.reduction import EachLeaf, MisfitError, Part, Reduction, dtype_of, is_float
 from rankax._map.rows import Row, Task
 
@@ -50,6 +51,18 @@ class _Extremum(_Compared):
     def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
         return state[..., 0]
 
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        return [call_with_derivative_of(self._chosen, self._extreme, out) for out in outs]
+
+    def _extreme(self, out: jax.Array) -> jax.Array:
+        return type(self).function(out, axis=0)
+
+    def _chosen(self, out: jax.Array) -> jax.Array:
+        # That of jax.numpy looks for items equal to the largest one; where XLA computes an item
+        # twice, not quite alike, there are none, and the derivative is 0/0.
+        index = (jnp.argmax if self.largest else jnp.argmin)(out, axis=0, keepdims=True)
+        return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
+
     def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not is_float(aval.dtype):
             return super().of_leaf(aval, row, position)
@@ -59,13 +72,13 @@ class _Extremum(_Compared):
 def _winners(row: Row, aval: Any, position: int, largest: bool) -> jax.Array:
     """Return the flat index of the best item, for each number of one output."""
     arg = Arg(aval.shape, aval.dtype, row.index_dtype, largest)
-    ((_, index),) = row.stopped().fold([Task((position,), arg, aval.shape)])
+    ((_, index),) = row.stopped().found([Task((position,), arg, aval.shape)])
     return index[..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Max(_Extremum):
-    """`jax.numpy.max`. Of equal items the first has the whole derivative where there are tiles."""
+    """`jax.numpy.max`. Of equal items the first has the whole derivative."""
 
     name = "max"
     function = staticmethod(jnp.max)
@@ -74,7 +87,7 @@ class Max(_Extremum):
 
 @dataclasses.dataclass(frozen=True)
 class Min(_Extremum):
-    """`jax.numpy.min`. Of equal items the first has the whole derivative where there are tiles."""
+    """`jax.numpy.min`. Of equal items the first has the whole derivative."""
 
     name = "min"
     function = staticmethod(jnp.min)
@@ -107,6 +120,10 @@ class ArgMin(_ArgExtremum):
     function = staticmethod(jnp.argmin)
 
 
+def _if_largest(largest: bool) -> str:
+    return ", largest=True" if largest else ""
+
+
 class TopKResult(NamedTuple):
     """The best items in order, on the first axis, and their flat indices."""
 
@@ -131,7 +148,7 @@ class TopK(_Compared):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"TopK({self.k}, largest={self.largest})"
+        return f"TopK({self.k}{_if_largest(self.largest)})"
 
     def check(self, part: Part, count: int) -> None:
         super().check(part, count)
@@ -150,7 +167,7 @@ class TopK(_Compared):
 
     def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
         task = Task((position,), self.accumulator(aval, row), aval.shape)
-        (state,) = row.stopped().fold([task])
+        (state,) = row.stopped().found([task])
         return self.result(state, aval, row, position)
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
@@ -193,7 +210,7 @@ class Best(Reduction):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"Best({self.by!r}, largest={self.largest})"
+        return f"Best({self.by!r}{_if_largest(self.largest)})"
 
     def check(self, part: Part, count: int) -> None:
         number = self._number(part)
@@ -227,7 +244,7 @@ class Best(Reduction):
         return [outs[i] for i in part.positions]
 
     def differentiable(self, part: Part, row: Row) -> Any:
-        return self.from_states(part, row, row.stopped().fold(self.tasks(part, row)))
+        return self.from_states(part, row, row.stopped().found(self.tasks(part, row)))
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         pick = jnp.argmax if self.largest else jnp.argmin

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+"""Eager calls: the loop is compiled once, and found again by what the kernel does.
+
+Called outside `jax.jit`, a kernel is traced at each call, for only so is it seen that a number, an
+array or a function that it uses has changed. That is cheap. But JAX compiles a new loop for a new
+trace, whatever is in it. So the program of one item is compared with those that were compiled
+before (`compare.py`), and where one is the same, its loop is run. Arrays that the kernel closes
+over are inputs of that loop: they may change, and are not kept alive.
+
+Each kept loop is a function of its own for `jax.jit`, so that all else on which its compilation
+depends (shapes, devices, contexts, the configuration of JAX) is JAX's to compare.
+
+Where a call is not eager, or its program cannot be compared, all is as if this file were not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+from jax import core
+
+from rankax._base.staged import is_staged
+from rankax._map.compare import Unknown, fingerprint, opened, without_rules
+from rankax._map.item import ItemProgram
+from rankax._map.loop import map_in_chunks
+from rankax._plan.chunks import Chunks
+
+__all__ = ["map_chunks"]
+
+ClosedJaxpr = jax.extend.core.ClosedJaxpr
+
+_MOST_KEPT = 256  # compiled loops
+
+
+def map_chunks(
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    axes: Sequence[int],
+    chunks: Chunks,
+    *,
+    checkpoint: bool,
+) -> list[Any]:
+    """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
+
+    def as_ever() -> list[Any]:
+        return map_in_chunks(item, leaves, axes, chunks, checkpoint=checkpoint)
+
+    if not _is_eager([*leaves, *item.closed.consts]):
+        return as_ever()
+    closed = opened(item.closed)
+    try:
+        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks))
+    except Unknown:
+        return as_ever()
+    try:
+        return loop([_on_device(const) for const in closed.consts], list(leaves))
+    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
+        raise item.reuses_key() from error
+
+
+def _is_eager(arrays: Sequence[Any]) -> bool:
+    if any(isinstance(x, core.Tracer) for x in arrays) or is_staged():
+        return False
+    # Where axes of a mesh are explicit, `jax.jit` gives types to what is made inside it that arrays
+    # from outside lack.
+    return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _loop(item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks) -> Any:
+    """Return the loop as a function of constants and inputs that holds nothing of the caller's."""
+    jaxpr = without_rules(jaxpr)
+    bare = dataclasses.replace(item, closed=None, out_tree=None)
+
+    def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
+        item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
+        # Nobody differentiates what is eager, so there is nothing to recompute.
+        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False)
+
+    return jax.jit(chunks_of)
+
+
+def _on_device(const: Any) -> jax.Array:
+    """Put an array of NumPy's on the device by an explicit transfer, which JAX's guard permits."""
+    return const if isinstance(const, jax.Array) else jax.device_put(const)
+
+
+class _Key:
+    """A key whose hash is computed once."""
+
+    def __init__(self, value: Hashable) -> None:
+        self._value = value
+        try:
+            self._hash = hash(value)
+        except TypeError:
+            raise Unknown from None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._value == other._value
+
+
+class _Kept:
+    """Some values by their keys: those that were used last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._found: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the value that is kept, or else a new one."""
+        with self._lock:
+            found = self._found.pop(key, None)
+            if found is None:
+                found = make()
+            self._found[key] = found
+            if len(self._found) > self._most:
+                self._found.popitem(last=False)
+        return found
+
+
+_kept = _Kept(_MOST_KEPT)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: MIT
+"""Chunked calls outside `jax.jit`: compiled once, and never stale."""
+
+import gc
+import math
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import jax
+import jax.experimental
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same
+from rankax import auto_vmap, chunked_vmap
+
+X = jnp.arange(30.0).reshape(10, 3) / 30
+W = jnp.arange(9.0).reshape(3, 3) / 9
+TABLE = np.arange(3, dtype=np.float32)
+
+_compiled: list[str] = []
+
+
+def _listen(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def compilations(f, *args):
+    """Return the result of a call, and how many programs JAX compiled for it."""
+    before = len(_compiled)
+    out = jax.block_until_ready(f(*args))
+    return out, len(_compiled) - before
+
+
+@jax.custom_jvp
+def softplus(x):
+    return jnp.logaddexp(x, jnp.zeros_like(x))
+
+
+softplus.defjvp(lambda primals, tangents: (softplus(*primals), tangents[0] * 7))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x * 2
+
+
+doubled.defvjp(lambda x: (doubled(x), x), lambda x, cotangent: (x,))
+
+
+@jax.jit
+def projected(x):
+    return W @ x + TABLE
+
+
+def scanned(x):
+    return jax.lax.scan(lambda c, w: (jnp.tanh(w @ c), softplus(c)), x, jnp.stack([W, W]))
+
+
+def branching(x):
+    y = jax.lax.cond(x[0] > 0.3, lambda y: y @ W, lambda y: y, x)
+    return jax.lax.while_loop(lambda y: y.sum() < 9, lambda y: y * 2 + 1, y)
+
+
+def random(x):
+    return x * jax.random.normal(jax.random.fold_in(jax.random.key(0), 3), x.shape)
+
+
+def with_gradient(x):
+    return jax.grad(lambda x: jnp.sum(softplus(doubled(x))))(x), jax.checkpoint(jnp.sin)(x)
+
+
+KERNELS = {
+    "sum": lambda x: (jnp.sum((x[:, None] - x[None]) ** 2), jnp.argmax(x)),
+    "eigenvalues": lambda x: jnp.linalg.eigvalsh(jnp.outer(x, x)),
+    "scan": scanned,
+    "branches": branching,
+    "rules": lambda x: softplus(doubled(x)),
+    "gradient": with_gradient,
+    "jit with arrays": lambda x: projected(x) + projected(2 * x),
+    "random": random,
+}
+
+
+@pytest.mark.parametrize("chunk_size", [5, 4, 1])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_second_call_compiles_nothing(name, chunk_size):
+    kernel = KERNELS[name]
+    mapped = chunked_vmap(kernel, chunk_size)
+    first, some = compilations(mapped, X)
+    assert some > 0
+    second, more = compilations(chunked_vmap(kernel, chunk_size), X)  # another one, as in a loop
+    assert more == 0
+    assert_same(first, jax.vmap(kernel)(X))
+    assert_same(second, first)
+
+
+def test_a_kernel_compiles_once_however_many_levels_it_has():
+    @auto_vmap(0, 1, chunk_size=3)
+    def kernel(s, v):
+        return jnp.sin(s) * v
+
+    args = X[:, :1], X[:4]
+    first, some = compilations(kernel, *args)
+    second, more = compilations(kernel, *args)
+    assert some > more == 0
+    assert_same(second, first)
+    assert_same(first, jnp.sin(X[:, 0])[:, None, None] * X[None, :4])
+
+
+def test_other_shapes_dtypes_and_axes_are_other_programs():
+    def kernel(x):
+        return x * 2
+
+    for x in (X, X[:8], X.astype(jnp.int32), X[:, :2]):
+        assert_same(chunked_vmap(kernel, 4)(x), x * 2)
+    assert_same(chunked_vmap(kernel, 2, 1, 1)(X), X * 2)
+    assert_same(chunked_vmap(kernel, 2, 1)(X), X.T * 2)
+
+
+# What a kernel finds outside may change.
+
+
+def assert_fresh(kernel, change):
+    """Assert that each call sees what ``change`` does before it, as a loop would."""
+    for value in range(3):
+        change(value)
+        want = jax.tree.map(lambda *items: jnp.stack(items), *map(kernel, X))
+        mapped = chunked_vmap(kernel, 4)
+        assert_same(mapped(X), want)
+        assert_same(mapped(X), want)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1.0, 2.0, 1.0),
+        (1, 1.0, True),
+        (0.0, -0.0, math.nan),
+        (X[0], X[1], X[0]),
+        (X[:1, 0], X[0], X[0, 0]),
+        (np.float32(2), np.full(3, 3, np.float32), 2.0),
+        (jnp.int32(3), jnp.float32(3), np.int32(4)),
+    ],
+)
+def test_what_is_outside_may_change(values):
+    outside = SimpleNamespace(value=None)
+    outside_list = [None]
+
+    def by_attribute(x):
+        sign = jnp.copysign(jnp.ones_like(x), jnp.full_like(x, outside.value))
+        return x * outside.value, sign
+
+    def in_a_loop(x):
+        return jax.lax.fori_loop(0, 2, lambda i, y: y + outside_list[0], x)
+
+    def set_value(i):
+        outside.value = outside_list[0] = values[i]
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert_fresh(by_attribute, set_value)
+        assert_fresh(in_a_loop, set_value)
+
+
+def test_an_array_of_numpy_may_be_changed_in_place():
+    table = np.ones(3, np.float32)
+
+    def change(i):
+        table[:] = i
+
+    assert_fresh(lambda x: x * table, change)
+
+
+@pytest.mark.parametrize("where", ["call", "loop"])
+def test_functions_may_change(where):
+    chosen = [None]
+
+    def kernel(x):
+        if where == "call":
+            return chosen[0](x)
+        return jax.lax.fori_loop(0, 2, lambda i, y: chosen[0](y), x)
+
+    def change(i):
+        weights = W + i
+        chosen[0] = [jnp.sin, jax.jit(lambda x: weights @ x), jnp.cos][i]
+
+    assert_fresh(kernel, change)
+
+
+def test_defaults_may_change():
+    def kernel(x, power=2):
+        return x**power
+
+    def change(i):
+        kernel.__defaults__ = (i,)
+
+    assert_fresh(kernel, change)
+
+
+def test_methods_see_their_attributes():
+    class Scale:
+        def __init__(self):
+            self.factor = 1.0
+
+        @auto_vmap(v=1, chunk_size=4)
+        def __call__(self, v):
+            return v * self.factor
+
+    scale = Scale()
+    assert_same(scale(X), X)
+    scale.factor = 3.0
+    assert_same(scale(X), X * 3)
+
+
+def test_a_callback_is_called_as_it_is_now():
+    factor = [1.0]
+
+    def kernel(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: x * factor[0], shape, x, vmap_method="sequential")
+
+    assert_same(chunked_vmap(kernel, 5)(X), X)
+    factor[0] = np.float32(2)
+    assert_same(chunked_vmap(kernel, 5)(X), X * 2)
+
+
+def test_effects_happen_at_each_call():
+    seen = []
+
+    def kernel(x):
+        jax.debug.callback(lambda x: seen.append(float(x[0])), x, ordered=True)
+        return x
+
+    for _ in range(2):
+        seen.clear()
+        jax.block_until_ready(chunked_vmap(kernel, 1)(X))
+        jax.effects_barrier()
+        np.testing.assert_allclose(seen, X[:, 0])
+
+
+# The configuration of JAX.
+
+
+_enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+
+def test_x64_makes_another_program():
+    def kernel(x):
+        return x + jnp.array(1, float).astype(x.dtype), jnp.sum(x > 0)
+
+    narrow = chunked_vmap(kernel, 4)(X)
+    with _enable_x64(True):
+        wide = chunked_vmap(kernel, 4)(X)
+    assert (wide[1].dtype, narrow[1].dtype) == (jnp.int64, jnp.int32)
+    assert_same(chunked_vmap(kernel, 4)(X), narrow)
+
+
+_set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+_AUTO = jax.sharding.AxisType.Auto
+CONTEXTS = {
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "mesh": lambda: _set_mesh(jax.make_mesh((1,), ("data",), axis_types=(_AUTO,))),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_makes_another_program(name):
+    def kernel(x):
+        return W @ x
+
+    chunked_vmap(kernel, 4)(X)
+    with CONTEXTS[name]():
+        out, some = compilations(chunked_vmap(kernel, 4), X)
+        assert some > 0
+        assert_same(out, X @ W.T)
+        assert compilations(chunked_vmap(kernel, 4), X)[1] == 0
+    assert compilations(chunked_vmap(kernel, 4), X)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.7 refuses such chunks")
+def test_an_explicit_mesh_stays_as_it_was():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with _set_mesh(mesh):
+        for _ in range(2):
+            assert_same(chunked_vmap(lambda x: W @ x, 4)(X), X @ W.T)
+
+
+# What is kept, and for how long.
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX itself keeps them")
+def test_nothing_of_the_caller_is_kept_alive():
+    def call():
+        weights = jnp.ones((3, 3)) * 1.5
+        table = jnp.arange(3.0) + 1
+
+        class Held:
+            pass
+
+        held = Held()
+
+        @jax.custom_jvp
+        def rule(x):
+            return x * 2
+
+        @rule.defjvp
+        def _(primals, tangents):
+            return held, table
+
+        def kernel(x):
+            assert held is not None
+            y = jax.lax.scan(lambda c, _: (rule(c) @ weights, None), x, length=2)[0]
+            return rule(y) + jax.jit(lambda x: x + table)(x)
+
+        mapped = chunked_vmap(kernel, 5)
+        x = X + 1
+        jax.block_until_ready(mapped(x))
+        return [weakref.ref(value) for value in (weights, table, held, kernel, x)]
+
+    found = call()
+    gc.collect()
+    assert [ref() for ref in found] == [None] * 5
+
+
+@pytest.mark.slow
+def test_only_so_many_programs_are_kept():
+    def times(number):
+        return chunked_vmap(lambda x: x * number, 5)
+
+    times(-1.0)(X)
+    assert compilations(times(-1.0), X)[1] == 0
+    for number in range(300):
+        times(float(number))(X)
+    assert compilations(times(-1.0), X)[1] > 0
+
+
+def test_threads_share_what_is_compiled():
+    def kernel(x):
+        return jnp.sum(jnp.cos(x) * 3)
+
+    want = jax.vmap(kernel)(X)
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(lambda _: chunked_vmap(kernel, 4)(X), range(12)):
+            assert_same(out, want)
+
+
+def test_an_error_is_raised_again():
+    def kernel(x):
+        return x.sum(), x
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"kernel\(\) at .*: out_axes is None for output\[1\]"):
+            chunked_vmap(kernel, 5, out_axes=(0, None))(X)
+
+
+# Where it is not eager, nothing is compiled and derivatives are as ever.
+
+
+def test_transformations_of_an_eager_call():
+    mapped = chunked_vmap(softplus, 4)
+    mapped(X)
+    assert_same(jax.grad(lambda x: mapped(x).sum())(X), jnp.full_like(X, 7.0))
+    assert_same(jax.vmap(mapped)(X[None]), mapped(X)[None])
+    assert_same(jax.jit(mapped)(X), mapped(X))
+    _, jvp = jax.jvp(mapped, (X,), (X,))
+    assert_same(jvp, 7 * X)

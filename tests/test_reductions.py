@@ -1,0 +1,810 @@
+# SPDX-License-Identifier: MIT
+"""Reductions by name, against `jax.numpy` on what they never store."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import rankax
+from helpers import assert_same as assert_equal
+from helpers import slow
+from rankax import auto_vmap, chunked_reduce
+from rankax.reductions import Best, Fold, Moments, TopK
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (4, 3))
+Y = jax.random.normal(KEYS[1], (23, 3))
+W = jax.random.normal(KEYS[2], (23,))
+
+PLAIN = {
+    name: getattr(jnp, name)
+    for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin", "any", "all")
+} | {"logsumexp": jax.nn.logsumexp}
+FLOATS = ("sum", "mean", "prod", "max", "min", "logsumexp")
+
+
+def gauss(x, y, w):
+    """Depends on every input, each in its own way; of either sign."""
+    return w * jnp.exp(-jnp.sum((x - 2 * y) ** 2) / 9) + 0.1 * x[0]
+
+
+def reduced(reduce, axis, chunk_size=6, kernel=gauss):
+    ranks = {"x": 1, "y": 1, "w": 0}
+    return auto_vmap(**ranks, reduce=reduce, reduce_axis=axis, chunk_size=chunk_size)(kernel)
+
+
+def plainly(reduce, axis, kernel=gauss):
+    """`jax.numpy` on the outputs of maps by hand."""
+
+    def of(out):
+        if reduce in ("max", "min") and axis in (-1, 0):
+            # That of jax.numpy divides 0 by 0 where XLA computes an item twice, not quite alike.
+            at = PLAIN[f"arg{reduce}"](out, axis=axis, keepdims=True)
+            return jnp.take_along_axis(out, at, axis).squeeze(axis)
+        return PLAIN[reduce](out, axis=axis)
+
+    def call(x, y, w):
+        per_row = jax.vmap(kernel, (None, 0, 0))
+        outs = jax.vmap(per_row, (0, None, None))(x[:, 0], y, w)
+        return jax.tree.map(of, outs)
+
+    return call
+
+
+ARGS = (X[:, None], Y, W)
+
+
+assert_same = functools.partial(assert_equal, rtol=3e-5)
+
+
+def all_names(call, *args, names=tuple(PLAIN)):
+    """Evaluate ``call(name)`` for many reductions in one compiled program."""
+    return jax.jit(lambda *args: {name: call(name)(*args) for name in names})(*args)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, (1, 0), None], ids=str)
+def test_values(axis):
+    found = all_names(lambda name: reduced(name, axis), *ARGS)
+    # jnp.argmin takes no tuple: all axes are one there.
+    expected = all_names(lambda name: plainly(name, None if axis == (1, 0) else axis), *ARGS)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 5, 40, *map(slow, (2, 22, 23, 24, 91, 92, None))])
+@pytest.mark.parametrize("name", ["sum", "argmax", "logsumexp"])
+def test_any_chunk_size(name, size):
+    for axis in (-1, 0, None):
+        found = reduced(name, axis, size)(*ARGS)
+        assert_same(found, plainly(name, axis)(*ARGS))
+
+
+def loss_of(fun):
+    """A number that depends on every number of the result, on each otherwise."""
+
+    def loss(*args):
+        return sum(
+            jnp.sum(jnp.sin(out + jnp.arange(out.size, dtype=out.dtype).reshape(out.shape)))
+            for out in jax.tree.leaves(fun(*args))
+            if jnp.issubdtype(out.dtype, jnp.floating)
+        )
+
+    return loss
+
+
+@pytest.mark.parametrize("axis", [-1, slow(0), slow(None)], ids=str)
+@pytest.mark.parametrize("name", FLOATS)
+def test_first_derivatives(name, axis):
+    found, expected = loss_of(reduced(name, axis)), loss_of(plainly(name, axis))
+    which = (0, 1, 2)
+    assert_same(
+        jax.jit(jax.grad(found, which))(*ARGS), jax.jit(jax.grad(expected, which))(*ARGS), rtol=2e-4
+    )
+    tangents = tuple(jnp.cos(x) for x in ARGS)
+    assert_same(
+        jax.jvp(jax.jit(reduced(name, axis)), ARGS, tangents)[1],
+        jax.jvp(jax.jit(plainly(name, axis)), ARGS, tangents)[1],
+        rtol=2e-4,
+    )
+
+
+@pytest.mark.parametrize("name", ["logsumexp", *map(slow, ("sum", "prod", "min", "mean"))])
+def test_second_derivatives(name):
+    found, expected = loss_of(reduced(name, -1)), loss_of(plainly(name, -1))
+    for derivative in (
+        jax.hessian,
+        lambda f: jax.jacfwd(jax.jacfwd(f)),
+        lambda f: jax.jacrev(jax.jacrev(f)),
+    ):
+        by_w = [
+            jax.jit(derivative(lambda w, f=f: f(X[:, None], Y, w)))(W) for f in (found, expected)
+        ]
+        assert_same(*by_w, rtol=3e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["max", slow("sum"), slow("logsumexp")])
+def test_under_vmap(name):
+    many = X[None, :, None] * jnp.arange(1.0, 4.0)[:, None, None, None]
+    fun = reduced(name, -1)
+    expected = jnp.stack([fun(x, Y, W) for x in many])
+    np.testing.assert_allclose(jax.vmap(fun, (0, None, None))(many, Y, W), expected, rtol=1e-5)
+    grads = jax.vmap(jax.grad(lambda x: fun(x, Y, W).sum()))(many)
+    expected = jnp.stack([jax.grad(lambda x: fun(x, Y, W).sum())(x) for x in many])
+    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["min", "logsumexp", slow("sum"), slow("prod")])
+def test_closed_over_values_have_their_derivative(name):
+    def loss(scale, fun):
+        kernel = auto_vmap(0, 0, reduce=name, reduce_axis=-1, chunk_size=4)(
+            lambda a, b: jnp.sin(scale * a + b)
+        )
+        return fun(kernel(jnp.arange(3.0)[:, None], jnp.arange(11.0)))
+
+    def expected(scale):
+        outs = jnp.sin(scale * jnp.arange(3.0)[:, None] + jnp.arange(11.0)[None])
+        return PLAIN[name](outs, axis=-1).sum()
+
+    found = jax.grad(lambda s: loss(s, jnp.sum))(0.7)
+    np.testing.assert_allclose(found, jax.grad(expected)(0.7), rtol=1e-4)
+
+
+DTYPES = ["bool", "int8", "int32", "uint8", "float16", "bfloat16", "float32", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype):
+    real = np.asarray([3, 1, 1, 0, 2, 5, 5, 4, 2, 7, 0])
+    values = jnp.asarray(real, dtype) * jnp.asarray(1 + 2j if dtype == "complex64" else 1, dtype)
+    unfit = set() if jnp.issubdtype(dtype, jnp.inexact) else {"logsumexp"}
+    unfit |= {"max", "min", "argmax", "argmin"} if dtype == "complex64" else set()
+    for name in unfit:
+        with pytest.raises(ValueError, match=f"it cannot be reduced by {name}: output "):
+            chunked_reduce(lambda v: v, name, 3)(values)
+    names = tuple(sorted(PLAIN.keys() - unfit))
+    found = all_names(lambda name: chunked_reduce(lambda v: v, name, 3), values, names=names)
+    expected = all_names(lambda name: lambda v: PLAIN[name](v, axis=0), values, names=names)
+    for name in names:
+        assert (found[name].shape, found[name].dtype) == ((), expected[name].dtype), name
+        wide = "complex64" if dtype == "complex64" else "float32"
+        tolerance = 1e-2 if dtype in ("float16", "bfloat16") else 1e-6
+        pair = [out[name].astype(wide) for out in (found, expected)]
+        np.testing.assert_allclose(*pair, rtol=tolerance, err_msg=name)
+
+
+def test_dtypes_of_64_bits():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        for dtype in ("int64", "float64", "complex128"):
+            values = jnp.arange(11).astype(dtype)
+            for name in ("sum", "mean", "any"):
+                assert_same(
+                    chunked_reduce(lambda v: v, name, 3)(values), PLAIN[name](values, axis=0)
+                )
+        assert_same(chunked_reduce(lambda v: v, "argmax", 3)(values.real), jnp.argmax(values.real))
+
+
+SPECIAL = {
+    "nan": [1.0, np.nan, -2.0, np.nan, 3.0, 0.0, 1.0],
+    "nan last": [1.0, 2.0, -2.0, 0.5, 3.0, 0.0, np.nan],
+    "inf": [1.0, np.inf, -2.0, np.inf, 3.0, 0.0, 1.0],
+    "-inf": [-np.inf] * 7,
+    "all inf": [np.inf] * 7,
+    "both": [np.inf, 1.0, -np.inf, 1.0, 2.0, 3.0, 4.0],
+    "equal": [2.0, 1.0, 1.0, 2.0, 1.0, 2.0, 1.0],
+    "zeros": [0.0, -0.0, 0.0, -0.0, -0.0, 0.0, -0.0],
+    "huge": [3e38, -3e38, 88.0, 1e-38, 3e38, 1.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values(case):
+    values = jnp.asarray(SPECIAL[case])
+    expected = all_names(lambda name: lambda v: PLAIN[name](v, axis=0), values)
+    for size in (1, 3, 4):
+        found = all_names(lambda name, n=size: chunked_reduce(lambda v: v, name, n), values)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["sum", "logsumexp", "max"])
+@pytest.mark.parametrize("bad", [10, *map(slow, (0, 3, 9))])
+def test_what_one_item_does_stays_with_it(name, bad):
+    """No item is read twice, so the infinite derivative of one is no nan of another."""
+    values = jnp.arange(1.0, 12.0).at[bad].set(0.0)
+    weights = jnp.arange(11.0)
+
+    def of(fun):
+        return jax.grad(lambda v, w: fun(v, w), (0, 1))(values, weights)
+
+    found = of(chunked_reduce(lambda v, w: jnp.sqrt(v) + w, name, 4))
+    expected = of(lambda v, w: PLAIN[name](jnp.sqrt(v) + w, axis=0))
+    # Plain `jax.numpy` multiplies the infinite derivative by the weight 0 of a loser.
+    expected = (expected[0].at[bad].set(found[0][bad]), expected[1]) if name == "max" else expected
+    assert_same(found, expected)
+    assert jnp.isfinite(jnp.delete(found[0], bad)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", ["sum", "mean", "prod", "any", "all", "logsumexp"])
+@pytest.mark.filterwarnings("ignore:Mean of empty slice")
+def test_empty_batches(name, shape):
+    values = jnp.ones(shape)
+    kernel = auto_vmap(0, reduce=name, reduce_axis=-1, chunk_size=2)(lambda v: v)
+    assert_same(kernel(values), PLAIN[name](values, axis=-1))
+
+
+def test_an_empty_batch_has_no_smallest_item():
+    for name in ("max", "min", "argmax", "argmin"):
+        with pytest.raises(ValueError, match=r"zero-size|empty"):
+            PLAIN[name](jnp.ones(0))
+        text = (
+            f"it cannot be reduced by {name}: there is no item to reduce output over, and {name} "
+            "needs one"
+        )
+        with pytest.raises(ValueError, match=text):
+            chunked_reduce(lambda v: v, name, 2)(jnp.ones(0))
+
+
+# The other reductions.
+
+
+def outputs(x, y, w):
+    off = x - y
+    return {"distance": jnp.sqrt(off @ off), "force": w * off, "number": jnp.int32(7)}
+
+
+def unreduced(x, y, w):
+    return jax.vmap(jax.vmap(outputs, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("size", [6, slow(1), slow(500)])
+def test_best(largest, size):
+    def expected(*args):
+        outs = unreduced(*args)
+        pick = jnp.argmax if largest else jnp.argmin
+        at = pick(outs["distance"], axis=-1)
+        return jax.tree.map(lambda out: jax.vmap(lambda row, i: row[i])(out, at), outs)
+
+    found = reduced(Best("distance", largest=largest), -1, size, outputs)
+    assert_same(found(*ARGS), expected(*ARGS))
+    grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in (found, expected)]
+    assert_same(*grads, rtol=2e-4)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 500])
+def test_top_k(largest, size):
+    values = jnp.asarray([3.0, 1.0, jnp.nan, 1.0, -0.0, 0.0, jnp.inf, 3.0, -jnp.inf, 2.0, 1.0])
+    order = np.argsort(np.asarray(values), stable=True)
+    if largest:
+        # The first of equals first: nan, inf, 3 (twice), 2.
+        order = np.asarray([2, 6, 0, 7, 9])
+    found = chunked_reduce(lambda v: v, TopK(5, largest=largest), size)(values)
+    assert found.indices.tolist() == order[:5].tolist()
+    assert_same(found.values, values[order[:5]])
+    assert found.indices.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "float16", "int32"])
+@pytest.mark.parametrize("largest", [False, True])
+def test_top_k_of_other_dtypes(dtype, largest):
+    ends = [] if dtype in ("bool", "float16") else [jnp.iinfo(dtype).max, jnp.iinfo(dtype).min]
+    values = jnp.asarray([1, 0, 1, 3, 0, *ends, 2, *ends]).astype(dtype)
+    found = chunked_reduce(lambda v: v, TopK(4, largest=largest), 3)(values)
+    numbers = np.asarray(values).astype(float)
+    order = np.argsort(-numbers if largest else numbers, stable=True)[:4]
+    assert found.indices.tolist() == order.tolist()
+    assert_same(found.values, values[order])
+
+
+def test_top_k_of_vectors_and_its_derivative():
+    def kernel(x, y, w):
+        return w * jnp.cos(x - y)
+
+    def expected(x, y, w):
+        outs = jax.vmap(jax.vmap(kernel, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
+        return jnp.sort(outs, axis=1)[:, :2]
+
+    found = reduced(TopK(2), -1, 6, kernel)
+    assert found(*ARGS).values.shape == found(*ARGS).indices.shape == (4, 2, 3)
+    assert_same(found(*ARGS).values, expected(*ARGS))
+    grads = [
+        jax.grad(loss_of(f), (0, 1, 2))(*ARGS) for f in (lambda *a: found(*a).values, expected)
+    ]
+    assert_same(*grads, rtol=2e-4)
+
+
+@pytest.mark.parametrize("size", [6, slow(1), slow(500)])
+@pytest.mark.parametrize("axis", [-1, None], ids=str)
+def test_moments(axis, size):
+    def expected(*args):
+        outs = unreduced(*args)["distance"]
+        count = jnp.int32(outs.size if axis is None else outs.shape[axis])
+        mean = jnp.mean(outs, axis)
+        return jnp.broadcast_to(count, mean.shape), mean, jnp.var(outs, axis)
+
+    found = reduced(Moments(), axis, size, lambda x, y, w: outputs(x, y, w)["distance"])
+    assert found(*ARGS)._fields == ("count", "mean", "variance")
+    assert_same(tuple(found(*ARGS)), expected(*ARGS))
+    grads = [jax.jit(jax.grad(loss_of(f), (0, 1)))(*ARGS) for f in (found, expected)]
+    assert_same(*grads, rtol=2e-4)
+
+
+def test_moments_do_not_cancel():
+    values = 1e6 + jnp.arange(1000.0) % 2
+    found = chunked_reduce(lambda v: v, Moments(), 30)(values)
+    np.testing.assert_allclose(found.variance, 0.25, rtol=1e-3)
+
+
+def compose(first, second):
+    """Affine maps one after another, which do not commute."""
+    return {"a": second["a"] * first["a"], "b": second["a"] * first["b"] + second["b"]}
+
+
+AFFINE = Fold(
+    {"a": 1.0, "b": 0.0},
+    lift=lambda out: {"a": out, "b": 1 - out},
+    merge=compose,
+    finish=lambda state: state["a"] * 2 + state["b"],
+)
+
+
+@pytest.mark.parametrize("size", [5, *map(slow, (1, 2, 7, 500))])
+def test_a_fold_keeps_the_order_of_the_items(size):
+    def expected(*args):
+        outs = jax.vmap(jax.vmap(gauss, (None, 0, 0)), (0, None, None))(args[0][:, 0], *args[1:])
+        state = {"a": jnp.ones(4), "b": jnp.zeros(4)}
+        for column in outs.T:
+            state = compose(state, AFFINE.lift(column))
+        return AFFINE.finish(state)
+
+    found = reduced(AFFINE, -1, size)
+    assert_same(found(*ARGS), expected(*ARGS), rtol=1e-4)
+    grads = [jax.jit(jax.grad(loss_of(f), (0, 2)))(*ARGS) for f in (found, expected)]
+    assert_same(*grads, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fold_of_nothing_is_the_identity():
+    fold = Fold(jnp.zeros(2), lambda out: out, jnp.add)
+    assert_same(chunked_reduce(lambda v: v, fold, 2)(jnp.ones((0, 2))), jnp.zeros(2))
+
+
+# Trees of outputs, and several axes.
+
+
+def test_a_tree_of_reductions_and_outputs_that_are_kept():
+    reduce = {"distance": "min", "force": "sum", "number": None}
+    found = reduced(reduce, -1, 6, outputs)
+    outs = unreduced(*ARGS)
+    expected = {
+        "distance": outs["distance"].min(-1),
+        "force": outs["force"].sum(1),
+        "number": outs["number"],
+    }
+    assert_same(found(*ARGS), expected)
+    assert_same(reduced(reduce, -1, None, outputs)(*ARGS), expected)
+    # One for a part of the tree holds for all below it.
+    nested = reduced(("sum", "max"), -1, 6, lambda x, y, w: (outputs(x, y, w), w * (x - y)))
+    assert_same(
+        nested(*ARGS),
+        (jax.tree.map(lambda x: x.sum(1), outs), outs["force"].max(1)),
+    )
+
+
+@pytest.mark.parametrize("size", [7, *map(slow, (1, 50, 10_000))])
+@pytest.mark.parametrize(
+    "axes", [(1,), (0, 2), (-1, 0), *map(slow, ((0,), (1, 3), (0, 1, 2)))], ids=str
+)
+def test_several_axes_in_any_place(axes, size):
+    a, b, c = (
+        jnp.arange(2.0)[:, None, None, None],
+        jnp.arange(15.0).reshape(1, 3, 1, 5),
+        jnp.ones(4),
+    )
+    c = (c * jnp.arange(4.0)).reshape(1, 1, 4, 1)
+
+    def kernel(a, b, c):
+        return {"sum": jnp.sin(a + 2 * b + 3 * c), "kept": a - b * c, "arg": jnp.cos(a * b - c)}
+
+    reduce = {"sum": "sum", "kept": None, "arg": "argmax"}
+    found = auto_vmap(0, 0, 0, reduce=reduce, reduce_axis=axes, chunk_size=size)(kernel)(a, b, c)
+    outs = kernel(a, b, c)
+    inner = tuple(axis for axis in range(4) if axis in [n % 4 for n in axes])
+    flat = jnp.moveaxis(outs["arg"], inner, range(-len(inner), 0))
+    flat = flat.reshape(*flat.shape[: 4 - len(inner)], -1)
+    expected = {"sum": outs["sum"].sum(axes), "kept": outs["kept"], "arg": flat.argmax(-1)}
+    assert_same(found, expected, atol=1e-5)
+
+
+def test_axes_of_length_1_and_no_batch_at_all():
+    kernel = auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)
+    assert_same(kernel(jnp.ones(3)), 2 * jnp.ones(3))
+    assert_same(kernel(jnp.ones((1, 1, 3))), 2 * jnp.ones(3))
+    assert_same(kernel(jnp.ones((1, 5, 1, 3))), 10 * jnp.ones(3))
+    mean = auto_vmap(0, reduce="mean", reduce_axis=1, chunk_size=2)(lambda v: v)
+    assert_same(mean(jnp.arange(4.0)[:, None]), jnp.arange(4.0))
+
+
+class Hit:
+    """A class of outputs that checks what it holds."""
+
+    def __init__(self, distance, normal):
+        assert distance.shape == normal.shape[:-1]
+        self.distance, self.normal = distance, normal
+
+
+jax.tree_util.register_pytree_with_keys(
+    Hit,
+    lambda hit: (
+        (
+            (jax.tree_util.GetAttrKey("distance"), hit.distance),
+            (jax.tree_util.GetAttrKey("normal"), hit.normal),
+        ),
+        None,
+    ),
+    lambda _, children: Hit(*children),
+)
+
+
+def test_classes_of_outputs_see_items_and_results_only():
+    found = reduced(Best("distance"), -1, 6, lambda x, y, w: Hit(jnp.sum(x * y), w * y))(*ARGS)
+    at = jnp.argmin(jnp.sum(X[:, None] * Y[None], -1), -1)
+    assert_same(found.normal, (W[:, None] * Y)[at])
+
+
+# How it is called.
+
+
+@given(st.data())
+def test_agrees_with_jax_numpy(data):
+    """Random shapes, axes, chunks, reductions and dtypes, through jit, vmap and derivatives."""
+    rank = data.draw(st.integers(1, 3), "rank")
+    batch = data.draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank), "batch")
+    axes = data.draw(st.sets(st.integers(-rank, rank - 1), min_size=1).map(list), "axes")
+    axes = list({axis % rank: axis for axis in axes}.values())
+    size = data.draw(st.one_of(st.none(), st.integers(1, 30)), "chunk_size")
+    name = data.draw(st.sampled_from(sorted(PLAIN)), "reduction")
+    core = data.draw(st.sampled_from([(), (2,), (17,)]), "core")
+
+    def shape():
+        masked = [data.draw(st.sampled_from([1, n])) for n in batch]
+        return (*masked[data.draw(st.integers(0, rank - 1)) :], *core)
+
+    first = (*batch, *core)
+    a = jnp.asarray(np.cos(np.arange(np.prod(first)) * 1.3), jnp.float32).reshape(first)
+    second = shape()
+    b = jnp.asarray(np.sin(1 + np.arange(np.prod(second)) * 0.7), jnp.float32).reshape(second)
+    how = data.draw(st.sampled_from(["jit", "vmap", "grad", "jvp"]), "how")
+
+    def kernel(a, b):
+        return jnp.sin(a * 2 + b) + 1.5
+
+    declared = auto_vmap(
+        len(core), len(core), reduce=name, reduce_axis=tuple(axes), chunk_size=size
+    )(kernel)
+
+    def plain(a, b):
+        aligned = b.reshape(*[1] * (a.ndim - b.ndim), *b.shape)
+        outs = kernel(a, aligned)
+        inner = sorted(axis % rank for axis in axes)
+        outs = jnp.moveaxis(outs, inner, range(len(inner)))
+        outs = outs.reshape(-1, *outs.shape[len(inner) :])
+        if name in ("max", "min"):
+            at = PLAIN[f"arg{name}"](outs, axis=0, keepdims=True)
+            return jnp.take_along_axis(outs, at, 0).squeeze(0)
+        return PLAIN[name](outs, axis=0)
+
+    if how in ("grad", "jvp") and name in FLOATS:
+        transform = {
+            "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
+            "jvp": lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
+        }[how]
+    elif how == "vmap":
+
+        def transform(f):
+            return lambda a, b: jax.vmap(f, (0, None))(jnp.stack([a, a + 1]), b)
+    else:
+        transform = jax.jit
+    assert_same(transform(declared)(a, b), transform(plain)(a, b), rtol=3e-4, atol=1e-5)
+
+
+def test_jit_methods_and_options_at_the_call():
+    traces = []
+
+    class Field:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @auto_vmap(x=1, y=1, w=0, jit=True)
+        def strength(self, x, y, w):
+            traces.append(1)
+            return self.scale * gauss(x, y, w)
+
+    field = Field(2.0)
+    whole = field.strength(*ARGS)
+    summed = Field.strength.with_options(reduce="sum", reduce_axis=-1, chunk_size=6)
+    for _ in range(3):
+        assert_same(summed(field, *ARGS), whole.sum(-1), rtol=1e-4)
+    assert len(traces) == 2
+    with rankax.options(chunk_size=3):
+        plan = Field.strength.with_options(reduce="sum").plan(field, *ARGS)
+    assert plan.in_flight == 3
+
+
+@pytest.mark.parametrize("reduce", ["sum", "min", "logsumexp", Best("distance"), TopK(2)], ids=str)
+def test_the_kernel_is_traced_once(reduce):
+    traces = 0
+
+    def kernel(x, y, w):
+        nonlocal traces
+        traces += 1
+        out = outputs(x, y, w)
+        return out if isinstance(reduce, Best) else out["distance"]
+
+    fun = reduced(reduce, -1, 6, kernel)
+    fun(*ARGS)
+    assert traces == 1
+    jax.grad(loss_of(fun))(*ARGS)
+    assert traces == 2
+
+
+@pytest.mark.parametrize(
+    ("reduce", "again"), [("min", 1), ("max", 1), (Best("distance"), 1), (TopK(3), 3)], ids=str
+)
+def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
+    evaluated = []
+
+    def count(value):
+        evaluated.append(value.size)
+        return value
+
+    @jax.custom_jvp
+    def counted(value):
+        # Without an effect, so that what nobody uses is not computed.
+        aval = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return jax.pure_callback(count, aval, value, vmap_method="expand_dims")
+
+    counted.defjvp(lambda primals, tangents: (counted(*primals), *tangents))
+
+    def kernel(x, y, w):
+        out = outputs(x, y, w)
+        out["distance"] = counted(out["distance"])
+        return out if isinstance(reduce, Best) else out["distance"]
+
+    fun = reduced(reduce, -1, 6, kernel)
+    first = jax.jit(jax.grad(lambda y: jax.tree.leaves(fun(X[:, None], y, W))[0].sum()))
+    jax.block_until_ready(first(Y))
+    # Each item once, and each winner again: forward, and in the reverse pass.
+    assert 4 * 23 <= sum(evaluated) <= 4 * (23 + 2 * again)
+
+
+@pytest.mark.parametrize("name", ["logsumexp", *map(slow, ("sum", "max", "prod"))])
+def test_a_kernel_that_branches_and_draws(name):
+    keys = jax.random.split(jax.random.key(1), 11)
+    values = jnp.arange(11.0) - 5
+
+    def kernel(key, v):
+        return lax.cond(v > 0, jnp.exp, jnp.cos, v) + jax.random.uniform(key)
+
+    expected = PLAIN[name](jnp.stack([kernel(k, v) for k, v in zip(keys, values, strict=True)]), 0)
+    for size in (1, 4, None):
+        found = chunked_reduce(kernel, name, size)(keys, values)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_chunked_reduce_takes_what_vmap_takes():
+    m = jnp.arange(12.0).reshape(3, 4)
+
+    def kernel(pair, scale, *, shift):
+        return pair["a"] * scale + shift
+
+    found = chunked_reduce(kernel, "sum", 2, in_axes=({"a": 1}, None))(
+        {"a": m}, 2.0, shift=jnp.arange(4.0)
+    )
+    assert_same(found, (m * 2 + jnp.arange(4.0)[None]).sum(1))
+    assert_same(chunked_reduce(lambda: 3.0, "sum", 2, axis_size=5)(), jnp.asarray(15.0))
+    text = "chunked_reduce(kernel): the looped axes must have one length, got 4 and 3"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_reduce(kernel, "sum", 2, in_axes=({"a": 1}, None))({"a": m}, 2.0, shift=jnp.ones(3))
+
+
+# Errors and plans.
+
+
+@pytest.mark.parametrize(
+    ("reduce", "axis", "error", "text"),
+    [
+        (
+            "summ",
+            -1,
+            ValueError,
+            "auto_vmap(outputs): no reduction is called 'summ'; did you mean 'sum'?",
+        ),
+        (
+            "average",
+            -1,
+            ValueError,
+            "auto_vmap(outputs): no reduction is called 'average'; there is sum, mean, prod, max, "
+            "min, argmax, argmin, any, all or logsumexp",
+        ),
+        (
+            jnp.sum,
+            -1,
+            TypeError,
+            "auto_vmap(outputs): reduce must hold names (sum, mean, prod, max, min, argmax, "
+            "argmin, any, all or logsumexp), objects of rankax.reductions and None, got function",
+        ),
+        (
+            TopK,
+            -1,
+            TypeError,
+            "auto_vmap(outputs): reduce got the class TopK; call it: TopK(...)",
+        ),
+        (
+            {"distance": None},
+            -1,
+            ValueError,
+            "auto_vmap(outputs): reduce names no reduction, got {'distance': None}",
+        ),
+        (
+            "sum",
+            1.5,
+            TypeError,
+            "auto_vmap(outputs): reduce_axis must be an int, a tuple of ints, or None, got float "
+            "1.5",
+        ),
+        (None, 0, TypeError, "auto_vmap(outputs): reduce_axis=0 needs reduce"),
+    ],
+)
+def test_wrong_options(reduce, axis, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        reduced(reduce, axis, 6, outputs)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "axis", "text"),
+    [
+        ("sum", 2, "reduce_axis 2 is out of range for the batch shape (4, 23)"),
+        ("sum", (0, -2), "reduce_axis (0, -2) names an axis of the batch shape (4, 23) twice"),
+        (
+            "logsumexp",
+            -1,
+            "it cannot be reduced by logsumexp: output['number'] has dtype int32, and logsumexp is "
+            "one of floats; return it as a float",
+        ),
+        (
+            Best("t"),
+            -1,
+            "it cannot be reduced by Best('t'): output has no output 't'; it has "
+            "output['distance'], output['force'] and output['number']",
+        ),
+        (
+            Best("force"),
+            -1,
+            "it cannot be reduced by Best('force'): output['force'] decides, so it "
+            "must be one real number, but it has shape (3,) and dtype float32",
+        ),
+        (
+            TopK(24),
+            -1,
+            "it cannot be reduced by TopK(24): there are only 23 items to reduce output over",
+        ),
+        (
+            {"distance": "sum"},
+            -1,
+            "the reduction of output has no entry for output['force'] and output['number'] (None "
+            "would leave it as it is)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [6, None])
+def test_what_does_not_fit(reduce, axis, text, size):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        reduced(reduce, axis, size, outputs)(*ARGS)
+    assert str(caught.value).startswith(f"outputs() at {__file__}:")
+
+
+def test_a_fold_that_does_not_fit():
+    values = jnp.ones(5)
+    for fold, text in (
+        (
+            Fold(jnp.zeros(2), lambda v: v, jnp.add),
+            "lift returns a state of shape () and dtype float32, but identity has shape (2,) and "
+            "dtype float32 there",
+        ),
+        (
+            Fold(0.0, lambda v: v, lambda a, b: (a + b).astype(jnp.float16)),
+            "lift returns a state of shape () and dtype float32, but what merge returns has shape "
+            "() and dtype float16 there",
+        ),
+        (
+            Fold((0.0, 0.0), lambda v: v, jnp.add),
+            "lift returns a state of structure PyTreeDef(*), but identity has PyTreeDef((*, *))",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"it cannot be reduced by Fold: {text}")):
+            chunked_reduce(lambda v: v, fold, 2)(values)
+
+    def traced(scale):
+        fold = Fold(0.0, lambda v: v, lambda a, b: scale * (a + b))
+        return chunked_reduce(lambda v: v, fold, 2)(values)
+
+    text = "its identity, merge or finish holds an array that JAX is tracing; let lift put it into"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jax.grad(traced)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: TopK(0), ValueError, "TopK: k must be a positive int, got 0"),
+        (lambda: TopK(2, largest=1), TypeError, "TopK: largest must be True or False, got 1"),
+        (
+            lambda: Best(None),
+            TypeError,
+            "Best: by must be the key, field or index of an output, got NoneType None",
+        ),
+        (lambda: Fold(0, 1, 2), TypeError, "Fold: lift must be callable, got int"),
+    ],
+)
+def test_wrong_objects(make, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        make()
+
+
+def test_the_plan_says_what_is_reduced():
+    kernel = reduced("sum", -1, 6)
+    assert str(kernel.plan(*ARGS)) == (
+        "gauss: batch shape (4, 23), 92 evaluations, 6 in flight, 16 steps, reduced to (4,) by "
+        "sum\n"
+        "  leaf   shape      rank  core  batch axes\n"
+        "  x      (4, 1, 3)  1     (3,)  4 1*\n"
+        "  y      (23, 3)    1     (3,)  - 23\n"
+        "  w      (23,)      0     ()    - 23\n"
+        "  batch  (4, 23)                4 23\n"
+        "  axis 0: 4 chunks of 1 over 4, mapping x\n"
+        "  axis 1: 4 tiles of 6 over 23, mapping y, w, reduced\n"
+        "  (1* stretched, - absent: used again for each item, never copied)"
+    )
+    big = jax.ShapeDtypeStruct((100_000, 1, 3), jnp.float32)
+    other = jax.ShapeDtypeStruct((100_000, 3), jnp.float32)
+    weights = jax.ShapeDtypeStruct((100_000,), jnp.float32)
+    plan = kernel.with_options(chunk_size=2**16).plan(big, other, weights)
+    assert plan.levels[-1].reduced
+    assert plan.in_flight <= 2**16
+    assert plan.reduced == (1,)
+
+
+# Memory.
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "reduce",
+    ["sum", "logsumexp", *map(slow, ("argmin", "min", "prod", TopK(2), Moments()))],
+    ids=str,
+)
+def test_memory_does_not_grow_with_the_pairs(reduce):
+    """Accumulators and one tile forward; in the gradient what a row adds to its shared inputs."""
+    fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**16)(gauss)
+
+    def temporaries(fun, rows, items):
+        shapes = [
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in ((rows, 1, 3), (items, 3), (items,))
+        ]
+        return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [(10_000, 10_000), (10_007, 100_003), (100_003, 10_007)]
+    assert max(temporaries(fun, *size) for size in sizes) < 400_000
+    if reduce != "argmin":
+        gradient = jax.grad(loss_of(fun), (0, 1, 2))
+        numbers = [10 * rows + 9 * items for rows, items in sizes]
+        for size, number in zip(sizes, numbers, strict=True):
+            assert temporaries(gradient, *size) < 200_000 + 4 * number
