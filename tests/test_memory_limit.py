@@ -75,15 +75,20 @@ KERNELS = {
 def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit):
     kernel, args = KERNELS[name]
     kernel = kernel.with_options(memory_limit=limit)
-    memory = kernel.plan(*args).memory
+    plan = kernel.plan(*args)
+    memory = plan.memory
     outs = jax.eval_shape(kernel, *args)
     measured = [
         temporary_bytes(kernel, *args),
         temporary_bytes(gradient(kernel), tuple(args), outs),
     ]
     assert max(measured) <= limit
-    assert limit / 2 <= max(memory.forward, memory.gradient) <= limit
     assert memory.forward == measured[0]
+    assert max(memory.forward, memory.gradient) <= limit
+    # In tiles, which are faster for some kernels, a chunk of any size needs little.
+    is_walked_in_tiles = 2 * plan.in_flight < memory.chunk_size
+    assert is_walked_in_tiles or limit / 2 <= max(memory.forward, memory.gradient)
+    assert not is_walked_in_tiles or name == "distances"
 
 
 def test_the_plan_says_what_was_chosen_and_measured():

@@ -96,3 +96,19 @@ class TestForgottenRules:
         second = jax.jvp(jax.grad(lambda x: mapped(x).sum()), (x,), (t,))[1]
         forgets = loops == "lax.map" and jax.__version_info__ < (0, 12)
         np.testing.assert_allclose(second, self.forgotten if forgets else self.kept, rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10), reason="XLA:CPU of JAX 0.10"
+)
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.max, jnp.min, lambda x, axis: x @ x])
+def test_short_sums_of_many_numbers_go_to_a_library(reduce):
+    """It is slow there, which is why chunks are cut into tiles: `rankax._map.tiles`."""
+
+    def calls_library(items, *core):
+        x = jnp.ones((items, *core))
+        compiled = jax.jit(jax.vmap(lambda x: reduce(2 * x, axis=-1))).lower(x).compile()
+        return "__ynn_fusion" in compiled.as_text()
+
+    assert [calls_library(items, 3) for items in (1365, 1366)] == [False, True]
+    assert [calls_library(items, 8) for items in (511, 512)] == [False, True]

@@ -151,7 +151,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         signature for the whole kernel: ``"(n,3),(n)->()"``.
     chunk_size : int, optional
         At most so many evaluations of the kernel exist at once, counted over all batch axes
-        together (see `chunked_vmap`). None: all of them.
+        together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
+        all of them.
     memory_limit : int or str, optional
         In bytes, as ``"2 GB"``, ``"500 MiB"``, or as ``"50%"`` of what the first device, or else
         the machine, has free when a call of such shapes is first seen. A chunk size is chosen whose

@@ -26,7 +26,8 @@ from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.cost import Task, fit_to_limit, shape_of
-from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels
+from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
+from rankax._map.tiles import best_tile, tiles_matter
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
@@ -106,7 +107,7 @@ class Kernel:
         options, _ = self._within_limit(call, options)
         nesting = self._nesting(call, options)
         if options.reduce is not None or nesting.plan.levels:
-            return self._mapped(call, nesting, options)
+            return _through(*self._tiled(call, nesting, options), options)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
@@ -114,7 +115,7 @@ class Kernel:
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
         options, memory = self._within_limit(call, self.options())
-        plan = self._nesting(call, options).plan
+        plan = self._planned(call, options).plan
         untouched = self._untouched(call.bound)
         if memory is None and not untouched:
             return plan
@@ -288,14 +289,45 @@ class Kernel:
 
     # From leaves to a plan.
 
-    def _nesting(self, call: Call, options: Options) -> Nesting:
+    def _planned(self, call: Call, options: Options) -> Nesting:
+        """Return what a call would carry out, of which the leaves may be shapes."""
+        nesting = self._nesting(call, options)
+        if nesting.plan.steps <= 1 or not tiles_matter(dict(options.compiler_options or ())):
+            return nesting
+        shapes, fill = self._stand_ins(call)
+
+        def trace(given: list[Any]) -> None:
+            nonlocal nesting
+            nesting = self._tiled(fill(given), nesting, options)[-1]
+
+        jax.eval_shape(trace, shapes)
+        return nesting
+
+    def _stand_ins(self, call: Call) -> tuple[list[Any], Callable[[list[Any]], Call]]:
+        """Return the shapes among the arguments, and the call with arrays in their places."""
+        others = {k: v for k, v in call.bound.arguments.items() if k not in call.names}
+        tree = call.leaves, others if _has_stand_in(others) else {}
+        leaves, treedef = jax.tree.flatten(tree)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+        def fill(given: list[Any]) -> Call:
+            merged = list(leaves)
+            for i, leaf in zip(at, given, strict=True):
+                merged[i] = leaf
+            ranked, filled = treedef.unflatten(merged)
+            bound = self._rebound({**call.bound.arguments, **filled})
+            return call._replace(leaves=ranked, bound=bound)
+
+        return [leaves[i] for i in at], fill
+
+    def _nesting(self, call: Call, options: Options, tile: int | None = None) -> Nesting:
         """Plan the maps for the shapes of this call, or find them again."""
         ranks = call.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
             for leaf, rank in zip(call.leaves, ranks, strict=True)
         )
-        key = shapes, options.chunk_size, options.reduce, options.reduce_axis
+        key = shapes, tile, options.chunk_size, options.reduce, options.reduce_axis
         nesting = call.structure.nestings.get(key)
         if nesting is None:
             arrays = [
@@ -310,19 +342,25 @@ class Kernel:
                 options.chunk_size,
                 untouched,
                 planned_reduction(options.reduce, options.reduce_axis),
+                tile,
             )
             _keep(call.structure.nestings, key, nesting)
         return nesting
 
     # From a plan to the result.
 
-    def _mapped(self, call: Call, nesting: Nesting, options: Options) -> Any:
+    def _tiled(
+        self, call: Call, nesting: Nesting, options: Options
+    ) -> tuple[Callable[..., Any], list[Any], Nesting]:
+        """Return the kernel of one item, the leaves that are mapped, and the maps in tiles."""
         whole = list(call.leaves)
         for position, shape in nesting.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
         on_item = self._on_item(call, nesting, whole)
-        return _through(on_item, [whole[i] for i in nesting.mapped], nesting, options)
+        leaves = [whole[i] for i in nesting.mapped]
+        fun, tile = tiled(on_item, leaves, nesting, dict(options.compiler_options or ()))
+        return fun, leaves, nesting if tile is None else self._nesting(call, options, tile)
 
     def _on_item(self, call: Call, nesting: Nesting, whole: list[Any]) -> Callable[..., Any]:
         """Return the kernel as a function of the mapped leaves."""
@@ -350,10 +388,12 @@ class Kernel:
         if not loose.plan.levels or not loose.plan.evaluations:
             return options, None
         item, consts, out_tree = self._item_of_shapes(call, loose)
+        compiler_options = dict(options.compiler_options or ())
+        tile = best_tile(item) if tiles_matter(compiler_options) else None
 
         def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
             chosen = dataclasses.replace(options, chunk_size=chunk_size)
-            nesting = self._nesting(call, chosen)
+            nesting = self._nesting(call, chosen, tile)
             reshaped = dict(nesting.reshaped)
 
             def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
@@ -391,15 +431,12 @@ class Kernel:
         ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
         cores = {i: leaf.core_shape for i, leaf in zip(ranked, nesting.plan.leaves, strict=True)}
         items = [shape_of(call.leaves[i], cores[i]) for i in nesting.mapped]
-        others = {k: v for k, v in call.bound.arguments.items() if k not in call.names}
-        shapes, fill = _stand_ins((call.leaves, others if _has_stand_in(others) else {}))
-
+        shapes, fill = self._stand_ins(call)
         trees: list[Any] = []
 
         def on_item(given: list[Any], items: list[Any]) -> list[Any]:
-            leaves, filled = fill(given)
-            bound = self._rebound({**call.bound.arguments, **filled})
-            out = self._on_item(call._replace(bound=bound), nesting, leaves)(*items)
+            filled = fill(given)
+            out = self._on_item(filled, nesting, filled.leaves)(*items)
             outs, tree = jax.tree.flatten(out)
             trees.append(tree)
             return outs
@@ -451,20 +488,6 @@ def _has_stand_in(value: Any) -> bool:
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
     except (TypeError, ValueError):  # no pytree, as in `arrays_of`
         return False
-
-
-def _stand_ins(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return every `jax.ShapeDtypeStruct` of a tree, and what puts others in their places."""
-    leaves, treedef = jax.tree.flatten(tree)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-
-    def fill(given: list[Any]) -> Any:
-        merged = list(leaves)
-        for i, leaf in zip(at, given, strict=True):
-            merged[i] = leaf
-        return treedef.unflatten(merged)
-
-    return [leaves[i] for i in at], fill
 
 
 def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:

@@ -10,8 +10,10 @@ from typing import Any
 from rankax._base.checks import check_bool, check_callable, positive_int
 from rankax._base.functions import function_name
 from rankax._map.chunked import axis_length, check_axes, resolve_arguments
+from rankax._map.item import with_axis
 from rankax._map.reduce import read_reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
+from rankax._map.tiles import with_tile
 from rankax._plan.chunks import split_into_chunks
 
 __all__ = ["chunked_reduce"]
@@ -107,12 +109,15 @@ def chunked_reduce(
             item_args, item_kwargs = mapping.arguments(items)
             return fun(*item_args, **item_kwargs)
 
-        length = mapping.length
-        tile = length
+        length, axes = mapping.length, [axis for axis in mapping.axes if axis is not None]
+        tile, traced = length, on_item
         if bound is not None and length > bound:
-            tile = split_into_chunks(length, min(bound, most_lanes() or bound)).size
-        level = RowLevel(length, tile, tuple(axis for axis in mapping.axes if axis is not None))
-        found = reduce_row(on_item, mapping.mapped, (level,), reductions, checkpoint=checkpoint)
+            avals = [with_axis(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
+            traced, best = with_tile(on_item, avals)
+            most = min(bound, most_lanes() or bound, best or bound)
+            tile = split_into_chunks(length, most).size
+        level = RowLevel(length, tile, tuple(axes))
+        found = reduce_row(traced, mapping.mapped, (level,), reductions, checkpoint=checkpoint)
         return found.assemble(found.arrays)
 
     return reduced

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rankax._map.chunked import chunked_level
+from rankax._map.item import with_axis
 from rankax._map.reduce import Reduced, Reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
+from rankax._map.tiles import with_tile
 from rankax._plan.levels import Level
 from rankax._plan.nesting import Nesting, PlannedReduction
 
-__all__ = ["Bounds", "map_levels", "planned_reduction", "reduce_levels"]
+__all__ = ["Bounds", "map_levels", "planned_reduction", "reduce_levels", "tiled"]
 
 InAxes = Sequence[tuple[int | None, ...]]
 
@@ -38,6 +40,28 @@ def planned_reduction(
     if reductions is None:
         return None
     return PlannedReduction(str(reductions), axis, most_lanes())
+
+
+def tiled(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    nesting: Nesting,
+    compiler_options: Mapping[str, Any],
+) -> tuple[Callable[..., Any], int | None]:
+    """Return ``fun``, which takes one item of each leaf, and how many items a tile should have.
+
+    None: as many as are allowed in flight. It is asked only where there is more than one chunk.
+    """
+    if nesting.plan.steps <= 1:
+        return fun, None
+    mapped = zip(*nesting.in_axes, strict=True)
+    avals: list[Any] = []
+    for leaf, axes in zip(leaves, mapped, strict=True):
+        aval = jax.typeof(leaf)
+        for _ in range(len(axes) - axes.count(None)):  # batch axes are in front
+            aval = with_axis(aval, 0)
+        avals.append(aval)
+    return with_tile(fun, avals, compiler_options)
 
 
 def map_levels(

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["Chunks", "even_chunk_size", "split_into_chunks"]
+__all__ = ["Chunks", "even_chunk_size", "split_into_chunks", "split_into_tiles"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +67,21 @@ def _divisor(number: int, most: int) -> int:
     pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
     found = max((d for pair in pairs for d in pair if d <= most), default=1)
     return found if 2 * found >= most else most
+
+
+def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
+    """Cut an axis into chunks that are smaller than allowed: at most ``tile`` items, if possible.
+
+    Where a chunk of ``chunk_size`` divides the axis, so does a tile, for no derivative may then
+    copy what it would not have copied. Without a divisor of that order the chunk is the tile.
+    """
+    chunks = split_into_chunks(length, chunk_size)
+    if tile >= chunks.size:
+        return chunks
+    tiles = split_into_chunks(length, tile)
+    if tiles.even or not chunks.even:
+        return tiles
+    for divisor in range(tile, tile // 4, -1):
+        if length % divisor == 0:
+            return Chunks(length, divisor, length // divisor)
+    return chunks

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from rankax._plan.chunks import split_into_chunks
+from rankax._plan.chunks import split_into_tiles
 
 __all__ = ["Level", "Shape", "plan_levels"]
 
@@ -50,6 +50,7 @@ def plan_levels(
     chunk_size: int | None,
     reduced: frozenset[int] = frozenset(),
     most_lanes: int | None = None,
+    best_tile: int | None = None,
 ) -> tuple[Level, ...]:
     """Nest the maps that cover ``batch_shape``, outermost first; those that are reduced come last.
 
@@ -63,6 +64,8 @@ def plan_levels(
         The axes of ``batch_shape`` that are reduced.
     most_lanes : int or None
         Where axes are reduced in chunks, how many items a tile has at most.
+    best_tile : int or None
+        How many items a tile should have where there are chunks, because that is faster.
     """
     axes = [
         Level(
@@ -77,8 +80,10 @@ def plan_levels(
     in_order = sorted(axes, key=lambda level: level.reduced)
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
         return tuple(in_order)
-    room = min(chunk_size, most_lanes or chunk_size) if reduced else chunk_size
-    return _tiled(_merged(in_order, batch_shape), room)
+    tile = min(chunk_size, best_tile or chunk_size)
+    if reduced:  # what is left over is a tile of its own, so no derivative copies more
+        chunk_size = tile = min(tile, most_lanes or tile)
+    return _tiled(_merged(in_order, batch_shape), chunk_size, tile)
 
 
 def _is_mapped(batch: Shape, axis: int, size: int) -> bool:
@@ -106,12 +111,15 @@ def _can_be_one(first: Level, second: Level, batch_shape: Shape) -> bool:
     return is_alike and math.prod(between) == 1
 
 
-def _tiled(levels: list[Level], chunk_size: int) -> tuple[Level, ...]:
+def _tiled(levels: list[Level], chunk_size: int, tile: int) -> tuple[Level, ...]:
     """Fill the tile from the innermost level outwards."""
-    room = chunk_size
+    room, better = chunk_size, tile
     tiled: list[Level] = []
     for level in reversed(levels):
-        tile = level.size if level.size <= room else split_into_chunks(level.size, room).size
-        tiled.append(dataclasses.replace(level, tile=tile))
-        room //= tile
+        size = level.size
+        if size > better:
+            size = split_into_tiles(size, min(size, room), better).size
+        tiled.append(dataclasses.replace(level, tile=size))
+        room //= size
+        better = room if size > better else better // size
     return tuple(reversed(tiled))

@@ -47,6 +47,7 @@ def plan_nesting(
     chunk_size: int | None,
     untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
     reduction: PlannedReduction | None = None,
+    best_tile: int | None = None,
 ) -> Nesting:
     """Check the shapes of a call, and plan it.
 
@@ -62,6 +63,8 @@ def plan_nesting(
         Returns path and shape of the arrays without a rank; asked for an error only.
     reduction : PlannedReduction, optional
         What is reduced.
+    best_tile : int, optional
+        How many items a tile should have where there are chunks, because that is faster.
 
     Raises
     ------
@@ -74,13 +77,12 @@ def plan_nesting(
     batch_shape, sizes = _agreed(fun, leaves, [rank for *_, rank in arrays], untouched)
     batches = tuple(leaf.batch_axes for leaf in leaves)
     if reduction is None:
-        plan = BatchPlan(
-            function_name(fun), batch_shape, leaves, plan_levels(batches, batch_shape, chunk_size)
-        )
+        levels = plan_levels(batches, batch_shape, chunk_size, best_tile=best_tile)
+        plan = BatchPlan(function_name(fun), batch_shape, leaves, levels)
     else:
         axes = reduced_axes(fun, reduction.axis, batch_shape)
         levels = plan_levels(
-            batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes
+            batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes, best_tile
         )
         plan = BatchPlan(
             function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name

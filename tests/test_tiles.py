@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: MIT
+"""Tiles: chunks that are walked in smaller steps, where XLA:CPU is faster so."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, temporary_bytes
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax._plan.chunks import split_into_tiles
+from rankax._plan.levels import plan_levels
+
+needs_tiles = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
+    reason="elsewhere a chunk is one tile",
+)
+
+
+def distances(points):
+    """192 numbers an item, of which three at a time are summed: 21 items are below 4096."""
+    separation = points[:, None] - points[None]
+    return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
+
+
+def clouds(*batch):
+    count = int(np.prod(batch)) * 24
+    return jnp.sin(jnp.arange(count, dtype=jnp.float32)).reshape(*batch, 8, 3)
+
+
+def gradient(mapped):
+    return jax.grad(lambda *args: jnp.sum(mapped(*args)))
+
+
+def steps(fun, *args):
+    """The lengths of the loops in a program, and of those inside."""
+    return [int(n) for n in re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(fun)(*args)))]
+
+
+# Which tile.
+
+SHARED = jnp.ones((300, 300))
+THREE = jnp.ones(3)
+
+
+def of_three(x):
+    return jnp.sum(x[:3] ** 2)
+
+
+def rows_of_three(x):
+    return jnp.sum(jnp.sum(x.reshape(-1, 3), axis=-1) ** 2)
+
+
+def in_a_loop(x):
+    return lax.fori_loop(0, 8, lambda _, x: x + distances(x) / (1 + jnp.sum(x**2, axis=-1))[0], x)
+
+
+WITH_TILES = {
+    "distances": (distances, (8, 3), 21),
+    "largest": (lambda x: distances(x[:8]) + distances(x), (16, 3), 5),
+    "one at a time": (distances, (36, 3), 1),
+    "maximum": (lambda x: jnp.max(x**2), (4,), 1023),
+    "dot": (lambda x: x @ (2 * x), (3,), 1365),
+    "in jit": (jax.jit(of_three), (3,), 1365),
+    "in scan": (lambda x: lax.scan(lambda c, y: (c + of_three(y), y), 0.0, x), (5, 3), 1365),
+    "in while": (in_a_loop, (8, 3), 21),
+    "in cond": (lambda x: lax.cond(x[0] > 0, of_three, jnp.max, x), (3,), 1365),
+    "in checkpoint": (jax.checkpoint(of_three), (3,), 1365),
+    "a rule": (jax.nn.logsumexp, (8,), 511),
+    "beside a small matrix": (lambda x: distances(x) + SHARED[:24, :24] @ x.ravel(), (8, 3), 21),
+    "beside an effect": (lambda x: jax.debug.callback(print, x) or of_three(x), (3,), 1365),
+    "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
+}  # fmt: skip
+
+WITHOUT = {
+    "no sum": (jnp.sin, (3,)),
+    "long": (jnp.sum, (16,)),
+    "more than fits": (distances, (40, 3)),
+    "product": (jnp.prod, (3,)),
+    "ints": (lambda x: jnp.sum(x.astype(jnp.int32)), (3,)),
+    "of one": (jnp.sum, (1,)),
+    "not of the item": (lambda x: x + jnp.sum(THREE), (3,)),
+    "not of the item, in a loop": (
+        lambda x: lax.scan(lambda c, y: (c + x, jnp.sum(y)), x, jnp.ones((4, 3))),
+        (3,),
+    ),
+    "matrices": (lambda x: x @ x.T, (3, 3)),
+    "mostly long": (lambda x: jnp.sum(x) + of_three(x), (1000,)),
+    "a large shared matrix": (lambda x: rows_of_three(SHARED @ x), (300,)),
+    "a long loop beside one sum": (
+        lambda x: lax.scan(lambda c, _: (jnp.sin(c), c), rows_of_three(x), None, 500),
+        (300,),
+    ),
+}
+
+
+def in_flight(fun, core, **options):
+    return auto_vmap(len(core), chunk_size=7919, **options)(fun).plan(jnp.ones((10**5, *core)))
+
+
+@needs_tiles
+@pytest.mark.parametrize("name", WITH_TILES)
+def test_short_sums_get_tiles(name):
+    fun, core, tile = WITH_TILES[name]
+    assert 4 * tile / 5 <= in_flight(fun, core).in_flight <= tile  # one that divides may be smaller
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_all_else_keeps_its_chunk(name):
+    fun, core = WITHOUT[name]
+    assert in_flight(fun, core).in_flight == 6250
+
+
+@needs_tiles
+def test_a_chunk_smaller_than_the_tile_is_kept_and_one_that_holds_all_is_vmap():
+    x = clouds(100)
+    kernel = auto_vmap(2)(distances)
+    assert [
+        kernel.with_options(chunk_size=size).plan(x).in_flight for size in (1, 7, 50, 99, 100, None)
+    ] == [1, 7, 20, 20, 100, 100]
+
+
+def test_an_accelerator_and_an_older_jax_have_no_tiles(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        assert in_flight(distances, (8, 3)).in_flight == 6250
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    assert in_flight(distances, (8, 3)).in_flight == 6250
+
+
+@needs_tiles
+def test_where_the_library_is_switched_off_there_are_no_tiles():
+    off = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    assert in_flight(distances, (8, 3), jit=True, compiler_options=off).in_flight == 6250
+    other = {"xla_embed_ir_in_executable": True}
+    assert in_flight(distances, (8, 3), jit=True, compiler_options=other).in_flight == 20
+
+
+# One plan.
+
+
+@needs_tiles
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_the_plan_shows_is_what_runs(jit):
+    kernel = auto_vmap(2, chunk_size=500, jit=jit)(distances)
+    x = clouds(1000)
+    plan = kernel.plan(x)
+    assert (plan.in_flight, plan.steps) == (20, 50)
+    assert steps(kernel, x) == [50]
+    assert "axis 0: 50 chunks of 20 over 1000, mapping points" in str(plan)
+
+
+@needs_tiles
+def test_several_levels():
+    @auto_vmap(2, 2, chunk_size=1000)
+    def between(a, b):
+        return jnp.sum(jnp.sqrt(jnp.sum((a[:, None] - b[None]) ** 2, axis=-1) + 1e-3))
+
+    a, b = clouds(40), clouds(30, 1)
+    assert [level.tile for level in between.plan(a, b).levels] == [1, 20]
+    assert steps(between, a, b) == [2, 30]  # the inner loop is printed first
+    want = jax.vmap(lambda b: jax.vmap(lambda a: between(a, b))(a))(b[:, 0])
+    assert_same(between(a, b), want)
+
+
+@needs_tiles
+def test_the_kernel_is_traced_once_a_call():
+    traces = 0
+
+    @auto_vmap(2, chunk_size=100)
+    def counted(points):
+        nonlocal traces
+        traces += 1
+        return distances(points)
+
+    x = clouds(300)
+    for reduce in (None, "sum"):
+        traces = 0
+        assert_same(
+            counted.with_options(reduce=reduce)(x),
+            jax.vmap(distances)(x) if reduce is None else jax.vmap(distances)(x).sum(),
+            rtol=1e-4,
+        )
+        assert traces == 1
+
+
+@needs_tiles
+def test_a_plan_takes_shapes_and_values_in_any_place():
+    @auto_vmap(2, 2, None, None, chunk_size=500)
+    def kernel(a, b, table, flags):
+        scale = 2.0 if flags["on"] and flags["values"][0] > 0 else table[0]
+        return distances(a) * distances(b) * scale
+
+    like = jax.ShapeDtypeStruct
+    flags = {"on": True, "values": np.ones(2)}  # looked at while the kernel is traced
+    plan = kernel.plan(
+        like((1000, 8, 3), jnp.float32), like((8, 3), jnp.float32), like((2,), jnp.float32), flags
+    )
+    assert plan.in_flight == 20
+    assert kernel.plan(clouds(1000), clouds(), jnp.ones(2), {1: 0, "on": 0}).in_flight == 20
+
+
+# Values and derivatives.
+
+
+@pytest.mark.parametrize("length", [100, 101])
+@pytest.mark.parametrize("chunked", [lambda f: chunked_vmap(f, 50), auto_vmap(2, chunk_size=50)])
+def test_values_and_derivatives(chunked, length):
+    x, mapped, plain = clouds(length), chunked(distances), jax.vmap(distances)
+    assert_same(mapped(x), plain(x), rtol=1e-4)
+    assert_same(gradient(mapped)(x), gradient(plain)(x), rtol=1e-3, atol=1e-4)
+    got, want = (jax.jvp(gradient(f), (x,), (x + 1,)) for f in (mapped, plain))
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
+
+
+@needs_tiles
+def test_chunked_vmap_and_reductions_have_tiles_too():
+    x = clouds(1000)
+    assert steps(chunked_vmap(distances, 500), x) == [50]
+    assert steps(chunked_reduce(distances, "sum", 500), x) == [50]
+    kernel = auto_vmap(2, chunk_size=500, reduce="sum")(distances)
+    assert (kernel.plan(x).in_flight, steps(kernel, x)) == (20, [50])
+    assert_same(chunked_reduce(distances, "sum", 500)(x), jax.vmap(distances)(x).sum(), rtol=1e-4)
+
+
+# How an axis is cut, so that no promise about memory is broken.
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "tile", "size", "even"),
+    [
+        (1000, 500, 21, 20, True),
+        (1000, 10, 21, 10, True),
+        (1009, 500, 21, 21, False),  # no chunk divides, so no tile needs to
+        (1001, 143, 19, 13, True),  # where a chunk of 19 would overlap
+        (31 * 37, 37, 21, 37, True),  # none near
+        (31 * 37, 37, 1, 1, True),
+    ],
+)
+def test_where_the_chunk_divides_the_tile_does_too(length, chunk_size, tile, size, even):
+    chunks = split_into_tiles(length, chunk_size, tile)
+    assert (chunks.size, chunks.even) == (size, even)
+
+
+@pytest.mark.optimized
+def test_derivatives_are_as_small_as_without_tiles():
+    x = jax.ShapeDtypeStruct((31 * 997, 8, 3), jnp.float32)
+    mapped = chunked_vmap(lambda p: jnp.sin(p) * distances(p), 997)
+    assert temporary_bytes(gradient(mapped), x) < 2_000_000
+
+
+def test_several_levels_of_tiles_fill_up_from_the_inside():
+    batches = ((60, 1), (1, 50))
+
+    def tiles(chunk_size, tile):
+        levels = plan_levels(batches, (60, 50), chunk_size, best_tile=tile)
+        return [level.tile for level in levels]
+
+    assert tiles(1000, None) == [20, 50]
+    assert tiles(1000, 21) == [2, 10]
+    assert tiles(1000, 100) == [2, 50]
+    assert tiles(10, 21) == [1, 10]
+    assert tiles(3000, 21) == [60, 50]  # all at once
