@@ -303,6 +303,15 @@ def test_top_k_of_other_dtypes(dtype, largest):
     assert_same(found.values, values[order])
 
 
+def test_top_k_counts_over_several_axes():
+    a, b = jnp.cos(3 * jnp.arange(5.0))[:, None], jnp.sin(2 * jnp.arange(7.0))
+    for size in (1, 3, 9):
+        found = auto_vmap(0, 0, reduce=TopK(6), chunk_size=size)(lambda a, b: a * b)(a, b)
+        order = jnp.argsort(jnp.ravel(a * b[None]), stable=True)[:6]
+        assert_same(found.values, jnp.ravel(a * b[None])[order])
+        assert found.indices.tolist() == order.tolist()
+
+
 def test_top_k_of_vectors_and_its_derivative():
     def kernel(x, y, w):
         return w * jnp.cos(x - y)
@@ -761,8 +770,7 @@ def test_wrong_objects(make, error, text):
 def test_the_plan_says_what_is_reduced():
     kernel = reduced("sum", -1, 6)
     assert str(kernel.plan(*ARGS)) == (
-        "gauss: batch shape (4, 23), 92 evaluations, 6 in flight, 16 steps, reduced to (4,) by "
-        "sum\n"
+        "gauss: batch shape (4, 23), 92 evaluations, 6 in flight, 16 steps\n"
         "  leaf   shape      rank  core  batch axes\n"
         "  x      (4, 1, 3)  1     (3,)  4 1*\n"
         "  y      (23, 3)    1     (3,)  - 23\n"
@@ -770,7 +778,8 @@ def test_the_plan_says_what_is_reduced():
         "  batch  (4, 23)                4 23\n"
         "  axis 0: 4 chunks of 1 over 4, mapping x\n"
         "  axis 1: 4 tiles of 6 over 23, mapping y, w, reduced\n"
-        "  (1* stretched, - absent: used again for each item, never copied)"
+        "  (1* stretched, - absent: used again for each item, never copied)\n"
+        "  reduced by sum, to (4,)"
     )
     big = jax.ShapeDtypeStruct((100_000, 1, 3), jnp.float32)
     other = jax.ShapeDtypeStruct((100_000, 3), jnp.float32)
@@ -808,3 +817,10 @@ def test_memory_does_not_grow_with_the_pairs(reduce):
         numbers = [10 * rows + 9 * items for rows, items in sizes]
         for size, number in zip(sizes, numbers, strict=True):
             assert temporaries(gradient, *size) < 200_000 + 4 * number
+
+
+def test_the_picture_of_a_plan_says_it_too():
+    shown = reduced("sum", -1, 6).plan(*ARGS)._repr_html_()
+    assert "<td>4 tiles of 6 over 23, reduced</td>" in shown
+    assert "<td>4 chunks of 1 over 4</td>" in shown
+    assert "reduced by sum, to (4,)" in shown
