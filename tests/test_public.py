@@ -57,7 +57,7 @@ def test_instances_pickle_by_public_names():
 
 
 def test_fields_of_public_classes_are_known_where_the_classes_are():
-    for name in ("BatchPlan", "LeafPlan", "Level", "Static"):
+    for name in ("BatchPlan", "Candidate", "LeafPlan", "Level", "Static", "Tuning"):
         fields = dataclasses.fields(getattr(rankax, name))
         assert typing.get_type_hints(getattr(rankax, name)).keys() == {f.name for f in fields}
 
@@ -68,6 +68,7 @@ def test_functions_have_their_source_and_examples():
         "checkpoint_chunked_scan",
         "chunked_reduce",
         "chunked_vmap",
+        "load_tuning",
         "options",
         "ranks_like",
         "sliced_scan",

@@ -114,7 +114,7 @@ class Kernel:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
-        plan = self._planned(call, self.options()).plan
+        plan = self.planned(call, self.options()).plan
         untouched = self._untouched(call.bound)
         return dataclasses.replace(plan, untouched=untouched) if untouched else plan
 
@@ -286,7 +286,7 @@ class Kernel:
 
     # From leaves to a plan.
 
-    def _planned(self, call: Call, options: Options) -> Nesting:
+    def planned(self, call: Call, options: Options) -> Nesting:
         """Return what a call would carry out, of which the leaves may be shapes."""
         nesting = self._nesting(call, options)
         if nesting.plan.steps <= 1 or not tiles_matter(dict(options.compiler_options or ())):
