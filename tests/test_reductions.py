@@ -280,7 +280,7 @@ def test_best(largest, size):
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 500])
 def test_top_k(largest, size):
-    values = jnp.asarray([3.0, 1.0, jnp.nan, 1.0, -0.0, 0.0, jnp.inf, 3.0, -jnp.inf, 2.0, 1.0])
+    values = jnp.asarray([3.0, 1.0, -jnp.nan, 1.0, -0.0, 0.0, jnp.inf, 3.0, -jnp.inf, 2.0, 1.0])
     order = np.argsort(np.asarray(values), stable=True)
     if largest:
         # The first of equals first: nan, inf, 3 (twice), 2.
