@@ -358,7 +358,7 @@ def compose(first, second):
 
 AFFINE = Fold(
     {"a": 1.0, "b": 0.0},
-    lift=lambda out: {"a": out, "b": 1 - out},
+    lift=lambda out: {"a": out, "b": jnp.cos(3 * out)},
     merge=compose,
     finish=lambda state: state["a"] * 2 + state["b"],
 )

@@ -3,6 +3,7 @@
 
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def test_what_is_much_faster_is_chosen(gradient):
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
     assert chosen.seconds < tuning.candidates[0].seconds / 1.5
-    assert chosen.seconds == min(c.seconds for c in tuning.candidates)
+    assert 0.97 * chosen.seconds < min(c.seconds for c in tuning.candidates)
 
 
 def test_the_result_is_the_kernel_with_those_options():
@@ -163,18 +164,32 @@ def test_reductions():
     assert_same(tuned(X), jax.vmap(distances)(X).sum(), rtol=1e-4)
 
 
+def watched(seconds):
+    """A kernel of two numbers that takes so long, and the lengths that its second one came in."""
+    lengths = []
+
+    def wait(a, b):  # looks at no value, which a callback must not wait for
+        lengths.append(b.size)
+        time.sleep(seconds)
+        return np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32)
+
+    def kernel(a, b):
+        return jax.pure_callback(wait, a, a, b, vmap_method="expand_dims")
+
+    return auto_vmap(0, 0)(kernel), lengths
+
+
 def test_of_a_large_batch_a_slice_is_run():
-    ran = []
+    kernel, lengths = watched(0.0)
+    tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(400.0), seconds=1e-9).tuning
+    assert tuning.candidates[0].tile == 1200
+    assert max(lengths) == 342  # three rows, and 1024 items
 
-    @auto_vmap(0, 0)
-    def watched(a, b):
-        jax.debug.callback(lambda b: ran.append(float(np.max(b))), b)
-        return a + b
 
-    tuning = watched.tune(jnp.arange(3.0)[:, None], jnp.arange(2000.0), seconds=1e-9).tuning
-    assert tuning.candidates[0].tile == 6000
-    jax.effects_barrier()
-    assert 340 <= max(ran) < 350  # 1024 items and no more, of three rows
+def test_of_slow_items_few_are_run():
+    kernel, lengths = watched(0.012)
+    kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=1e-9)
+    assert max(lengths) == 16
 
 
 def test_methods():

@@ -26,7 +26,8 @@ __all__ = ["tuned"]
 
 _SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
 _SIZES_ALONE = (16, 256)  # of chunks without the library, beside all items at once
-_FIRST_ITEMS = 1024  # of the slice that tells how long an item takes
+_FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that tell how long an item takes
+_LONG = 0.01  # seconds, for which few items are enough to tell
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 _GIVE_UP = (
     4.0,
@@ -34,7 +35,7 @@ _GIVE_UP = (
     2.0,
     1.5,
 )  # times the best, after so many rounds; the first one does not count
-_WORTH = 0.97  # of the time with the options as they are, or else those stay
+_WORTH = 0.97  # of the time with the options as they are, or with a smaller chunk, or these stay
 
 
 class _Program(NamedTuple):
@@ -103,7 +104,7 @@ def _note(program: _Program, times: Sequence[float], rounds: int, limit: int | N
 
 
 def _best(candidates: Sequence[Candidate], where: str, limit: int | None) -> int:
-    """Return the position of the fastest; the first, if it is hardly slower."""
+    """Return the position of the first that is hardly slower than the fastest."""
     timed = [(c.seconds, i) for i, c in enumerate(candidates) if c.seconds is not None]
     if not timed:
         least = min(c.temporaries for c in candidates)
@@ -111,9 +112,8 @@ def _best(candidates: Sequence[Candidate], where: str, limit: int | None) -> int
             f"{where}: no chunk size keeps to memory_limit={limit}; the least that was found needs "
             f"{least} bytes besides arguments and results"
         )
-    fastest, best = min(timed)
-    first = candidates[0].seconds
-    return 0 if first is not None and fastest > _WORTH * first else best
+    fastest, _ = min(timed)
+    return next(i for seconds, i in timed if fastest > _WORTH * seconds)
 
 
 def _as_given(options: Options, own: Options) -> dict[str, Any]:
@@ -142,7 +142,9 @@ class _Measure:
             for i, leaf in enumerate([*call.leaves, *self.others])
             if (i < len(ranks) and ranks[i] is not None) or (kernel.own.jit and is_array(leaf))
         ]
-        self.floating = [i for i, rank in enumerate(ranks) if rank and _is_floating(call.leaves[i])]
+        self.floating = [
+            i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
+        ]
         self.batch = kernel.planned(call, self.with_(None)).plan.batch_shape
         self.items = math.prod(self.batch)
         if not self.items or not self.batch:
@@ -194,10 +196,13 @@ class _Measure:
 
     def slice_for(self, options: Options, seconds: float) -> list[Any]:
         """Return leaves with the first part of the longest batch axis, that take so long."""
-        few = self.sliced(_FIRST_ITEMS)
-        run = self.runner(options, few, None)
-        one = min(_timed(run) for _ in range(_FEWEST_ROUNDS)) / self.items
-        return self.sliced(max(_FIRST_ITEMS, int(seconds / one)))
+        found = 0.0
+        for items in (_FEW_ITEMS, _SOME_ITEMS):
+            run = self.runner(options, self.sliced(items), None)
+            found = min(_timed(run) for _ in range(_FEWEST_ROUNDS))
+            if found > _LONG:
+                break
+        return self.sliced(max(_FEW_ITEMS, int(seconds * self.items / found)))
 
     def sliced(self, items: int) -> list[Any]:
         """Return leaves with about so many items, and count them."""
