@@ -107,6 +107,7 @@ def auto_vmap(
     checkpoint: bool = True,
     jit: Literal[True],
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
     **named_ranks: Any,
 ) -> JitDecorator: ...
 
@@ -121,6 +122,7 @@ def auto_vmap(
     checkpoint: bool = True,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
     **named_ranks: Any,
 ) -> Decorator: ...
 
