@@ -132,6 +132,7 @@ def auto_vmap(
     checkpoint: bool = True,
     jit: Literal[True],
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
     **named_ranks: Any,
 ) -> JitDecorator: ...
 
@@ -146,6 +147,7 @@ def auto_vmap(
     checkpoint: bool = True,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
     **named_ranks: Any,
 ) -> Decorator: ...
 

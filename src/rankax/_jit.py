@@ -14,6 +14,7 @@ from rankax._base.staged import is_staged
 from rankax._base.trees import leaves_with_names
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
+from rankax._map.progress import until_done
 from rankax._options import Options
 
 __all__ = ["JitKernel"]
@@ -74,7 +75,8 @@ class JitKernel:
         if is_staged():  # the outer program compiles it, and is left without a call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            return self._jitted(frame, *arrays)
+            with until_done(frame.options.progress, self._kernel.name):
+                return self._jitted(frame, *arrays)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all
             raise

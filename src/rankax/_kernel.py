@@ -27,6 +27,7 @@ from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.cost import Task, fit_to_limit, shape_of
 from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
+from rankax._map.progress import Progress, told
 from rankax._map.tiles import best_tile, tiles_matter
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
@@ -107,7 +108,10 @@ class Kernel:
         options, _ = self._within_limit(call, options)
         nesting = self._nesting(call, options)
         if options.reduce is not None or nesting.plan.levels:
-            return _through(*self._tiled(call, nesting, options), options)
+            # Its loops are not known to the kernels that it calls, which are not to report as well.
+            shown = options.progress if nesting.plan.steps > 1 else False
+            with told(shown, self.name) as progress:
+                return _through(*self._tiled(call, nesting, options), options, progress)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
@@ -465,10 +469,14 @@ class Kernel:
 
 
 def _through(
-    on_item: Callable[..., Any], leaves: list[Any], nesting: Nesting, options: Options
+    on_item: Callable[..., Any],
+    leaves: list[Any],
+    nesting: Nesting,
+    options: Options,
+    progress: Progress | None = None,
 ) -> Any:
     """Take leaves through the nest of maps around what is done for one item."""
-    bounds = Bounds(options.chunk_size, options.checkpoint)
+    bounds = Bounds(options.chunk_size, options.checkpoint, progress)
     if options.reduce is None:
         return map_levels(on_item, leaves, nesting, bounds)
     return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
+from rankax._map.progress import checked_progress
 from rankax._map.reduce import Reductions, read_reductions
 from rankax._plan.budget import checked_limit
 
@@ -34,6 +35,7 @@ class Options:
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
+    progress: bool | str | Callable[[int, int], object] = False
 
 
 class Given(TypedDict, total=False):
@@ -46,6 +48,7 @@ class Given(TypedDict, total=False):
     checkpoint: bool
     jit: bool
     compiler_options: Mapping[str, Any] | None
+    progress: bool | str | Callable[[int, int], object]
 
 
 class Scoped(TypedDict, total=False):
@@ -54,6 +57,7 @@ class Scoped(TypedDict, total=False):
     chunk_size: int | None
     memory_limit: int | str | None
     checkpoint: bool
+    progress: bool | str | Callable[[int, int], object]
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -115,6 +119,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "checkpoint": _bool("checkpoint"),
     "jit": _bool("jit"),
     "compiler_options": _compiler_options,
+    "progress": checked_progress,
 }
 
 
@@ -171,7 +176,7 @@ def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint
+    chunk_size, memory_limit, checkpoint, progress
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 

@@ -29,6 +29,7 @@ from rankax._map.item import (
     with_axis,
 )
 from rankax._map.loop import map_in_chunks
+from rankax._map.progress import Progress, checked_progress, told
 from rankax._map.tiles import best_tile, tiles_matter
 from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import Chunks, split_into_chunks, split_into_tiles
@@ -52,6 +53,7 @@ def chunked_vmap(
     axis_size: int | None = None,
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -142,6 +144,7 @@ def chunked_vmap(
     where = f"chunked_vmap({function_name(fun)})"
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
     limit = checked_limit(memory_limit, where)
+    shown = checked_progress(progress, where)
     size = None if axis_size is None else axis_length(axis_size, where)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, where, "in_axes")
@@ -158,10 +161,11 @@ def chunked_vmap(
         if most is None or not mapping.length or mapping.length <= most != 1:
             whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
             return whole(*args, **kwargs)
-        item = _item_program(fun, mapping, out_axes, axis_name)
-        tile = best_tile(item.closed) if tiles_matter() else None
-        chunks = split_into_tiles(mapping.length, most, tile or most)
-        return _in_chunks(item, mapping, chunks, checkpoint=checkpoint)
+        with told(shown, function_name(fun)) as passed_on:
+            item = _item_program(fun, mapping, out_axes, axis_name)
+            tile = best_tile(item.closed) if tiles_matter() else None
+            chunks = split_into_tiles(mapping.length, most, tile or most)
+            return _in_chunks(item, mapping, chunks, checkpoint=checkpoint, progress=passed_on)
 
     return mapped
 
@@ -302,9 +306,17 @@ def _in_one_chunk(
     return call
 
 
-def _in_chunks(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, checkpoint: bool) -> Any:
+def _in_chunks(
+    item: ItemProgram,
+    mapping: _Mapping,
+    chunks: Chunks,
+    *,
+    checkpoint: bool,
+    progress: Progress | None,
+) -> Any:
     axes = [axis for axis in mapping.axes if axis is not None]
-    outs = map_chunks(item, mapping.mapped, axes, chunks, checkpoint=checkpoint)
+    leaves = mapping.mapped
+    outs = map_chunks(item, leaves, axes, chunks, checkpoint=checkpoint, progress=progress)
     return jax.tree.unflatten(item.out_tree, outs)
 
 
@@ -345,6 +357,7 @@ def chunked_level(
     tile: int,
     *,
     checkpoint: bool,
+    progress: Progress | None,
 ) -> Callable[..., Any]:
     """Return `chunked_vmap` of ``fun`` for one level of a nest, of which nothing has to be checked.
 
@@ -356,6 +369,7 @@ def chunked_level(
         treedef = jax.tree.structure((leaves, {}))
         arrays = [x if a is None else jnp.asarray(x) for x, a in zip(leaves, in_axes, strict=True)]
         mapping = _Mapping(arrays, list(in_axes), treedef, size)
-        return _in_chunks(_item_program(fun, mapping, 0), mapping, chunks, checkpoint=checkpoint)
+        item = _item_program(fun, mapping, 0)
+        return _in_chunks(item, mapping, chunks, checkpoint=checkpoint, progress=progress)
 
     return mapped

@@ -11,6 +11,7 @@ from rankax._base.checks import check_bool, check_callable, positive_int
 from rankax._base.functions import function_name
 from rankax._map.chunked import axis_length, check_axes, resolve_arguments
 from rankax._map.item import with_axis
+from rankax._map.progress import checked_progress, told
 from rankax._map.reduce import read_reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
 from rankax._map.tiles import with_tile
@@ -27,6 +28,7 @@ def chunked_reduce(
     *,
     axis_size: int | None = None,
     checkpoint: bool = True,
+    progress: bool | str | Callable[[int, int], object] = False,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce what it returns, with few items in flight.
 
@@ -99,6 +101,7 @@ def chunked_reduce(
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, where, "in_axes")
     check_bool(checkpoint, where, "checkpoint")
+    shown = checked_progress(progress, where)
 
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +120,15 @@ def chunked_reduce(
             most = min(bound, most_lanes() or bound, best or bound)
             tile = split_into_chunks(length, most).size
         level = RowLevel(length, tile, tuple(axes))
-        found = reduce_row(traced, mapping.mapped, (level,), reductions, checkpoint=checkpoint)
+        with told(shown if tile < length else False, function_name(fun)) as passed_on:
+            found = reduce_row(
+                traced,
+                mapping.mapped,
+                (level,),
+                reductions,
+                checkpoint=checkpoint,
+                progress=passed_on,
+            )
         return found.assemble(found.arrays)
 
     return reduced

@@ -28,6 +28,7 @@ from rankax._base.staged import is_staged
 from rankax._map.compare import Unknown, fingerprint, opened, without_rules
 from rankax._map.item import ItemProgram
 from rankax._map.loop import map_in_chunks
+from rankax._map.progress import Progress
 from rankax._map.sinks import Sink
 from rankax._plan.chunks import Chunks
 
@@ -47,20 +48,29 @@ def map_chunks(
     checkpoint: bool,
     sink: Sink | None = None,
     linear: bool = True,
+    progress: Progress | None = None,
 ) -> list[Any]:
     """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
 
     def as_ever() -> list[Any]:
         return map_in_chunks(
-            item, leaves, axes, chunks, checkpoint=checkpoint, sink=sink, linear=linear
+            item,
+            leaves,
+            axes,
+            chunks,
+            checkpoint=checkpoint,
+            sink=sink,
+            linear=linear,
+            progress=progress,
         )
 
     if not is_eager([*leaves, *item.closed.consts]):
         return as_ever()
     closed = opened(item.closed)
     try:
-        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks, sink))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks, sink))
+        outside = item.where, item.out_axes, tuple(axes), chunks, sink, progress
+        key = _Key((fingerprint(closed), *outside))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks, sink, progress))
     except Unknown:
         return as_ever()
     try:
@@ -79,7 +89,12 @@ def is_eager(arrays: Sequence[Any]) -> bool:
 
 
 def _loop(
-    item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks, sink: Sink | None
+    item: ItemProgram,
+    jaxpr: Any,
+    axes: Sequence[int],
+    chunks: Chunks,
+    sink: Sink | None,
+    progress: Progress | None,
 ) -> Any:
     """Return the loop as a function of constants and inputs that holds nothing of the caller's."""
     jaxpr = without_rules(jaxpr)
@@ -88,7 +103,9 @@ def _loop(
     def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
         item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
         # Nobody differentiates what is eager, so there is nothing to recompute.
-        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False, sink=sink)
+        return map_in_chunks(
+            item, leaves, axes, chunks, checkpoint=False, sink=sink, progress=progress
+        )
 
     return jax.jit(chunks_of)
 

@@ -32,6 +32,7 @@ from rankax._map.access import (
 )
 from rankax._map.calls import call_with_derivative_of, keep_rules
 from rankax._map.item import ItemProgram, chunk_program, with_axis
+from rankax._map.progress import Progress, Reports
 from rankax._map.sinks import Each, Sink, Write, sink_for
 from rankax._plan.chunks import Chunks
 
@@ -66,6 +67,7 @@ class _Walk:
     sink: Sink
     checkpoint: bool
     linear: bool
+    reports: Reports | None
 
 
 def map_in_chunks(
@@ -77,6 +79,7 @@ def map_in_chunks(
     checkpoint: bool,
     sink: Sink | None = None,
     linear: bool = True,
+    progress: Progress | None = None,
 ) -> list[Any]:
     """Run the program of one item for all items of ``leaves``, which lie along ``axes``.
 
@@ -108,8 +111,10 @@ def map_in_chunks(
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(flatten_items(leaf, axis))
+    reports = progress and Reports(progress, chunks.length, chunks.size, chunks.steps)
+    walk = _Walk(chunks, sliced_axes, sink, checkpoint, linear, reports)
     try:
-        return _run(body, _Walk(chunks, sliced_axes, sink, checkpoint, linear), operands)
+        return _run(body, walk, operands)
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
         raise item.reuses_key() from error
 
@@ -149,7 +154,7 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
 
 def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     """Walk the chunks once, and hand their outputs to the sink."""
-    chunks, sink = walk.chunks, walk.sink
+    chunks, sink, reports = walk.chunks, walk.sink, walk.reports
 
     def one_chunk(start: Any, operands: _Operands) -> list[Any]:
         window = [
@@ -173,8 +178,16 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     def step(carry: tuple[Any, Any], stacked: Any) -> Any:
         start, held = carry
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
+        if reports is not None:  # outside the checkpoints, which would report again
+            reports.at(start)
+            held, rows = reports.on_the_way_back(start, (held, rows))
         return (next_start(start, chunks), held), rows
 
+    if reports is not None:
+        operands = reports.behind_the_way_back(operands)
     init = first_start(chunks), sink.start()
-    (_, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
-    return sink.end(held, rows)
+    (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
+    outs = sink.end(held, rows)
+    if reports is not None:
+        reports.end(end, outs)
+    return outs

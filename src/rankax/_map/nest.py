@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rankax._map.chunked import chunked_level
 from rankax._map.item import with_axis
+from rankax._map.progress import Progress
 from rankax._map.reduce import Reduced, Reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
 from rankax._map.tiles import with_tile
@@ -27,10 +28,11 @@ _MOST_BYTES_COPIED = 2**19
 
 
 class Bounds(NamedTuple):
-    """What bounds the memory of a nest."""
+    """What bounds the memory of a nest, and who hears how far its outermost loop is."""
 
     chunk_size: int | None
     checkpoint: bool
+    progress: Progress | None = None
 
 
 def planned_reduction(
@@ -102,10 +104,13 @@ def reduce_levels(
     in_axes = nesting.in_axes[: len(kept)]
     leaves, rows = _lanes_last(leaves, nesting, len(kept))
     found: list[Reduced] = []
+    of_row = None if any(_is_loop(level, bounds) for level in kept) else bounds.progress
 
     @functools.wraps(fun)
     def on_row(*items: Any) -> list[Any]:
-        reduced = reduce_row(fun, items, rows, reductions, checkpoint=bounds.checkpoint)
+        reduced = reduce_row(
+            fun, items, rows, reductions, checkpoint=bounds.checkpoint, progress=of_row
+        )
         found.append(reduced)
         return reduced.arrays
 
@@ -162,10 +167,22 @@ def _nested(
     in_axes: InAxes,
     bounds: Bounds,
 ) -> Callable[..., Any]:
+    loops = [level for level in levels if _is_loop(level, bounds)]
     for level, axes in zip(reversed(levels), reversed(in_axes), strict=True):
-        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-        if level.tile == level.size and not level.size == bounds.chunk_size == 1:
+        if not _is_loop(level, bounds):
             fun = jax.vmap(fun, in_axes=axes, axis_size=level.size)
-        else:
-            fun = chunked_level(fun, axes, level.size, level.tile, checkpoint=bounds.checkpoint)
+            continue
+        fun = chunked_level(
+            fun,
+            axes,
+            level.size,
+            level.tile,
+            checkpoint=bounds.checkpoint,
+            progress=bounds.progress if level is loops[0] else None,
+        )
     return fun
+
+
+def _is_loop(level: Level, bounds: Bounds) -> bool:
+    # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    return level.tile != level.size or level.size == bounds.chunk_size == 1

@@ -19,6 +19,7 @@ from rankax._map.calls import call_with_derivative_of
 from rankax._map.eager import is_eager
 from rankax._map.item import with_axis
 from rankax._map.loop import apart_from_constants
+from rankax._map.progress import Progress
 from rankax._map.reduction import MisfitError, Part, Reduction
 from rankax._map.rows import Row, RowLevel, Task
 from rankax._map.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
@@ -103,6 +104,7 @@ def reduce_row(
     reductions: Reductions,
     *,
     checkpoint: bool,
+    progress: Progress | None = None,
 ) -> Reduced:
     """Reduce the outputs of ``fun`` over the levels of ``leaves``.
 
@@ -121,7 +123,7 @@ def reduce_row(
         def item(*items: Any) -> list[Any]:
             return program.evaluate(consts, items)
 
-        return Row(item, tuple(leaves), tuple(levels), checkpoint)
+        return Row(item, tuple(leaves), tuple(levels), checkpoint, progress)
 
     values = program.values(row, leaves)
     arrays, structure = jax.tree.flatten(values)

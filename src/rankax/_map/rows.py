@@ -25,6 +25,7 @@ from rankax._map.calls import keep_rules
 from rankax._map.eager import map_chunks
 from rankax._map.item import ItemProgram, chunk_program, trace_item, with_axis
 from rankax._map.loop import KEPT_IN_REVERSE
+from rankax._map.progress import Progress
 from rankax._plan.chunks import Chunks
 
 __all__ = ["Row", "RowLevel", "Task", "most_lanes"]
@@ -70,6 +71,7 @@ class Row:
     leaves: tuple[Any, ...]
     levels: tuple[RowLevel, ...]
     checkpoint: bool
+    progress: Progress | None = None
 
     @property
     def size(self) -> int:
@@ -155,10 +157,11 @@ class Row:
         around, below = self.levels[:at], self.levels[at + 1 :]
         lanes = math.prod(level.size for level in below)
         walk = _Walk(tuple(tasks), self.index_dtype, self.checkpoint, linear)
-        fun = walk.tiles(_lanes_behind(self.item, below), self.levels[at], len(below), lanes)
+        fun = _lanes_behind(self.item, below)
+        fun = walk.tiles(fun, self.levels[at], len(below), lanes, None if at else self.progress)
         each = lanes * self.levels[at].size
-        for level in reversed(around):
-            fun = walk.one_by_one(fun, level, each)
+        for place, level in reversed(tuple(enumerate(around))):
+            fun = walk.one_by_one(fun, level, each, None if place else self.progress)
             each *= level.size
         return fun(*self.leaves)
 
@@ -180,7 +183,12 @@ class _Walk:
     linear: bool
 
     def tiles(
-        self, fun: Callable[..., Any], level: RowLevel, levels_below: int, lanes_below: int
+        self,
+        fun: Callable[..., Any],
+        level: RowLevel,
+        levels_below: int,
+        lanes_below: int,
+        progress: Progress | None,
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; what is left over is a tile of its own."""
 
@@ -197,6 +205,7 @@ class _Walk:
                 checkpoint=self.checkpoint,
                 sink=sink,
                 linear=self.linear,
+                progress=progress,
             )
             start = steps * level.tile
             if start == level.size:
@@ -226,7 +235,11 @@ class _Walk:
         return (jax.checkpoint(evaluate) if self.checkpoint else evaluate)(*tails)
 
     def one_by_one(
-        self, fun: Callable[..., list[Any]], level: RowLevel, each: int
+        self,
+        fun: Callable[..., list[Any]],
+        level: RowLevel,
+        each: int,
+        progress: Progress | None,
     ) -> Callable[..., list[Any]]:
         """Return the loop over one level whose items are walks themselves."""
 
@@ -241,7 +254,9 @@ class _Walk:
             item, mapped, axes = _item_of(flat, leaves, level.in_axes, 0)
             sink = _States(self.tasks, structures[-1], each, self.index_dtype)
             chunks = Chunks(level.size, 1, level.size)
-            return map_chunks(item, mapped, axes, chunks, checkpoint=False, sink=sink)
+            return map_chunks(
+                item, mapped, axes, chunks, checkpoint=False, sink=sink, progress=progress
+            )
 
         return walk
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
+from rankax._base.functions import function_name
+from rankax._map.progress import checked_progress, told
 from rankax._plan.chunks import split_into_chunks
 from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_arguments
 from rankax._scan.body import Step, trace_body
@@ -31,6 +33,7 @@ def checkpoint_chunked_scan(
     *,
     chunk_size: int | Sequence[int] | None = None,
     policy: Callable[..., bool] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
 ) -> tuple[Carry, Y]:
     r"""Scan, and let the reverse pass store one carry per chunk instead of every step.
 
@@ -101,17 +104,19 @@ def checkpoint_chunked_scan(
     sizes = chunk_sizes(where, chunk_size)
     if policy is not None and not callable(policy):
         raise TypeError(f"{where}: policy must be callable or None, got {type(policy).__name__}")
+    shown = checked_progress(progress, where)
     init, xs, length, unroll = scan_arguments(where, f, init, xs, length, unroll)
     if is_debugging():
         return lax.scan(f, init, xs, length, reverse, unroll)
-    body, operands = trace_body(where, f, init, xs)
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         return _scan_checkpointed(loop, carry, items, length, sizes or (length,), policy)
 
     cut_evenly = not sizes or length <= sizes[0] or split_into_chunks(length, sizes[0]).even
-    in_place = not cut_evenly
-    carry, ys = run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
+    options: Any = {"in_place": not cut_evenly}
+    with told(shown if length else False, function_name(f)) as options["progress"]:
+        body, operands = trace_body(where, f, init, xs)
+        carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
     return body.rebuilt(carry, ys)
 
 

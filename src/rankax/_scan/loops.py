@@ -19,6 +19,7 @@ from jax import lax
 
 from rankax._map.access import scalar
 from rankax._map.calls import call_with_derivative_of
+from rankax._map.progress import Progress, Reports
 from rankax._scan.body import Body, Operands, Step
 from rankax._scan.steps import cut_steps
 
@@ -66,6 +67,7 @@ def run_layout(
     unroll: int | bool,
     *,
     in_place: bool,
+    progress: Progress | None = None,
 ) -> tuple[Any, Any]:
     """Run a layout of the body, and read ``xs`` in place where the layout would copy parts of it.
 
@@ -73,8 +75,13 @@ def run_layout(
     large as ``xs`` and end with adding all of it. So a derivative, of any order, is that of the
     layout which slices ``xs``.
     """
+    reports = progress and Reports(progress, length, 1, length)
+    if reports is not None:
+        layout = _reporting(layout, reports)
 
     def sliced(operands: Operands) -> tuple[Any, Any]:
+        if reports is not None:
+            operands = reports.behind_the_way_back(operands)
         loop = Loop(body.step(operands.consts), reverse, unroll)
         return layout(loop, operands.init, operands.xs)
 
@@ -95,3 +102,23 @@ def run_layout(
     if not in_place or not operands.xs:
         return sliced(operands)
     return call_with_derivative_of(sliced, indexed, operands)
+
+
+def _reporting(
+    layout: Callable[[Loop, Any, Any], tuple[Any, Any]], reports: Reports
+) -> Callable[[Loop, Any, Any], tuple[Any, Any]]:
+    """Let each step of a layout count, in the carry, and report."""
+
+    def counted(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+        def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
+            carry, done = state
+            reports.at(done)
+            out = reports.on_the_way_back(done, loop.step(carry, x))
+            return (out[0], done + 1), out[1]
+
+        none_done = scalar(0, jnp.int32 if reports.length < 2**31 else jnp.int64)
+        (carry, done), ys = layout(dataclasses.replace(loop, step=step), (carry, none_done), items)
+        reports.end(done, (carry, ys))
+        return carry, ys
+
+    return counted

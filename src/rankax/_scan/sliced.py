@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rankax._base.functions import function_name
+from rankax._map.progress import checked_progress, told
 from rankax._scan.arguments import is_debugging, name_of_call, scan_arguments, slice_bounds
 from rankax._scan.body import trace_body
 from rankax._scan.loops import Loop, run_layout
@@ -35,6 +37,7 @@ def sliced_scan(
     stop: int | None = None,
     step: int | None = None,
     checkpoint: bool = False,
+    progress: bool | str | Callable[[int, int], object] = False,
 ) -> tuple[Carry, Y]:
     r"""Scan, and keep only the outputs ``ys[start:stop:step]``.
 
@@ -124,20 +127,22 @@ def sliced_scan(
     """
     where = name_of_call("sliced_scan", f)
     window = slice(*slice_bounds(where, start=start, stop=stop, step=step))
+    shown = checked_progress(progress, where)
     init, xs, length, unroll = scan_arguments(where, f, init, xs, length, unroll)
     if is_debugging():
         carry, ys = lax.scan(f, init, xs, length, reverse, unroll)
         return carry, jax.tree.map(lambda y: y[window], ys)
     kept = find_kept_steps(length, window, reverse=reverse)
-    body, operands = trace_body(where, f, init, xs)
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         if kept.all and not checkpoint:
             return loop.run(carry, items, length)
         return _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
 
-    in_place = not kept.all
-    carry, ys = run_layout(layout, body, operands, length, reverse, unroll, in_place=in_place)
+    options: Any = {"in_place": not kept.all}
+    with told(shown if length else False, function_name(f)) as options["progress"]:
+        body, operands = trace_body(where, f, init, xs)
+        carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
     if window.step is not None and window.step < 0:
         ys = [lax.rev(y, (0,)) for y in ys]
     return body.rebuilt(carry, ys)
