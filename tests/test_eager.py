@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rankax
 from helpers import assert_same
 from rankax import auto_vmap, chunked_vmap
 
@@ -371,3 +372,49 @@ def test_transformations_of_an_eager_call():
     assert_same(jax.jit(mapped)(X), mapped(X))
     _, jvp = jax.jvp(mapped, (X,), (X,))
     assert_same(jvp, 7 * X)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    ["sum", "argmin", "logsumexp", "max", "mean", rankax.reductions.Best(0), None],
+    ids=str,
+)
+def test_a_second_reduction_compiles_nothing(reduce):
+    scale = 2.0
+    points, others = jnp.arange(12.0).reshape(4, 1, 3), jnp.cos(jnp.arange(33.0)).reshape(11, 3)
+
+    def kernel(x, y):
+        return (scale * jnp.sum((x - y) ** 2),) if reduce is None else [jnp.sum(scale * x * y)]
+
+    reductions = (rankax.reductions.TopK(2),) if reduce is None else reduce
+    call = auto_vmap(1, 1, reduce=reductions, reduce_axis=-1, chunk_size=3)(kernel)
+    first, _ = compilations(call, points, others)
+    second, count = compilations(call, points, others)
+    assert count == 0
+    assert_same(second, first)
+    scale = 3.0
+    changed, _ = compilations(call, points, others)
+    assert_same(changed, jax.jit(lambda *args: call(*args))(points, others))
+
+
+def test_what_a_fold_calls_may_change():
+    scale = 2.0
+    fold = rankax.reductions.Fold(0.0, lambda x: x, lambda a, b: jnp.hypot(a, scale * b / scale))
+    call = rankax.chunked_reduce(lambda x: x[0], fold, 3)
+    np.testing.assert_allclose(call(X), jnp.linalg.norm(X[:, 0]), rtol=1e-6)
+    fold.merge = jnp.add
+    np.testing.assert_allclose(call(X), X[:, 0].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
+def test_tracers_that_the_kernel_closes_over(inner):
+    """The rule of `softplus` is wrong, so that a derivative without it is seen."""
+
+    def total(factor):
+        return jnp.sum(chunked_vmap(lambda x: inner(lambda y: softplus(y * factor))(x), 4)(X))
+
+    factors = jnp.arange(1.0, 4.0)
+    totals = jnp.stack([total(factor) for factor in factors])
+    assert_same(jax.vmap(total)(factors), totals)
+    assert_same(jax.jit(total)(factors[1]), totals[1])
+    assert_same(jax.grad(total)(factors[0]), 7 * jnp.sum(X))

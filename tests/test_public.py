@@ -49,7 +49,16 @@ def test_instances_pickle_by_public_names():
     plan = rankax.auto_vmap(1, chunk_size=2)(len).plan(jnp.ones((5, 3)))
     errors = [getattr(rankax, name)("why") for name in rankax.__all__ if name.endswith("Error")]
     assert len(errors) == 3
-    for value in (plan, plan.leaves[0], plan.levels[0], rankax.Static((1, "a")), *errors):
+    limited = rankax.auto_vmap(1, memory_limit="1 GB")(jnp.sum).plan(jnp.ones((5, 3)))
+    for value in (
+        plan,
+        limited,
+        limited.memory,
+        plan.leaves[0],
+        plan.levels[0],
+        rankax.Static((1, "a")),
+        *errors,
+    ):
         stored = pickle.dumps(value)
         assert b"rankax" in stored
         assert b"rankax._" not in stored
@@ -57,7 +66,8 @@ def test_instances_pickle_by_public_names():
 
 
 def test_fields_of_public_classes_are_known_where_the_classes_are():
-    for name in ("BatchPlan", "Candidate", "LeafPlan", "Level", "Static", "Tuning"):
+    names = ("BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Static", "Tuning")
+    for name in names:
         fields = dataclasses.fields(getattr(rankax, name))
         assert typing.get_type_hints(getattr(rankax, name)).keys() == {f.name for f in fields}
 
@@ -88,7 +98,8 @@ def test_functions_have_their_source_and_examples():
 def test_help_shows_the_options_of_auto_vmap():
     signature = inspect.signature(rankax.auto_vmap)
     shown = (
-        "(*ranks, chunk_size=None, reduce=None, reduce_axis=None, checkpoint=True, jit=False, "
+        "(*ranks, chunk_size=None, memory_limit=None, reduce=None, reduce_axis=None, "
+        "checkpoint=True, jit=False, "
         "compiler_options=None, **named_ranks)"
     )
     assert str(signature) == shown

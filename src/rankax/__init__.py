@@ -9,6 +9,7 @@ __all__ = [
     "CoreDimensionError",
     "LeafPlan",
     "Level",
+    "MemoryFit",
     "RankError",
     "Static",
     "Tuning",
@@ -34,6 +35,7 @@ from rankax._map.chunked import chunked_vmap as chunked_vmap
 from rankax._map.chunked_reduce import chunked_reduce as chunked_reduce
 from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
+from rankax._plan.budget import MemoryFit as MemoryFit
 from rankax._plan.leaves import LeafPlan as LeafPlan
 from rankax._plan.levels import Level as Level
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan

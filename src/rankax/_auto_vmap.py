@@ -126,6 +126,7 @@ def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
 def auto_vmap(
     *ranks: Any,
     chunk_size: int | None = None,
+    memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
     checkpoint: bool = True,
@@ -139,6 +140,7 @@ def auto_vmap(
 def auto_vmap(
     *ranks: Any,
     chunk_size: int | None = None,
+    memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
     checkpoint: bool = True,
@@ -176,6 +178,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         At most so many evaluations of the kernel exist at once, counted over all batch axes
         together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
         all of them.
+    memory_limit : int or str, optional
+        In bytes, as ``"2 GB"``, ``"500 MiB"``, or as ``"50%"`` of what the first device, or else
+        the machine, has free when a call of such shapes is first seen. A chunk size is chosen whose
+        temporaries, beyond inputs and outputs, keep to it by the compiler's own account, in the
+        call and in its gradient (see Notes). Together with ``chunk_size`` the smaller one counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         What becomes of the outputs along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
@@ -224,7 +231,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     ValueError
         When decorating: a negative rank, a string that cannot be read, an unknown reduction. When
         called: an argument does not have the tree structure of its ranks; an axis to reduce is out
-        of range; an output cannot be reduced so.
+        of range; an output cannot be reduced so; one item alone needs more than ``memory_limit``.
     RankError
         When called: an argument has fewer axes than its rank.
     BatchShapeError
@@ -243,8 +250,15 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 
+    *Memory limit.* For each set of shapes and dtypes the call is compiled for a few chunk sizes,
+    usually three, and not run; ``plan`` does so too and shows what was measured. What counts is the
+    call itself, and the pull-back of its cotangents to all that it uses. What a program around it
+    keeps is not seen, nor is an outer `jax.vmap`, of which one item counts. Where no chunk of a
+    fitting size divides the batch, the gradient copies the outputs, which counts. A gradient that
+    does not exist does not, and with ``checkpoint=False`` none does, for chunks do not bound it.
+
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
-    The kernel is traced once a call.
+    The kernel is traced once a call, with ``memory_limit`` twice.
 
     Examples
     --------

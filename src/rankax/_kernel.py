@@ -12,22 +12,25 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from rankax._base.functions import caller_level, function_location, function_name, unwrapped
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
-from rankax._map.cost import tiles_matter
+from rankax._map.cost import Task, fit_to_limit, shape_of
 from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
+from rankax._map.tiles import best_tile, tiles_matter
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
+from rankax._plan.budget import MemoryFit
 from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting, plan_nesting
@@ -101,22 +104,22 @@ class Kernel:
         self, call: Call, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Go on from a call that is bound, whose arguments were these."""
+        options, _ = self._within_limit(call, options)
         nesting = self._nesting(call, options)
         if options.reduce is not None or nesting.plan.levels:
-            on_item, leaves, nesting = self._tiled(call, nesting, options)
-            bounds = Bounds(options.chunk_size, options.checkpoint)
-            if options.reduce is None:
-                return map_levels(on_item, leaves, nesting, bounds)
-            return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
+            return _through(*self._tiled(call, nesting, options), options)
         return self._checked(self.fun(*args, **kwargs), nesting)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
-        plan = self.planned(call, self.options()).plan
+        options, memory = self._within_limit(call, self.options())
+        plan = self.planned(call, options).plan
         untouched = self._untouched(call.bound)
-        return dataclasses.replace(plan, untouched=untouched) if untouched else plan
+        if memory is None and not untouched:
+            return plan
+        return dataclasses.replace(plan, untouched=untouched, memory=memory)
 
     # From arguments to leaves.
 
@@ -291,18 +294,31 @@ class Kernel:
         nesting = self._nesting(call, options)
         if nesting.plan.steps <= 1 or not tiles_matter(dict(options.compiler_options or ())):
             return nesting
-        arguments = call.bound.arguments
-        others = {name: arguments[name] for name in arguments if name not in call.names}
-        shapes, filled = _stand_ins([call.leaves, *others.values()])
+        shapes, fill = self._stand_ins(call)
 
-        def trace(*arrays: Any) -> None:
+        def trace(given: list[Any]) -> None:
             nonlocal nesting
-            leaves, *values = filled(arrays)
-            bound = self._rebound({**arguments, **dict(zip(others, values, strict=True))})
-            nesting = self._tiled(call._replace(leaves=leaves, bound=bound), nesting, options)[-1]
+            nesting = self._tiled(fill(given), nesting, options)[-1]
 
-        jax.eval_shape(trace, *shapes)
+        jax.eval_shape(trace, shapes)
         return nesting
+
+    def _stand_ins(self, call: Call) -> tuple[list[Any], Callable[[list[Any]], Call]]:
+        """Return the shapes among the arguments, and the call with arrays in their places."""
+        others = {k: v for k, v in call.bound.arguments.items() if k not in call.names}
+        tree = call.leaves, others if _has_stand_in(others) else {}
+        leaves, treedef = jax.tree.flatten(tree)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+        def fill(given: list[Any]) -> Call:
+            merged = list(leaves)
+            for i, leaf in zip(at, given, strict=True):
+                merged[i] = leaf
+            ranked, filled = treedef.unflatten(merged)
+            bound = self._rebound({**call.bound.arguments, **filled})
+            return call._replace(leaves=ranked, bound=bound)
+
+        return [leaves[i] for i in at], fill
 
     def _nesting(self, call: Call, options: Options, tile: int | None = None) -> Nesting:
         """Plan the maps for the shapes of this call, or find them again."""
@@ -341,6 +357,14 @@ class Kernel:
         for position, shape in nesting.reshaped:
             whole[position] = jnp.reshape(whole[position], shape)
 
+        on_item = self._on_item(call, nesting, whole)
+        leaves = [whole[i] for i in nesting.mapped]
+        fun, tile = tiled(on_item, leaves, nesting, dict(options.compiler_options or ()))
+        return fun, leaves, nesting if tile is None else self._nesting(call, options, tile)
+
+    def _on_item(self, call: Call, nesting: Nesting, whole: list[Any]) -> Callable[..., Any]:
+        """Return the kernel as a function of the mapped leaves."""
+
         @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
         def on_item(*items: Any) -> Any:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
@@ -352,9 +376,73 @@ class Kernel:
             check_outputs(self.fun, out)
             return out
 
-        leaves = [whole[position] for position in nesting.mapped]
-        fun, tile = tiled(on_item, leaves, nesting, dict(options.compiler_options or ()))
-        return fun, leaves, nesting if tile is None else self._nesting(call, options, tile)
+        return on_item
+
+    def _within_limit(self, call: Call, options: Options) -> tuple[Options, MemoryFit | None]:
+        """Turn a memory limit into a chunk size, and return what it was measured to need."""
+        limit = options.memory_limit
+        if limit is None:
+            return options, None
+        options = dataclasses.replace(options, memory_limit=None)
+        loose = self._nesting(call, dataclasses.replace(options, chunk_size=None))
+        if not loose.plan.levels or not loose.plan.evaluations:
+            return options, None
+        item, consts, out_tree = self._item_of_shapes(call, loose)
+        compiler_options = dict(options.compiler_options or ())
+        tile = best_tile(item) if tiles_matter(compiler_options) else None
+
+        def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
+            chosen = dataclasses.replace(options, chunk_size=chunk_size)
+            nesting = self._nesting(call, chosen, tile)
+            reshaped = dict(nesting.reshaped)
+
+            def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
+                @functools.wraps(self.fun, updated=())
+                def on_item(*items: Any) -> Any:
+                    found, given = consts[: len(item.consts)], consts[len(item.consts) :]
+                    outs = core.eval_jaxpr(item.jaxpr, found, *given, *items)
+                    return out_tree.unflatten(outs)
+
+                return jax.tree.leaves(_through(on_item, leaves, nesting, chosen))
+
+            shapes = [shape_of(call.leaves[i], reshaped.get(i)) for i in nesting.mapped]
+            return nesting.plan.in_flight, whole, shapes
+
+        most = min(options.chunk_size or loose.plan.evaluations, loose.plan.evaluations)
+        by_item = self._nesting(call, dataclasses.replace(options, chunk_size=1)).plan
+        task = Task(
+            f"{self.name}()",
+            limit,
+            tuple(level.size for level in by_item.levels),
+            most,
+            with_gradient=options.checkpoint,
+            compiler_options=options.compiler_options,
+        )
+        of_call = loose.plan.leaves, loose.plan.batch_shape, options.reduce, options.reduce_axis
+        memory = fit_to_limit(task, item, consts, program, of_call)
+        return dataclasses.replace(options, chunk_size=memory.chunk_size), memory
+
+    def _item_of_shapes(self, call: Call, nesting: Nesting) -> tuple[Any, list[Any], Any]:
+        """Trace the kernel for one item; return also what it uses besides, and its output's tree.
+
+        What it uses are the constants of what is traced (closed-over arrays, arguments that are not
+        mapped), and what stands for an argument of which only the shape is given.
+        """
+        ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
+        cores = {i: leaf.core_shape for i, leaf in zip(ranked, nesting.plan.leaves, strict=True)}
+        items = [shape_of(call.leaves[i], cores[i]) for i in nesting.mapped]
+        shapes, fill = self._stand_ins(call)
+        trees: list[Any] = []
+
+        def on_item(given: list[Any], items: list[Any]) -> list[Any]:
+            filled = fill(given)
+            out = self._on_item(filled, nesting, filled.leaves)(*items)
+            outs, tree = jax.tree.flatten(out)
+            trees.append(tree)
+            return outs
+
+        closed = jax.make_jaxpr(on_item)(shapes, items)
+        return closed, [*closed.consts, *shapes], trees[-1]
 
     def _checked(self, out: Any, nesting: Nesting) -> Any:
         """Compare one item's output with the declared one; free of charge where nothing is."""
@@ -376,6 +464,16 @@ class Kernel:
         return out
 
 
+def _through(
+    on_item: Callable[..., Any], leaves: list[Any], nesting: Nesting, options: Options
+) -> Any:
+    """Take leaves through the nest of maps around what is done for one item."""
+    bounds = Bounds(options.chunk_size, options.checkpoint)
+    if options.reduce is None:
+        return map_levels(on_item, leaves, nesting, bounds)
+    return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether JAX takes this leaf for an array as it stands."""
     if isinstance(leaf, jax.Array):
@@ -383,6 +481,13 @@ def is_array(leaf: Any) -> bool:
     if not isinstance(leaf, (np.ndarray, np.generic)):
         return False
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
+
+
+def _has_stand_in(value: Any) -> bool:
+    try:
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
+    except (TypeError, ValueError):  # no pytree, as in `arrays_of`
+        return False
 
 
 def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
@@ -406,30 +511,6 @@ def _has_axes(leaf: Any) -> bool:
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
-
-
-def _stand_ins(values: list[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Return the shapes inside ``values``, and what returns the values with arrays for them."""
-    flat: list[Any] = []
-    for value in values:
-        try:
-            flat.append(jax.tree.flatten(value))
-        except (TypeError, ValueError):  # no pytree, see `arrays_of`
-            flat.append(([], None))
-
-    def is_shape(leaf: Any) -> bool:
-        return isinstance(leaf, jax.ShapeDtypeStruct)
-
-    def filled(arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [
-            tree.unflatten([next(rest) if is_shape(leaf) else leaf for leaf in leaves])
-            if any(map(is_shape, leaves))
-            else value
-            for value, (leaves, tree) in zip(values, flat, strict=True)
-        ]
-
-    return [leaf for leaves, _ in flat for leaf in leaves if is_shape(leaf)], filled
 
 
 def _lists(part: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from typing import Any, TypedDict, Unpack
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._map.reduce import Reductions, read_reductions
+from rankax._plan.budget import checked_limit
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
 
@@ -27,6 +28,7 @@ class Options:
     """All options of one call; hashable, for `jax.jit` keys its programs on them."""
 
     chunk_size: int | None = None
+    memory_limit: int | str | None = None
     reduce: Reductions | None = None
     reduce_axis: int | tuple[int, ...] | None = None
     checkpoint: bool = True
@@ -38,6 +40,7 @@ class Given(TypedDict, total=False):
     """The options of `auto_vmap`, as somebody gives them."""
 
     chunk_size: int | None
+    memory_limit: int | str | None
     reduce: Any
     reduce_axis: int | Sequence[int] | None
     checkpoint: bool
@@ -49,6 +52,7 @@ class Scoped(TypedDict, total=False):
     """The options that a scope can set."""
 
     chunk_size: int | None
+    memory_limit: int | str | None
     checkpoint: bool
 
 
@@ -105,6 +109,7 @@ def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | N
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "chunk_size": _chunk_size,
+    "memory_limit": checked_limit,
     "reduce": _reduce,
     "reduce_axis": _reduce_axis,
     "checkpoint": _bool("checkpoint"),
@@ -166,7 +171,7 @@ def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
 
     Parameters
     ----------
-    chunk_size, checkpoint
+    chunk_size, memory_limit, checkpoint
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 

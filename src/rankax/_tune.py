@@ -17,7 +17,7 @@ from jax import core
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.staged import is_staged
 from rankax._kernel import Call, Kernel, is_array
-from rankax._map.cost import NO_LIBRARY, tiles_matter
+from rankax._map.tiles import NO_LIBRARY, tiles_matter
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._tuning import Candidate, Tuning, measured_for

@@ -29,11 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rankax._base.staged import is_staged
 from rankax._plan.chunks import Chunks
 
 __all__ = [
     "as_chunk",
     "as_row",
+    "counted",
     "first_start",
     "flatten_items",
     "is_stack",
@@ -66,9 +68,17 @@ def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
     return jnp.minimum(start + number(chunks.size), number(chunks.length - chunks.size))
 
 
-def scalar(value: int, dtype: Any) -> jax.Array:
-    """Put a number on the device by an explicit transfer, which `jax.transfer_guard` permits."""
-    return jax.device_put(np.asarray(value, dtype))
+def scalar(value: Any, dtype: Any) -> jax.Array:
+    """Return a number: by an explicit transfer, which `jax.transfer_guard` permits, where eager.
+
+    Inside a program that is traced it is a literal, so that the program holds no array.
+    """
+    return lax.full((), value, dtype) if is_staged() else jax.device_put(np.asarray(value, dtype))
+
+
+def counted(count: int, dtype: Any) -> jax.Array:
+    """Return `jax.numpy.arange`, made as `scalar` is."""
+    return lax.iota(dtype, count) if is_staged() else jax.device_put(np.arange(count, dtype=dtype))
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from rankax._map.access import scalar
+from rankax._map.access import counted, scalar
 
 __all__ = [
     "Accumulator",
@@ -212,8 +211,8 @@ class Arg:
     def start(self, lanes: int) -> State:
         # An item as bad as this one wins no lane, so the lane keeps the index of its first item.
         shape = (*self.core, lanes)
-        indices = np.broadcast_to(np.arange(lanes, dtype=self.index_dtype), shape)
-        return fill(self.worst, self.dtype, shape), jax.device_put(indices)
+        indices = jnp.broadcast_to(counted(lanes, self.index_dtype), shape)
+        return fill(self.worst, self.dtype, shape), indices
 
     @property
     def worst(self) -> Any:
@@ -263,7 +262,7 @@ class Top:
     dtype: Any  # of the keys
     index_dtype: Any
     k: int
-    key: Callable[[Any], Any]
+    largest: bool
 
     def start(self, lanes: int) -> State:
         del lanes
@@ -277,7 +276,7 @@ class Top:
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
         count = min(self.k, tile.shape[-1])
-        keys, places = lax.top_k(self.key(tile), count)
+        keys, places = lax.top_k(sort_key(tile, largest=self.largest), count)
         found = keys, jnp.take(index, places).astype(self.index_dtype)
         empty = self._empty(self.k - count)
         both = zip(found, empty, strict=True)
@@ -323,6 +322,10 @@ class Ordered(_NoIndex):
 
     identity: Any  # a pytree of arrays of NumPy's
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
+
+    def __hash__(self) -> int:
+        # A function of the user's may do something else at the next call, and stay the same object.
+        raise TypeError("unhashable: it holds a function of the user's")
 
     def start(self, lanes: int) -> State:
         del lanes

@@ -19,7 +19,7 @@ from rankax._base.checks import check_callable, common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._map.cost import best_tile, tiles_matter
+from rankax._map.cost import Task, fit_to_limit, shape_of
 from rankax._map.eager import map_chunks
 from rankax._map.item import (
     ItemProgram,
@@ -28,6 +28,9 @@ from rankax._map.item import (
     trace_item,
     with_axis,
 )
+from rankax._map.loop import map_in_chunks
+from rankax._map.tiles import best_tile, tiles_matter
+from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import Chunks, split_into_chunks, split_into_tiles
 
 __all__ = [
@@ -48,6 +51,7 @@ def chunked_vmap(
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
     checkpoint: bool = True,
+    memory_limit: int | str | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -82,6 +86,9 @@ def chunked_vmap(
         Recompute each chunk in the reverse pass instead of storing the intermediate values of
         all chunks. ``False`` is faster (one evaluation less) and takes memory that grows with the
         axis.
+    memory_limit : int or str, optional
+        Choose a chunk size, of at most ``chunk_size``, whose temporaries keep to that: bytes,
+        ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
 
     Returns
     -------
@@ -95,7 +102,8 @@ def chunked_vmap(
         If ``chunk_size`` is not an int or None, ``in_axes`` or ``out_axes`` holds anything but ints
         and None, or ``fun`` returns something that is no array.
     ValueError
-        If ``chunk_size`` is not positive, the mapped axes differ in length, a leaf has no such
+        If ``chunk_size`` is not positive, ``memory_limit`` is none or less than one item needs, the
+        mapped axes differ in length, a leaf has no such
         axis, ``in_axes`` does not fit the arguments, or nothing is mapped. While tracing: if
         ``out_axes`` does not fit what ``fun`` returns; where there is more than one chunk, if
         ``fun`` uses a collective over ``axis_name``, or an ordered effect and a chunk has more than
@@ -133,6 +141,7 @@ def chunked_vmap(
     check_callable(fun, "chunked_vmap", "fun")
     where = f"chunked_vmap({function_name(fun)})"
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
+    limit = checked_limit(memory_limit, where)
     size = None if axis_size is None else axis_length(axis_size, where)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, where, "in_axes")
@@ -141,13 +150,17 @@ def chunked_vmap(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         mapping = resolve_arguments(fun, where, args, kwargs, in_axes, size)
+        most = bound
+        if limit is not None and mapping.length:
+            item = _item_program(fun, mapping, out_axes, axis_name)
+            most = _chunk_within(limit, item, mapping, bound, where, checkpoint=checkpoint)
         # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-        if bound is None or not mapping.length or mapping.length <= bound != 1:
+        if most is None or not mapping.length or mapping.length <= most != 1:
             whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
             return whole(*args, **kwargs)
         item = _item_program(fun, mapping, out_axes, axis_name)
         tile = best_tile(item.closed) if tiles_matter() else None
-        chunks = split_into_tiles(mapping.length, bound, tile or bound)
+        chunks = split_into_tiles(mapping.length, most, tile or most)
         return _in_chunks(item, mapping, chunks, checkpoint=checkpoint)
 
     return mapped
@@ -293,6 +306,36 @@ def _in_chunks(item: ItemProgram, mapping: _Mapping, chunks: Chunks, *, checkpoi
     axes = [axis for axis in mapping.axes if axis is not None]
     outs = map_chunks(item, mapping.mapped, axes, chunks, checkpoint=checkpoint)
     return jax.tree.unflatten(item.out_tree, outs)
+
+
+def _chunk_within(
+    limit: int | str,
+    item: ItemProgram,
+    mapping: _Mapping,
+    bound: int | None,
+    where: str,
+    *,
+    checkpoint: bool,
+) -> int:
+    """Return the chunk size, of at most ``bound``, that keeps to a memory limit."""
+    axes = [axis for axis in mapping.axes if axis is not None]
+    shapes = [shape_of(leaf) for leaf in mapping.mapped]
+
+    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
+        chunks = split_into_chunks(mapping.length, chunk_size)
+
+        def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
+            of_item = item.with_constants(consts)
+            if chunks.steps == 1 != chunk_size:
+                return of_item.on_chunk(axes, chunks.size)(*leaves)
+            return map_in_chunks(of_item, leaves, axes, chunks, checkpoint=checkpoint)
+
+        return chunks.size, whole, shapes
+
+    most = mapping.length if bound is None else min(bound, mapping.length)
+    of_call = tuple((shape.shape, shape.dtype) for shape in shapes), tuple(axes), item.out_axes
+    task = Task(where, limit, (mapping.length,), most, with_gradient=checkpoint)
+    return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size
 
 
 def chunked_level(

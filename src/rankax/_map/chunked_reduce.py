@@ -10,10 +10,10 @@ from typing import Any
 from rankax._base.checks import check_bool, check_callable, positive_int
 from rankax._base.functions import function_name
 from rankax._map.chunked import axis_length, check_axes, resolve_arguments
-from rankax._map.cost import with_tile
 from rankax._map.item import with_axis
 from rankax._map.reduce import read_reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
+from rankax._map.tiles import with_tile
 from rankax._plan.chunks import split_into_chunks
 
 __all__ = ["chunked_reduce"]

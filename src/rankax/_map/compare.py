@@ -9,7 +9,7 @@ contexts, and the same bits of every number. What cannot be compared with certai
 * programs with effects, and functions among the parameters, such as a callback: what they do may
   change while they stay the same object;
 * arrays inside a loop or a branch, which `opened` leaves there, and arrays among the parameters;
-* objects that have no ``==`` of their own, unless they are JAX's.
+* objects that are not JAX's own, for their ``==`` may overlook a difference, as that of 1 and True.
 
 Rules for derivatives are left out, for an evaluation does not use them, and are made anew by each
 trace. `without_rules` is the program that can be kept: it holds no function of the caller.
@@ -43,7 +43,12 @@ def fingerprint(closed: Any) -> Hashable:
     """Return what is equal for programs that do the same with equal constants and inputs."""
     if closed.effects:
         raise Unknown
-    return _of_program(closed.jaxpr)
+    found = _of_program(closed.jaxpr)
+    try:
+        hash(found)
+    except TypeError:
+        raise Unknown from None
+    return found
 
 
 def _of_program(jaxpr: Any) -> Hashable:
@@ -68,6 +73,8 @@ def _of_program(jaxpr: Any) -> Hashable:
 
 
 def _of_literal(literal: Any) -> Hashable:
+    if isinstance(literal.val, jax.Array):  # reading it might wait for a device
+        raise Unknown
     # By bits, for NaN differs from itself, and -0.0 does not from 0.0.
     value = np.asarray(literal.val)
     return Literal, literal.aval, value.dtype, value.tobytes()
@@ -113,14 +120,13 @@ def _of_value(value: Any) -> Hashable:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether ``==`` says all about an object."""
+    """Whether this is an object of JAX's, whose ``==`` says all about it."""
     kind = type(value)
     if isinstance(value, _MESHES) or kind.__name__ == "PRNGImpl":  # functions of JAX, by name
         return True
     if callable(value) or isinstance(value, (jax.Array, np.ndarray, tuple, list, dict)):
         return False
-    is_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
-    return is_jax or kind.__eq__ is not object.__eq__
+    return kind.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators

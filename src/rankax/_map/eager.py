@@ -16,26 +16,26 @@ Where a call is not eager, or its program cannot be compared, all is as if this 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 from jax import core
 
+from rankax._base.kept import Kept
 from rankax._base.staged import is_staged
 from rankax._map.compare import Unknown, fingerprint, opened, without_rules
 from rankax._map.item import ItemProgram
 from rankax._map.loop import map_in_chunks
+from rankax._map.sinks import Sink
 from rankax._plan.chunks import Chunks
 
-__all__ = ["map_chunks"]
+__all__ = ["is_eager", "map_chunks"]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
-_MOST_KEPT = 256  # compiled loops
+_MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
 def map_chunks(
@@ -45,18 +45,22 @@ def map_chunks(
     chunks: Chunks,
     *,
     checkpoint: bool,
+    sink: Sink | None = None,
+    linear: bool = True,
 ) -> list[Any]:
     """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
 
     def as_ever() -> list[Any]:
-        return map_in_chunks(item, leaves, axes, chunks, checkpoint=checkpoint)
+        return map_in_chunks(
+            item, leaves, axes, chunks, checkpoint=checkpoint, sink=sink, linear=linear
+        )
 
-    if not _is_eager([*leaves, *item.closed.consts]):
+    if not is_eager([*leaves, *item.closed.consts]):
         return as_ever()
     closed = opened(item.closed)
     try:
-        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks))
+        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), chunks, sink))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks, sink))
     except Unknown:
         return as_ever()
     try:
@@ -65,7 +69,8 @@ def map_chunks(
         raise item.reuses_key() from error
 
 
-def _is_eager(arrays: Sequence[Any]) -> bool:
+def is_eager(arrays: Sequence[Any]) -> bool:
+    """Whether a call with these arrays is evaluated now, and by nobody else."""
     if any(isinstance(x, core.Tracer) for x in arrays) or is_staged():
         return False
     # Where axes of a mesh are explicit, `jax.jit` gives types to what is made inside it that arrays
@@ -73,7 +78,9 @@ def _is_eager(arrays: Sequence[Any]) -> bool:
     return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
 
 
-def _loop(item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks) -> Any:
+def _loop(
+    item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks, sink: Sink | None
+) -> Any:
     """Return the loop as a function of constants and inputs that holds nothing of the caller's."""
     jaxpr = without_rules(jaxpr)
     bare = dataclasses.replace(item, closed=None, out_tree=None)
@@ -81,7 +88,7 @@ def _loop(item: ItemProgram, jaxpr: Any, axes: Sequence[int], chunks: Chunks) ->
     def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
         item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
         # Nobody differentiates what is eager, so there is nothing to recompute.
-        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False)
+        return map_in_chunks(item, leaves, axes, chunks, checkpoint=False, sink=sink)
 
     return jax.jit(chunks_of)
 
@@ -98,7 +105,7 @@ class _Key:
         self._value = value
         try:
             self._hash = hash(value)
-        except TypeError:
+        except TypeError:  # as of a sink that calls functions of the user's
             raise Unknown from None
 
     def __hash__(self) -> int:
@@ -108,24 +115,4 @@ class _Key:
         return isinstance(other, _Key) and self._value == other._value
 
 
-class _Kept:
-    """Some values by their keys: those that were used last."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._found: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the value that is kept, or else a new one."""
-        with self._lock:
-            found = self._found.pop(key, None)
-            if found is None:
-                found = make()
-            self._found[key] = found
-            if len(self._found) > self._most:
-                self._found.popitem(last=False)
-        return found
-
-
-_kept = _Kept(_MOST_KEPT)
+_kept: Kept[Any] = Kept(_MOST_KEPT)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
@@ -30,6 +31,8 @@ __all__ = [
     "with_axis",
 ]
 
+ClosedJaxpr = jax.extend.core.ClosedJaxpr
+
 
 @dataclasses.dataclass(frozen=True)
 class ItemProgram:
@@ -43,6 +46,10 @@ class ItemProgram:
 
     def __call__(self, *leaves: Any) -> list[Any]:
         return core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+
+    def with_constants(self, consts: Sequence[Any]) -> ItemProgram:
+        """Return the same program with other arrays in place of those that it closes over."""
+        return dataclasses.replace(self, closed=ClosedJaxpr(self.closed.jaxpr, list(consts)))
 
     def on_chunk(self, in_axes: Sequence[int], size: int) -> Callable[..., list[Any]]:
         """Return the program of ``size`` items at once.

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from rankax._map.chunked import chunked_level
-from rankax._map.cost import with_tile
 from rankax._map.item import with_axis
 from rankax._map.reduce import Reduced, Reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
+from rankax._map.tiles import with_tile
 from rankax._plan.levels import Level
 from rankax._plan.nesting import Nesting, PlannedReduction
 

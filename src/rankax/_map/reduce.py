@@ -16,6 +16,7 @@ from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entries
 from rankax._base.words import listed
 from rankax._map.calls import call_with_derivative_of
+from rankax._map.eager import is_eager
 from rankax._map.item import with_axis
 from rankax._map.loop import apart_from_constants
 from rankax._map.reduction import MisfitError, Part, Reduction
@@ -203,7 +204,8 @@ class _Program(NamedTuple):
         here = row(self.consts, leaves)
         if here.is_whole or not here.size:
             return self._at_once(here)
-        if all(r is None or r.is_linear for r in self.reductions):
+        is_linear = all(r is None or r.is_linear for r in self.reductions)
+        if is_linear or is_eager([*leaves, *self.consts]):
             return self._folded(here)
         return call_with_derivative_of(
             lambda consts, leaves: self._differentiable(row(consts, leaves)),

@@ -19,10 +19,12 @@ import numpy as np
 from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from rankax._map.access import counted, scalar
 from rankax._map.accumulators import Accumulator
 from rankax._map.calls import keep_rules
+from rankax._map.eager import map_chunks
 from rankax._map.item import ItemProgram, chunk_program, trace_item, with_axis
-from rankax._map.loop import KEPT_IN_REVERSE, map_in_chunks
+from rankax._map.loop import KEPT_IN_REVERSE
 from rankax._plan.chunks import Chunks
 
 __all__ = ["Row", "RowLevel", "Task", "most_lanes"]
@@ -128,7 +130,7 @@ class Row:
         def one(at: Any, number: Any) -> jax.Array:
             return lax.dynamic_index_in_dim(jnp.ravel(self.at(at)[output]), number, keepdims=False)
 
-        numbers = jax.device_put(np.arange(index.size, dtype=np.int32))
+        numbers = counted(index.size, jnp.int32)
         return jnp.reshape(jax.vmap(one)(jnp.ravel(index), numbers), index.shape)
 
     def whole(self) -> list[jax.Array]:
@@ -187,7 +189,7 @@ class _Walk:
             item, mapped, axes = _item_of(fun, leaves, level.in_axes, out_axes)
             steps = level.size // level.tile
             sink = _Tiles(self.tasks, level.tile, levels_below, lanes_below, self.index_dtype)
-            states = map_in_chunks(
+            states = map_chunks(
                 item,
                 mapped,
                 axes,
@@ -201,7 +203,7 @@ class _Walk:
                 return states
             rest = dataclasses.replace(sink, tile=level.size - start)
             outs = self._rest(item, mapped, axes, start, level.size)
-            at = jax.device_put(np.asarray(start, self.index_dtype))
+            at = scalar(start, self.index_dtype)
             found, rows = rest.step(rest.start(), outs, at)
             one_row = jax.tree.map(lambda x: lax.expand_dims(x, (0,)), rows)
             return merged(self.tasks, states, rest.end(found, one_row))
@@ -239,7 +241,7 @@ class _Walk:
             item, mapped, axes = _item_of(flat, leaves, level.in_axes, 0)
             sink = _States(self.tasks, structures[-1], each, self.index_dtype)
             chunks = Chunks(level.size, 1, level.size)
-            return map_in_chunks(item, mapped, axes, chunks, checkpoint=False, sink=sink)
+            return map_chunks(item, mapped, axes, chunks, checkpoint=False, sink=sink)
 
         return walk
 
@@ -295,7 +297,7 @@ class _Tiles:
     def step(self, carry: list[Any], chunk: list[Any], at: jax.Array) -> tuple[list[Any], Any]:
         lanes = self.tile * self.lanes_below
         first = at.astype(self.index_dtype) * np.asarray(self.lanes_below, self.index_dtype)
-        index = first + jax.device_put(np.arange(lanes, dtype=self.index_dtype))
+        index = first + counted(lanes, self.index_dtype)
         flat = [lax.collapse(out, out.ndim - 1 - self.levels_below) for out in chunk]
         states: list[Any] = []
         rows: list[Any] = []

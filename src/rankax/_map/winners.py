@@ -8,7 +8,6 @@ derivative has to look at.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -156,9 +155,8 @@ class TopK(_Compared):
             raise MisfitError(f"there are only {count} items to reduce {part.path} over")
 
     def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        key = functools.partial(sort_key, largest=self.largest)
-        dtype = jax.eval_shape(key, aval).dtype
-        return Top(aval.shape, dtype, row.index_dtype, self.k, key)
+        dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
+        return Top(aval.shape, dtype, row.index_dtype, self.k, self.largest)
 
     def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
         indices = jnp.moveaxis(state[1], -1, 0)
@@ -228,9 +226,8 @@ class Best(Reduction):
         wanted = {f"{part.path}.{self.by}", f"{part.path}[{self.by!r}]"}
         found = [i for i, name in enumerate(part.names) if name in wanted]
         if not found:
-            raise MisfitError(
-                f"{part.path} has no output {self.by!r}; it has {listed(list(part.names))}"
-            )
+            has = listed([name for name in part.names if name != part.path]) or "one array alone"
+            raise MisfitError(f"{part.path} has no output {self.by!r}; it has {has}")
         return found[0]
 
     def tasks(self, part: Part, row: Row) -> list[Task]:

@@ -4,6 +4,7 @@
 import dataclasses
 import math
 
+from rankax._plan.budget import MemoryFit
 from rankax._plan.html import plan_html
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
@@ -29,6 +30,8 @@ class BatchPlan:
     untouched : tuple of (str, tuple of int)
         Path and shape of every other array that has axes: it has no rank, and goes whole to every
         item.
+    memory : MemoryFit or None
+        What was chosen for ``memory_limit``, and what the compiler says that it needs.
     reduced : tuple of int
         The axes of the batch shape that are reduced.
     reduce : str
@@ -40,6 +43,7 @@ class BatchPlan:
     leaves: tuple[LeafPlan, ...]
     levels: tuple[Level, ...]
     untouched: tuple[tuple[str, Shape], ...] = ()
+    memory: MemoryFit | None = None
     reduced: tuple[int, ...] = ()
     reduce: str = ""
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
-__all__ = ["Chunks", "split_into_chunks", "split_into_tiles"]
+__all__ = ["Chunks", "even_chunk_size", "split_into_chunks", "split_into_tiles"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,32 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
         if length % divisor == 0:
             return Chunks(length, divisor, length // divisor)
     return Chunks(length, size, steps)
+
+
+def even_chunk_size(sizes: Sequence[int], most: int) -> int:
+    """Return a chunk size of at most ``most``, and of half as much, that divides all levels.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Of the levels, outermost first; a chunk fills them from the innermost outwards.
+    most : int
+        Returned itself where there is no such chunk size.
+    """
+    whole = 1  # levels that a chunk covers
+    for size in reversed(sizes):
+        room = most // whole
+        if size > room:
+            return whole * _divisor(size, room)
+        whole *= size
+    return whole
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor between ``most`` and half of it, or ``most``."""
+    pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
+    found = max((d for pair in pairs for d in pair if d <= most), default=1)
+    return found if 2 * found >= most else most
 
 
 def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: MIT
+"""``memory_limit``: the chunk that keeps to it, as the compiled program itself says."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from helpers import assert_same, temporary_bytes
+from rankax import auto_vmap, chunked_vmap
+
+pytestmark = pytest.mark.optimized
+
+MB = 10**6
+W = jnp.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32)
+
+_compiled: list[str] = []
+
+
+def _listen(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def chain(x):
+    return jnp.tanh(jnp.tanh(x @ W) @ W) @ W
+
+
+def eigenvalues(x):
+    return jnp.linalg.eigvalsh(x @ x.T)
+
+
+def scanned(x, w):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(w @ c), c.sum()), x, length=30)
+
+
+def spread(a, b):
+    return jnp.sort(jnp.sum((a[:, None] - b[None]) ** 2, axis=-1), axis=None)[3]
+
+
+def gradient(kernel):
+    def pull_back(args, cotangents):
+        return jax.vjp(kernel, *args)[1](cotangents)
+
+    return pull_back
+
+
+KERNELS = {
+    "matmul chain": (auto_vmap(2)(chain), [shape(3000, 32, 32)]),
+    "eigenvalues": (auto_vmap(2)(eigenvalues), [shape(5000, 16, 16)]),
+    "scan inside": (auto_vmap(1, 2)(scanned), [shape(6000, 32), shape(32, 32)]),
+    "distances": (auto_vmap(2, 2)(spread), [shape(400, 1, 8, 3), shape(300, 8, 3)]),
+    "two numbers": (
+        auto_vmap(0, 0)(lambda a, b: jnp.sort(jnp.sin(jnp.arange(99.0) * a) * b)[7]),
+        [shape(140, 1), shape(150)],
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", [1 * MB, 4 * MB])
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit):
+    kernel, args = KERNELS[name]
+    kernel = kernel.with_options(memory_limit=limit)
+    plan = kernel.plan(*args)
+    memory = plan.memory
+    outs = jax.eval_shape(kernel, *args)
+    measured = [
+        temporary_bytes(kernel, *args),
+        temporary_bytes(gradient(kernel), tuple(args), outs),
+    ]
+    assert max(measured) <= limit
+    assert memory.forward == measured[0]
+    assert max(memory.forward, memory.gradient) <= limit
+    # In tiles, which are faster for some kernels, a chunk of any size needs little.
+    is_walked_in_tiles = 2 * plan.in_flight < memory.chunk_size
+    assert is_walked_in_tiles or limit / 2 <= max(memory.forward, memory.gradient)
+    assert not is_walked_in_tiles or name == "distances"
+
+
+def test_the_plan_says_what_was_chosen_and_measured():
+    kernel = auto_vmap(2, memory_limit="1 MB")(chain)
+    plan = kernel.plan(shape(3000, 32, 32))
+    memory = plan.memory
+    assert plan.in_flight == memory.chunk_size
+    assert memory.limit == MB
+    assert re.search(
+        r"\n  memory limit 1 MB: chunk_size \d+, forward \d+ kB, gradient \d+ kB$", str(plan)
+    )
+    assert str(memory) in plan._repr_html_()
+
+
+def test_a_batch_that_fits_is_mapped_as_a_whole():
+    kernel = auto_vmap(2, memory_limit="1 GB")(chain)
+    plan = kernel.plan(shape(50, 32, 32))
+    assert (plan.in_flight, plan.memory.chunk_size) == (50, 50)
+    assert "scan" not in str(jax.make_jaxpr(kernel)(jnp.zeros((50, 32, 32))))
+
+
+def test_without_a_batch_nothing_is_measured():
+    kernel = auto_vmap(2, memory_limit=1)(chain)
+    assert kernel.plan(shape(32, 32)).memory is None
+    assert kernel.plan(shape(0, 32, 32)).memory is None
+    assert kernel(jnp.zeros((0, 32, 32))).shape == (0, 32, 32)
+
+
+def test_with_chunk_size_the_smaller_counts():
+    kernel, args = KERNELS["matmul chain"]
+    by_limit = kernel.with_options(memory_limit=MB).plan(*args).in_flight
+    both = kernel.with_options(memory_limit=MB, chunk_size=10)
+    assert both.plan(*args).in_flight == 10
+    assert kernel.with_options(memory_limit=MB, chunk_size=1000).plan(*args).in_flight == by_limit
+
+
+def test_it_is_measured_once():
+    kernel = auto_vmap(1, memory_limit=100_000)(lambda x: jnp.sort(jnp.sin(x)) * 3)
+    args = shape(3000, 64)
+    kernel.plan(args)
+    before = len(_compiled)
+    kernel.plan(args)
+    kernel.with_options(checkpoint=True).plan(args)
+    assert len(_compiled) == before
+    kernel.plan(shape(3000, 65))
+    assert len(_compiled) > before
+
+
+def test_what_the_kernel_closes_over_counts():
+    size = [8]
+
+    @auto_vmap(0, memory_limit=MB)
+    def kernel(x):
+        return jnp.sort(jnp.sin(jnp.linspace(0.0, 1.0, size[0]) * x))[3]
+
+    few = kernel.plan(shape(100_000)).in_flight
+    size[0] = 800
+    many = kernel.plan(shape(100_000)).in_flight
+    assert few > 20 * many
+
+
+X = jnp.linspace(-1.0, 1.0, 40 * 32 * 32).reshape(40, 32, 32)
+PLAIN = jax.vmap(chain)
+LIMITED = auto_vmap(2, memory_limit="100 kB")(chain)
+
+
+def test_under_transformations():
+    assert LIMITED.plan(X).steps > 1
+    assert_same(LIMITED(X), PLAIN(X), rtol=1e-3, atol=1e-5)
+    assert_same(jax.jit(LIMITED)(X), PLAIN(X))
+    assert_same(LIMITED.with_options(jit=True)(X), PLAIN(X))
+    assert_same(jax.vmap(LIMITED)(X[None]), PLAIN(X)[None])
+    loss, plain = (lambda x: jnp.sum(LIMITED(x) ** 2)), (lambda x: jnp.sum(PLAIN(x) ** 2))
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        assert_same(transform(loss)(X), transform(plain)(X), rtol=1e-4, atol=1e-4)
+
+
+def test_closed_over_tracers():
+    def loss(w, scale, limit):
+        kernel = auto_vmap(2, 0, memory_limit=limit)(lambda x, s: jnp.tanh(x @ w) @ w * s)
+        return jnp.sum(kernel(X, scale) ** 2)
+
+    args = W, jnp.float32(2)
+    for limit in ("100 kB", 100_000):
+        want = jax.grad(loss, (0, 1))(*args, None)
+        got = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(*args, limit)
+        assert_same(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_statics_and_arguments_without_a_rank():
+    @auto_vmap(key=0, x=1, memory_limit="20 kB")
+    def kernel(key, x, table, power=2, kind="sin"):
+        noise = jax.random.normal(key, x.shape) * table["scale"]
+        return getattr(jnp, kind)(jnp.sort(x + noise) ** power)
+
+    keys = jax.random.split(jax.random.key(0), 50)
+    x, table = jnp.ones((50, 64)), {"scale": jnp.float32(0.5)}
+    assert kernel.plan(keys, x, table).steps > 1
+    shapes = jax.eval_shape(lambda *args: args, keys, x, table)
+    assert kernel.plan(*shapes) == kernel.plan(keys, x, table)
+    got = kernel(keys, x, table, power=3, kind="cos")
+    want = kernel.with_options(memory_limit=None)(keys, x, table, power=3, kind="cos")
+    assert_same(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_a_kernel_without_a_gradient():
+    def counted(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sort(c[1])), (0, x))
+
+    memory = auto_vmap(1, memory_limit=100_000)(counted).plan(shape(3000, 64)).memory
+    assert memory.gradient is None
+    assert 50_000 <= memory.forward <= 100_000
+    whole = auto_vmap(1, memory_limit=100_000)(jnp.sort)
+    assert whole.plan(shape(3000, 64, dtype=jnp.int32)).memory.gradient is None
+
+
+def test_without_checkpoint_only_the_call_counts():
+    kernel = auto_vmap(2, memory_limit=MB, checkpoint=False)(chain)
+    memory = kernel.plan(shape(3000, 32, 32)).memory
+    assert memory.gradient is None
+    assert MB / 2 <= memory.forward <= MB
+
+
+def test_more_than_one_item_needs():
+    kernel = auto_vmap(2, memory_limit=2000)(chain)
+    message = (
+        r"chain\(\): one item alone needs [\d.]+ kB forward and [\d.]+ kB in the gradient beyond "
+        r"inputs and outputs, and memory_limit is 2 kB"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        kernel(X)
+    forward = kernel.with_options(checkpoint=False, memory_limit=10**5).plan(X).memory.forward
+    assert forward <= 10**5
+    few = auto_vmap(2, memory_limit=9000)(chain)
+    with pytest.raises(ValueError, match=r"; with checkpoint=False the gradient is not counted$"):
+        few(X)
+    assert_same(few.with_options(checkpoint=False)(X), PLAIN(X), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "limit"), [(4000, 8 * MB), (4003, 60 * MB)])
+def test_chunked_vmap_keeps_to_it(length, limit):
+    """Where no chunk divides the axis, the copies of the outputs are of such a size."""
+
+    def mapped(limit):
+        return chunked_vmap(lambda x: jnp.sort(jnp.sin(x), axis=0), None, memory_limit=limit)
+
+    args = shape(length, 32, 32)
+    measured = [
+        temporary_bytes(mapped(limit), args),
+        temporary_bytes(gradient(mapped(limit)), (args,), args),
+    ]
+    assert limit / 2 <= max(measured) <= limit
+
+
+def test_chunked_vmap():
+    def mapped(limit, **options):
+        return chunked_vmap(chain, None, memory_limit=limit, **options)
+
+    assert_same(mapped("100 kB")(X), PLAIN(X), rtol=1e-3, atol=1e-5)
+    by_columns = mapped("500 kB", in_axes=1, out_axes=2)(X.swapaxes(0, 1))
+    assert_same(by_columns, PLAIN(X).transpose(1, 2, 0), rtol=1e-3, atol=1e-5)
+    assert_same(jax.jit(mapped("1 GB"))(X), PLAIN(X))
+
+
+def test_a_collective_over_an_outer_axis_is_refused():
+    kernel = auto_vmap(1, memory_limit=MB)(lambda x: jax.lax.psum(x, "outer"))
+    message = "cannot measure a kernel with a collective over an outer axis; give chunk_size"
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(kernel, axis_name="outer")(X[:, :2])
+
+
+def test_options_of_the_compiler_are_those_of_the_call():
+    options = {"xla_embed_ir_in_executable": True}
+    kernel = auto_vmap(2, memory_limit=MB, jit=True, compiler_options=options)(chain)
+    assert kernel.plan(X).memory.limit == MB
+    with pytest.raises(Exception, match="no_such_option"):
+        kernel.with_options(compiler_options={"no_such_option": 1}).plan(X)
+
+
+def test_chunked_vmap_names_what_is_wrong():
+    with pytest.raises(ValueError, match=r"^chunked_vmap\(chain\): memory_limit must be"):
+        chunked_vmap(chain, None, memory_limit="much")
+    with pytest.raises(ValueError, match=r"^chunked_vmap\(chain\): one item alone needs"):
+        chunked_vmap(chain, 7, memory_limit=10)(X)
+
+
+def test_the_scope_sets_it():
+    kernel = auto_vmap(2)(chain)
+    with rankax.options(memory_limit="100 kB"):
+        assert kernel.plan(X).memory.limit == 100_000
+    assert kernel.plan(X).memory is None
+
+
+# How a limit is written.
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (1_500_000, 1_500_000),
+        (np.int64(1_500_000), 1_500_000),
+        ("1500000 B", 1_500_000),
+        ("1.5 MB", 1_500_000),
+        ("1500kB", 1_500_000),
+        (" 1.5 mib ", 1_572_864),
+        ("0.002GiB", 2_147_483),
+    ],
+)
+def test_units(given, count):
+    kernel = auto_vmap(2)(chain)
+    assert kernel.with_options(memory_limit=given) is kernel.with_options(memory_limit=count)
+
+
+def test_a_share_is_one_of_what_is_free():
+    plan = auto_vmap(2)(chain).with_options(memory_limit="50%").plan(X)
+    assert 1e6 < plan.memory.limit < 1e13
+    small = auto_vmap(2, memory_limit="0.5 %")(chain).plan(X)
+    assert small.memory.limit < plan.memory.limit / 20
+
+
+UNDERSTOOD = (
+    "memory_limit must be a positive number of bytes as an int, a string with a unit "
+    '("500 MB", "1.5 GiB"; B, kB, MB, GB, TB, KiB, MiB, GiB, TiB), or a share of the free memory '
+    '("50%"), got '
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "came"),
+    [
+        ("2 GBs", ValueError, "'2 GBs'"),
+        ("150%", ValueError, "'150%'"),
+        ("0%", ValueError, "'0%'"),
+        ("-1 GB", ValueError, "'-1 GB'"),
+        ("2000", ValueError, "'2000'"),
+        ("0.1 B", ValueError, "'0.1 B'"),
+        (0, ValueError, "0"),
+        (-1, ValueError, "-1"),
+        (True, TypeError, "bool True"),
+        (2e9, TypeError, "float 2000000000.0"),
+    ],
+)
+def test_nonsense_is_refused_at_once(given, error, came):
+    with pytest.raises(error) as caught:
+        auto_vmap(2, memory_limit=given)(chain)
+    assert str(caught.value) == f"auto_vmap(chain): {UNDERSTOOD}{came}"
+
+
+PEAK = """
+import jax.numpy as jnp
+import rankax
+
+def peak():
+    with open("/proc/self/status") as lines:
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1000
+
+w = jnp.linspace(-1.0, 1.0, 150 * 150).reshape(150, 150)
+
+@rankax.auto_vmap(0, jit=True, memory_limit=LIMIT)
+def kernel(x):
+    return jnp.sort(jnp.sin(w * x), axis=0)[7].sum()
+
+x = jnp.linspace(0.0, 1.0, 4000)
+kernel.lower(x).compile()
+before = peak()
+kernel(x).block_until_ready()
+print(peak() - before)
+"""
+
+
+def peak_of_a_run(limit):
+    code = PEAK.replace("LIMIT", repr(limit))
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(out.stdout)  # megabytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for the peak")
+def test_a_real_run_keeps_to_it():
+    """The compiler and its threads get 100 MB besides; what is compiled first takes as much."""
+    assert peak_of_a_run(None) > 300
+    assert peak_of_a_run("100 MB") < 100 + 100
