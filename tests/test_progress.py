@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`progress=`: what a loop reports, who hears of it, and that nothing is left where it is off."""
 
+import functools
+import re
 import sys
 
 import jax
@@ -237,7 +239,8 @@ def test_off_leaves_the_program_as_it_is(heard):
         program(progress=False),
         program(progress=heard),
     )
-    assert str(off) == str(plain)
+    without_addresses = functools.partial(re.sub, "0x[0-9a-f]+", "")
+    assert without_addresses(str(off)) == without_addresses(str(plain))
     assert not plain.effects
     added = with_reports - names
     assert {"rankax_report", "rankax_reverse"} & names.keys() == set()

@@ -311,8 +311,9 @@ def _reverse_transposed(
     return [None, *(ct if ad.is_undefined_primal(x) else None for x, ct in pairs)]
 
 
-def _reverse_of_used(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _reverse_of_used(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
     """Leave out arrays that nobody uses, so that nothing is computed for them."""
+    eqn = others[-1]  # JAX 0.12 puts something between
     if not any(used):
         return [False] * len(eqn.invars), None
     keep = [True, *used]
