@@ -397,6 +397,15 @@ def test_a_second_reduction_compiles_nothing(reduce):
     assert_same(changed, jax.jit(lambda *args: call(*args))(points, others))
 
 
+def test_what_a_fold_calls_may_change():
+    scale = 2.0
+    fold = rankax.reductions.Fold(0.0, lambda x: x, lambda a, b: jnp.hypot(a, scale * b / scale))
+    call = rankax.chunked_reduce(lambda x: x[0], fold, 3)
+    np.testing.assert_allclose(call(X), jnp.linalg.norm(X[:, 0]), rtol=1e-6)
+    fold.merge = jnp.add
+    np.testing.assert_allclose(call(X), X[:, 0].sum(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
 def test_tracers_that_the_kernel_closes_over(inner):
     """The rule of `softplus` is wrong, so that a derivative without it is seen."""

@@ -66,7 +66,8 @@ def test_instances_pickle_by_public_names():
 
 
 def test_fields_of_public_classes_are_known_where_the_classes_are():
-    for name in ("BatchPlan", "LeafPlan", "Level", "MemoryFit", "Static"):
+    names = ("BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Static", "Tuning")
+    for name in names:
         fields = dataclasses.fields(getattr(rankax, name))
         assert typing.get_type_hints(getattr(rankax, name)).keys() == {f.name for f in fields}
 
@@ -77,6 +78,7 @@ def test_functions_have_their_source_and_examples():
         "checkpoint_chunked_scan",
         "chunked_reduce",
         "chunked_vmap",
+        "load_tuning",
         "options",
         "ranks_like",
         "sliced_scan",

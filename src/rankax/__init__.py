@@ -5,16 +5,20 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchPlan",
     "BatchShapeError",
+    "Candidate",
     "CoreDimensionError",
     "LeafPlan",
     "Level",
     "MemoryFit",
     "RankError",
     "Static",
+    "Tuning",
+    "Tunings",
     "auto_vmap",
     "checkpoint_chunked_scan",
     "chunked_reduce",
     "chunked_vmap",
+    "load_tuning",
     "options",
     "ranks_like",
     "reductions",
@@ -37,6 +41,10 @@ from rankax._plan.levels import Level as Level
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static
+from rankax._tuning import Candidate as Candidate
+from rankax._tuning import Tuning as Tuning
+from rankax._tuning import Tunings as Tunings
+from rankax._tuning import load_tuning as load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.

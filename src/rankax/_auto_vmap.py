@@ -26,6 +26,8 @@ from rankax._jit import JitKernel
 from rankax._kernel import Kernel
 from rankax._options import DEFAULTS, Given, Options, check_together, checked_options, keyword_only
 from rankax._plan.batch import BatchPlan
+from rankax._tune import tuned
+from rankax._tuning import Tuning
 
 __all__ = ["auto_vmap"]
 
@@ -41,6 +43,7 @@ class AutoVmapped(Protocol, Generic[P, R]):
     __wrapped__: Callable[..., Any]
     __name__: str
     __qualname__: str
+    tuning: Tuning | None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -50,6 +53,17 @@ class AutoVmapped(Protocol, Generic[P, R]):
 
     def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]:
         """Return this kernel with other options; those that are not named stay."""
+        ...
+
+    def tune(
+        self,
+        *args: Any,
+        memory_limit: int | None = None,
+        gradient: bool = False,
+        seconds: float = 5,
+        **kwargs: Any,
+    ) -> AutoVmapped[P, R]:
+        """Return this kernel with the options that are fastest for arguments like these."""
         ...
 
     @overload
@@ -70,6 +84,17 @@ class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
 
     def with_options(self, **options: Unpack[Given]) -> JitAutoVmapped[P, R]:
         """Return this kernel with other options; those that are not named stay."""
+        ...
+
+    def tune(
+        self,
+        *args: Any,
+        memory_limit: int | None = None,
+        gradient: bool = False,
+        seconds: float = 5,
+        **kwargs: Any,
+    ) -> JitAutoVmapped[P, R]:
+        """Return this kernel with the options that are fastest for arguments like these."""
         ...
 
     @overload
@@ -325,7 +350,15 @@ class _Family:
 
     def _new_member(self, given: Mapping[str, Any]) -> Any:
         kernel = Kernel(self._fun, self._declaration, given)
-        jitted = JitKernel(kernel) if kernel.own.jit else None
+        return self._function(kernel, JitKernel(kernel) if kernel.own.jit else None, given)
+
+    def _function(
+        self,
+        kernel: Kernel,
+        jitted: JitKernel | None,
+        given: Mapping[str, Any],
+        tuning: Tuning | None = None,
+    ) -> Any:
         call = jitted or kernel
 
         # A function, not a callable object: methods, pickling by name, help() and inspection work
@@ -337,8 +370,26 @@ class _Family:
             where = f"{kernel.name}.with_options"
             return self.member({**given, **checked_options(options, where)}, where)
 
+        def tune(
+            *args: Any,
+            memory_limit: int | None = None,
+            gradient: bool = False,
+            seconds: float = 5,
+            **kwargs: Any,
+        ) -> Any:
+            found = tuned(kernel, mapped, args, kwargs, memory_limit, gradient, seconds)
+            best = with_options(**found.options)
+            # Not the one that `with_options` keeps: it is shared with those who did not tune.
+            return vars(best)["_with_tuning"](found)
+
+        def with_tuning(found: Tuning) -> Any:
+            return self._function(kernel, jitted, given, found)
+
         _wrap_as(mapped, self._fun)
         vars(mapped)["plan"] = kernel.plan
+        vars(mapped)["tune"] = tune
+        vars(mapped)["tuning"] = tuning
+        vars(mapped)["_with_tuning"] = with_tuning
         vars(mapped)["with_options"] = with_options
         if jitted is not None:
             vars(mapped)["lower"] = jitted.lower

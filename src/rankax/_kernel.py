@@ -119,7 +119,7 @@ class Kernel:
         self.check_method("plan", args, kwargs)
         call = self.bind(args, kwargs, shapes_only=True)
         options, memory = self._within_limit(call, self.options())
-        plan = self._planned(call, options).plan
+        plan = self.planned(call, options).plan
         untouched = self._untouched(call.bound)
         if memory is None and not untouched:
             return plan
@@ -293,7 +293,7 @@ class Kernel:
 
     # From leaves to a plan.
 
-    def _planned(self, call: Call, options: Options) -> Nesting:
+    def planned(self, call: Call, options: Options) -> Nesting:
         """Return what a call would carry out, of which the leaves may be shapes."""
         nesting = self._nesting(call, options)
         if nesting.plan.steps <= 1 or not tiles_matter(dict(options.compiler_options or ())):

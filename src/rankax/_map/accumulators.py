@@ -323,6 +323,10 @@ class Ordered(_NoIndex):
     identity: Any  # a pytree of arrays of NumPy's
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
 
+    def __hash__(self) -> int:
+        # A function of the user's may do something else at the next call, and stay the same object.
+        raise TypeError("unhashable: it holds a function of the user's")
+
     def start(self, lanes: int) -> State:
         del lanes
         return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)

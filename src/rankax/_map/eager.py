@@ -120,7 +120,10 @@ class _Key:
 
     def __init__(self, value: Hashable) -> None:
         self._value = value
-        self._hash = hash(value)
+        try:
+            self._hash = hash(value)
+        except TypeError:  # as of a sink that calls functions of the user's
+            raise Unknown from None
 
     def __hash__(self) -> int:
         return self._hash

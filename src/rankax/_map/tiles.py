@@ -170,6 +170,15 @@ def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]
         return set(program.invars)
     flags = list(flags)
     if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        # Constants, carry, rows; a row has an axis less inside. The names of these numbers among
+        # the parameters are others in JAX 0.12.
+        carried = _alike(eqn.outvars, program.outvars)
+        consts = _alike(eqn.invars, program.invars) - carried
         flags[consts : consts + carried] = [True] * carried
     return {v for v, moves in zip(program.invars, flags, strict=True) if moves}
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Return how many values have as many axes outside a loop as inside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)

@@ -226,9 +226,8 @@ class Best(Reduction):
         wanted = {f"{part.path}.{self.by}", f"{part.path}[{self.by!r}]"}
         found = [i for i, name in enumerate(part.names) if name in wanted]
         if not found:
-            raise MisfitError(
-                f"{part.path} has no output {self.by!r}; it has {listed(list(part.names))}"
-            )
+            has = listed([name for name in part.names if name != part.path]) or "one array alone"
+            raise MisfitError(f"{part.path} has no output {self.by!r}; it has {has}")
         return found[0]
 
     def tasks(self, part: Part, row: Row) -> list[Task]:

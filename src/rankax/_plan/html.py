@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from html import escape
 
-from rankax._base.words import plural
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level
-from rankax._plan.text import Plan, axis_cells, notes, summary
+from rankax._plan.text import Plan, axis_cells, level_how, notes, summary
 
 __all__ = ["plan_html"]
 
@@ -95,10 +94,10 @@ def _axis_cell(text: str) -> str:
 def _level_row(level: Level, axes: int) -> str:
     """Bracket the axes that one map covers, and say how."""
     first, last = level.axes[0], level.axes[-1]
-    how = "vmap" if level.tile == level.size else f"{plural(level.steps, 'chunk')} of {level.tile}"
+    how = f"{level_how(level)}, reduced" if level.reduced else level_how(level)
     before, after = "<td></td>" * first, "<td></td>" * (axes - 1 - last)
     span = f'<td class="span" colspan="{last - first + 1}"><div></div></td>'
-    return f"<tr><th></th>{before}{span}{after}<td>{how} over {level.size}</td></tr>"
+    return f"<tr><th></th>{before}{span}{after}<td>{how}</td></tr>"
 
 
 def _key(plan: Plan) -> str:

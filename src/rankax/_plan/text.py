@@ -15,6 +15,7 @@ __all__ = [
     "Plan",
     "axis_cells",
     "legend",
+    "level_how",
     "level_sentences",
     "notes",
     "plan_text",
@@ -68,15 +69,8 @@ def summary(plan: Plan) -> str:
     return (
         f"{plan.kernel}: batch shape {plan.batch_shape}, "
         f"{plural(plan.evaluations, 'evaluation')}, {plan.in_flight} in flight, "
-        f"{plural(plan.steps, 'step')}{_reduced_to(plan)}"
+        f"{plural(plan.steps, 'step')}"
     )
-
-
-def _reduced_to(plan: Plan) -> str:
-    if not plan.reduced:
-        return ""
-    kept = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
-    return f", reduced to {kept} by {plan.reduce}"
 
 
 def _leaf_table(plan: Plan) -> list[str]:
@@ -119,18 +113,29 @@ def _level_sentence(plan: Plan, level: Level) -> str:
     shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
     axes = ", ".join(str(axis) for axis in level.axes)
     where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
-    how = f"vmap over {level.size}"
-    if level.tile != level.size:
-        word = "tile" if level.reduced else "chunk"
-        how = f"{plural(level.steps, word)} of {level.tile} over {level.size}"
     reduced = ", reduced" if level.reduced else ""
-    return f"{where}: {how}, mapping {', '.join(shown)}{reduced}"
+    return f"{where}: {level_how(level)}, mapping {', '.join(shown)}{reduced}"
+
+
+def level_how(level: Level) -> str:
+    """Say how one level is walked."""
+    if level.tile == level.size:
+        return f"vmap over {level.size}"
+    word = "tile" if level.reduced else "chunk"
+    return f"{plural(level.steps, word)} of {level.tile} over {level.size}"
 
 
 def notes(plan: Plan) -> list[str]:
-    """Say what else there is to know: the memory that was measured, and what has no rank."""
+    """Say what else there is to know: what is reduced, the memory measured, what has no rank."""
     memory = [] if plan.memory is None else [str(plan.memory)]
-    return [*memory, *untouched_line(plan.untouched)]
+    return [*_reduced_to(plan), *memory, *untouched_line(plan.untouched)]
+
+
+def _reduced_to(plan: Plan) -> list[str]:
+    if not plan.reduced:
+        return []
+    kept = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
+    return [f"reduced by {plan.reduce}, to {kept}"]
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:

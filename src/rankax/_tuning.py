@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: MIT
+"""What `tune` found: a table, and how it is saved and found again."""
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rankax._base.functions import unwrapped
+from rankax._base.trees import leaves_with_names
+from rankax._base.words import table
+
+__all__ = ["Candidate", "Tuning", "Tunings", "load_tuning", "measured_for"]
+
+_FORMAT = "rankax tunings, 1"
+_HEADER = ("items at once", "options", "time per item", "temporaries", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One set of options, and what it took.
+
+    Attributes
+    ----------
+    options : dict
+        For ``with_options``.
+    tile : int
+        How many items are evaluated at once.
+    seconds : float or None
+        The median time of one item; None where it was not run.
+    temporaries : int
+        The bytes that the compiled call of all items needs besides arguments and results.
+    note : str
+        Why it was given up early, or not run at all.
+    """
+
+    options: dict[str, Any]
+    tile: int
+    seconds: float | None
+    temporaries: int
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What ``kernel.tune(...)`` measured: printed by ``print(kernel.tuning)``.
+
+    Attributes
+    ----------
+    measured_for : dict
+        The kernel, its arguments by shape and dtype, the device and the version of JAX.
+    candidates : tuple of Candidate
+        In the order in which they were made; the first has the options that the kernel had.
+    chosen : int
+        The position of the one that is used.
+    """
+
+    measured_for: dict[str, Any]
+    candidates: tuple[Candidate, ...]
+    chosen: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was chosen: ``kernel.with_options(**kernel.tuning.options)`` says it by hand."""
+        return dict(self.candidates[self.chosen].options)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Add this to a file of JSON, in place of what was measured for the same before."""
+        place = Path(path)
+        entries = list(_read(place)) if place.exists() else []
+        entries = [entry for entry in entries if entry.measured_for != self.measured_for]
+        whole = {
+            "format": _FORMAT,
+            "tunings": [dataclasses.asdict(entry) for entry in [*entries, self]],
+        }
+        place.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{table(_HEADER, self._rows(), {self.chosen})}"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _HEADER)
+        rows: list[str] = []
+        for i, row in enumerate(self._rows()):
+            tag = "th" if i == self.chosen else "td"
+            rows.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row))
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        title = f"<p>{escape(self._title())}</p>"
+        return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _title(self) -> str:
+        facts = self.measured_for
+        what = "value and gradient" if facts["gradient"] else "value"
+        arguments = ", ".join(f"{path} {kind}" for path, kind in facts["arguments"].items())
+        return (
+            f"{facts['kernel'].rpartition('.')[2]}: {what} for {arguments}, on {facts['device']} "
+            f"with JAX {facts['jax']}"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                str(c.tile),
+                ", ".join(f"{name}={value!r}" for name, value in c.options.items()),
+                "-" if c.seconds is None else _time(c.seconds),
+                _bytes(c.temporaries),
+                "chosen" if i == self.chosen else c.note,
+            )
+            for i, c in enumerate(self.candidates)
+        ]
+
+
+def _time(seconds: float) -> str:
+    units = [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")]
+    size, unit = next((u for u in units if seconds >= u[0]), (1e-9, "ns"))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def _bytes(count: int) -> str:
+    units = [(10**9, "GB"), (10**6, "MB"), (10**3, "kB")]
+    size, unit = next((u for u in units if count >= u[0]), (1, "B"))
+    return f"{count / size:.3g} {unit}"
+
+
+def measured_for(
+    kernel: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, gradient: bool
+) -> dict[str, Any]:
+    """Say for what a measurement holds, in words and numbers that JSON has."""
+    bound = inspect.signature(kernel).bind(*args, **kwargs)
+    arguments: dict[str, str] = {}
+    for name, value in bound.arguments.items():
+        arguments |= {path: _kind(leaf) for path, leaf in leaves_with_names(value, name)}
+    named = unwrapped(kernel)
+    named = named if hasattr(named, "__qualname__") else type(named)
+    return {
+        "kernel": f"{named.__module__}.{named.__qualname__}",
+        "arguments": arguments,
+        "gradient": gradient,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def _kind(leaf: Any) -> str:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, (bool, int, str)):  # which may decide how much work there is
+        return repr(leaf)
+    return type(leaf).__name__
+
+
+class Tunings:
+    """What a file of `Tuning.save` holds.
+
+    Iterate over it for every `Tuning`.
+    """
+
+    def __init__(self, tunings: tuple[Tuning, ...]) -> None:
+        self._tunings = tunings
+
+    def __iter__(self) -> Any:
+        return iter(self._tunings)
+
+    def __len__(self) -> int:
+        return len(self._tunings)
+
+    def find(
+        self, kernel: Callable[..., Any], *args: Any, gradient: bool = False, **kwargs: Any
+    ) -> Tuning | None:
+        """Return what was measured for this kernel and arguments like these, or None.
+
+        Only where all agrees: the name of the kernel and its module, the shapes and dtypes, the
+        kind of device, and the version of JAX. The arguments may be `jax.ShapeDtypeStruct`.
+        """
+        facts = measured_for(kernel, args, kwargs, gradient=gradient)
+        return next((t for t in self._tunings if t.measured_for == facts), None)
+
+
+def load_tuning(path: str | os.PathLike[str]) -> Tunings:
+    """Read what `Tuning.save` wrote.
+
+    Equivalent to ``json.load``, with a check of what was read. Nothing in the file is executed.
+
+    Parameters
+    ----------
+    path : str or path
+        The file.
+
+    Returns
+    -------
+    Tunings
+        ``find(kernel, *args)`` returns the `Tuning` for exactly this kernel, such arguments, this
+        kind of device and this version of JAX, or None.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If it holds anything else.
+
+    Examples
+    --------
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from rankax import auto_vmap, load_tuning
+    >>> norm = auto_vmap(1, jit=True)(lambda v: jnp.sqrt(v @ v))
+    >>> x = jnp.ones((1000, 3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "tuning.json")
+    ...     norm.tune(x, seconds=0.1).tuning.save(path)
+    ...     saved = load_tuning(path)
+    >>> fast = norm.with_options(**saved.find(norm, x).options)
+    >>> saved.find(norm, x[:500]) is None
+    True
+    """
+    return Tunings(_read(Path(path)))
+
+
+def _read(path: Path) -> tuple[Tuning, ...]:
+    refusal = f"{path}: not a file that Tuning.save wrote"
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        if whole["format"] != _FORMAT:
+            raise ValueError(f"{refusal} (its format is {whole['format']!r}, not {_FORMAT!r})")
+        return tuple(
+            Tuning(
+                entry["measured_for"],
+                tuple(Candidate(**candidate) for candidate in entry["candidates"]),
+                entry["chosen"],
+            )
+            for entry in whole["tunings"]
+        )
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{refusal} ({type(error).__name__}: {error})") from None

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: MIT
+"""``kernel.tune``: which options are tried, what is chosen, and how it is saved."""
+
+import json
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same
+from rankax import auto_vmap, load_tuning, options
+
+SHORT = 0.005  # seconds
+X = jnp.sin(jnp.arange(40 * 8 * 3.0)).reshape(40, 8, 3)
+
+needs_library = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
+    reason="elsewhere there is no such library",
+)
+
+
+def distances(points):
+    separation = points[:, None] - points[None]
+    return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
+
+
+kernel = auto_vmap(2)(distances)
+
+
+def tiles(tuning):
+    return [candidate.tile for candidate in tuning.candidates]
+
+
+# What is tried.
+
+
+def test_sizes_are_tried_and_the_options_as_they_are_come_first():
+    tuning = kernel.tune(X, seconds=SHORT).tuning
+    assert tiles(tuning) == [40, 1, 2, 4, 8, 14]
+    assert [c.options["chunk_size"] for c in tuning.candidates] == [None, 1, 2, 4, 8, 16]
+    assert all(c.seconds > 0 and c.temporaries >= 0 for c in tuning.candidates)
+
+
+def test_a_chunk_size_is_a_bound_unless_a_limit_is_given():
+    chunked = kernel.with_options(chunk_size=8)
+    assert tiles(chunked.tune(X, seconds=SHORT).tuning) == [8, 1, 2, 4]
+    free = chunked.tune(X, seconds=SHORT, memory_limit=10**9).tuning
+    assert sorted(tiles(free)) == [1, 2, 4, 8, 14, 40]
+    with options(chunk_size=4):
+        assert tiles(kernel.tune(X, seconds=SHORT).tuning) == [4, 1, 2]
+        assert tiles(chunked.tune(X, seconds=SHORT).tuning) == [8, 1, 2, 4]
+
+
+@needs_library
+def test_where_jit_is_ours_xla_is_tried_without_its_library():
+    given = {"xla_embed_ir_in_executable": True}
+    jitted = kernel.with_options(jit=True, compiler_options=given)
+    off = {**given, "xla_cpu_experimental_ynn_fusion_type": ""}
+    tried = [c.options for c in jitted.tune(X, seconds=SHORT).tuning.candidates]
+    assert [o for o in tried if "compiler_options" in o] == [
+        {"chunk_size": None, "compiler_options": off},
+        {"chunk_size": 16, "compiler_options": off},
+    ]
+    without = kernel.with_options(jit=True, compiler_options=off).tune(X, seconds=SHORT)
+    assert len(without.tuning.candidates) == 6
+
+
+# What is chosen.
+
+
+@needs_library
+@pytest.mark.optimized
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_is_much_faster_is_chosen(gradient):
+    x = jnp.tile(X, (500, 1, 1))
+    tuning = kernel.tune(x, seconds=0.5, gradient=gradient).tuning
+    chosen = tuning.candidates[tuning.chosen]
+    assert chosen.tile <= 21
+    assert chosen.seconds < tuning.candidates[0].seconds / 1.5
+    assert 0.97 * chosen.seconds < min(c.seconds for c in tuning.candidates)
+
+
+def test_the_result_is_the_kernel_with_those_options():
+    tuned = kernel.tune(X, seconds=SHORT)
+    again = kernel.with_options(**tuned.tuning.options)
+    assert tuned.plan(X) == again.plan(X)
+    assert_same(tuned(X), jax.vmap(distances)(X), rtol=1e-4)
+    assert tuned.__wrapped__ is distances
+    assert kernel.tuning is None
+    assert again.tuning is None
+    assert tuned.with_options(chunk_size=3).tuning is None
+
+
+def test_a_tuned_jitted_kernel_shares_what_is_compiled():
+    traces = []
+
+    @auto_vmap(2, jit=True)
+    def counted(points):
+        traces.append(1)
+        return distances(points)
+
+    tuned = counted.tune(X, seconds=SHORT)
+    again = counted.with_options(**tuned.tuning.options)
+    traces.clear()
+    assert_same(tuned(X), again(X))
+    assert len(traces) == 1
+    assert tuned.lower(X).as_text() == again.lower(X).as_text()
+
+
+def test_a_limit_excludes_what_needs_more():
+    def sort(x):
+        return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]
+
+    x = jnp.arange(64.0)
+    tuning = auto_vmap(0)(sort).tune(x, memory_limit=60_000, seconds=SHORT).tuning
+    above = [c for c in tuning.candidates if c.temporaries > 60_000]
+    assert above
+    assert {c.tile for c in above} == {c.tile for c in tuning.candidates if c.tile >= 16}
+    assert {(c.seconds, c.note) for c in above} == {(None, "above the limit of 60000 bytes")}
+    assert tuning.candidates[tuning.chosen].tile <= 8
+    text = (
+        r"sort.tune: no chunk size keeps to memory_limit=100; the least that was found needs \d+ "
+        "bytes besides arguments and results"
+    )
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        auto_vmap(0)(sort).tune(x, memory_limit=100, seconds=SHORT)
+
+
+# Any arguments.
+
+
+class Body:
+    factor = 2.0
+
+    @auto_vmap(x=1)
+    def energy(self, x):
+        return self.factor * jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient):
+    @auto_vmap({"a": 1, "n": None}, 0, 0, None, None, jit=jit)
+    def model(tree, scale, key, table, power):
+        noise = jax.random.normal(key, tree["a"].shape)
+        return {"out": scale * jnp.sum(tree["a"] ** power + noise) + table[0], "n": power}
+
+    args = (
+        *({"a": jnp.ones((3, 1, 2)), "n": 2}, 2.0),
+        *(jax.random.split(jax.random.key(0), 5), np.ones(4, np.float32), 2),
+    )
+    tuned = model.tune(*args, seconds=SHORT, gradient=gradient)
+    assert tiles(tuned.tuning)[:4] == [15, 1, 2, 3]
+    assert_same(tuned(*args), model(*args))
+
+
+def test_reductions():
+    summed = kernel.with_options(reduce="sum")
+    tuned = summed.tune(X, seconds=SHORT)
+    assert tiles(tuned.tuning) == [40, 1, 2, 4, 8, 14]
+    assert_same(tuned(X), jax.vmap(distances)(X).sum(), rtol=1e-4)
+
+
+def watched(seconds):
+    """A kernel of two numbers that takes so long, and the lengths that its second one came in."""
+    lengths = []
+
+    def wait(a, b):  # looks at no value, which a callback must not wait for
+        lengths.append(b.size)
+        time.sleep(seconds)
+        return np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32)
+
+    def kernel(a, b):
+        return jax.pure_callback(wait, a, a, b, vmap_method="expand_dims")
+
+    return auto_vmap(0, 0)(kernel), lengths
+
+
+def test_of_a_large_batch_a_slice_is_run():
+    kernel, lengths = watched(0.0)
+    tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(400.0), seconds=1e-9).tuning
+    assert tuning.candidates[0].tile == 1200
+    assert max(lengths) == 342  # three rows, and 1024 items
+
+
+def test_of_slow_items_few_are_run():
+    kernel, lengths = watched(0.012)
+    kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=1e-9)
+    assert max(lengths) == 16
+
+
+def test_methods():
+    body, x = Body(), jnp.ones((20, 3))
+    tuned = Body.energy.tune(body, x, seconds=SHORT)
+    assert_same(tuned(body, x), jnp.full(20, 6.0))
+    text = (
+        "energy.tune() lacks the object of the method, which Python does not hand on here; ask the "
+        "class, with the object first: Body.energy.tune(obj, ...)"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        body.energy.tune(x)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_inside_a_trace_it_is_refused(transform):
+    def fun(x):
+        return jnp.sum(kernel.tune(x, seconds=SHORT)(x))
+
+    text = (
+        "distances.tune: it runs the kernel to time it, so it cannot be called inside jax.jit, "
+        "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+        transform(fun)(X)
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+        jax.jit(lambda _: fun(X))(1.0)
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "text"),
+    [
+        (
+            lambda: kernel.tune(X[0]),
+            ValueError,
+            "distances.tune: there is nothing to tune, for the arguments have no batch axes; pass "
+            "arguments as large as those of the calls that are to be fast",
+        ),
+        (
+            lambda: kernel.tune(X[:0]),
+            ValueError,
+            "distances.tune: there is nothing to tune, for the arguments have an empty batch; pass "
+            "arguments as large as those of the calls that are to be fast",
+        ),
+        (
+            lambda: auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True),
+            TypeError,
+            "abs.tune: gradient=True, but no argument with a rank holds floating numbers",
+        ),
+        (
+            lambda: kernel.tune(X, seconds=0),
+            ValueError,
+            "distances.tune: seconds must be a positive number, got 0",
+        ),
+        (
+            lambda: kernel.tune(X, seconds="5"),
+            ValueError,
+            "distances.tune: seconds must be a positive number, got '5'",
+        ),
+        (
+            lambda: kernel.tune(X, memory_limit=0),
+            ValueError,
+            "distances.tune: memory_limit must be a positive int, got 0",
+        ),
+        (
+            lambda: kernel.tune(X, gradient=1),
+            TypeError,
+            "distances.tune: gradient must be True or False, got 1",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(give, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        give()
+
+
+# The table, and the file.
+
+
+def test_the_table_says_what_was_measured():
+    tuning = kernel.tune(X, seconds=SHORT, gradient=True).tuning
+    title, header, *rows = str(tuning).split("\n")
+    assert title == (
+        "distances: value and gradient for points float32[40, 8, 3], on "
+        f"{jax.devices()[0].device_kind} with JAX {jax.__version__}"
+    )
+    assert header.split("  ")[2] == "items at once"
+    assert len(rows) == len(tuning.candidates)
+    assert [row.startswith("  > ") for row in rows].index(True) == tuning.chosen
+    assert rows[tuning.chosen].endswith("chosen")
+    html = tuning._repr_html_()
+    assert html.count("<tr>") == 1 + len(rows)
+    assert f"<th>chunk_size={tuning.options['chunk_size']}</th>" in html
+
+
+def test_a_file_is_found_again_for_exactly_the_same(tmp_path, monkeypatch):
+    path = tmp_path / "tuning.json"
+    first, second = kernel.tune(X, seconds=SHORT), kernel.tune(X, seconds=SHORT, gradient=True)
+    first.tuning.save(path)
+    second.tuning.save(str(path))
+    first.tuning.save(path)  # in place of itself
+    saved = load_tuning(path)
+    assert len(saved) == 2
+    assert list(saved) == [second.tuning, first.tuning]
+    like = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert saved.find(kernel, X) == saved.find(first, points=like) == first.tuning
+    assert saved.find(kernel, X, gradient=True) == second.tuning
+    assert saved.find(kernel, X[:39]) is None
+    assert saved.find(kernel, X.astype(jnp.float16)) is None
+    assert saved.find(auto_vmap(2)(jnp.sum), X) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.99")
+        assert saved.find(kernel, X) is None
+
+    class Other:
+        device_kind = "another"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Other])
+    assert saved.find(kernel, X) is None
+
+
+def test_static_values_are_part_of_what_is_found(tmp_path):
+    power = auto_vmap(0, None)(lambda x, n: x**n)
+    x = jnp.arange(5.0)
+    power.tune(x, 2, seconds=SHORT).tuning.save(tmp_path / "t")
+    saved = load_tuning(tmp_path / "t")
+    assert saved.find(power, x, 2) is not None
+    assert saved.find(power, x, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "JSONDecodeError: Expecting property name enclosed in double quotes: "),
+        ("[]", "TypeError: list indices must be integers or slices, not str"),
+        ("{}", "KeyError: 'format'"),
+        (
+            json.dumps({"format": "rankax tunings, 2"}),
+            "its format is 'rankax tunings, 2', not 'rankax tunings, 1'",
+        ),
+        (
+            json.dumps({"format": "rankax tunings, 1", "tunings": [{}]}),
+            "KeyError: 'measured_for'",
+        ),
+    ],
+)
+def test_another_file_is_refused(tmp_path, content, why):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    begin = re.escape(f"{path}: not a file that Tuning.save wrote ({why}")
+    with pytest.raises(ValueError, match=f"^{begin}"):
+        load_tuning(path)
+    with pytest.raises(FileNotFoundError):
+        load_tuning(tmp_path / "none.json")
