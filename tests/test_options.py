@@ -157,8 +157,8 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(chunksize=2),
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
-            "(options: chunk_size, memory_limit, reduce, reduce_axis, checkpoint, jit and "
-            "compiler_options)",
+            "(options: chunk_size, memory_limit, reduce, reduce_axis, checkpoint, jit, "
+            "compiler_options and progress)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),
@@ -191,7 +191,7 @@ def test_pickles_never_lose_options():
             lambda: rankax.options(jit=True),
             TypeError,
             "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
-            "can set chunk_size, memory_limit and checkpoint)",
+            "can set chunk_size, memory_limit, checkpoint and progress)",
         ),
     ],
 )

@@ -204,6 +204,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         too unless it is a pytree: attributes that are changed after the first call are not seen.
     compiler_options : dict, optional
         Handed to `jax.jit` where ``jit=True``. Inside another ``jit`` those of the outer one count.
+    progress : bool, str or callable, default False
+        Show how far the outermost loop is: True is a bar of ``tqdm`` with the kernel's name
+        (``pip install "rankax[progress]"``), a string its label; a function is called with
+        ``(done, total)``, numbers of items. See Notes.
     **named_ranks
         Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
         each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
@@ -258,6 +262,16 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     keeps is not seen, nor is an outer `jax.vmap`, of which one item counts. Where no chunk of a
     fitting size divides the batch, the gradient copies the outputs, which counts. A gradient that
     does not exist does not, and with ``checkpoint=False`` none does, for chunks do not bound it.
+
+    *Progress.* One bar for a call, however many axes it loops over and whatever `jax.vmap` is
+    around it; kernels that are called inside have none. A reverse pass has its own, "(reverse)", or
+    the function hears 0 again; the gradient of some reductions walks more than twice. Where nothing
+    is chunked there is no loop, and nothing is shown. Updates are a tenth of a second apart or
+    more, and a report costs one or two tenths of a millisecond, with at most 500 for each pass. The
+    function runs on another thread and must not call JAX; what it raises ends the call. A bar is
+    closed when the call fails; inside a `jax.jit` of your own, when the next call of its label
+    begins. Of several processes the first one shows it. Give the same function at each call, for
+    compiled programs are found by it.
 
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
     The kernel is traced once a call, with ``memory_limit`` twice.

@@ -91,6 +91,9 @@ def chunked_vmap(
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries keep to that: bytes,
         ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
+    progress : bool, str or callable, default False
+        Show a bar (a string is its label), or call a function with ``(done, total)``, as in
+        `auto_vmap`. Without a second chunk there is nothing to show.
 
     Returns
     -------

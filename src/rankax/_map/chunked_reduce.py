@@ -56,6 +56,9 @@ def chunked_reduce(
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, default True
         Recompute each tile in the reverse pass instead of storing what it computed.
+    progress : bool, str or callable, default False
+        Show a bar (a string is its label), or call a function with ``(done, total)``, as in
+        `auto_vmap`. The gradient of some reductions walks more than twice.
 
     Returns
     -------

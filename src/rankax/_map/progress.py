@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 Given = bool | str | Callable[[int, int], object]
 
-_MOST_REPORTS = 1000  # of one loop, for each costs some ten microseconds
+_MOST_REPORTS = 500  # of one loop, for each costs a tenth of a millisecond or two
 _SECONDS = 0.1  # between two updates of a bar
 
 
@@ -311,8 +311,9 @@ def _reverse_transposed(
     return [None, *(ct if ad.is_undefined_primal(x) else None for x, ct in pairs)]
 
 
-def _reverse_of_used(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _reverse_of_used(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
     """Leave out arrays that nobody uses, so that nothing is computed for them."""
+    eqn = others[-1]  # JAX 0.12 puts something between
     if not any(used):
         return [False] * len(eqn.invars), None
     keep = [True, *used]
@@ -354,7 +355,8 @@ class _Run:
         if done <= self.done or (now - self._last < _SECONDS and done < self.of.total):
             return
         if self._bar is not None:
-            self._bar.update(done - max(self.done, 0))
+            if done:  # a new bar is drawn as it is
+                self._bar.update(done - max(self.done, 0))
         elif callable(self.of.progress.to):
             self.of.progress.to(done, self.of.total)
         self.done, self._last = done, now

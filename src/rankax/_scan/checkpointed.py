@@ -57,6 +57,10 @@ def checkpoint_chunked_scan(
     policy : callable, optional
         What a chunk may store nevertheless, as in `jax.checkpoint` (see
         `jax.checkpoint_policies`). Default: nothing.
+    progress : bool, str or callable, default False
+        Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
+        as in `auto_vmap`. Each step counts then, which takes a quarter of a microsecond or more.
+        Not under `jax.disable_jit`.
 
     Returns
     -------

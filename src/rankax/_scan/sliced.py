@@ -70,6 +70,10 @@ def sliced_scan(
     checkpoint : bool, default False
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
         the next.
+    progress : bool, str or callable, default False
+        Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
+        as in `auto_vmap`. Each step counts then, which takes a quarter of a microsecond or more.
+        Not under `jax.disable_jit`.
 
     Returns
     -------

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: MIT
+"""`progress=`: what a loop reports, who hears of it, and that nothing is left where it is off."""
+
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from helpers import assert_same, primitives
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
+from rankax._map import progress as module
+
+X, W = jnp.linspace(0.1, 0.9, 30).reshape(10, 3), jnp.ones(3)
+TO_TEN = [(done, 10) for done in (0, 2, 4, 6, 8, 10)]
+
+
+def project(v, w):
+    return jnp.sin(v) @ w
+
+
+def decay(carry, x):
+    carry = jnp.sin(carry * x) + 0.1
+    return carry, 2 * carry
+
+
+class Heard:
+    """A function of (done, total) that remembers."""
+
+    def __init__(self):
+        self.all = []
+
+    def __call__(self, done, total):
+        self.all.append((done, total))
+
+    def now(self):
+        """What came since the last time, once all of it is there."""
+        jax.effects_barrier()
+        found, self.all = self.all, []
+        return found
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS", 0.0)  # each report counts
+    return Heard()
+
+
+@pytest.fixture
+def kernel(heard):
+    return auto_vmap(1, 1, chunk_size=2, progress=heard)(project)
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """The bars that were made."""
+    import tqdm.auto
+
+    made = []
+
+    class Bar(tqdm.auto.tqdm):
+        def __init__(self, **options):
+            made.append(self)
+            self.is_closed = False
+            super().__init__(**options)
+
+        def close(self):
+            self.is_closed = True
+            super().close()
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    return made
+
+
+# What a function hears.
+
+
+def test_a_function_hears_numbers_that_grow_up_to_the_total(kernel, heard):
+    assert_same(kernel(X, W), project(X, W))
+    assert heard.now() == TO_TEN
+    kernel(X, W)  # by the loop that is kept
+    assert heard.now() == TO_TEN
+    jax.jit(kernel)(X, W)
+    assert heard.now() == TO_TEN
+    kernel.with_options(jit=True)(X, W)
+    assert heard.now() == TO_TEN
+
+
+def test_chunks_that_overlap(kernel, heard):
+    kernel.with_options(chunk_size=4)(X, W)
+    counts = [done for done, _ in heard.now()]
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == (0, 10)
+
+
+def test_a_second_eager_call_compiles_nothing(kernel, heard):
+    kernel(X, W)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", None)  # by which a loop would be kept
+        kernel(X, W)
+    assert heard.now() == TO_TEN * 2
+
+
+def test_one_report_for_all_lanes_of_a_vmap(kernel, heard):
+    batch = jnp.stack([X, 2 * X, 3 * X])
+    got = jax.vmap(kernel, (0, None))(batch, W)
+    assert heard.now() == TO_TEN
+    assert_same(got, jnp.sin(batch) @ W)
+    jax.vmap(kernel)(batch, jnp.ones((3, 3)))
+    assert heard.now() == TO_TEN
+
+
+def test_only_the_outermost_loop_reports(kernel, heard):
+    @auto_vmap(1, 1, chunk_size=2, progress=heard)
+    def inner_too(v, w):
+        return kernel(jnp.stack([v] * 4), w).sum()
+
+    inner_too(X, W)
+    assert heard.now() == TO_TEN
+    kernel(X[:, None], jnp.ones((4, 3)))
+    assert heard.now() == [(done, 10) for done in range(11)]
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_the_reverse_pass_counts_from_0_again(kernel, heard, checkpoint):
+    kernel = kernel.with_options(checkpoint=checkpoint)
+
+    def loss(v, w, kernel=kernel):
+        return (kernel(v, w) ** 2).sum()
+
+    def plain(v, w):
+        return loss(v, w, jax.vmap(project, (0, None)))
+
+    got = jax.grad(loss, (0, 1))(X, W)
+    assert heard.now() == TO_TEN * 2
+    assert_same(got, jax.grad(plain, (0, 1))(X, W))
+    assert_same(jax.jit(jax.grad(loss, (0, 1)))(X, W), got)
+    assert heard.now() == TO_TEN * 2
+    weights = jnp.stack([W, 2 * W])
+    got = jax.vmap(jax.grad(loss, 1), (None, 0))(X, weights)
+    assert heard.now() == TO_TEN * 2
+    assert_same(got, jax.vmap(jax.grad(plain, 1), (None, 0))(X, weights))
+    jax.jvp(lambda w: loss(X, w), (W,), (W,))
+    assert heard.now() == TO_TEN
+    assert_same(jax.hessian(loss, 1)(X, W), jax.hessian(plain, 1)(X, W))
+
+
+def test_a_checkpoint_around_the_loop_reports_no_second_time(kernel, heard):
+    jax.grad(jax.checkpoint(lambda w: kernel(X, w).sum()))(W)
+    assert heard.now() == TO_TEN * 2
+
+
+def test_an_output_that_is_not_used_is_not_differentiated(heard):
+    def two(v, w):
+        return v @ w, jnp.cumprod(jnp.cos(v))
+
+    def count(progress):
+        kernel = auto_vmap(1, 1, chunk_size=2, progress=progress)(two)
+        return primitives(jax.grad(lambda w: kernel(X, w)[0].sum()), W)["cumprod"]
+
+    assert count(heard) == count(False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda **options: chunked_vmap(project, 2, (0, None), **options)(X, W),
+        lambda **options: chunked_reduce(project, "sum", 2, (0, None), **options)(X, W),
+        lambda **options: auto_vmap(1, 1, chunk_size=2, reduce="max", **options)(project)(X, W),
+    ],
+)
+def test_other_maps(heard, run):
+    assert_same(run(progress=heard), run())
+    assert heard.now() == TO_TEN
+
+
+SCANS = {
+    "every step": lambda c, x, **o: sliced_scan(decay, c, x, **o),
+    "some steps": lambda c, x, **o: sliced_scan(decay, c, x, start=1, step=3, **o),
+    "checkpoints": lambda c, x, **o: sliced_scan(decay, c, x, step=3, checkpoint=True, **o),
+    "backwards": lambda c, x, **o: sliced_scan(decay, c, x, reverse=True, step=3, **o),
+    "chunks": lambda c, x, **o: checkpoint_chunked_scan(decay, c, x, chunk_size=3, **o),
+    "nested": lambda c, x, **o: checkpoint_chunked_scan(decay, c, x, chunk_size=(5, 2), **o),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans(heard, name):
+    scan = SCANS[name]
+    rates = jnp.linspace(0.5, 1, 10)
+    steps = [(done, 10) for done in range(11)]
+    assert_same(scan(0.3, rates, progress=heard), scan(0.3, rates))
+    assert heard.now() == steps
+
+    def loss(c, x, **options):
+        end, ys = scan(c, x, **options)
+        return end + ys.sum()
+
+    got = jax.jit(jax.grad(lambda c, x: loss(c, x, progress=heard), (0, 1)))(0.3, rates)
+    assert heard.now() == steps * 2
+    assert_same(got, jax.grad(loss, (0, 1))(0.3, rates))
+    jax.vmap(lambda c: scan(c, rates, progress=heard))(jnp.ones(3))
+    assert heard.now() == steps
+
+
+def test_a_long_loop_does_not_report_each_step(heard):
+    checkpoint_chunked_scan(lambda c, _: (c + 1.0, None), 0.0, length=20_000, progress=heard)
+    counts = [done for done, _ in heard.now()]
+    assert 400 < len(counts) <= 501
+    assert counts == sorted(set(counts))
+    assert counts[-1] == 20_000
+
+
+def test_updates_are_at_least_a_tenth_of_a_second_apart(monkeypatch):
+    heard, now = Heard(), iter(np.arange(0, 100, 0.04))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(now)))
+    auto_vmap(1, 1, chunk_size=1, progress=heard)(project)(X, W)
+    assert heard.now() == [(0, 10), (3, 10), (6, 10), (9, 10), (10, 10)]
+
+
+# Where there is nothing to report.
+
+
+def test_off_leaves_the_program_as_it_is(heard):
+    def scan(w, **options):
+        return sliced_scan(decay, w[0], X[:, 0], step=2, **options)[1].sum()
+
+    def program(**options):
+        kernel = auto_vmap(1, 1, chunk_size=2, **options)(project)
+        loss = jax.value_and_grad(lambda w: kernel(X, w).sum() + scan(w, **options))
+        return jax.make_jaxpr(loss)(W), primitives(loss, W)
+
+    (plain, names), (off, _), (on, with_reports) = (
+        program(),
+        program(progress=False),
+        program(progress=heard),
+    )
+    without_addresses = functools.partial(re.sub, "0x[0-9a-f]+", "")
+    assert without_addresses(str(off)) == without_addresses(str(plain))
+    assert not plain.effects
+    added = with_reports - names
+    assert {"rankax_report", "rankax_reverse"} & names.keys() == set()
+    assert on.effects
+    assert added["rankax_report"] > 0
+
+
+def test_a_call_without_a_loop_shows_nothing(kernel, heard):
+    kernel.with_options(chunk_size=None)(X, W)
+    chunked_vmap(project, 10, (0, None), progress=heard)(X, W)
+    kernel(X[:0], W)
+    assert heard.now() == []
+
+
+def test_other_processes_show_nothing(kernel, heard, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    kernel(X, W)
+    assert heard.now() == []
+
+
+def test_a_scope_sets_it(heard):
+    kernel = auto_vmap(1, 1, chunk_size=2)(project)
+    with rankax.options(progress=heard):
+        kernel(X, W)
+        assert heard.now() == TO_TEN
+        kernel.with_options(progress=False)(X, W)
+        assert heard.now() == []
+
+
+# Bars.
+
+
+def test_a_bar_for_each_pass(bars):
+    kernel = auto_vmap(1, 1, chunk_size=2, progress=True)(project)
+    kernel(X, W)
+    jax.grad(lambda w: kernel.with_options(progress="energy")(X, w).sum())(W)
+    jax.effects_barrier()
+    labels = ["project", "energy", "energy (reverse)"]
+    assert [(bar.desc, bar.n, bar.total) for bar in bars] == [(name, 10, 10) for name in labels]
+    assert all(bar.is_closed for bar in bars)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_bar_is_closed_when_the_kernel_fails(bars, jit):
+    def fail(x):
+        if x > 0.5:
+            raise KeyError
+        return x
+
+    @auto_vmap(1, 1, chunk_size=2, progress=True, jit=jit)
+    def failing(v, w):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), v.dtype), v[0] * w[0],
+                                 vmap_method="sequential")  # fmt: skip
+
+    with pytest.raises(Exception, match="KeyError"):
+        failing(X, W)
+    (bar,) = bars
+    assert bar.is_closed
+    assert bar.n < 10
+    assert not module._runs
+
+
+def test_a_bar_is_closed_when_the_user_interrupts(bars, heard):
+    forward = module._Pass(module.Progress("project"), 10, is_reverse=False)
+
+    def interrupted():
+        with module.told(True, "project"):
+            forward.at(0)
+            forward.at(4)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    forward.at(6)  # what still runs on the device
+    (bar,) = bars
+    assert (bar.n, bar.is_closed) == (4, True)
+    assert not module._runs
+
+
+def test_a_bar_that_was_left_open_is_closed_by_the_next_call(bars):
+    progress = module.Progress("project")
+    forward = module._Pass(progress, 10, is_reverse=False)
+    forward.at(0)
+    forward.at(4)
+    auto_vmap(1, 1, chunk_size=2, progress=True)(project)(X, W)
+    old, new = bars
+    assert old.is_closed
+    assert (new.n, new.is_closed) == (10, True)
+
+
+# What is refused.
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, done, total): ...
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (
+            2,
+            TypeError,
+            "auto_vmap(project): progress must be True, False, a label, or a function of "
+            "(done, total), got int 2",
+        ),
+        (
+            None,
+            TypeError,
+            "auto_vmap(project): progress must be True, False, a label, or a function of "
+            "(done, total), got NoneType None",
+        ),
+        (
+            decay.__get__(0),
+            TypeError,
+            "auto_vmap(project): progress must be True, False, a label, or a function of "
+            "(done, total), but decay(x) cannot be called with two numbers",
+        ),
+        (
+            Unhashable(),
+            TypeError,
+            "auto_vmap(project): progress must be hashable, for compiled programs are found by "
+            "it, but Unhashable is not",
+        ),
+        (
+            "",
+            ValueError,
+            "auto_vmap(project): progress must not be an empty label; True shows the name",
+        ),
+    ],
+)
+def test_wrong_values(value, error, text):
+    with pytest.raises(error) as caught:
+        auto_vmap(1, 1, progress=value)(project)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda: auto_vmap(1, 1)(project).with_options(progress=3), "project.with_options"),
+        (lambda: rankax.options(progress=3), "rankax.options"),
+        (lambda: chunked_vmap(project, 2, progress=3), "chunked_vmap(project)"),
+        (lambda: chunked_reduce(project, "sum", 2, progress=3), "chunked_reduce(project)"),
+        (lambda: sliced_scan(decay, 0.0, X, progress=3), "sliced_scan(decay)"),
+        (
+            lambda: checkpoint_chunked_scan(decay, 0.0, X, progress=3),
+            "checkpoint_chunked_scan(decay)",
+        ),
+    ],
+)
+def test_each_function_checks_it(call, where):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value) == (
+        f"{where}: progress must be True, False, a label, or a function of (done, total), got int 3"
+    )
+
+
+@pytest.mark.parametrize("value", [True, "energy"])
+def test_a_bar_needs_tqdm(monkeypatch, value):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError) as caught:
+        auto_vmap(1, 1, progress=value)(project)
+    assert str(caught.value) == (
+        f"auto_vmap(project): progress={value!r} shows a bar by tqdm, which is not installed; "
+        'pip install "rankax[progress]", or give a function of (done, total)'
+    )
+    auto_vmap(1, 1, progress=Heard())(project)
