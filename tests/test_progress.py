@@ -123,6 +123,8 @@ def test_only_the_outermost_loop_reports(kernel, heard):
     assert heard.now() == TO_TEN
     kernel(X[:, None], jnp.ones((4, 3)))
     assert heard.now() == [(done, 10) for done in range(11)]
+    kernel.with_options(reduce="sum", reduce_axis=1)(X[:, None], jnp.ones((4, 3)))
+    assert heard.now() == [(done, 10) for done in range(11)]
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
@@ -156,11 +158,11 @@ def test_a_checkpoint_around_the_loop_reports_no_second_time(kernel, heard):
 
 def test_an_output_that_is_not_used_is_not_differentiated(heard):
     def two(v, w):
-        return v @ w, jnp.cumprod(jnp.cos(v))
+        return v @ w, jnp.tanh(v @ w)
 
     def count(progress):
         kernel = auto_vmap(1, 1, chunk_size=2, progress=progress)(two)
-        return primitives(jax.grad(lambda w: kernel(X, w)[0].sum()), W)["cumprod"]
+        return primitives(jax.grad(lambda w: kernel(X, w)[0].sum()), W)["tanh"]
 
     assert count(heard) == count(False)
 
@@ -204,6 +206,8 @@ def test_scans(heard, name):
     assert heard.now() == steps * 2
     assert_same(got, jax.grad(loss, (0, 1))(0.3, rates))
     jax.vmap(lambda c: scan(c, rates, progress=heard))(jnp.ones(3))
+    assert heard.now() == steps
+    jax.jit(lambda c: scan(c, rates, progress=heard)[0])(0.3)
     assert heard.now() == steps
 
 

@@ -96,7 +96,10 @@ def _loop(
     sink: Sink | None,
     progress: Progress | None,
 ) -> Any:
-    """Return the loop as a function of constants and inputs that holds nothing of the caller's."""
+    """Return the loop as a function of constants and inputs.
+
+    It holds nothing of the caller's but whom it tells of its progress.
+    """
     jaxpr = without_rules(jaxpr)
     bare = dataclasses.replace(item, closed=None, out_tree=None)
 
