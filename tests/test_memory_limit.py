@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same, temporary_bytes
+from helpers import assert_same, slow, temporary_bytes
 from rankax import auto_vmap, chunked_vmap
 
 pytestmark = pytest.mark.optimized
@@ -70,8 +70,10 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("limit", [1 * MB, 4 * MB])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("limit", [1 * MB, slow(4 * MB)])
+@pytest.mark.parametrize(
+    "name", ["matmul chain", "two numbers", *map(slow, ("eigenvalues", "scan inside", "distances"))]
+)
 def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit):
     kernel, args = KERNELS[name]
     kernel = kernel.with_options(memory_limit=limit)
@@ -178,6 +180,7 @@ def test_closed_over_tracers():
         assert_same(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_keys_statics_and_arguments_without_a_rank():
     @auto_vmap(key=0, x=1, memory_limit="20 kB")
     def kernel(key, x, table, power=2, kind="sin"):

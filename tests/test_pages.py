@@ -34,7 +34,7 @@ def imported(code):
 
 
 def test_cells_are_found_with_and_without_options():
-    assert len(GALLERY) == 6
+    assert len(GALLERY) == 7
     assert "tutorial.md" in PAGES
     assert any(options for options, _ in cells("gallery/coil.md"))
     assert not any("```" in code for name in PAGES for _, code in cells(name))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, slow
 from rankax import auto_vmap, load_tuning, options
 
 SHORT = 0.005  # seconds
@@ -73,7 +73,7 @@ def test_where_jit_is_ours_xla_is_tried_without_its_library():
 
 @needs_library
 @pytest.mark.optimized
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("gradient", [False, slow(True)])
 def test_what_is_much_faster_is_chosen(gradient):
     x = jnp.tile(X, (500, 1, 1))
     tuning = kernel.tune(x, seconds=0.5, gradient=gradient).tuning
@@ -140,8 +140,9 @@ class Body:
         return self.factor * jnp.sum(x**2)
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("jit", "gradient"), [(True, True), slow(True, False), slow(False, True), slow(False, False)]
+)
 def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient):
     @auto_vmap({"a": 1, "n": None}, 0, 0, None, None, jit=jit)
     def model(tree, scale, key, table, power):

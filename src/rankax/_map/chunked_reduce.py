@@ -92,9 +92,9 @@ def chunked_reduce(
     >>> from rankax import chunked_reduce
     >>> def potential(source, mass):
     ...     return -mass / jnp.linalg.norm(source)
-    >>> sources, masses = jnp.ones((10_000, 3)), jnp.full(10_000, 1e-4)
-    >>> chunked_reduce(potential, "sum", chunk_size=1000)(sources, masses)
-    Array(-0.57735, dtype=float32)
+    >>> sources, masses = jnp.full((10_000, 3), 2.0), jnp.full(10_000, 3.0**0.5)
+    >>> chunked_reduce(potential, "sum", chunk_size=1000)(sources, masses).round()
+    Array(-5000., dtype=float32)
     """
     check_callable(fun, "chunked_reduce", "fun")
     where = f"chunked_reduce({function_name(fun)})"
