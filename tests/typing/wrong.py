@@ -47,6 +47,8 @@ auto_vmap(0, chunk_size="3")  # type: ignore
 auto_vmap(0, jit="yes")  # type: ignore
 auto_vmap(0, jit=False)(step).lower  # type: ignore
 auto_vmap(0)(3)  # type: ignore
+auto_vmap(0)(step).with_options(chunksize=3)  # type: ignore
+auto_vmap(0)(step).with_options(chunk_size="3")  # type: ignore
 
 Static()  # type: ignore
 Static(3).value.upper()  # type: ignore
