@@ -433,6 +433,54 @@ def test_several_axes_in_any_place(axes, size):
     assert_same(found, expected, atol=1e-5)
 
 
+def test_indices_count_over_three_loops():
+    a, b, c = jnp.cos(3 * jnp.arange(4.0)), jnp.sin(2 * jnp.arange(5.0)), jnp.cos(jnp.arange(7.0))
+    whole = a[:, None, None] * b[None, :, None] - c[None, None]
+    args = a[:, None, None], b[:, None], c
+    for size in (1, 3, 8):
+        find = auto_vmap(0, 0, 0, reduce="argmax", chunk_size=size)(lambda a, b, c: a * b - c)
+        assert_same(find(*args), jnp.argmax(whole))
+
+
+def test_a_reduced_axis_between_kept_ones():
+    values = jnp.cos(jnp.arange(2 * 9 * 3 * 4.0)).reshape(2, 9, 3, 4)
+    for size in (1, 2, 5, 20):
+        total = auto_vmap(1, reduce="sum", reduce_axis=1, chunk_size=size)(lambda v: v * 2)
+        assert_same(total(values), 2 * values.sum(1), atol=1e-5)
+
+
+def test_the_derivative_of_several_reductions_at_once():
+    reduce = {"distance": "min", "force": "sum", "number": "max"}
+
+    def expected(x, y, w):
+        outs = unreduced(x, y, w)
+        at = jnp.argmin(outs["distance"], -1, keepdims=True)
+        first = jnp.take_along_axis(outs["distance"], at, -1)[:, 0]
+        return {"distance": first, "force": outs["force"].sum(1), "number": outs["number"].max(1)}
+
+    found = reduced(reduce, -1, 6, outputs)
+    assert_same(found(*ARGS), expected(*ARGS))
+    grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in (found, expected)]
+    assert_same(*grads, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_the_derivative_of_an_extremum_of_all_at_once(name):
+    values = jnp.asarray([1.0, 4.0, 0.0, 4.0, 0.0])
+    for size in (None, 2):
+        found = jax.grad(chunked_reduce(lambda v: v**2 + 1, name, size))(values)
+        assert found.tolist() == ([0, 8, 0, 0, 0] if name == "max" else [0, 0, 0, 0, 0])
+        first = jax.grad(chunked_reduce(lambda v: 3 * v, name, size))(values)
+        assert first.tolist() == ([0, 3, 0, 0, 0] if name == "max" else [0, 0, 3, 0, 0])
+
+
+def test_the_derivative_of_a_logsumexp_of_infinite_items():
+    for values in ([-jnp.inf, 1.0, 2.0], [-jnp.inf] * 3):
+        values = jnp.asarray(values)
+        found = jax.grad(chunked_reduce(lambda v: v, "logsumexp", 2))(values)
+        assert_same(found, jax.grad(jax.nn.logsumexp)(values))
+
+
 def test_axes_of_length_1_and_no_batch_at_all():
     kernel = auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)
     assert_same(kernel(jnp.ones(3)), 2 * jnp.ones(3))
@@ -595,8 +643,9 @@ def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
         return out if isinstance(reduce, Best) else out["distance"]
 
     fun = reduced(reduce, -1, 6, kernel)
-    first = jax.jit(jax.grad(lambda y: jax.tree.leaves(fun(X[:, None], y, W))[0].sum()))
-    jax.block_until_ready(first(Y))
+    # The value is asked for, too, or else nothing would be evaluated forward.
+    both = jax.value_and_grad(lambda x, y, w: (jax.tree.leaves(fun(x, y, w))[0] ** 2).sum())
+    jax.block_until_ready(jax.jit(both)(*ARGS))
     # Each item once, and each winner again: forward, and in the reverse pass.
     assert 4 * 23 <= sum(evaluated) <= 4 * (23 + 2 * again)
 
