@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same, primitives
+from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
 from rankax._map import progress as module
 
@@ -127,7 +127,7 @@ def test_only_the_outermost_loop_reports(kernel, heard):
     assert heard.now() == [(done, 10) for done in range(11)]
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("checkpoint", [slow(True), False])
 def test_the_reverse_pass_counts_from_0_again(kernel, heard, checkpoint):
     kernel = kernel.with_options(checkpoint=checkpoint)
 

@@ -858,6 +858,16 @@ def test_the_plan_says_what_is_reduced():
 
 
 @pytest.mark.optimized
+def test_large_outputs_have_one_accumulator():
+    """Where items have many numbers, a lane for each item of a tile would be as large as a tile."""
+    total = chunked_reduce(lambda v: jnp.outer(v, v), "sum", 1000)
+    vectors = jnp.sin(jnp.arange(2100 * 64.0)).reshape(2100, 64)
+    assert_same(total(vectors), vectors.T @ vectors, rtol=1e-3, atol=1e-3)
+    compiled = jax.jit(total).lower(vectors).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1e6
+
+
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "reduce",
     ["sum", *map(slow, ("logsumexp", "argmin", "min", "prod", TopK(2), Moments()))],
