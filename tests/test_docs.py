@@ -2,11 +2,14 @@
 """The examples in README.md and in every page of docs/ run, and print what the page shows."""
 
 import doctest
+import inspect
 import re
 from pathlib import Path
 
 import jax
 import pytest
+
+import rankax
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -66,3 +69,18 @@ def test_examples_print_what_the_page_shows(page):
         result = runner.run(examples, out=failures.append)
     assert result.attempted > 0
     assert not failures, "".join(failures)
+
+
+@pytest.mark.parametrize("name", ["auto_vmap", "options"])
+def test_the_reference_shows_the_signature_that_there_is(name):
+    text = (ROOT / "docs/reference.md").read_text()
+    (shown,) = re.findall(rf"autofunction:: {name}(\(.*\))\n", text)
+    assert shown == str(inspect.signature(getattr(rankax, name)))
+
+
+@pytest.mark.parametrize("folder", ["howto", "gallery"])
+def test_every_page_is_in_the_menu(folder):
+    index = (ROOT / "docs" / folder / "index.md").read_text()
+    (menu,) = re.findall(r"```\{toctree\}\n:hidden:\n\n(.*?)\n```", index, flags=re.DOTALL)
+    pages = {page.stem for page in (ROOT / "docs" / folder).glob("*.md")} - {"index"}
+    assert set(menu.split()) == pages
