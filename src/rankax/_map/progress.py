@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 Given = bool | str | Callable[[int, int], object]
 
-_MOST_REPORTS = 500  # of one loop, for each costs a tenth of a millisecond or two
+_MOST_REPORTS = 500  # of one loop, for each costs a tenth of a millisecond to a whole one
 _SECONDS = 0.1  # between two updates of a bar
 
 
