@@ -126,6 +126,6 @@ class EachLeaf(Reduction):
 
     def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
         """Return the differentiable result of one leaf."""
-        row = row if self.is_linear else row.stopped()
-        (state,) = row.fold([Task((position,), self.accumulator(aval, row), aval.shape)])
+        task = Task((position,), self.accumulator(aval, row), aval.shape)
+        (state,) = row.fold([task]) if self.is_linear else row.stopped().found([task])
         return self.result(state, aval, row, position)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,56 +25,58 @@ def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     return row.fold([task])[0][..., 0]
 
 
+class _Accumulated(EachLeaf):
+    """One number for each number of an item, by one function of two numbers."""
+
+    identity: Any
+    combine: Callable[[Any, Any], Any]
+    reduce: Callable[..., Any]  # the same along an axis
+
+    def dtype(self, aval: Any) -> Any:
+        """Return that of the function of `jax.numpy`."""
+        return dtype_of(type(self).function, aval)
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        dtype = wide(self.dtype(aval))
+        return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0].astype(self.dtype(aval))
+
+
 @dataclasses.dataclass(frozen=True)
-class Sum(EachLeaf):
+class Sum(_Accumulated):
     """`jax.numpy.sum`."""
 
     name = "sum"
-    function = staticmethod(jnp.sum)
+    function = reduce = staticmethod(jnp.sum)
+    identity, combine = 0, staticmethod(lax.add)
     is_linear = True
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        dtype = wide(dtype_of(jnp.sum, aval))
-        return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[..., 0].astype(dtype_of(jnp.sum, aval))
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean(EachLeaf):
+class Mean(Sum):
     """`jax.numpy.mean`."""
 
     name = "mean"
     function = staticmethod(jnp.mean)
-    is_linear = True
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        dtype = wide(dtype_of(jnp.mean, aval))
-        return Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
 
     def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return (state[..., 0] / row.size).astype(dtype_of(jnp.mean, aval))
+        return super().result(state / row.size, aval, row, position)
 
 
 @dataclasses.dataclass(frozen=True)
-class Prod(EachLeaf):
+class Prod(_Accumulated):
     """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
 
     name = "prod"
-    function = staticmethod(jnp.prod)
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        dtype = wide(dtype_of(jnp.prod, aval))
-        return Elementwise(aval.shape, dtype, 1, lax.mul, jnp.prod)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[..., 0].astype(dtype_of(jnp.prod, aval))
+    function = reduce = staticmethod(jnp.prod)
+    identity, combine = 1, staticmethod(lax.mul)
 
     def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not is_float(aval.dtype):
             return super().of_leaf(aval, row, position)
-        dtype = dtype_of(jnp.prod, aval)
+        dtype = self.dtype(aval)
         row = row.then(lambda outs: [outs[position].astype(wide(dtype))])
         one = np.ones(aval.shape, wide(dtype))
         (state,) = row.fold([Task((0,), Ordered(one, lax.mul), aval.shape)], linear=False)
@@ -81,31 +84,21 @@ class Prod(EachLeaf):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnyOf(EachLeaf):
+class AnyOf(_Accumulated):
     """`jax.numpy.any`."""
 
     name = "any"
-    function = staticmethod(jnp.any)
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        return Elementwise(aval.shape, jnp.dtype(bool), False, lax.bitwise_or, jnp.any)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[..., 0]
+    function = reduce = staticmethod(jnp.any)
+    identity, combine = False, staticmethod(lax.bitwise_or)
 
 
 @dataclasses.dataclass(frozen=True)
-class All(EachLeaf):
+class All(_Accumulated):
     """`jax.numpy.all`."""
 
     name = "all"
-    function = staticmethod(jnp.all)
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        return Elementwise(aval.shape, jnp.dtype(bool), True, lax.bitwise_and, jnp.all)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[..., 0]
+    function = reduce = staticmethod(jnp.all)
+    identity, combine = True, staticmethod(lax.bitwise_and)
 
 
 class _Continuous(EachLeaf):

@@ -39,59 +39,6 @@ class _Compared(EachLeaf):
             )
 
 
-class _Extremum(_Compared):
-    largest = False
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        arg = Arg(aval.shape, aval.dtype, row.index_dtype, self.largest)
-        combine, reduce = (lax.max, jnp.max) if self.largest else (lax.min, jnp.min)
-        return Elementwise(aval.shape, aval.dtype, arg.worst, combine, reduce)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[..., 0]
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        return [call_with_derivative_of(self._chosen, self._extreme, out) for out in outs]
-
-    def _extreme(self, out: jax.Array) -> jax.Array:
-        return type(self).function(out, axis=0)
-
-    def _chosen(self, out: jax.Array) -> jax.Array:
-        # That of jax.numpy looks for items equal to the largest one; where XLA computes an item
-        # twice, not quite alike, there are none, and the derivative is 0/0.
-        index = (jnp.argmax if self.largest else jnp.argmin)(out, axis=0, keepdims=True)
-        return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
-
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        if not is_float(aval.dtype):
-            return super().of_leaf(aval, row, position)
-        return row.pick(_winners(row, aval, position, self.largest), position)
-
-
-def _winners(row: Row, aval: Any, position: int, largest: bool) -> jax.Array:
-    """Return the flat index of the best item, for each number of one output."""
-    arg = Arg(aval.shape, aval.dtype, row.index_dtype, largest)
-    ((_, index),) = row.stopped().found([Task((position,), arg, aval.shape)])
-    return index[..., 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Max(_Extremum):
-    """`jax.numpy.max`. Of equal items the first has the whole derivative."""
-
-    name = "max"
-    function = staticmethod(jnp.max)
-    largest = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Min(_Extremum):
-    """`jax.numpy.min`. Of equal items the first has the whole derivative."""
-
-    name = "min"
-    function = staticmethod(jnp.min)
-
-
 class _ArgExtremum(_Compared):
     largest = False
 
@@ -117,6 +64,53 @@ class ArgMin(_ArgExtremum):
 
     name = "argmin"
     function = staticmethod(jnp.argmin)
+
+
+class _Extremum(_Compared):
+    arg: _ArgExtremum  # which finds where it is
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        arg = Arg(aval.shape, aval.dtype, row.index_dtype, self.arg.largest)
+        combine = lax.max if self.arg.largest else lax.min
+        return Elementwise(aval.shape, aval.dtype, arg.worst, combine, type(self).function)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[..., 0]
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        return [call_with_derivative_of(self._chosen, self._extreme, out) for out in outs]
+
+    def _extreme(self, out: jax.Array) -> jax.Array:
+        return type(self).function(out, axis=0)
+
+    def _chosen(self, out: jax.Array) -> jax.Array:
+        # That of jax.numpy looks for items equal to the largest one; where XLA computes an item
+        # twice, not quite alike, there are none, and the derivative is 0/0.
+        index = type(self.arg).function(out, axis=0, keepdims=True)
+        return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
+
+    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not is_float(aval.dtype):
+            return super().of_leaf(aval, row, position)
+        return row.pick(self.arg.of_leaf(aval, row, position), position)
+
+
+@dataclasses.dataclass(frozen=True)
+class Max(_Extremum):
+    """`jax.numpy.max`. Of equal items the first has the whole derivative."""
+
+    name = "max"
+    function = staticmethod(jnp.max)
+    arg = ArgMax()
+
+
+@dataclasses.dataclass(frozen=True)
+class Min(_Extremum):
+    """`jax.numpy.min`. Of equal items the first has the whole derivative."""
+
+    name = "min"
+    function = staticmethod(jnp.min)
+    arg = ArgMin()
 
 
 def _if_largest(largest: bool) -> str:
@@ -162,11 +156,6 @@ class TopK(_Compared):
         indices = jnp.moveaxis(state[1], -1, 0)
         values = jax.vmap(lambda index: row.pick(index, position))(indices)
         return TopKResult(values, indices)
-
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        task = Task((position,), self.accumulator(aval, row), aval.shape)
-        (state,) = row.stopped().found([task])
-        return self.result(state, aval, row, position)
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
