@@ -214,7 +214,7 @@ def test_scans(heard, name):
 def test_a_long_loop_does_not_report_each_step(heard):
     checkpoint_chunked_scan(lambda c, _: (c + 1.0, None), 0.0, length=20_000, progress=heard)
     counts = [done for done, _ in heard.now()]
-    assert 400 < len(counts) <= 501
+    assert 150 < len(counts) <= 201
     assert counts == sorted(set(counts))
     assert counts[-1] == 20_000
 
@@ -260,7 +260,7 @@ def test_a_call_without_a_loop_shows_nothing(kernel, heard):
 
 
 def test_other_processes_show_nothing(kernel, heard, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(module, "_is_first_process", lambda: False)
     kernel(X, W)
     assert heard.now() == []
 

@@ -267,7 +267,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     around it; kernels that are called inside have none. A reverse pass has its own, "(reverse)", or
     the function hears 0 again; the gradient of some reductions walks more than twice. Where nothing
     is chunked there is no loop, and nothing is shown. Updates are a tenth of a second apart or
-    more, and a report costs up to a millisecond, with at most 500 for each pass. The
+    more, and a report costs about a fifth of a millisecond, with at most 200 for each pass. The
     function runs on another thread and must not call JAX; what it raises ends the call. A bar is
     closed when the call fails; inside a `jax.jit` of your own, when the next call of its label
     begins. Of several processes the first one shows it. Give the same function at each call, for
