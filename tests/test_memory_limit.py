@@ -13,7 +13,7 @@ import pytest
 
 import rankax
 from helpers import assert_same, slow, temporary_bytes
-from rankax import auto_vmap, chunked_vmap
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
 
 pytestmark = pytest.mark.optimized
 
@@ -37,6 +37,10 @@ def shape(*sizes, dtype=jnp.float32):
 
 def chain(x):
     return jnp.tanh(jnp.tanh(x @ W) @ W) @ W
+
+
+def energy(x):
+    return jnp.mean(jnp.sort(jnp.sin(x), axis=0)[7] ** 2)
 
 
 def eigenvalues(x):
@@ -257,6 +261,25 @@ def test_chunked_vmap():
     assert_same(jax.jit(mapped("1 GB"))(X), PLAIN(X))
 
 
+@pytest.mark.parametrize("reduction", ["sum", slow("min"), slow("logsumexp")])
+def test_chunked_reduce_keeps_to_it(reduction):
+    def mapped(limit, chunk_size=None):
+        return chunked_reduce(energy, reduction, chunk_size, memory_limit=limit)
+
+    args, limit = shape(4000, 32, 32), 2 * MB
+    measured = [
+        temporary_bytes(mapped(limit), args),
+        temporary_bytes(gradient(mapped(limit)), (args,), shape()),
+    ]
+    assert limit / 2 <= max(measured) <= limit
+    few = mapped("200 kB")
+    plain = chunked_reduce(energy, reduction, None)
+    assert_same(few(X), plain(X), rtol=1e-3, atol=1e-4)
+    assert_same(jax.jit(few)(X), plain(X), rtol=1e-3, atol=1e-4)
+    assert_same(mapped("1 GB", chunk_size=3)(X), plain(X), rtol=1e-3, atol=1e-4)
+    assert_same(mapped(MB)(X[:1]), plain(X[:1]))
+
+
 def test_a_collective_over_an_outer_axis_is_refused():
     kernel = auto_vmap(1, memory_limit=MB)(lambda x: jax.lax.psum(x, "outer"))
     message = "cannot measure a kernel with a collective over an outer axis; give chunk_size"
@@ -277,6 +300,10 @@ def test_chunked_vmap_names_what_is_wrong():
         chunked_vmap(chain, None, memory_limit="much")
     with pytest.raises(ValueError, match=r"^chunked_vmap\(chain\): one item alone needs"):
         chunked_vmap(chain, 7, memory_limit=10)(X)
+    with pytest.raises(ValueError, match=r"^chunked_reduce\(chain\): memory_limit must be"):
+        chunked_reduce(chain, "sum", None, memory_limit="much")
+    with pytest.raises(ValueError, match=r"^chunked_reduce\(chain\): one item alone needs"):
+        chunked_reduce(chain, "sum", 7, memory_limit=10)(X)
 
 
 def test_the_scope_sets_it():

@@ -35,6 +35,7 @@ from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import Chunks, split_into_chunks, split_into_tiles
 
 __all__ = [
+    "ArgumentMapping",
     "axis_length",
     "check_axes",
     "chunked_level",
@@ -176,7 +177,7 @@ def chunked_vmap(
 # What is asked for: checked before anything is traced.
 
 
-class _Mapping(NamedTuple):
+class ArgumentMapping(NamedTuple):
     """The arguments of one call, flat, and the axis of each that is mapped."""
 
     leaves: list[Any]
@@ -187,6 +188,16 @@ class _Mapping(NamedTuple):
     @property
     def mapped(self) -> list[Any]:
         return [x for x, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
+
+    @property
+    def mapped_axes(self) -> tuple[int, ...]:
+        return tuple(axis for axis in self.axes if axis is not None)
+
+    @property
+    def item_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Return shape and dtype of what one item has of each leaf that is mapped."""
+        pairs = zip(self.mapped, self.mapped_axes, strict=True)
+        return [with_axis(x, axis) for x, axis in pairs]
 
     def arguments(self, mapped: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other leaves in place of those that are mapped."""
@@ -232,7 +243,7 @@ def resolve_arguments(
     kwargs: dict[str, Any],
     in_axes: Any,
     axis_size: int | None,
-) -> _Mapping:
+) -> ArgumentMapping:
     """Give every leaf its axis and find the common length, or say which leaf does not fit."""
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
@@ -262,25 +273,30 @@ def resolve_arguments(
     length = common_length(table, where)
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, axes, strict=True)]
     axes = [None if a is None else a % jnp.ndim(x) for a, x in zip(axes, leaves, strict=True)]
-    return _Mapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
+    return ArgumentMapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
 
 
 # How it is done: one trace of an item, then one loop over the chunks (`map_chunks`).
 
 
 def _item_program(
-    fun: Callable[..., Any], mapping: _Mapping, out_axes: Any, axis_name: Hashable | None = None
+    fun: Callable[..., Any],
+    mapping: ArgumentMapping,
+    out_axes: Any,
+    axis_name: Hashable | None = None,
 ) -> ItemProgram:
-    axes = [axis for axis in mapping.axes if axis is not None]
-    avals = [with_axis(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
     return trace_item(
-        fun, lambda *items: mapping.arguments(items), avals, out_axes, axis_name=axis_name
+        fun,
+        lambda *items: mapping.arguments(items),
+        mapping.item_avals,
+        out_axes,
+        axis_name=axis_name,
     )
 
 
 def _in_one_chunk(
     fun: Callable[..., Any],
-    mapping: _Mapping,
+    mapping: ArgumentMapping,
     in_axes: Any,
     out_axes: Any,
     axis_name: Hashable | None,
@@ -311,14 +327,13 @@ def _in_one_chunk(
 
 def _in_chunks(
     item: ItemProgram,
-    mapping: _Mapping,
+    mapping: ArgumentMapping,
     chunks: Chunks,
     *,
     checkpoint: bool,
     progress: Progress | None,
 ) -> Any:
-    axes = [axis for axis in mapping.axes if axis is not None]
-    leaves = mapping.mapped
+    leaves, axes = mapping.mapped, mapping.mapped_axes
     outs = map_chunks(item, leaves, axes, chunks, checkpoint=checkpoint, progress=progress)
     return jax.tree.unflatten(item.out_tree, outs)
 
@@ -326,14 +341,14 @@ def _in_chunks(
 def _chunk_within(
     limit: int | str,
     item: ItemProgram,
-    mapping: _Mapping,
+    mapping: ArgumentMapping,
     bound: int | None,
     where: str,
     *,
     checkpoint: bool,
 ) -> int:
     """Return the chunk size, of at most ``bound``, that keeps to a memory limit."""
-    axes = [axis for axis in mapping.axes if axis is not None]
+    axes = mapping.mapped_axes
     shapes = [shape_of(leaf) for leaf in mapping.mapped]
 
     def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
@@ -348,7 +363,7 @@ def _chunk_within(
         return chunks.size, whole, shapes
 
     most = mapping.length if bound is None else min(bound, mapping.length)
-    of_call = tuple((shape.shape, shape.dtype) for shape in shapes), tuple(axes), item.out_axes
+    of_call = tuple((shape.shape, shape.dtype) for shape in shapes), axes, item.out_axes
     task = Task(where, limit, (mapping.length,), most, with_gradient=checkpoint)
     return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size
 
@@ -371,7 +386,7 @@ def chunked_level(
     def mapped(*leaves: Any) -> Any:
         treedef = jax.tree.structure((leaves, {}))
         arrays = [x if a is None else jnp.asarray(x) for x, a in zip(leaves, in_axes, strict=True)]
-        mapping = _Mapping(arrays, list(in_axes), treedef, size)
+        mapping = ArgumentMapping(arrays, list(in_axes), treedef, size)
         item = _item_program(fun, mapping, 0)
         return _in_chunks(item, mapping, chunks, checkpoint=checkpoint, progress=progress)
 

@@ -7,14 +7,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from rankax._base.checks import check_bool, check_callable, positive_int
 from rankax._base.functions import function_name
-from rankax._map.chunked import axis_length, check_axes, resolve_arguments
-from rankax._map.item import with_axis
+from rankax._map.chunked import ArgumentMapping, axis_length, check_axes, resolve_arguments
+from rankax._map.cost import Task, fit_to_limit, shape_of
+from rankax._map.item import trace_item
 from rankax._map.progress import checked_progress, told
-from rankax._map.reduce import read_reductions, reduce_row
+from rankax._map.reduce import Reductions, read_reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
-from rankax._map.tiles import with_tile
+from rankax._map.tiles import best_tile, tiles_matter, with_tile
+from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import split_into_chunks
 
 __all__ = ["chunked_reduce"]
@@ -28,6 +32,7 @@ def chunked_reduce(
     *,
     axis_size: int | None = None,
     checkpoint: bool = True,
+    memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce what it returns, with few items in flight.
@@ -56,6 +61,9 @@ def chunked_reduce(
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, default True
         Recompute each tile in the reverse pass instead of storing what it computed.
+    memory_limit : int or str, optional
+        Choose a chunk size, of at most ``chunk_size``, whose temporaries keep to that: bytes,
+        ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions walks more than twice.
@@ -70,8 +78,9 @@ def chunked_reduce(
     TypeError
         If ``reduction`` holds anything else, or an argument is of a wrong type.
     ValueError
-        If no reduction has this name, an output cannot be reduced so, or the mapped axes differ in
-        length. All before the loop is compiled.
+        If no reduction has this name, an output cannot be reduced so, the mapped axes differ in
+        length, or ``memory_limit`` is none or less than one item needs. All before the loop is
+        compiled.
 
     Notes
     -----
@@ -100,6 +109,7 @@ def chunked_reduce(
     where = f"chunked_reduce({function_name(fun)})"
     reductions = read_reductions(reduction, where)
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
+    limit = checked_limit(memory_limit, where)
     size = None if axis_size is None else axis_length(axis_size, where)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, where, "in_axes")
@@ -115,15 +125,13 @@ def chunked_reduce(
             item_args, item_kwargs = mapping.arguments(items)
             return fun(*item_args, **item_kwargs)
 
-        length, axes = mapping.length, [axis for axis in mapping.axes if axis is not None]
-        tile, traced = length, on_item
-        if bound is not None and length > bound:
-            avals = [with_axis(x, a) for x, a in zip(mapping.mapped, axes, strict=True)]
-            traced, best = with_tile(on_item, avals)
-            most = min(bound, most_lanes() or bound, best or bound)
-            tile = split_into_chunks(length, most).size
-        level = RowLevel(length, tile, tuple(axes))
-        with told(shown if tile < length else False, function_name(fun)) as passed_on:
+        most = bound
+        if limit is not None and mapping.length:
+            task = Task(where, limit, (mapping.length,), bound or mapping.length, checkpoint)
+            most = _chunk_within(task, on_item, mapping, reductions)
+        traced, level = _tiled(on_item, mapping, most)
+        is_loop = level.tile < level.size
+        with told(shown if is_loop else False, function_name(fun)) as passed_on:
             found = reduce_row(
                 traced,
                 mapping.mapped,
@@ -135,3 +143,47 @@ def chunked_reduce(
         return found.assemble(found.arrays)
 
     return reduced
+
+
+def _tiled(
+    on_item: Callable[..., Any], mapping: ArgumentMapping, most: int | None
+) -> tuple[Callable[..., Any], RowLevel]:
+    """Return the function of one item, maybe traced, and the axis in tiles of at most ``most``."""
+    length, axes = mapping.length, mapping.mapped_axes
+    if most is None or length <= most:
+        return on_item, RowLevel(length, length, axes)
+    traced, best = with_tile(on_item, mapping.item_avals)
+    return traced, RowLevel(length, _tile(length, most, best), axes)
+
+
+def _tile(length: int, most: int, best: int | None) -> int:
+    return split_into_chunks(length, min(most, most_lanes() or most, best or most)).size
+
+
+def _chunk_within(
+    task: Task, on_item: Callable[..., Any], mapping: ArgumentMapping, reductions: Reductions
+) -> int:
+    """Return the chunk size that keeps to a memory limit."""
+    item = trace_item(on_item, lambda *items: (items, {}), mapping.item_avals, 0)
+    best = best_tile(item.closed) if tiles_matter() else None
+    shapes = [shape_of(leaf) for leaf in mapping.mapped]
+
+    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
+        tile = mapping.length
+        if chunk_size < mapping.length:
+            tile = _tile(mapping.length, chunk_size, best)
+        level = RowLevel(mapping.length, tile, mapping.mapped_axes)
+
+        def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
+            of_item = item.with_constants(consts)
+
+            def fun(*items: Any) -> Any:
+                return item.out_tree.unflatten(of_item(*items))
+
+            found = reduce_row(fun, leaves, (level,), reductions, checkpoint=task.with_gradient)
+            return jax.tree.leaves(found.assemble(found.arrays))
+
+        return tile, whole, shapes
+
+    of_call = tuple((s.shape, s.dtype) for s in shapes), mapping.mapped_axes, reductions
+    return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size
