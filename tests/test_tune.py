@@ -110,6 +110,22 @@ def test_a_tuned_jitted_kernel_shares_what_is_compiled():
     assert tuned.lower(X).as_text() == again.lower(X).as_text()
 
 
+def test_a_gradient_is_also_tried_without_checkpoints():
+    x = jnp.linspace(0.0, 1.0, 300 * 3).reshape(300, 3)
+    wave = auto_vmap(1)(lambda v: jnp.sin(v).sum())
+
+    def stored(kernel, **options):
+        tuning = kernel.tune(x, seconds=SHORT, **options).tuning
+        return [c.options for c in tuning.candidates if "checkpoint" in c.options]
+
+    found = [{"chunk_size": 256, "checkpoint": False}]
+    assert stored(wave, gradient=True) == found
+    assert stored(wave.with_options(chunk_size=299), gradient=True, memory_limit="1 GB") == found
+    assert stored(wave.with_options(chunk_size=299), gradient=True) == []
+    assert stored(wave.with_options(checkpoint=False), gradient=True) == []
+    assert stored(wave) == []
+
+
 def test_a_limit_excludes_what_needs_more():
     def sort(x):
         return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]
@@ -119,11 +135,13 @@ def test_a_limit_excludes_what_needs_more():
     above = [c for c in tuning.candidates if c.temporaries > 60_000]
     assert above
     assert {c.tile for c in above} == {c.tile for c in tuning.candidates if c.tile >= 16}
-    assert {(c.seconds, c.note) for c in above} == {(None, "above the limit of 60000 bytes")}
+    assert {(c.seconds, c.note) for c in above} == {(None, "above the limit of 60 kB")}
     assert tuning.candidates[tuning.chosen].tile <= 8
+    by_option = auto_vmap(0, memory_limit="60 kB")(sort).tune(x, seconds=SHORT).tuning
+    assert [c.note for c in by_option.candidates if c.seconds is None] == [c.note for c in above]
     text = (
-        r"sort.tune: no chunk size keeps to memory_limit=100; the least that was found needs \d+ "
-        "bytes besides arguments and results"
+        r"sort.tune: no chunk size keeps to the memory_limit of 100 B; the least that was found "
+        r"needs [\d.]+ k?B besides arguments and results"
     )
     with pytest.raises(ValueError, match=f"^{text}$"):
         auto_vmap(0)(sort).tune(x, memory_limit=100, seconds=SHORT)
@@ -254,11 +272,6 @@ def test_inside_a_trace_it_is_refused(transform):
             "distances.tune: seconds must be a positive number, got '5'",
         ),
         (
-            lambda: kernel.tune(X, memory_limit=0),
-            ValueError,
-            "distances.tune: memory_limit must be a positive int, got 0",
-        ),
-        (
             lambda: kernel.tune(X, gradient=1),
             TypeError,
             "distances.tune: gradient must be True or False, got 1",
@@ -268,6 +281,13 @@ def test_inside_a_trace_it_is_refused(transform):
 def test_wrong_arguments_are_refused(give, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         give()
+
+
+def test_a_limit_is_written_as_elsewhere():
+    with pytest.raises(
+        ValueError, match=r"^distances\.tune: memory_limit must be a positive number"
+    ):
+        kernel.tune(X, memory_limit=0)
 
 
 # The table, and the file.

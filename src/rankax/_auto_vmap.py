@@ -58,7 +58,7 @@ class AutoVmapped(Protocol, Generic[P, R]):
     def tune(
         self,
         *args: Any,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         gradient: bool = False,
         seconds: float = 5,
         **kwargs: Any,
@@ -89,7 +89,7 @@ class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
     def tune(
         self,
         *args: Any,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         gradient: bool = False,
         seconds: float = 5,
         **kwargs: Any,
@@ -372,7 +372,7 @@ class _Family:
 
         def tune(
             *args: Any,
-            memory_limit: int | None = None,
+            memory_limit: int | str | None = None,
             gradient: bool = False,
             seconds: float = 5,
             **kwargs: Any,

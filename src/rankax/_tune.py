@@ -14,18 +14,21 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from rankax._base.checks import check_bool, positive_int
+from rankax._base.checks import check_bool
 from rankax._base.staged import is_staged
 from rankax._kernel import Call, Kernel, is_array
+from rankax._map.cost import free_bytes
 from rankax._map.tiles import NO_LIBRARY, tiles_matter
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
+from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._tuning import Candidate, Tuning, measured_for
 
 __all__ = ["tuned"]
 
 _SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
 _SIZES_ALONE = (16, 256)  # of chunks without the library, beside all items at once
+_SIZES_STORED = (256, 1024, 4096)  # of chunks whose intermediates a gradient stores
 _FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that tell how long an item takes
 _LONG = 0.01  # seconds, for which few items are enough to tell
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
@@ -52,7 +55,7 @@ def tuned(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    memory_limit: int | None,
+    memory_limit: int | str | None,
     gradient: bool,
     seconds: Any,
 ) -> Tuning:
@@ -68,7 +71,8 @@ def tuned(
     """
     where = f"{kernel.name}.tune"
     kernel.check_method("tune", args, kwargs)
-    limit = None if memory_limit is None else positive_int(memory_limit, where, "memory_limit")
+    limit = checked_limit(memory_limit, where) or kernel.options().memory_limit
+    limit = None if limit is None else limit_in_bytes(limit, free_bytes)
     check_bool(gradient, where, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
@@ -99,7 +103,7 @@ def tuned(
 
 def _note(program: _Program, times: Sequence[float], rounds: int, limit: int | None) -> str:
     if program.run is None:
-        return f"above the limit of {limit} bytes"
+        return f"above the limit of {shown_bytes(limit or 0)}"
     return "given up early" if len(times) < rounds else ""
 
 
@@ -109,8 +113,8 @@ def _best(candidates: Sequence[Candidate], where: str, limit: int | None) -> int
     if not timed:
         least = min(c.temporaries for c in candidates)
         raise ValueError(
-            f"{where}: no chunk size keeps to memory_limit={limit}; the least that was found needs "
-            f"{least} bytes besides arguments and results"
+            f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit or 0)}; the "
+            f"least that was found needs {shown_bytes(least)} besides arguments and results"
         )
     fastest, _ = min(timed)
     return next(i for seconds, i in timed if fastest > _WORTH * seconds)
@@ -119,6 +123,8 @@ def _best(candidates: Sequence[Candidate], where: str, limit: int | None) -> int
 def _as_given(options: Options, own: Options) -> dict[str, Any]:
     """Return what differs by candidate, as `with_options` takes it."""
     given: dict[str, Any] = {"chunk_size": options.chunk_size}
+    if options.checkpoint != own.checkpoint:
+        given["checkpoint"] = options.checkpoint
     if options.compiler_options != own.compiler_options:
         given["compiler_options"] = dict(options.compiler_options or ())
     return given
@@ -134,7 +140,7 @@ class _Measure:
 
     def __init__(self, kernel: Kernel, call: Call, *, gradient: bool, where: str) -> None:
         self.kernel, self.call, self.gradient = kernel, call, gradient
-        self.own = kernel.options()
+        self.own = dataclasses.replace(kernel.options(), memory_limit=None)
         self.others, self.others_tree = jax.tree.flatten(_others(call))
         ranks = call.structure.ranks
         self.traced = [
@@ -185,6 +191,10 @@ class _Measure:
         if self.own.jit and tiles_matter(dict(self.own.compiler_options or ())):
             for size in dict.fromkeys([bound, *(n for n in _SIZES_ALONE if n <= most)]):
                 found[size] = self.with_(size, **{NO_LIBRARY: ""})
+        # What chunks store grows with the batch, so not for someone who bounds chunks, not memory.
+        if self.gradient and self.own.checkpoint and bound is None:
+            for size in (n for n in _SIZES_STORED if n <= most):
+                found["stored", size] = dataclasses.replace(self.with_(size), checkpoint=False)
         return list(found.values())
 
     def with_(self, chunk_size: int | None, **compiler: str) -> Options:

@@ -21,7 +21,7 @@ from rankax._base.kept import Kept
 from rankax._map.compare import Unknown, fingerprint
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 
-__all__ = ["Program", "Task", "fit_to_limit", "shape_of"]
+__all__ = ["Program", "Task", "fit_to_limit", "free_bytes", "shape_of"]
 
 # A call with a chunk size: how many items are in flight, and the call as a function of constants
 # and arrays, which are given by their shapes.
@@ -81,7 +81,7 @@ def fit_to_limit(
         )
 
     def fit() -> MemoryFit:
-        limit = limit_in_bytes(task.limit, _free_bytes)
+        limit = limit_in_bytes(task.limit, free_bytes)
         return fit_chunk(measure, task.sizes, task.most, limit, task.where)
 
     return _kept.find(key, fit)
@@ -148,7 +148,7 @@ def _moves(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Return what the first device has free, or else the machine."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
