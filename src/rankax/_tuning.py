@@ -33,7 +33,7 @@ class Candidate:
     tile : int
         How many items are evaluated at once.
     seconds : float or None
-        The median time of one item; None where it was not run.
+        The shortest time of one item that was found; None where it was not run.
     temporaries : int
         The bytes that the compiled call of all items needs besides arguments and results.
     note : str
