@@ -14,7 +14,8 @@ ROOT = Path(rankax.__file__).parent
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = [
     *["_errors", "_static", "_base", "_declare", "_plan", "_map", "_scan"],
-    *["_options", "_kernel", "_jit", "_tuning", "_tune", "_auto_vmap", "reductions", "__init__"],
+    *["_options", "_kernel", "_jit", "_tuning", "_tune", "_blocks", "_auto_vmap", "reductions"],
+    *["xarray", "__init__"],
 ]
 MOST_LINES = 60
 

@@ -20,7 +20,9 @@ from typing import (
 
 import jax
 
+from rankax._base.blocks import InBlocksError
 from rankax._base.functions import function_name, unwrapped
+from rankax._blocks.call import call_on_blocks
 from rankax._declare.ranks import Declaration, declare
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
@@ -364,7 +366,11 @@ class _Family:
         # A function, not a callable object: methods, pickling by name, help() and inspection work
         # as they do for the kernel itself.
         def mapped(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except InBlocksError:
+                pass
+            return call_on_blocks(kernel, mapped, args, kwargs)
 
         def with_options(**options: Any) -> Any:
             where = f"{kernel.name}.with_options"
@@ -386,6 +392,7 @@ class _Family:
             return self._function(kernel, jitted, given, found)
 
         _wrap_as(mapped, self._fun)
+        vars(mapped)["_kernel"] = kernel
         vars(mapped)["plan"] = kernel.plan
         vars(mapped)["tune"] = tune
         vars(mapped)["tuning"] = tuning

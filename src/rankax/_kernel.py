@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.functions import caller_level, function_location, function_name, unwrapped
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import shortened
@@ -203,16 +204,22 @@ class Kernel:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
     ) -> Call:
         """Bind arguments and flatten those that have a rank."""
+        call = self.flattened(args, kwargs)
+        leaves, structure = call.leaves, call.structure
+        for i, rank in enumerate(structure.ranks):
+            if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
+                leaves[i] = self.converted(leaves[i], structure.paths[i], shapes_only)
+        for i in structure.keys:
+            self.check_key(leaves[i], structure.paths[i])
+        return call
+
+    def flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return a call as `bind` does, but with leaves of any kind."""
         bound = self._bound(args, kwargs)
         names = tuple(name for name in self.declaration.ranks if name in bound.arguments)
         values = [bound.arguments[name] for name in names]
         leaves, treedef = jax.tree.flatten(values)
         structure = self._structure(names, values, leaves, treedef)
-        for i, rank in enumerate(structure.ranks):
-            if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
-                leaves[i] = self._converted(leaves[i], structure.paths[i], shapes_only)
-        for i in structure.keys:
-            self._check_key(leaves[i], structure.paths[i])
         return Call(bound, names, leaves, treedef, structure)
 
     def rebind(
@@ -224,7 +231,7 @@ class Kernel:
         structure = self._structure(names, values, leaves, treedef)
         return Call(bound, names, leaves, treedef, structure)
 
-    def _check_key(self, leaf: Any, path: str) -> None:
+    def check_key(self, leaf: Any, path: str) -> None:
         """Refuse a raw key, whose numbers would be taken for a batch of keys."""
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -272,7 +279,7 @@ class Kernel:
         keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
         return _Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
 
-    def _converted(self, leaf: Any, path: str, shapes_only: bool) -> Any:
+    def converted(self, leaf: Any, path: str, shapes_only: bool) -> Any:
         """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
         if hasattr(leaf, "__jax_array__"):
             return jnp.asarray(leaf)
@@ -284,6 +291,8 @@ class Kernel:
                 f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
                 f"through jax.eval_shape({self.name}, ...), or to {self.name}.plan(...)"
             )
+        if kind := blocks_of(leaf):
+            raise in_blocks(kind, self.name, path)
         came = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else repr(leaf)
         raise TypeError(
             f"{self.name}(): {path} has a rank, so it must be an array or a number, but it is "
@@ -292,6 +301,10 @@ class Kernel:
         )
 
     # From leaves to a plan.
+
+    def agreed(self, call: Call, options: Options) -> Nesting:
+        """Check that the shapes of a call agree, and return the plan without tiles."""
+        return self._nesting(call, options)
 
     def planned(self, call: Call, options: Options) -> Nesting:
         """Return what a call would carry out, of which the leaves may be shapes."""

@@ -59,6 +59,14 @@ class Accumulator(Protocol):
         """Add an offset to the indices that a state holds."""
         ...
 
+    def placed(self, state: State, fun: Callable[[jax.Array], jax.Array]) -> State:
+        """Change the indices that a state holds."""
+        ...
+
+    def merge_apart(self, first: State, second: State) -> State:
+        """Merge two states of one lane each, whose items may lie among each other."""
+        ...
+
 
 def fill(value: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return `jax.numpy.full`, by an explicit transfer."""
@@ -69,6 +77,16 @@ class _NoIndex:
     def shift(self, state: State, offset: jax.Array) -> State:
         del offset
         return state
+
+    def placed(self, state: State, fun: Callable[[jax.Array], jax.Array]) -> State:
+        del fun
+        return state
+
+    def merge_apart(self, first: State, second: State) -> State:
+        return self.merge(first, second)
+
+    def merge(self, first: State, second: State) -> State:
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +267,15 @@ class Arg:
         value, index = state
         return value, index + offset.astype(index.dtype)
 
+    def placed(self, state: State, fun: Callable[[jax.Array], jax.Array]) -> State:
+        value, index = state
+        return value, fun(index)
+
+    def merge_apart(self, first: State, second: State) -> State:
+        # `merge` takes the first of equals for the one with the smaller index; `join` looks.
+        pairs = zip(first, second, strict=True)
+        return self.join(tuple(lax.concatenate(pair, pair[0].ndim - 1) for pair in pairs))
+
 
 @dataclasses.dataclass(frozen=True)
 class Top:
@@ -295,6 +322,13 @@ class Top:
     def shift(self, state: State, offset: jax.Array) -> State:
         keys, index = state
         return keys, index + offset.astype(index.dtype)
+
+    def placed(self, state: State, fun: Callable[[jax.Array], jax.Array]) -> State:
+        keys, index = state
+        return keys, fun(index)
+
+    def merge_apart(self, first: State, second: State) -> State:
+        return self.merge(first, second)
 
 
 def sort_key(x: jax.Array, *, largest: bool) -> jax.Array:

@@ -25,7 +25,7 @@ from rankax._map.rows import Row, RowLevel, Task
 from rankax._map.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._map.winners import ArgMax, ArgMin, Max, Min
 
-__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row"]
+__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row", "traced_parts"]
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -260,6 +260,18 @@ class _Program(NamedTuple):
             else reduction.differentiable(part, row)
             for value, part, reduction in zip(values, self.parts, self.reductions, strict=True)
         ]
+
+
+def traced_parts(
+    fun: Callable[..., Any], items: Sequence[Any], reductions: Reductions, sizes: Sequence[int]
+) -> tuple[Part, ...]:
+    """Trace ``fun`` for one item, and return its outputs in parts, one for each reduction.
+
+    They are checked for a row of these sizes.
+    """
+    nowhere = (None,) * len(items)
+    levels = [RowLevel(size, size, nowhere) for size in sizes]
+    return _Program.of(fun, items, levels, reductions).parts
 
 
 def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeDtypeStruct:

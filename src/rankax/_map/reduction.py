@@ -72,6 +72,37 @@ class Reduction:
         """Put the result together."""
         return part.structure.unflatten(values)
 
+    #: Whether its result has numbers of items, or their count.
+    numbers_items = False
+
+    # In blocks, see `partial.py`. What a block hands on are by default the states of its tasks.
+
+    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
+        """Return what a block hands on, of which ``row`` has the items."""
+        return states
+
+    def placed_state(
+        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
+    ) -> Any:
+        """Make the indices in the state of a block those of the whole."""
+        return [
+            a.placed(s, in_whole)
+            for a, s in zip(self._accumulators(part, whole), state, strict=True)
+        ]
+
+    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
+        """Merge the states of two sets of items; only where order matters is one before another."""
+        found = zip(self._accumulators(part, whole), first, second, strict=True)
+        return [accumulator.merge_apart(a, b) for accumulator, a, b in found]
+
+    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
+        """Return the result from the state of all blocks."""
+        return self.from_states(part, whole, state)
+
+    def _accumulators(self, part: Part, whole: Row) -> list[Accumulator]:
+        found = [task.accumulator for task in self.tasks(part, whole)]
+        return [accumulator for accumulator in found if accumulator is not None]
+
     #: Whether folding it tile by tile can be differentiated as it stands.
     is_linear = False
 

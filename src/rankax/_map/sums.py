@@ -152,6 +152,7 @@ class Moments(_Continuous):
     """
 
     name = "moments"
+    numbers_items = True
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         return [

@@ -8,6 +8,7 @@ derivative has to look at.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class _Compared(EachLeaf):
 
 class _ArgExtremum(_Compared):
     largest = False
+    numbers_items = True
 
     def accumulator(self, aval: Any, row: Row) -> Accumulator:
         return Arg(aval.shape, aval.dtype, row.index_dtype, self.largest)
@@ -135,6 +137,8 @@ class TopK(_Compared):
     k: int
     largest: bool = False
 
+    numbers_items = True
+
     def __post_init__(self) -> None:
         positive_int(self.k, "TopK", "k")
         check_bool(self.largest, "TopK", "largest")
@@ -156,6 +160,42 @@ class TopK(_Compared):
         indices = jnp.moveaxis(state[1], -1, 0)
         values = jax.vmap(lambda index: row.pick(index, position))(indices)
         return TopKResult(values, indices)
+
+    # In blocks the values go along with the keys, for no block has the items of another.
+
+    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
+        found: list[Any] = []
+        for state, aval, position in zip(states, part.avals, part.positions, strict=True):
+            if row.size:
+                values = jnp.moveaxis(self.result(state, aval, row, position).values, 0, -1)
+            else:
+                values = jnp.zeros((*aval.shape, self.k), aval.dtype)
+            found.append((state, values))
+        return found
+
+    def placed_state(
+        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
+    ) -> Any:
+        placed = super().placed_state(part, whole, [own for own, _ in state], in_whole)
+        return [(own, values) for own, (_, values) in zip(placed, state, strict=True)]
+
+    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
+        def merge(a: Any, b: Any) -> Any:
+            ((keys, index), values), ((more, other), found) = a, b
+            both = [(~keys, ~more), (index, other), (values, found)]
+            joined = tuple(lax.concatenate(pair, pair[0].ndim - 1) for pair in both)
+            # Sorted as `Top.merge` sorts, and the values with it.
+            sorted_ = lax.sort(joined, dimension=-1, num_keys=2)
+            flipped, index, values = (x[..., : self.k] for x in sorted_)
+            return (~flipped, index), values
+
+        return [merge(a, b) for a, b in zip(first, second, strict=True)]
+
+    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
+        return [
+            TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(index, -1, 0))
+            for (_, index), values in state
+        ]
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
@@ -186,6 +226,8 @@ class Best(Reduction):
 
     by: str | int
     largest: bool = False
+
+    numbers_items = True
 
     def __post_init__(self) -> None:
         if isinstance(self.by, bool) or not isinstance(self.by, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -228,6 +270,28 @@ class Best(Reduction):
         ((_, index),) = states
         outs = row.at(index[0])
         return [outs[i] for i in part.positions]
+
+    # In blocks the output of the winner goes along, for no block has the items of another.
+
+    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
+        if row.size:
+            return states[0], self.from_states(part, row, states)
+        return states[0], [jnp.zeros(aval.shape, aval.dtype) for aval in part.avals]
+
+    def placed_state(
+        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
+    ) -> Any:
+        (placed,) = super().placed_state(part, whole, [state[0]], in_whole)
+        return placed, state[1]
+
+    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
+        (own, outs), (other, more) = first, second
+        ((_, index),) = merged = super().merged_states(part, whole, [own], [other])
+        is_first = index[0] == own[1][0]
+        return merged[0], [jnp.where(is_first, a, b) for a, b in zip(outs, more, strict=True)]
+
+    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
+        return state[1]
 
     def differentiable(self, part: Part, row: Row) -> Any:
         return self.from_states(part, row, row.stopped().found(self.tasks(part, row)))
