@@ -23,6 +23,7 @@ import jax
 from rankax._base.blocks import InBlocksError
 from rankax._base.functions import function_name, unwrapped
 from rankax._blocks.call import call_on_blocks
+from rankax._declare.gufunc import to_gufunc
 from rankax._declare.ranks import Declaration, declare
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
@@ -46,6 +47,7 @@ class AutoVmapped(Protocol, Generic[P, R]):
     __name__: str
     __qualname__: str
     tuning: Tuning | None
+    signature: str | None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -227,7 +229,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         ``plan(*args, **kwargs)``, which tells what a call with such arguments (or
         `jax.ShapeDtypeStruct` in their place) would do, and ``with_options(**options)``, which
         returns the same kernel with other options: equal options give the same object, so that
-        nothing is compiled anew. See `options` for many kernels.
+        nothing is compiled anew. See `options` for many kernels. Its ``signature`` is the gufunc
+        signature, with names for axes that have none; None where the output is not declared.
 
     Raises
     ------
@@ -274,6 +277,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     closed when the call fails; inside a `jax.jit` of your own, when the next call of its label
     begins. Of several processes the first one shows it. Give the same function at each call, for
     compiled programs are found by it.
+
+    *Blocks.* Where an argument with a rank is an array of dask or cubed, so is what is returned,
+    and nothing is computed: each block is evaluated by the kernel, compiled, with its own bound on
+    memory, wherever the scheduler runs. Core axes must be whole in each chunk. Reduced axes may be
+    cut: the states of blocks are merged in a tree. There is no derivative of this. For arrays with
+    named dimensions there is `rankax.xarray.apply`.
 
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
     The kernel is traced once a call, with ``memory_limit`` twice.
@@ -393,6 +402,7 @@ class _Family:
 
         _wrap_as(mapped, self._fun)
         vars(mapped)["_kernel"] = kernel
+        vars(mapped)["signature"] = to_gufunc(self._declaration.ranks, self._declaration.outputs)
         vars(mapped)["plan"] = kernel.plan
         vars(mapped)["tune"] = tune
         vars(mapped)["tuning"] = tuning

@@ -22,6 +22,7 @@ from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._blocks.backend import Backend, Chunks, Input
+from rankax._blocks.dtypes import checked_dtype
 from rankax._blocks.packing import Layout
 from rankax._blocks.programs import (
     CONFIG,
@@ -178,18 +179,8 @@ def _aval(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _leaf_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> Leaf:
-    dtype = np.dtype(value.dtype)
     came = f"{kernel.name}(): {path} is a {package} array"
-    if dtype.kind in "OSTUMm" or dtype.type is np.void:
-        raise TypeError(f"{came} of dtype {dtype}, which JAX has not; convert it to numbers")
-    native = dtype.newbyteorder("=")
-    narrow = jax.dtypes.canonicalize_dtype(native)
-    if narrow != native:
-        raise TypeError(
-            f"{came} of dtype {native}, and JAX computes with {narrow} unless it is told "
-            "otherwise, which would lose digits unseen; call jax.config.update("
-            f'"jax_enable_x64", True) first, or pass {path}.astype("{narrow}")'
-        )
+    native = checked_dtype(value.dtype, came, path)
     if any(size != size for size in value.shape):
         raise ValueError(
             f"{came} of unknown length along axis "

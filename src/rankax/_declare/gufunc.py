@@ -8,9 +8,9 @@ import re
 from typing import Any
 
 from rankax._base.words import plural
-from rankax._declare.dims import Rank, parse_dims
+from rankax._declare.dims import Dim, Rank, parse_dims
 
-__all__ = ["from_gufunc"]
+__all__ = ["from_gufunc", "to_gufunc"]
 
 _GROUP = re.compile(r"\(([^()]*)\)")
 _SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
@@ -65,3 +65,32 @@ def _core_dims(group: str, text: str, where: str) -> Rank:
             )
     rank = parse_dims(" ".join(words))
     return Rank(0, ()) if rank is None else rank
+
+
+def to_gufunc(ranks: dict[str, Any], outputs: Any) -> str | None:
+    """Write ranks as one signature; None where a parameter or the output is no single array.
+
+    An axis without a name gets one that no other has: ``v_0``.
+    """
+    groups: list[str] = []
+    for name, rank in ranks.items():
+        if not isinstance(rank, Rank):
+            return None
+        groups.append(_group(rank, name))
+    results = list(outputs) if type(outputs) in (tuple, list) else [outputs]
+    if not groups or not results or not all(isinstance(rank, Rank) for rank in results):
+        return None
+    written = [_group(rank, f"out{i}") for i, rank in enumerate(results)]
+    return f"{','.join(groups)}->{','.join(written)}"
+
+
+def _group(rank: Rank, name: str) -> str:
+    dims = rank.dims if rank.dims is not None else tuple(Dim("_") for _ in range(rank.rank))
+    words = [_word(dim, f"{name}_{axis}") for axis, dim in enumerate(dims)]
+    return f"({','.join(words)})"
+
+
+def _word(dim: Dim, otherwise: str) -> str:
+    if dim.name is not None:
+        return dim.name
+    return otherwise if dim.size is None else str(dim.size)

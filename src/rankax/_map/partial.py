@@ -122,10 +122,10 @@ class Parts:
         """
         sizes = tuple(level.size for level in self.whole.levels)
         dtype = self.whole.index_dtype
-        none = scalar(jnp.iinfo(dtype).max, dtype)
 
         def in_whole(index: jax.Array) -> jax.Array:
             # The place of no item gives way to every item, as `Top` has it.
+            none = scalar(jnp.iinfo(dtype).max, dtype)
             is_none = (index == jnp.iinfo(index.dtype).max) | (math.prod(shape) == 0)
             rest, stride = index.astype(dtype), 1
             place = jnp.zeros_like(rest)

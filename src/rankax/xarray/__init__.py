@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: MIT
+"""Kernels on arrays with named dimensions: ``pip install "rankax[xarray]"``."""
+
+import importlib.util
+
+if importlib.util.find_spec("xarray") is None:
+    raise ImportError(
+        'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
+    )
+
+from rankax.xarray._apply import apply as apply
+
+__all__ = ["apply"]
+
+apply.__module__ = __name__

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: MIT
+"""Kernels called with arrays of dask and cubed, beside the same kernels called with NumPy's."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import cubed
+import dask
+import dask.array as da
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+import rankax
+from helpers import assert_same, at_each_run, slow
+from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
+from rankax.reductions import Best, Fold, Moments, TopK
+
+RNG = np.random.default_rng(0)
+S = RNG.normal(size=(4, 1)).astype("float32")
+V = RNG.normal(size=(5, 3)).astype("float32")
+M = RNG.normal(size=(4, 5, 3, 3)).astype("float32")
+
+PACKAGES = ["dask", "cubed"]
+
+
+def in_blocks(package, x, chunks):
+    return {"dask": da, "cubed": cubed}[package].from_array(x, chunks=chunks)
+
+
+def computed(tree):
+    """The values of a tree of arrays in blocks, all of which are what they said."""
+    leaves, treedef = jax.tree.flatten(tree)
+    with dask.config.set(scheduler="synchronous"):
+        values = [leaf.compute() for leaf in leaves]
+    for leaf, value in zip(leaves, values, strict=True):
+        assert isinstance(leaf, (da.Array, cubed.Array))
+        assert isinstance(value, np.ndarray)
+        assert (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+    return treedef.unflatten(values)
+
+
+def refusal(error, fun, *args):
+    """What an error says."""
+    with pytest.raises(error) as info:
+        fun(*args)
+    return str(info.value)
+
+
+class Pair(NamedTuple):
+    norm: Array
+    parts: dict
+
+
+def energy(s, v, m):
+    return v @ m @ v + s, Pair(jnp.abs(s) * 2, {"v": v[:2] * s, "n": jnp.argmax(v)})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_tree_of_outputs_in_blocks_is_that_of_numpy(package):
+    kernel = auto_vmap(s=0, v=1, m=2)(energy)
+    m = in_blocks(package, M, (3, 2, 3, 3))
+    v = in_blocks(package, V, (2, 3))
+    got = kernel(S, v, m)
+    assert [type(x).__module__.split(".")[0] for x in jax.tree.leaves(got)] == [package] * 4
+    assert got[0].chunks == ((3, 1), (2, 2, 1))
+    assert_same(computed(got), kernel(S, V, M))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_numpy_jax_and_numbers_mix_with_blocks_in_a_tree(package):
+    @auto_vmap(pose=1, by=0)
+    def moved(pose, by, name):
+        assert name == "shift"
+        return (pose["a"] + pose["b"][0]) * by
+
+    a, b = V[:, None], V[:4]
+    lazy = {"a": in_blocks(package, a, (2, 1, 3)), "b": [jnp.asarray(b)]}
+    # The number stays weak: float32 times a Python float is float32.
+    assert_same(
+        computed(moved(lazy, 2.0, name="shift")), moved({"a": a, "b": [b]}, 2.0, name="shift")
+    )
+    assert_same(
+        computed(moved(lazy, jnp.asarray(2.0), name="shift")),
+        moved({"a": a, "b": [b]}, 2.0, name="shift"),
+    )
+
+
+def forbidden(block, block_info=None):
+    raise AssertionError("computed too early")
+
+
+def test_nothing_is_computed_or_traced_but_one_item_to_know_the_outputs():
+    shapes = []
+
+    @auto_vmap(v=1)
+    def norm(v):
+        shapes.append(v.shape)
+        return jnp.sqrt(v @ v), v[:2]
+
+    v = da.from_array(V, chunks=(2, 3)).map_blocks(
+        forbidden, dtype=np.float32, meta=np.empty((0, 0), np.float32)
+    )
+    lengths, heads = norm(v)
+    assert shapes == [(3,)]
+    assert (lengths.shape, lengths.dtype) == ((5,), np.float32)
+    assert (heads.shape, heads.chunks) == ((5, 2), ((2, 2, 1), (2,)))
+    with pytest.raises(AssertionError, match="computed too early"):
+        lengths.compute(scheduler="synchronous")
+
+
+TRACES = []
+
+
+@auto_vmap(v=1)
+def counted(v, scale=1.0):
+    TRACES.append(1)
+    return v @ v * scale
+
+
+def test_a_kernel_is_compiled_once_for_all_blocks_and_calls():
+    TRACES.clear()
+    x = np.ones((12, 3), "float32")
+    lazy = counted(da.from_array(x, chunks=(3, 3)))
+    assert len(TRACES) == 1  # for the shapes
+    computed(lazy)
+    assert len(TRACES) == 2  # for the four blocks
+    computed(counted(da.from_array(x + 1, chunks=(3, 3))))
+    assert len(TRACES) == 3  # for the shapes again; the program is found
+
+
+def test_the_bound_on_memory_holds_in_a_block():
+    seen = []
+
+    @auto_vmap(v=1)
+    def norm(v):
+        jax.debug.callback(lambda x: seen.append(x.shape), v, ordered=False)
+        return v @ v
+
+    x = da.from_array(np.ones((6, 3), "float32"), chunks=(6, 3))
+    with rankax.options(chunk_size=2):
+        lazy = norm(x)
+    # What the scope said is kept, though the blocks come later.
+    assert_same(computed(lazy), norm(np.ones((6, 3), "float32")))
+    programs = importlib.import_module("rankax._blocks.programs")
+    program = next(reversed(programs._programs._found.values()))
+    assert program.setup.options["chunk_size"] == 2
+    text = program.compiled.lower([np.ones((6, 3), "float32")], []).as_text()
+    assert "stablehlo.while" in text
+
+
+REDUCTIONS = {
+    **{name: name for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin")},
+    **{name: name for name in ("any", "all", "logsumexp")},
+    "moments": Moments(),
+    "top": TopK(2),
+    "largest": TopK(3, largest=True),
+}
+
+
+def output(s, v, m):
+    return v @ m @ v + s * v
+
+
+@pytest.mark.parametrize("chunk_size", [None, slow(2)])
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+@pytest.mark.parametrize(
+    "reduce", at_each_run(("mean", "argmax", "moments", "largest"), REDUCTIONS)
+)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_reduction_over_blocks_is_that_of_numpy(package, reduce, axis, chunk_size):
+    options = {"reduce": reduce, "reduce_axis": axis, "chunk_size": chunk_size}
+    kernel = auto_vmap(s=0, v=1, m=2, **options)(output)
+    got = kernel(S, in_blocks(package, V, (2, 3)), in_blocks(package, M, (1, 2, 3, 3)))
+    assert_same(computed(got), kernel(S, V, M), rtol=1e-4)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_tree_of_reductions_keeps_what_it_is_told_to(package):
+    def hit(s, v, m):
+        return {"all": s * v, "best": {"by": v @ m @ v, "v": v}, "sum": (s, v.sum())}
+
+    kernel = auto_vmap(
+        s=0, v=1, m=2, reduce={"all": None, "best": Best("by"), "sum": "sum"}, reduce_axis=1
+    )(hit)
+    got = kernel(S, in_blocks(package, V, (2, 3)), in_blocks(package, M, (3, 2, 3, 3)))
+    assert_same(computed(got), kernel(S, V, M))
+
+
+CASES = {
+    "ties": np.zeros((6, 7), "float32"),
+    "nan": np.where(np.eye(6, 7, 3) > 0, np.nan, 1.0).astype("float32"),
+    "lowest": np.full((6, 7), np.iinfo(np.int32).min, "int32"),
+}
+
+
+@pytest.mark.parametrize("reduce", ["argmin", slow("argmax"), TopK(5), TopK(5, largest=True)])
+@pytest.mark.parametrize("case", CASES)
+def test_of_equals_the_first_in_the_whole_wins_wherever_blocks_lie(case, reduce):
+    x = CASES[case]
+    kernel = auto_vmap(x=0, reduce=reduce)(lambda x: x)
+    # Blocks of four items in two rows: the items of one lie among those of another.
+    assert_same(computed(kernel(da.from_array(x, chunks=(2, 2)))), kernel(x))
+
+
+def affine(x):
+    return {"a": jnp.array([[x, 1.0], [0.0, 1.0]])}
+
+
+PRODUCT = Fold({"a": jnp.eye(2)}, lambda out: out, lambda f, g: {"a": f["a"] @ g["a"]})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_fold_merges_blocks_in_their_order(package):
+    x = np.linspace(0.5, 1.5, 30, dtype="float32").reshape(10, 3)
+    kernel = auto_vmap(x=0, reduce=PRODUCT, chunk_size=4)(affine)
+    want = kernel(x)
+    reversed_ = kernel(x[::-1, ::-1])
+    assert not np.allclose(want["a"], reversed_["a"])  # the order shows
+    assert_same(computed(kernel(in_blocks(package, x, (1, 3)))), want, rtol=1e-4)
+    assert refusal(ValueError, lambda: kernel(in_blocks(package, x, (10, 2)))) == (
+        "affine(): Fold merges items in their order, so of the reduced axes only the first can be "
+        "cut, but batch axis 1 has chunks (2, 1); rechunk it to one chunk"
+    )
+
+
+def test_empty_blocks_and_empty_batches():
+    x = np.arange(6, dtype="float32")
+    empty = da.from_array(x, chunks=((4, 0, 2),))
+    for reduce in ("sum", "argmin", TopK(2)):
+        kernel = auto_vmap(x=0, reduce=reduce)(lambda x: x * 2)
+        assert_same(computed(kernel(empty)), kernel(x))
+    kernel = auto_vmap(x=0)(lambda x: x * 2)
+    assert_same(computed(kernel(empty)), kernel(x))
+    total = auto_vmap(x=0, reduce="sum")(lambda x: x)
+    assert_same(computed(total(da.from_array(x[:0]))), total(x[:0]))
+
+
+def test_dask_arrays_that_are_cut_differently_are_cut_where_any_is():
+    add = auto_vmap(x=0, y=0)(lambda x, y: x + y)
+    x = np.arange(10.0, dtype="float32")
+    got = add(da.from_array(x, chunks=4), da.from_array(x, chunks=5))
+    assert got.chunks == ((4, 1, 3, 2),)
+    assert_same(computed(got), add(x, x))
+
+
+def test_each_item_has_its_own_key():
+    keys = jax.random.split(jax.random.key(0), (4, 1))
+    draw = auto_vmap(key=0, x=0)(lambda key, x: x + jax.random.normal(key))
+    x = np.arange(6, dtype="float32")
+    assert_same(computed(draw(keys, da.from_array(x, chunks=2))), draw(keys, x))
+    with pytest.raises(TypeError, match="is a PRNG key, which no array in blocks can hold"):
+        auto_vmap(key=0, x=0)(lambda key, x: key)(keys, da.from_array(x, chunks=2))
+
+
+def test_blocks_are_computed_as_jax_was_set_where_the_call_was_made():
+    x = np.linspace(0, 1, 6)
+    half = auto_vmap(x=0)(lambda x: x / 3)
+    enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
+    with enable_x64(True):
+        lazy = half(da.from_array(x, chunks=2))
+    value = computed(lazy)
+    assert value.dtype == np.float64
+    np.testing.assert_allclose(value, x / 3, rtol=1e-12)
+    assert refusal(TypeError, lambda: half(da.from_array(x, chunks=2))) == (
+        "<lambda>(): x is a dask array of dtype float64, and JAX computes with float32 unless it "
+        "is told otherwise, which would lose digits unseen; call jax.config.update("
+        '"jax_enable_x64", True) first, or pass x.astype("float32")'
+    )
+
+
+def test_other_byte_orders_are_read():
+    half = auto_vmap(x=0)(lambda x: x / 2)
+    x = np.arange(6, dtype=">f4")
+    assert_same(computed(half(da.from_array(x, chunks=4))), half(x.astype("float32")))
+
+
+def test_results_can_be_written_to():
+    x = computed(auto_vmap(x=0)(lambda x: x * 2)(da.ones(3, chunks=3, dtype="float32")))
+    x[0] = 5
+    assert x.tolist() == [5, 2, 2]
+
+
+def test_a_method_takes_its_object_along():
+    class Body:
+        def __init__(self, mass):
+            self.mass = mass
+
+        @auto_vmap(v=1)
+        def energy(self, v):
+            return self.mass * (v @ v)
+
+    body = Body(2.0)
+    assert_same(computed(body.energy(da.from_array(V, chunks=(2, 3)))), body.energy(V))
+
+
+def test_a_program_is_found_again_by_its_pickle():
+    lazy = auto_vmap(v=1)(lambda v: v @ v)(da.from_array(V, chunks=(2, 3)))
+    programs = importlib.import_module("rankax._blocks.programs")
+    program = next(reversed(programs._programs._found.values()))
+    fun = programs.OnBlocks.of(program, (2.0,))
+    again = pickle.loads(pickle.dumps(fun))
+    assert again._program is program
+    assert again._numbers == (2.0,)
+    assert again.__dask_tokenize__() == fun.__dask_tokenize__()
+    other = programs.OnBlocks.of(program, (3.0,))
+    assert other.__dask_tokenize__() != fun.__dask_tokenize__()
+    assert_same(computed(lazy), np.sum(V * V, 1))
+
+
+def test_a_kernel_that_nothing_can_pickle_still_works_in_this_process():
+    kernel = auto_vmap(v=1, lock=None)(lambda v, lock: v @ v)
+    lazy = kernel(da.from_array(V, chunks=(2, 3)), threading.Lock())
+    assert_same(computed(lazy), np.sum(V * V, 1))
+
+
+# Errors.
+
+NORM = auto_vmap(v="n 3", w="n")(lambda v, w: w @ v)
+W = np.ones(2, "float32")
+
+
+def norm_error(error, v, w=W):
+    return refusal(error, NORM, v, w)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_core_axis_that_is_cut(package):
+    v = in_blocks(package, np.ones((4, 2, 3), "float32"), (4, 1, 3))
+    assert norm_error(ValueError, v) == (
+        '<lambda>(): v has shape (4, 2, 3) and rank "n 3", but its core axis 1 is cut into 2 '
+        "chunks, and one item needs it whole; pass v.rechunk({1: 2})"
+    )
+
+
+def test_shapes_are_checked_as_in_every_call():
+    assert 'v         (3,)   "n 3"  too few axes' in norm_error(RankError, da.ones(3, dtype="f4"))
+    v = da.ones((4, 2, 3), chunks=(2, 2, 3), dtype="f4")
+    assert "the core dimensions disagree" in norm_error(CoreDimensionError, v, np.ones(5, "f4"))
+    assert "do not broadcast" in norm_error(BatchShapeError, v, np.ones((3, 2), "f4"))
+
+
+def test_arrays_that_no_kernel_takes():
+    assert refusal(TypeError, lambda: NORM(da.ones((4, 2, 3), dtype="M8[s]"), W)) == (
+        "<lambda>(): v is a dask array of dtype datetime64[s], which JAX has not; convert it to "
+        "numbers"
+    )
+    x = da.from_array(np.arange(6, dtype="float32"), chunks=3)
+    assert refusal(ValueError, lambda: auto_vmap(x=0)(lambda x: x)(x[x > 2])) == (
+        "<lambda>(): x is a dask array of unknown length along axis 0; call "
+        "x.compute_chunk_sizes() first"
+    )
+    assert refusal(TypeError, lambda: auto_vmap(x=0, y=None)(lambda x, y: x)(x, {"a": x})) == (
+        "<lambda>(): y['a'] is a dask array, but it has no rank, so it would go whole to every "
+        "item; give it a rank, or compute it first"
+    )
+    assert refusal(
+        TypeError, lambda: auto_vmap(x=0, y=0)(lambda x, y: x)(x, cubed.ones(6, dtype=np.float32))
+    ) == (
+        "<lambda>(): x is of dask and y is of cubed, and one call is evaluated by one of them; "
+        "convert one"
+    )
+
+
+def test_cubed_arrays_that_are_cut_differently():
+    x = np.arange(10.0, dtype="float32")
+    assert refusal(
+        ValueError,
+        lambda: auto_vmap(x=0, y=0)(lambda x, y: x + y)(
+            cubed.from_array(x, chunks=4), cubed.from_array(x, chunks=5)
+        ),
+    ) == (
+        "<lambda>(): along batch axis 0, x has chunks of 4 and y of 5, and cubed would have to "
+        "store one of them anew; rechunk one of them"
+    )
+
+
+@pytest.mark.parametrize("what", ["plan", "tune", "lower"])
+def test_what_looks_at_one_program_does_not_take_blocks(what):
+    kernel = auto_vmap(x=0, jit=True)(lambda x: x)
+    assert refusal(TypeError, lambda: getattr(kernel, what)(da.ones(3, dtype="f4"))) == (
+        "<lambda>(): x is a dask array, whose blocks only a call of <lambda> itself evaluates; "
+        "pass the shape of one block here, as a jax.ShapeDtypeStruct"
+    )
+
+
+def test_progress_is_the_schedulers():
+    assert refusal(
+        TypeError, lambda: auto_vmap(x=0, progress="mean")(lambda x: x)(da.ones(3, dtype="f4"))
+    ) == (
+        "<lambda>(): progress='mean' cannot be told from blocks, which are evaluated elsewhere; "
+        "use the progress bar or the dashboard of the scheduler, and "
+        "<lambda>.with_options(progress=False)"
+    )
+
+
+def test_more_items_than_an_int_can_number():
+    x = da.ones(2**31, chunks=2**28, dtype="float32")
+    total = auto_vmap(x=0, reduce="sum")(lambda x: x)(x)
+    assert total.shape == ()
+    assert refusal(ValueError, lambda: auto_vmap(x=0, reduce="argmax")(lambda x: x)(x)) == (
+        "<lambda>(): argmax numbers its items, and 2147483648 of them need 64 bits; call "
+        'jax.config.update("jax_enable_x64", True) first'
+    )
+
+
+# What else is promised.
+
+
+def test_the_signature_has_declared_and_generated_names():
+    def dot(v: Float[Array, "n 3"], w: Float[Array, "n+1 _"]) -> Float[Array, "3"]:
+        return v[0]
+
+    assert auto_vmap(dot).signature == "(n,3),(w_0,w_1)->(3)"
+    assert auto_vmap(2, 2)(dot).signature == "(v_0,v_1),(w_0,w_1)->(3)"
+    assert auto_vmap("(n,3),(n)->(),(n)")(lambda a, b: (a, b)).signature == "(n,3),(n)->(),(n)"
+    assert auto_vmap(1)(lambda v: v).signature is None
+    kernel = auto_vmap("(n),(n)->()")(lambda a, b: a @ b)
+    lazy = da.apply_gufunc(kernel, kernel.signature, V, V, output_dtypes=np.float32)
+    np.testing.assert_allclose(lazy.compute(), np.sum(V * V, 1), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_no_package_is_imported_before_its_arrays_come():
+    code = (
+        "import sys, jax.numpy as jnp, rankax\n"
+        "assert float(rankax.auto_vmap(1)(lambda v: v @ v)(jnp.ones(3))) == 3\n"
+        "assert not {'dask', 'cubed', 'xarray', 'zarr', 'cloudpickle'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_xarray_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rankax.xarray", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal(ImportError, lambda: importlib.import_module("rankax.xarray")) == (
+        'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
+    )

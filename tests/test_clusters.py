@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""Kernels on a cluster of real processes, on stores of zarr: dask's and cubed's."""
+
+import os
+import signal
+import time
+
+import cubed
+import dask.array as da
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from cubed.runtime.create import create_executor
+from distributed import Client, LocalCluster
+
+import rankax.xarray
+from cluster_kernels import failing, heat, hottest, traced
+from rankax import auto_vmap
+
+# Nothing of this compiles here, and workers are new processes that import JAX.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # those of other packages, on threads of their own
+]
+
+P = np.linspace(1000, 100, 7, dtype="float32")
+T = np.random.default_rng(0).uniform(200, 300, size=(24, 10, 7)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", memory_limit="2 GiB"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of zarr with the temperature."""
+    path = str(tmp_path / "t.zarr")
+    array = zarr.create_array(path, shape=T.shape, chunks=(4, 10, 7), dtype=T.dtype)
+    array[:] = T
+    return path
+
+
+def pids(folder):
+    return [int(path.name.split("-")[0]) for path in folder.iterdir()]
+
+
+def test_from_zarr_to_zarr_on_a_cluster(client, store, tmp_path):
+    t = xr.DataArray(da.from_zarr(store), dims=("time", "x", "level"), name="t")
+    p = xr.DataArray(P, dims="level")
+    result = rankax.xarray.apply(heat, p, t, output_dims={"mean": (), "theta": "level"})
+    result.to_zarr(tmp_path / "out.zarr", consolidated=False)
+    stored = xr.open_zarr(tmp_path / "out.zarr", consolidated=False).load()
+    want = heat(P, T)
+    np.testing.assert_allclose(stored["mean"], want["mean"], rtol=1e-5)
+    np.testing.assert_allclose(stored["theta"], want["theta"], rtol=1e-5)
+    assert len(client.nthreads()) == 2
+
+
+def test_a_reduction_is_merged_on_a_cluster(client, store):
+    lazy = hottest(P, da.from_zarr(store))
+    assert int(client.compute(lazy).result()) == int(hottest(P, T))
+
+
+def test_a_kernel_that_was_written_in_place_goes_to_the_workers(client):
+    scale = 3.0
+
+    def norm(v):
+        return jnp.sqrt(v @ v) * scale
+
+    x = da.ones((8, 4), chunks=(2, 4), dtype="float32")
+    lazy = auto_vmap(v=1, reduce="sum", chunk_size=1)(norm)(x)
+    assert float(client.compute(lazy).result()) == 8 * 6
+
+
+def test_the_result_is_right_though_a_worker_is_killed(client, store, tmp_path):
+    done = tmp_path / "done"
+    done.mkdir()
+    t = da.from_zarr(store).map_blocks(traced, str(done), seconds=0.5, meta=T[:0])
+    future = client.compute(hottest(P, t))
+    while not pids(done):
+        time.sleep(0.05)
+    killed = pids(done)[0]
+    assert killed != os.getpid()
+    os.kill(killed, signal.SIGKILL)
+    assert int(future.result(timeout=120)) == int(hottest(P, T))
+    # What it had evaluated was lost with it, so others evaluated all six blocks.
+    assert len([pid for pid in pids(done) if pid != killed]) >= 6
+    with pytest.raises(ProcessLookupError):
+        os.kill(killed, 0)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return cubed.Spec(work_dir=str(tmp_path / "work"), allowed_mem="500MB", reserved_mem="0MB")
+
+
+def test_cubed_in_processes(store, spec):
+    t = cubed.from_zarr(store, spec=spec)
+    executor = create_executor("processes", {"max_workers": 2})
+    got = heat(P, t)
+    want = heat(P, T)
+    np.testing.assert_allclose(got["theta"].compute(executor=executor), want["theta"], rtol=1e-5)
+    best = hottest(P, t).compute(executor=executor)
+    assert int(best) == int(hottest(P, T))
+
+
+def test_cubed_resumes_without_evaluating_a_block_again(store, spec, tmp_path):
+    done, permission = tmp_path / "done", tmp_path / "go"
+    done.mkdir()
+    executor = create_executor("processes", {"max_workers": 2})
+    t = cubed.map_blocks(traced, cubed.from_zarr(store, spec=spec), dtype=T.dtype, folder=str(done))
+    theta = heat(P, t)["theta"]
+    # cubed takes up where an operation ended; this makes the next one another operation.
+    lazy = cubed.map_blocks(
+        failing,
+        cubed.rechunk(theta, (24, 5, 7)),
+        dtype=T.dtype,
+        permission=str(permission),
+    )
+    with pytest.raises(RuntimeError, match="not yet"):
+        lazy.compute(executor=executor)
+    first = len(pids(done))
+    assert first >= 6  # one for each block; cubed may try one of them again
+    permission.touch()
+    got = lazy.compute(executor=executor, resume=True)
+    assert len(pids(done)) == first
+    np.testing.assert_allclose(got, heat(P, T)["theta"], rtol=1e-5)
+    lazy.compute(executor=executor)
+    assert len(pids(done)) == 2 * first  # without it every block is evaluated again
