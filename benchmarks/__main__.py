@@ -2,7 +2,8 @@
 """Compare rankax with its peers: time, temporaries, traces and compile time.
 
 ``tox -e bench`` (or ``python benchmarks``) writes ``benchmarks/results/<platform>.{md,json}``, and
-on a CPU the figure of the README too. ``--quick`` runs two small cases and writes nothing.
+on a CPU also the marked parts and the figure of the README. ``--quick`` runs two small cases and
+writes nothing.
 """
 
 import argparse
@@ -12,20 +13,20 @@ from pathlib import Path
 
 import jax
 
+import shown
 from kernels import EIGH, PAIRS, SCAN
 from measure import MODES, Case, Measured, run_case, temporaries
-from report import write_figure, write_json, write_markdown
+from report import write_json, write_markdown
 
 HERE = Path(__file__).parent
-FIGURE = HERE.parent / "docs" / "_static" / "memory.svg"
 
 # Lengths with 3 at their end are divided by no chunk near the one asked for.
 SETTINGS = [
     (PAIRS, 100_000, 1000),
     (PAIRS, 400_000, 1000),
     (PAIRS, 400_003, 1000),
-    (PAIRS, 400_003, 100),
-    (PAIRS, 400_003, 10_000),
+    # With these, time against the size of a chunk is a curve.
+    *((PAIRS, 400_003, chunk_size) for chunk_size in (30, 100, 300, 3000, 10_000, 100_000)),
     (EIGH, 20_000, 500),
     (EIGH, 20_003, 500),
     (EIGH, 20_003, 5000),
@@ -76,8 +77,7 @@ def main() -> None:
     write_json(directory / f"{platform}.json", results, curves, command)
     write_markdown(directory / f"{platform}.md", results, command)
     if platform == "cpu":
-        FIGURE.parent.mkdir(parents=True, exist_ok=True)
-        write_figure(FIGURE, curves)
+        shown.main()
     print(f"Done in {time.perf_counter() - begin:.0f} s; see benchmarks/results/{platform}.md")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Write what was measured: JSON for programs, a Markdown table for people, and the figure."""
+"""Write what was measured: JSON for programs, and a Markdown table for people."""
 
 import dataclasses
 import json
@@ -10,15 +10,11 @@ from typing import Any
 
 import jax
 
-from measure import MODES, Case, Measured
+from measure import Case, Measured
 from peers import CHUNKED, PEERS
 
 Results = list[tuple[Case, list[Measured]]]
 Curves = dict[tuple[str, str, str], list[tuple[int, int]]]  # by kernel, mode and peer
-
-COLOURS = {"rankax": "#2f81f7", "lax.map": "#db6d28", "powerpax": "#a371f7", "jax.vmap": "#3fa34d"}
-DASHES = {"rankax": "-", "lax.map": "-", "powerpax": (0, (2, 2)), "jax.vmap": "-"}
-INK = "#7d8590"  # reads on white and on near-black
 
 
 def machine() -> dict[str, Any]:
@@ -149,66 +145,3 @@ def _ratios(row: list[Measured]) -> list[str]:
 def _absent(results: Results) -> list[tuple[str, str]]:
     notes = {(m.peer, m.note) for _, row in results for m in row}
     return sorted((peer, note) for peer, note in notes if note.startswith("not installed"))
-
-
-def write_figure(path: Path, curves: Curves) -> None:
-    """Draw temporaries against batch size, one panel for each kernel and mode."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams.update({"svg.hashsalt": "rankax", "svg.fonttype": "none", "font.size": 10})
-    import matplotlib.pyplot as plt
-
-    kernels = list(dict.fromkeys(kernel for kernel, _, _ in curves))
-    modes = [mode for mode in MODES if any(m == mode for _, m, _ in curves)]
-    figure, axes = plt.subplots(
-        len(kernels), len(modes), figsize=(9, 3 * len(kernels)), sharex=True, squeeze=False
-    )
-    for row, kernel in zip(axes, kernels, strict=True):
-        for axis, mode in zip(row, modes, strict=True):
-            _panel(axis, {p: v for (k, m, p), v in curves.items() if (k, m) == (kernel, mode)})
-            axis.set_title(f"{kernel}: {mode}", color=INK, fontsize=10)
-    for axis in axes[-1]:
-        axis.set_xlabel("items", color=INK)
-    for row in axes:
-        row[0].set_ylabel("temporaries", color=INK)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, ncols=len(labels), loc="upper center", frameon=False, labelcolor=INK
-    )
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
-    figure.savefig(path, transparent=True, metadata={"Date": None})
-    plt.close(figure)
-
-
-def _panel(axis: Any, by_peer: dict[str, list[tuple[int, int]]]) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    for peer, points in by_peer.items():
-        lengths = [length for length, _ in points]
-        # On a logarithmic axis nothing cannot be drawn, so it lies on the lower edge.
-        sizes = [max(size, 10**4) for _, size in points]
-        axis.plot(
-            lengths,
-            sizes,
-            label=peer,
-            color=COLOURS[peer],
-            linestyle=DASHES[peer],
-            linewidth=2.5 if peer == "rankax" else 1.7,
-            zorder=3 if peer == "rankax" else 2,
-        )
-    axis.set(xscale="log", yscale="log", ylim=(8e3, None))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _human(size)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{int(length):,}"))
-    axis.grid(color=INK, alpha=0.25, linewidth=0.6)
-    axis.tick_params(colors=INK, which="both", labelsize=9)
-    for spine in axis.spines.values():
-        spine.set_color(INK)
-        spine.set_alpha(0.4)
-
-
-def _human(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:g} {unit}"
-    return f"{size:g} B"

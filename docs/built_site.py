@@ -2,7 +2,7 @@
 """A Sphinx extension: the build fails on what is broken in the HTML and Sphinx does not see.
 
 A link or an anchor that leads nowhere, a formula that was not translated, a page of the gallery
-without its picture. All but the hook is the standard library, so that the tests need no Sphinx.
+without its picture, a picture without words. All but the hook is the standard library, so that the tests need no Sphinx.
 """
 
 import re
@@ -29,13 +29,13 @@ def problems(site: Path) -> list[str]:
 
 
 class _Page(HTMLParser):
-    """The anchors, the links, the pictures in the outputs of cells, and the text of one page."""
+    """The anchors, the links, the pictures that cells drew, and the text of one page."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.path = path
         self.anchors, self.links, self.pictures, self.text = {"", "top"}, [], [], []
-        self._open: list[tuple[str, bool]] = []  # tag, and whether it is the output of a cell
+        self._open: list[tuple[str, bool]] = []  # tag, and whether what a cell drew stands in it
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
@@ -46,7 +46,7 @@ class _Page(HTMLParser):
         if tag == "img" and any(output for _, output in self._open):
             self.pictures.append(values)
         if tag not in _VOID:
-            self._open.append((tag, "cell_output" in classes))
+            self._open.append((tag, tag == "figure" or "cell_output" in classes))
 
     def handle_startendtag(self, tag, attributes):
         self.handle_starttag(tag, attributes)
@@ -82,9 +82,7 @@ def _unset_formulas(page):
 
 def _missing_picture(page, site):
     folder, name = page.path.parent.relative_to(site).as_posix(), page.path.name
-    if folder != "gallery":
-        return
-    if not page.pictures and name != "index.html":
+    if folder == "gallery" and name != "index.html" and not page.pictures:
         yield "no picture in the output of any cell: see MPLBACKEND in docs/conf.py"
     for picture in page.pictures:
         if not picture.get("alt", "").strip():

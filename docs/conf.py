@@ -14,6 +14,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for the extensions beside this file
+BENCHMARKS = HERE.parent / "benchmarks"
 
 project = "rankax"
 author = "The rankax authors"
@@ -32,11 +33,12 @@ extensions = [
     "built_site",
     "formulas",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_parts"]
 
-# Pages that run. They import the programs in examples/, and start at most one kernel at a time.
+# Pages that run. They import the programs in examples/ and what reads benchmarks/results, and start
+# at most one kernel at a time.
 
-folders = [str(HERE.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+folders = [str(HERE.parent / "examples"), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show its figures
@@ -46,13 +48,15 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove-warn"
 nb_merge_streams = True  # lines that one cell prints are one block
+nb_render_markdown_format = "gfm"  # so that a cell can show a table
 
 # Markdown, doctests, mathematics.
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
-copybutton_prompt_text = r">>> |\.\.\. |\$ "
+# The empty line that ends a definition in a bare Python prompt is copied, too.
+copybutton_prompt_text = r">>> |\.\.\. ?|\$ "
 copybutton_prompt_is_regexp = True
 copybutton_only_copy_prompt_lines = True
 copybutton_exclude = ".linenos, .gp, .go"
@@ -110,12 +114,35 @@ intersphinx_timeout = 10
 
 html_theme = "furo"
 html_title = "rankax"
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+        "version.html",
+    ]
+}
 html_css_files = ["rankax.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
+
+# Whoever builds the site says where its repository is; CI at GitHub does by itself.
+repository = os.environ.get("RANKAX_REPOSITORY", "")
+if not repository and "GITHUB_REPOSITORY" in os.environ:
+    repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format_map(os.environ)
+html_context = {"repository": repository}
 html_theme_options = {
+    **(
+        {"source_repository": repository, "source_branch": "main", "source_directory": "docs/"}
+        if repository
+        else {}
+    ),
     "light_css_variables": {
         "color-brand-primary": "#1f5fbf",
         "color-brand-content": "#1f5fbf",

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: MIT
+"""What the README and the documentation show of the results: read from the files, never copied.
+
+    python benchmarks/shown.py
+
+writes the marked parts of README.md and the figure beside them. ``python -m tox -e bench`` ends with
+it, and a test fails where the README and the results differ. Only the standard library is needed,
+so that the build of the documentation can use it.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+README = HERE.parent / "README.md"
+FIGURE = HERE.parent / "docs" / "_static" / "memory.svg"
+
+# The rows of the README: gradients, at lengths that no chunk divides.
+ROWS = [
+    ("pairwise distances", "distances of 8 points", 400_003, 1000),
+    ("eigh 8x8", "eigenvalues of 8 × 8 matrices", 20_003, 500),
+    ("scan of 64 steps", "a scan of 64 steps", 50_003, 1000),
+]
+PEERS = ("rankax", "lax.map", "jax.vmap")
+
+
+def document(platform: str = "cpu") -> dict[str, Any]:
+    """Everything that `python -m tox -e bench` measured."""
+    return json.loads((RESULTS / f"{platform}.json").read_text(encoding="utf-8"))
+
+
+def measured(kernel: str, length: int, chunk: int, mode: str, peer: str) -> dict[str, Any]:
+    """One contestant in one case."""
+    wanted = {"kernel": kernel, "length": length, "chunk_size": chunk, "mode": mode, "peer": peer}
+    for row in document()["cases"]:
+        if wanted.items() <= row.items():
+            return row
+    raise LookupError(f"benchmarks/results/cpu.json has no row {wanted}")
+
+
+def table(name: str) -> list[dict[str, str]]:
+    """The first table of a file of results, a dict for each row, without the marks of bold."""
+    text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+    head = rows[0]
+    body = [row for row in rows[1:] if len(row) == len(head) and not set(row[0]) <= set("-: ")]
+    return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def command(name: str) -> str:
+    """The command that a file of results says it was written by."""
+    text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    return re.search(r"Written by `([^`]+)`", text)[1]
+
+
+def megabytes(size: float) -> str:
+    """``size`` in bytes, as a person would say it."""
+    if size == 0:
+        return "0 MB"
+    if size >= 1e9:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
+
+
+# The parts of the README.
+
+
+def bullets() -> str:
+    """What rankax is for, one number each."""
+    case = ("pairwise distances", 400_000, 1000, "gradient")
+    own, other = (measured(*case, peer)["temporary_bytes"] for peer in ("rankax", "lax.map"))
+    pairs = {
+        row["contestant"]: float(row["ms"])
+        for row in table("reductions")
+        if (row["task"], row["points on each side"]) == ("sum", "10000")
+    }
+    (tiles,) = (row for row in table("tiles") if (row["kernel"], row[""]) == ("distances 8x3", "forward"))
+    return f"""\
+* **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules. To broadcast,
+  **0 bytes** are copied.
+* **Bounded memory, in the gradient too.** The gradient of 400,000 items needs **{megabytes(own)}** beside its
+  inputs and outputs, where `lax.map` needs {megabytes(other)}.
+* **Sums that never store the batch.** A sum over 10,000 × 10,000 pairs takes {pairs["rankax"]:.0f} ms on two CPU cores.
+  KeOps, the library for such sums, takes **{pairs["KeOps"] / pairs["rankax"]:.1f} times** as long.
+* **Fast chunks.** On a CPU, a chunk is evaluated in tiles that stay in the cache. That makes distances of points
+  **{float(tiles["no tiles / default"]):.1f} times** as fast."""
+
+
+def benchmark() -> str:
+    """Three gradients by three contestants."""
+    lines = ["| gradient of | items | " + " | ".join(f"`{peer}`" for peer in PEERS) + " |"]
+    lines += ["|---|---:|" + "---:|" * len(PEERS)]
+    for kernel, words, length, chunk in ROWS:
+        row = [measured(kernel, length, chunk, "gradient", peer) for peer in PEERS]
+        fastest = min(one["median_seconds"] for one in row)
+        cells = []
+        for one in row:
+            time = f"{one['median_seconds'] * 1e3:.0f} ms"
+            time = f"**{time}**" if one["median_seconds"] == fastest else time
+            cells.append(f"{time}, {megabytes(one['temporary_bytes'])}")
+        lines.append(f"| {words} | {length:,} | " + " | ".join(cells) + " |")
+    machine = document()["machine"]
+    return "\n".join([*lines, "", f"{machine['processor']}; JAX {machine['packages']['jax']}."])
+
+
+def curve(peer: str) -> list[tuple[int, int]]:
+    """Items and temporaries of the gradient of the eigenvalues, as the figure shows them."""
+    for row in document()["memory"]:
+        if (row["kernel"], row["mode"], row["peer"]) == ("eigh 8x8", "gradient", peer):
+            return [(length, size) for length, size in row["length_and_bytes"]]
+    raise LookupError(f"benchmarks/results/cpu.json has no curve of {peer}")
+
+
+def description() -> str:
+    """The figure of the README, in words."""
+    (length, own), (_, other) = curve("rankax")[-1], curve("jax.vmap")[-1]
+    return (
+        f"Temporary memory of a gradient against the number of items. jax.vmap grows with the batch, "
+        f"to {megabytes(other)} for {length:,} items; rankax needs {megabytes(own)} there."
+    )
+
+
+def figure() -> str:
+    """The figure of the README."""
+    return f"![{description()}](docs/_static/memory.svg)"
+
+
+PARTS = {"bullets": bullets, "benchmark": benchmark, "figure": figure}
+
+
+def with_parts(readme: str) -> str:
+    """The README with its marked parts as the results have them."""
+    for name, part in PARTS.items():
+        marked = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if len(marked.findall(readme)) != 1:
+            raise LookupError(f"README.md needs one part that is marked <!-- results: {name} -->")
+        readme = marked.sub(lambda found, text=part(): f"{found[1]}{text}\n{found[2]}", readme)
+    return readme
+
+
+# The figure: large type, two lines with their names beside them. A colour is the page's where the
+# figure stands in a page, and one that reads on white and on black where it is a file of its own.
+
+INK = "var(--color-foreground-primary, #7d8590)"
+FAINT = "var(--color-foreground-secondary, #7d8590)"
+OWN, OTHER = "var(--ink-batch, #2f81f7)", "var(--ink-core, #db6d28)"
+LEFT, RIGHT, TOP, BOTTOM = 116, 620, 64, 320  # of the axes, in a picture of 640 by 390
+
+
+def memory_svg() -> str:
+    """Draw temporaries of a gradient against the number of items."""
+    own, other = curve("rankax"), curve("jax.vmap")
+    x = _scale([length for length, _ in own], LEFT, RIGHT)
+    sizes = [size for _, size in own + other]
+    low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
+    y = _scale([10**low, 10**high], BOTTOM, TOP)
+    lines = [
+        '<svg class="memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 390" role="img" '
+        'font-family="system-ui, sans-serif" font-size="24" aria-labelledby="memory-title">',
+        f'<title id="memory-title">{description()}</title>',
+        _text(8, 30, "Memory of the gradient", weight=600),
+    ]
+    for power in range(low, high + 1):
+        lines.append(_line(LEFT, y(10**power), RIGHT, y(10**power), FAINT, "0.3"))
+        lines.append(_text(LEFT - 10, y(10**power) + 8, _bytes(10**power), "end", FAINT))
+    for count, words in ((10_000, "10,000"), (100_000, "100,000"), (1_000_000, "1 million items")):
+        anchor = "end" if count == 1_000_000 else "start" if count == 10_000 else "middle"
+        lines.append(_text(x(count), BOTTOM + 36, words, anchor, FAINT))
+    for name, points, colour, above in (
+        ("jax.vmap", other, OTHER, 20),
+        ("rankax, 1000 at once", own, OWN, 13),
+    ):
+        path = " ".join(f"{x(length):.1f},{y(size):.1f}" for length, size in points)
+        lines.append(
+            f'<polyline points="{path}" fill="none" stroke-width="5" stroke-linecap="round" '
+            f'stroke-linejoin="round" style="stroke: {colour}"/>'
+        )
+        length, size = points[len(points) // 2]
+        at, anchor = (x(length) - 14, "end") if name == "jax.vmap" else (x(length) + 40, "end")
+        lines.append(_text(at, y(size) - above, name, anchor, colour, 600))
+        end = points[-1]
+        lines.append(_text(RIGHT, y(end[1]) - above, megabytes(end[1]), "end", colour, 600))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _scale(values: list[int], begin: float, end: float) -> Any:
+    low, high = math.log10(min(values)), math.log10(max(values))
+    return lambda value: begin + (end - begin) * (math.log10(value) - low) / (high - low)
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size // scale} {unit}"
+    return f"{size} B"
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", colour: str = INK, weight: int = 400
+) -> str:
+    style = f"fill: {colour}; font-weight: {weight}"
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="{style}">{text}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, opacity: str) -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+        f'style="stroke: {colour}; stroke-opacity: {opacity}"/>'
+    )
+
+
+def main() -> None:
+    """Write the marked parts of the README, and the figure."""
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(with_parts(readme), encoding="utf-8")
+    FIGURE.write_text(memory_svg(), encoding="utf-8")
+    print("wrote README.md and docs/_static/memory.svg")
+
+
+if __name__ == "__main__":
+    main()

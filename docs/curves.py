@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: MIT
+"""The figures and tables of the page on benchmarks, drawn from the files in benchmarks/results."""
+
+import matplotlib.pyplot as plt
+import shown
+from IPython.display import Markdown
+from matplotlib.ticker import FuncFormatter
+
+__all__ = ["chunk_sizes", "every_row", "machine", "memory", "others", "reductions", "slower", "tiles"]
+
+COLOURS = {"rankax": "#6fb1ff", "lax.map": "#f0b656", "powerpax": "#c39bff", "jax.vmap": "#8fe0b0"}
+DASHED = (0, (2, 2))
+
+
+def machine(platform="cpu"):
+    """What was measured on, by which command."""
+    document = shown.document(platform)
+    facts = document["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    return Markdown(
+        f"`{document['command']}`, on {facts['device']}: {facts['processor']}; Python "
+        f"{facts['python']}; {packages}."
+    )
+
+
+def chunk_sizes(kernel="pairwise distances", length=400_003):
+    """Time for all items against the size of a chunk, for each contestant."""
+    rows = [
+        row
+        for row in shown.document()["cases"]
+        if (row["kernel"], row["length"], row["note"]) == (kernel, length, "")
+    ]
+    figure, panels = plt.subplots(1, 2, figsize=(7.4, 3.5), sharey=True)
+    for panel, mode in zip(panels, ("forward", "gradient"), strict=True):
+        for peer, colour in COLOURS.items():
+            points = sorted(
+                (row["chunk_size"], row["median_seconds"] * 1e3)
+                for row in rows
+                if (row["mode"], row["peer"]) == (mode, peer)
+            )
+            if peer == "jax.vmap":  # has no chunks: the median of all its turns
+                level = sorted(ms for _, ms in points)[len(points) // 2]
+                panel.axhline(level, color=colour, linestyle="--", label=f"{peer}, all at once")
+            else:
+                panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=peer)
+        panel.set(xscale="log", xlabel="items in a chunk", title=mode)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{int(size):,}"))
+    panels[0].set(ylim=(0, None), ylabel=f"ms for {length:,} items")
+    panels[0].legend(fontsize=9)
+
+
+def memory():
+    """Temporaries against the number of items, a panel for each kernel and mode."""
+    curves = shown.document()["memory"]
+    kernels = list(dict.fromkeys(curve["kernel"] for curve in curves))
+    figure, panels = plt.subplots(len(kernels), 2, figsize=(7.4, 5.6), sharex=True, sharey=True)
+    for curve in curves:
+        row, column = kernels.index(curve["kernel"]), curve["mode"] == "gradient"
+        panel, peer = panels[row, int(column)], curve["peer"]
+        lengths, sizes = zip(*curve["length_and_bytes"], strict=True)
+        # On a logarithmic axis nothing cannot be drawn, so it lies on the lower edge.
+        sizes = [max(size, 1e4) for size in sizes]
+        style = {"linestyle": DASHED} if peer == "powerpax" else {}
+        width = 2.6 if peer == "rankax" else 1.6
+        panel.plot(lengths, sizes, color=COLOURS[peer], label=peer, linewidth=width, **style)
+        panel.set(xscale="log", yscale="log", title=f"{curve['kernel']}: {curve['mode']}")
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _size(size)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{int(count):,}"))
+    for panel in panels[-1]:
+        panel.set_xlabel("items")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("temporaries")
+    panels[0, 0].legend(fontsize=9)
+
+
+def _size(size):
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:g} {unit}"
+    return f"{size:g} B"
+
+
+def reductions():
+    """How many times as long as rankax the other ways to reduce all pairs take."""
+    rows = [row for row in shown.table("reductions") if row["times rankax"]]
+    cases = list(dict.fromkeys((row["task"], int(row["points on each side"])) for row in rows))
+    colours = dict(zip(("rankax", "KeOps", "rows by lax.map", "whole, jax.numpy"), COLOURS.values()))
+    figure, panel = plt.subplots(figsize=(7.4, 4.4))
+    for place, (task, count) in enumerate(reversed(cases)):
+        for row in rows:
+            if (row["task"], int(row["points on each side"])) == (task, count):
+                ratio, who = float(row["times rankax"]), row["contestant"]
+                label = who if place == len(cases) - 1 else None
+                panel.plot(ratio, place, "o", color=colours[who], label=label, markersize=8)
+    labels = [f"{task}, {count:,}" for task, count in reversed(cases)]
+    panel.set_yticks(range(len(cases)), labels)
+    panel.axvline(1, color=COLOURS["rankax"], linewidth=1)
+    panel.set(xscale="log", xlabel="time, in times that of rankax: right of the line, rankax is faster")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    panel.xaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if ratio in (0.5, 2, 5) else ""))
+    panel.legend(fontsize=9)
+
+
+def tiles():
+    """What the tiles gain, and what is gained by tuning, for each kernel."""
+    rows = shown.table("tiles")
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    figure, panels = plt.subplots(1, 2, figsize=(7.4, 4.6), sharey=True, sharex=True)
+    for panel, mode in zip(panels, ("forward", "gradient"), strict=True):
+        for row in rows:
+            if row[""] == mode:
+                place = -kernels.index(row["kernel"])
+                first = place == 0
+                for column, colour, words in (
+                    ("no tiles / default", COLOURS["rankax"], "tiles, over full chunks"),
+                    ("best other / tuned", COLOURS["lax.map"], "tuned, over the best other"),
+                ):
+                    label = words if first and mode == "forward" else None
+                    panel.plot(float(row[column]), place, "o", color=colour, label=label)
+        panel.axvline(1, color="#a8aec6", linewidth=1)
+        panel.set(xscale="log", title=mode, xlabel="times as fast")
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+        panel.xaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if ratio in (0.5, 2, 5) else ""))
+    panels[0].set_yticks([-place for place in range(len(kernels))], kernels)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+
+
+def _cases(value):
+    """By kernel, items, chunk and mode: ``value`` of each contestant that took part."""
+    cases = {}
+    for row in shown.document()["cases"]:
+        if not row["note"]:
+            key = tuple(row[name] for name in ("kernel", "length", "chunk_size", "mode"))
+            cases.setdefault(key, {})[row["peer"]] = value(row)
+    return cases
+
+
+def _milliseconds(row):
+    return row["median_seconds"] * 1e3
+
+
+def _megabytes(row):
+    return row["temporary_bytes"] / 1e6
+
+
+def every_row(peers=("rankax", "lax.map", "powerpax", "netket", "jax.vmap")):
+    """Time and temporaries of all cases; the least of a row is bold."""
+    head = f"| kernel | items | chunk | | {' | '.join(peers)} | {' | '.join(peers)} |"
+    lines = [head, "|---|---:|---:|---|" + "---:|" * (2 * len(peers))]
+    sizes = _cases(_megabytes)
+    for key, times in _cases(_milliseconds).items():
+        kernel, length, chunk, mode = key
+        cells = [kernel, f"{length:,}", f"{chunk:,}", mode]
+        for found, form in ((times, "{:.1f}"), (sizes[key], "{:.2f}")):
+            texts = {peer: form.format(found[peer]) for peer in peers if peer in found}
+            least = min(texts.values(), key=float)
+            shown_as = {peer: f"**{text}**" if text == least else text for peer, text in texts.items()}
+            cells += [shown_as.get(peer, "—") for peer in peers]
+        lines.append(f"| {' | '.join(cells)} |")
+    return Markdown("\n".join(lines))
+
+
+def slower(margin=1.05):
+    """The cases in which another contestant took less time than rankax, by more than ``margin``."""
+    cases, lost = _cases(_milliseconds), []
+    for (kernel, length, chunk, mode), times in cases.items():
+        own = times.pop("rankax")
+        peer = min(times, key=times.get)
+        if own > margin * times[peer]:
+            ratio = own / times[peer]
+            lost.append(
+                f"| {kernel} | {length:,} | {chunk:,} | {mode} | {own:.1f} | {peer}: {times[peer]:.1f} "
+                f"| {ratio:.2f} |"
+            )
+    head = [
+        f"{len(lost)} of {len(cases)} cases:\n",
+        "| kernel | items | chunk | | rankax, ms | fastest, ms | ratio |",
+        "|---|---:|---:|---|---:|---|---:|",
+    ]
+    return Markdown("\n".join(head + lost))
+
+
+def others(known=("cpu", "reductions", "tiles")):
+    """The files of results that have no section of their own: other devices."""
+    texts = []
+    for path in sorted(shown.RESULTS.glob("*.md")):
+        if path.stem not in known:
+            title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+            texts.append(f"**{title.strip('# ')}.** {rest.replace('## ', '**').strip()}")
+    return Markdown("\n\n".join(texts) or "None were measured yet on several devices, or on a GPU.")
