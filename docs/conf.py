@@ -32,6 +32,7 @@ extensions = [
     "sphinx_copybutton",
     "built_site",
     "formulas",
+    "prompts",
 ]
 exclude_patterns = ["_build", "_parts"]
 
