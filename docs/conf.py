@@ -44,6 +44,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show its figures
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
+nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120

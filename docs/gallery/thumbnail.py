@@ -32,7 +32,7 @@ def thumbnail(page, title, panel):
         words.set_visible(False)
     png = io.BytesIO()
     extent = panel.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
-    figure.savefig(png, bbox_inches=extent, dpi=440 / extent.width)
+    figure.savefig(png, bbox_inches=extent, dpi=max(440 / extent.width, 330 / extent.height))
     source = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
     shown = f'<img src="{source}" alt="">{title}'  # the title says it
     for key, folder in ((page, ""), (f"front-{page}", "gallery/")):

@@ -212,7 +212,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         Show how far the outermost loop is: True is a bar of ``tqdm`` with the kernel's name
         (``pip install "rankax[progress]"``), a string its label; a function is called with
         ``(done, total)``, numbers of items. See Notes.
-    **named_ranks
+    **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
         each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
         has no rank by its own name. Items without a rank, as parameters, have that of their
@@ -235,14 +235,16 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     Raises
     ------
     TypeError
-        When decorating: a rank for an unknown parameter, two for one, too many, one of a wrong
-        type, or none at all. When called: the arguments do not fit the signature, an
-        argument with a rank is not an array, or is a list of numbers; with ``jit=True``, a
-        static argument cannot be hashed.
+        * When decorating: a rank for an unknown parameter, two for one, too many, one of a wrong
+          type, or none at all.
+        * When called: the arguments do not fit the signature.
+        * When called: an argument with a rank is not an array, or is a list of numbers.
+        * When called, with ``jit=True``: a static argument cannot be hashed.
     ValueError
-        When decorating: a negative rank, a string that cannot be read, an unknown reduction. When
-        called: an argument does not have the tree structure of its ranks; an axis to reduce is out
-        of range; an output cannot be reduced so; one item alone needs more than ``memory_limit``.
+        * When decorating: a negative rank, a string that cannot be read, an unknown reduction.
+        * When called: an argument does not have the tree structure of its ranks.
+        * When called: an axis to reduce is out of range, or an output cannot be reduced so.
+        * When called: one item alone needs more than ``memory_limit``.
     RankError
         When called: an argument has fewer axes than its rank.
     BatchShapeError

@@ -105,15 +105,16 @@ def chunked_vmap(
     Raises
     ------
     TypeError
-        If ``chunk_size`` is not an int or None, ``in_axes`` or ``out_axes`` holds anything but ints
-        and None, or ``fun`` returns something that is no array.
+        * ``chunk_size`` is not an int or None.
+        * ``in_axes`` or ``out_axes`` holds anything but ints and None.
+        * ``fun`` returns something that is no array.
     ValueError
-        If ``chunk_size`` is not positive, ``memory_limit`` is none or less than one item needs, the
-        mapped axes differ in length, a leaf has no such
-        axis, ``in_axes`` does not fit the arguments, or nothing is mapped. While tracing: if
-        ``out_axes`` does not fit what ``fun`` returns; where there is more than one chunk, if
-        ``fun`` uses a collective over ``axis_name``, or an ordered effect and a chunk has more than
-        one item.
+        * ``chunk_size`` is not positive, or ``memory_limit`` is none or less than one item needs.
+        * The mapped axes differ in length, a leaf has no such axis, ``in_axes`` does not fit the
+          arguments, or nothing is mapped.
+        * While tracing: ``out_axes`` does not fit what ``fun`` returns.
+        * While tracing, where there is more than one chunk: ``fun`` uses a collective over
+          ``axis_name``; or it has an ordered effect, and a chunk has more than one item.
 
     Notes
     -----

@@ -76,11 +76,13 @@ def chunked_reduce(
     Raises
     ------
     TypeError
-        If ``reduction`` holds anything else, or an argument is of a wrong type.
+        * ``reduction`` holds anything else, or an argument is of a wrong type.
     ValueError
-        If no reduction has this name, an output cannot be reduced so, the mapped axes differ in
-        length, or ``memory_limit`` is none or less than one item needs. All before the loop is
-        compiled.
+        All before the loop is compiled:
+
+        * No reduction has this name, or an output cannot be reduced so.
+        * The mapped axes differ in length.
+        * ``memory_limit`` is none, or less than one item needs.
 
     Notes
     -----

@@ -70,11 +70,13 @@ def checkpoint_chunked_scan(
     Raises
     ------
     TypeError
-        If an argument has the wrong type, ``f`` does not return a pair, or the carry it returns
-        differs from ``init`` in structure, shape or dtype.
+        * An argument has the wrong type.
+        * ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
+          shape or dtype.
     ValueError
-        If a chunk size is not positive, the sequence is empty, ``length`` is negative, missing or
-        contradicts ``xs``, or the leaves of ``xs`` differ in length or have no axis.
+        * A chunk size is not positive, or the sequence of them is empty.
+        * ``length`` is negative, missing or contradicts ``xs``.
+        * The leaves of ``xs`` differ in length, or have no axis.
 
     See Also
     --------

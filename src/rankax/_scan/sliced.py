@@ -85,11 +85,13 @@ def sliced_scan(
     Raises
     ------
     TypeError
-        If an argument has the wrong type, ``f`` does not return a pair, or the carry it returns
-        differs from ``init`` in structure, shape or dtype.
+        * An argument has the wrong type.
+        * ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
+          shape or dtype.
     ValueError
-        If ``step`` is 0, ``length`` is negative, missing or contradicts ``xs``, or the leaves of
-        ``xs`` differ in length or have no axis.
+        * ``step`` is 0.
+        * ``length`` is negative, missing or contradicts ``xs``.
+        * The leaves of ``xs`` differ in length, or have no axis.
 
     See Also
     --------
