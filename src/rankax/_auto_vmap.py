@@ -235,16 +235,22 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     Raises
     ------
     TypeError
-        * When decorating: a rank for an unknown parameter, two for one, too many, one of a wrong
-          type, or none at all.
-        * When called: the arguments do not fit the signature.
-        * When called: an argument with a rank is not an array, or is a list of numbers.
-        * When called, with ``jit=True``: a static argument cannot be hashed.
+        When decorating: a rank for an unknown parameter, two for one, too many, one of a wrong
+        type, or none at all.
+    TypeError
+        When called: the arguments do not fit the signature.
+    TypeError
+        When called: an argument with a rank is not an array, or is a list of numbers.
+    TypeError
+        When called, with ``jit=True``: a static argument cannot be hashed.
     ValueError
-        * When decorating: a negative rank, a string that cannot be read, an unknown reduction.
-        * When called: an argument does not have the tree structure of its ranks.
-        * When called: an axis to reduce is out of range, or an output cannot be reduced so.
-        * When called: one item alone needs more than ``memory_limit``.
+        When decorating: a negative rank, a string that cannot be read, an unknown reduction.
+    ValueError
+        When called: an argument does not have the tree structure of its ranks.
+    ValueError
+        When called: an axis to reduce is out of range, or an output cannot be reduced so.
+    ValueError
+        When called: one item alone needs more than ``memory_limit``.
     RankError
         When called: an argument has fewer axes than its rank.
     BatchShapeError

@@ -105,16 +105,21 @@ def chunked_vmap(
     Raises
     ------
     TypeError
-        * ``chunk_size`` is not an int or None.
-        * ``in_axes`` or ``out_axes`` holds anything but ints and None.
-        * ``fun`` returns something that is no array.
+        ``chunk_size`` is not an int or None.
+    TypeError
+        ``in_axes`` or ``out_axes`` holds anything but ints and None.
+    TypeError
+        ``fun`` returns something that is no array.
     ValueError
-        * ``chunk_size`` is not positive, or ``memory_limit`` is none or less than one item needs.
-        * The mapped axes differ in length, a leaf has no such axis, ``in_axes`` does not fit the
-          arguments, or nothing is mapped.
-        * While tracing: ``out_axes`` does not fit what ``fun`` returns.
-        * While tracing, where there is more than one chunk: ``fun`` uses a collective over
-          ``axis_name``; or it has an ordered effect, and a chunk has more than one item.
+        ``chunk_size`` is not positive, or ``memory_limit`` is none or less than one item needs.
+    ValueError
+        The mapped axes differ in length, a leaf has no such axis, ``in_axes`` does not fit the
+        arguments, or nothing is mapped.
+    ValueError
+        While tracing: ``out_axes`` does not fit what ``fun`` returns.
+    ValueError
+        While tracing, where there is more than one chunk: ``fun`` uses a collective over
+        ``axis_name``; or it has an ordered effect, and a chunk has more than one item.
 
     Notes
     -----

@@ -76,13 +76,14 @@ def chunked_reduce(
     Raises
     ------
     TypeError
-        * ``reduction`` holds anything else, or an argument is of a wrong type.
+        ``reduction`` holds anything else, or an argument is of a wrong type.
     ValueError
-        All before the loop is compiled:
-
-        * No reduction has this name, or an output cannot be reduced so.
-        * The mapped axes differ in length.
-        * ``memory_limit`` is none, or less than one item needs.
+        No reduction has this name, or an output cannot be reduced so. This and what follows is
+        seen before the loop is compiled.
+    ValueError
+        The mapped axes differ in length.
+    ValueError
+        ``memory_limit`` is none, or less than one item needs.
 
     Notes
     -----

@@ -70,13 +70,16 @@ def checkpoint_chunked_scan(
     Raises
     ------
     TypeError
-        * An argument has the wrong type.
-        * ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
-          shape or dtype.
+        An argument has the wrong type.
+    TypeError
+        ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
+        shape or dtype.
     ValueError
-        * A chunk size is not positive, or the sequence of them is empty.
-        * ``length`` is negative, missing or contradicts ``xs``.
-        * The leaves of ``xs`` differ in length, or have no axis.
+        A chunk size is not positive, or the sequence of them is empty.
+    ValueError
+        ``length`` is negative, missing or contradicts ``xs``.
+    ValueError
+        The leaves of ``xs`` differ in length, or have no axis.
 
     See Also
     --------

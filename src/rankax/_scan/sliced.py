@@ -85,13 +85,16 @@ def sliced_scan(
     Raises
     ------
     TypeError
-        * An argument has the wrong type.
-        * ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
-          shape or dtype.
+        An argument has the wrong type.
+    TypeError
+        ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
+        shape or dtype.
     ValueError
-        * ``step`` is 0.
-        * ``length`` is negative, missing or contradicts ``xs``.
-        * The leaves of ``xs`` differ in length, or have no axis.
+        ``step`` is 0.
+    ValueError
+        ``length`` is negative, missing or contradicts ``xs``.
+    ValueError
+        The leaves of ``xs`` differ in length, or have no axis.
 
     See Also
     --------
