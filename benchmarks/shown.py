@@ -3,9 +3,9 @@
 
     python benchmarks/shown.py
 
-writes the marked parts of README.md and the figure beside them. ``python -m tox -e bench`` ends with
-it, and a test fails where the README and the results differ. Only the standard library is needed,
-so that the build of the documentation can use it.
+writes the marked parts of README.md and the figure beside them. ``python -m tox -e bench`` ends
+with it, and a test fails where the README and the results differ. Only the standard library is
+needed, so that the build of the documentation can use it.
 """
 
 import json
@@ -79,16 +79,18 @@ def bullets() -> str:
         for row in table("reductions")
         if (row["task"], row["points on each side"]) == ("sum", "10000")
     }
-    (tiles,) = (row for row in table("tiles") if (row["kernel"], row[""]) == ("distances 8x3", "forward"))
+    distances = ("distances 8x3", "forward")
+    (tiles,) = (row for row in table("tiles") if (row["kernel"], row[""]) == distances)
     return f"""\
-* **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules. To broadcast,
-  **0 bytes** are copied.
-* **Bounded memory, in the gradient too.** The gradient of 400,000 items needs **{megabytes(own)}** beside its
-  inputs and outputs, where `lax.map` needs {megabytes(other)}.
-* **Sums that never store the batch.** A sum over 10,000 × 10,000 pairs takes {pairs["rankax"]:.0f} ms on two CPU cores.
-  KeOps, the library for such sums, takes **{pairs["KeOps"] / pairs["rankax"]:.1f} times** as long.
-* **Fast chunks.** On a CPU, a chunk is evaluated in tiles that stay in the cache. That makes distances of points
-  **{float(tiles["no tiles / default"]):.1f} times** as fast."""
+* **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules.
+  To broadcast, **0 bytes** are copied.
+* **Bounded memory, in the gradient too.** The gradient of 400,000 items needs **{megabytes(own)}**
+  beside its inputs and outputs, where `lax.map` needs {megabytes(other)}.
+* **Sums that never store the batch.** A sum over 10,000 × 10,000 pairs takes
+  {pairs["rankax"]:.0f} ms on two CPU cores. KeOps, the library for such sums, takes
+  **{pairs["KeOps"] / pairs["rankax"]:.1f} times** as long.
+* **Fast chunks.** On a CPU, a chunk is evaluated in tiles that stay in the cache. That makes
+  distances of points **{float(tiles["no tiles / default"]):.1f} times** as fast."""
 
 
 def benchmark() -> str:
@@ -120,8 +122,8 @@ def description() -> str:
     """The figure of the README, in words."""
     (length, own), (_, other) = curve("rankax")[-1], curve("jax.vmap")[-1]
     return (
-        f"Temporary memory of a gradient against the number of items. jax.vmap grows with the batch, "
-        f"to {megabytes(other)} for {length:,} items; rankax needs {megabytes(own)} there."
+        f"Temporary memory of a gradient against the number of items. jax.vmap grows with the "
+        f"batch, to {megabytes(other)} for {length:,} items; rankax needs {megabytes(own)} there."
     )
 
 
@@ -136,10 +138,12 @@ PARTS = {"bullets": bullets, "benchmark": benchmark, "figure": figure}
 def with_parts(readme: str) -> str:
     """The README with its marked parts as the results have them."""
     for name, part in PARTS.items():
-        marked = re.compile(rf"(<!-- results: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        marked = re.compile(rf"<!-- results: {name} -->\n.*?<!-- end -->", re.DOTALL)
         if len(marked.findall(readme)) != 1:
             raise LookupError(f"README.md needs one part that is marked <!-- results: {name} -->")
-        readme = marked.sub(lambda found, text=part(): f"{found[1]}{text}\n{found[2]}", readme)
+        begin, end = marked.search(readme).span()
+        text = f"<!-- results: {name} -->\n{part()}\n<!-- end -->"
+        readme = readme[:begin] + text + readme[end:]
     return readme
 
 

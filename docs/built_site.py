@@ -2,7 +2,8 @@
 """A Sphinx extension: the build fails on what is broken in the HTML and Sphinx does not see.
 
 A link or an anchor that leads nowhere, a formula that was not translated, a page of the gallery
-without its picture, a picture without words. All but the hook is the standard library, so that the tests need no Sphinx.
+without its picture, a picture without words. All but the hook is the standard library, so that the
+tests need no Sphinx.
 """
 
 import re

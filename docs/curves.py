@@ -2,11 +2,13 @@
 """The figures and tables of the page on benchmarks, drawn from the files in benchmarks/results."""
 
 import matplotlib.pyplot as plt
-import shown
 from IPython.display import Markdown
 from matplotlib.ticker import FuncFormatter
 
-__all__ = ["chunk_sizes", "every_row", "machine", "memory", "others", "reductions", "slower", "tiles"]
+import shown
+
+__all__ = ["chunk_sizes", "every_row", "machine", "memory", "others", "reductions"]
+__all__ += ["slower", "tiles"]
 
 COLOURS = {"rankax": "#6fb1ff", "lax.map": "#f0b656", "powerpax": "#c39bff", "jax.vmap": "#8fe0b0"}
 DASHED = (0, (2, 2))
@@ -16,7 +18,8 @@ def machine(platform="cpu"):
     """What was measured on, by which command."""
     document = shown.document(platform)
     facts = document["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    versions = facts["packages"].items()
+    packages = ", ".join(f"{name} {version}" for name, version in versions if version)
     return Markdown(
         f"`{document['command']}`, on {facts['device']}: {facts['processor']}; Python "
         f"{facts['python']}; {packages}."
@@ -30,7 +33,7 @@ def chunk_sizes(kernel="pairwise distances", length=400_003):
         for row in shown.document()["cases"]
         if (row["kernel"], row["length"], row["note"]) == (kernel, length, "")
     ]
-    figure, panels = plt.subplots(1, 2, figsize=(7.4, 3.5), sharey=True)
+    _, panels = plt.subplots(1, 2, figsize=(7.4, 3.5), sharey=True)
     for panel, mode in zip(panels, ("forward", "gradient"), strict=True):
         for peer, colour in COLOURS.items():
             points = sorted(
@@ -53,7 +56,7 @@ def memory():
     """Temporaries against the number of items, a panel for each kernel and mode."""
     curves = shown.document()["memory"]
     kernels = list(dict.fromkeys(curve["kernel"] for curve in curves))
-    figure, panels = plt.subplots(len(kernels), 2, figsize=(7.4, 5.6), sharex=True, sharey=True)
+    _, panels = plt.subplots(len(kernels), 2, figsize=(7.4, 5.6), sharex=True, sharey=True)
     for curve in curves:
         row, column = kernels.index(curve["kernel"]), curve["mode"] == "gradient"
         panel, peer = panels[row, int(column)], curve["peer"]
@@ -84,8 +87,9 @@ def reductions():
     """How many times as long as rankax the other ways to reduce all pairs take."""
     rows = [row for row in shown.table("reductions") if row["times rankax"]]
     cases = list(dict.fromkeys((row["task"], int(row["points on each side"])) for row in rows))
-    colours = dict(zip(("rankax", "KeOps", "rows by lax.map", "whole, jax.numpy"), COLOURS.values()))
-    figure, panel = plt.subplots(figsize=(7.4, 4.4))
+    names = ("rankax", "KeOps", "rows by lax.map", "whole, jax.numpy")
+    colours = dict(zip(names, COLOURS.values(), strict=True))
+    _, panel = plt.subplots(figsize=(7.4, 4.4))
     for place, (task, count) in enumerate(reversed(cases)):
         for row in rows:
             if (row["task"], int(row["points on each side"])) == (task, count):
@@ -95,10 +99,16 @@ def reductions():
     labels = [f"{task}, {count:,}" for task, count in reversed(cases)]
     panel.set_yticks(range(len(cases)), labels)
     panel.axvline(1, color=COLOURS["rankax"], linewidth=1)
-    panel.set(xscale="log", xlabel="time, in times that of rankax: right of the line, rankax is faster")
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
-    panel.xaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if ratio in (0.5, 2, 5) else ""))
+    words = "time, in times that of rankax: right of the line, rankax is faster"
+    panel.set(xscale="log", xlabel=words)
+    _ratios(panel)
     panel.legend(fontsize=9)
+
+
+def _ratios(panel):
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    some = FuncFormatter(lambda ratio, _: f"{ratio:g}" if ratio in (0.5, 2, 5) else "")
+    panel.xaxis.set_minor_formatter(some)
 
 
 def tiles():
@@ -119,8 +129,7 @@ def tiles():
                     panel.plot(float(row[column]), place, "o", color=colour, label=label)
         panel.axvline(1, color="#a8aec6", linewidth=1)
         panel.set(xscale="log", title=mode, xlabel="times as fast")
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
-        panel.xaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if ratio in (0.5, 2, 5) else ""))
+        _ratios(panel)
     panels[0].set_yticks([-place for place in range(len(kernels))], kernels)
     figure.legend(loc="outside upper center", ncols=2, fontsize=9)
 
@@ -154,8 +163,9 @@ def every_row(peers=("rankax", "lax.map", "powerpax", "netket", "jax.vmap")):
         for found, form in ((times, "{:.1f}"), (sizes[key], "{:.2f}")):
             texts = {peer: form.format(found[peer]) for peer in peers if peer in found}
             least = min(texts.values(), key=float)
-            shown_as = {peer: f"**{text}**" if text == least else text for peer, text in texts.items()}
-            cells += [shown_as.get(peer, "—") for peer in peers]
+            for peer in peers:
+                text = texts.get(peer, "—")
+                cells.append(f"**{text}**" if text == least else text)
         lines.append(f"| {' | '.join(cells)} |")
     return Markdown("\n".join(lines))
 
@@ -167,11 +177,9 @@ def slower(margin=1.05):
         own = times.pop("rankax")
         peer = min(times, key=times.get)
         if own > margin * times[peer]:
-            ratio = own / times[peer]
-            lost.append(
-                f"| {kernel} | {length:,} | {chunk:,} | {mode} | {own:.1f} | {peer}: {times[peer]:.1f} "
-                f"| {ratio:.2f} |"
-            )
+            other = times[peer]
+            case = f"| {kernel} | {length:,} | {chunk:,} | {mode} "
+            lost.append(f"{case}| {own:.1f} | {peer}: {other:.1f} | {own / other:.2f} |")
     head = [
         f"{len(lost)} of {len(cases)} cases:\n",
         "| kernel | items | chunk | | rankax, ms | fastest, ms | ratio |",

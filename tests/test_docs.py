@@ -89,7 +89,8 @@ def test_no_page_teaches_a_chunked_kernel_that_compiles_at_every_call(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_is_wider_than_the_page(page):
-    blocks = re.findall(r"(?ms)^```(?:python|bash|text|\{code-cell\})\n(.*?)^```$", page.read_text())
+    block = r"(?ms)^```(?:python|bash|text|\{code-cell\})\n(.*?)^```$"
+    blocks = re.findall(block, page.read_text())
     lines = [line for block in blocks for line in block.splitlines() if "alt: " not in line]
     assert [line for line in lines if len(line) > 103] == []
 

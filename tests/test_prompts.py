@@ -43,52 +43,55 @@ def refused(text: str) -> list[str]:
     return prompt.told
 
 
+READ = """\
+text
+>>> def f(x):
+...     return x
+>>> f(
+...     1
+... )
+1
+    >>> class A:
+    ...     def g(self):
+    ...         pass
+    ...
+    ...     def h(self):
+    ...         pass
+>>> for i in range(2):
+...     print(i)
+0
+1
+... and so on
+"""
+SHOWN = """\
+text
+>>> def f(x):
+...     return x
+...
+>>> f(
+...     1
+... )
+1
+    >>> class A:
+    ...     def g(self):
+    ...         pass
+    ...     def h(self):
+    ...         pass
+    ...
+>>> for i in range(2):
+...     print(i)
+...
+0
+1
+... and so on
+"""
+
+
 def test_a_definition_gets_the_line_that_ends_it():
     from prompts import pasteable
 
-    page = """\
-text
->>> def f(x):
-...     return x
->>> f(
-...     1
-... )
-1
-    >>> class A:
-    ...     def g(self):
-    ...         pass
-    ...
-    ...     def h(self):
-    ...         pass
->>> for i in range(2):
-...     print(i)
-0
-1
-... and so on
-""".split("\n")
-    assert pasteable(page) == """\
-text
->>> def f(x):
-...     return x
-...
->>> f(
-...     1
-... )
-1
-    >>> class A:
-    ...     def g(self):
-    ...         pass
-    ...     def h(self):
-    ...         pass
-    ...
->>> for i in range(2):
-...     print(i)
-...
-0
-1
-... and so on
-""".split("\n")
-    assert pasteable(pasteable(page)) == pasteable(page)
+    assert pasteable(READ.splitlines()) == SHOWN.splitlines()
+    assert pasteable(SHOWN.splitlines()) == SHOWN.splitlines()
 
 
 def test_what_a_prompt_would_refuse_is_seen():

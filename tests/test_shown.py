@@ -40,9 +40,9 @@ def test_other_results_make_another_readme(shown, monkeypatch):
 
 
 def test_a_missing_row_and_a_missing_mark_are_named(shown):
-    with pytest.raises(LookupError, match="has no row .*'peer': 'nobody'"):
+    with pytest.raises(LookupError, match=r"has no row .*'peer': 'nobody'"):
         shown.measured("eigh 8x8", 20_003, 500, "gradient", "nobody")
-    with pytest.raises(LookupError, match="<!-- results: bullets -->"):
+    with pytest.raises(LookupError, match=r"<!-- results: bullets -->"):
         shown.with_parts("# rankax\n")
 
 
@@ -57,6 +57,13 @@ def test_tables_of_results_are_read(shown):
         "410 MB",
         "2.0 GB",
     ]
+
+
+def test_every_link_of_the_readme_leads_to_a_file():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", readme)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def test_the_citation_is_that_of_this_version():
