@@ -16,7 +16,7 @@ def kernel(mass, pos, *, scale=1.0):
 
 
 HERE = f"kernel() at {__file__}:{kernel.__code__.co_firstlineno}"
-EXPECTED = "a rank is an int >= 0, None, a dimension string, or a tree of those"
+EXPECTED = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
 
 
 def text_of(kind: type[Exception], fun: Any, *args: Any, **kwargs: Any) -> str:

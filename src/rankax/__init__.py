@@ -11,6 +11,7 @@ __all__ = [
     "Level",
     "MemoryFit",
     "RankError",
+    "SplitKey",
     "Static",
     "Tuning",
     "Tunings",
@@ -28,6 +29,7 @@ __all__ = [
 import rankax.reductions as reductions
 from rankax._auto_vmap import auto_vmap as auto_vmap
 from rankax._declare.like import ranks_like as ranks_like
+from rankax._declare.split_key import SplitKey as SplitKey
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError

@@ -25,6 +25,7 @@ from rankax._base.functions import function_name, unwrapped
 from rankax._blocks.call import call_on_blocks
 from rankax._declare.gufunc import to_gufunc
 from rankax._declare.ranks import Declaration, declare
+from rankax._declare.split_key import SplitKey
 from rankax._jit import JitKernel
 from rankax._kernel import Kernel
 from rankax._options import DEFAULTS, Given, Options, check_together, checked_options, keyword_only
@@ -171,11 +172,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
     Parameters
     ----------
-    *ranks : int, None, str, or a pytree prefix of those
+    *ranks : int, None, str, SplitKey, or a pytree prefix of those
         How many core axes one item of each argument has, bound to the parameters of the kernel as
         a call binds arguments. An int counts them: 0 for a scalar, 1 for a vector. A dimension
         string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
-        ``None``, or no rank, passes any Python object through untouched. A dict, tuple, list,
+        ``None``, or no rank, passes any Python object through untouched. `SplitKey` is the rank of
+        a random key of which each item gets its own. A dict, tuple, list,
         NamedTuple or registered dataclass of those spreads over a pytree argument as ``in_axes``
         of `jax.vmap` does; a dict also over a class that has fields of those names, and
         `ranks_like` makes such a tree from an example. One string with parentheses is a gufunc
@@ -330,13 +332,14 @@ vars(auto_vmap)["__signature__"] = _shown_signature()
 
 
 def _is_function(value: Any) -> bool:
-    return callable(value) or isinstance(value, (staticmethod, classmethod))
+    is_callable = callable(value) and value is not SplitKey
+    return is_callable or isinstance(value, (staticmethod, classmethod))
 
 
 def _is_rank_tree(value: Any) -> bool:
     """Whether this is a pytree that only happens to be callable, as an Equinox module may be."""
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(isinstance(leaf, (int, str)) for leaf in leaves)
+    return bool(leaves) and all(leaf is SplitKey or isinstance(leaf, (int, str)) for leaf in leaves)
 
 
 def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.cost import Task, fit_to_limit, shape_of
+from rankax._map.keys import PLACE, item_key
 from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
 from rankax._map.progress import Progress, told
 from rankax._map.tiles import best_tile, tiles_matter
@@ -210,7 +211,7 @@ class Kernel:
             if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
                 leaves[i] = self.converted(leaves[i], structure.paths[i], shapes_only)
         for i in structure.keys:
-            self.check_key(leaves[i], structure.paths[i])
+            self.check_key(leaves[i], structure.paths[i], structure.ranks[i])
         return call
 
     def flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -231,14 +232,21 @@ class Kernel:
         structure = self._structure(names, values, leaves, treedef)
         return Call(bound, names, leaves, treedef, structure)
 
-    def check_key(self, leaf: Any, path: str) -> None:
+    def check_key(self, leaf: Any, path: str, rank: Rank | None) -> None:
         """Refuse a raw key, whose numbers would be taken for a batch of keys."""
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return
+        is_split = rank is not None and rank.is_split
+        declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
+        if is_number(leaf):
+            raise TypeError(
+                f"{self.name}(): {path} {declared}, but it is the number {leaf!r}; make a key of "
+                f"it: jax.random.key({leaf!r})"
+            )
         raise TypeError(
-            f"{self.name}(): {path} is annotated as a PRNG key, but it is an array of dtype "
-            f"{dtype} and shape {getattr(leaf, 'shape', ())}; make keys with jax.random.key, not "
+            f"{self.name}(): {path} {declared}, but it is an array of dtype "
+            f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
             f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
         )
 
@@ -380,13 +388,16 @@ class Kernel:
         return fun, leaves, nesting if tile is None else self._nesting(call, options, tile)
 
     def _on_item(self, call: Call, nesting: Nesting, whole: list[Any]) -> Callable[..., Any]:
-        """Return the kernel as a function of the mapped leaves."""
+        """Return the kernel as a function of the mapped leaves, then of a number for each split."""
 
         @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
         def on_item(*items: Any) -> Any:
             leaves = list(whole)  # a copy, or else the items would outlive their trace in `whole`
-            for position, item in zip(nesting.mapped, items, strict=True):
+            numbers = items[len(nesting.mapped) :]
+            for position, item in zip(nesting.mapped, items, strict=False):
                 leaves[position] = item
+            for split, number in zip(nesting.splits, numbers, strict=True):
+                leaves[split.position] = item_key(leaves[split.position], number)
             values = zip(call.names, call.treedef.unflatten(leaves), strict=True)
             bound = self._rebound({**call.bound.arguments, **dict(values)})
             out = self._checked(self.fun(*bound.args, **bound.kwargs), nesting)
@@ -448,6 +459,7 @@ class Kernel:
         ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
         cores = {i: leaf.core_shape for i, leaf in zip(ranked, nesting.plan.leaves, strict=True)}
         items = [shape_of(call.leaves[i], cores[i]) for i in nesting.mapped]
+        items += [PLACE for _ in nesting.splits]
         shapes, fill = self._stand_ins(call)
         trees: list[Any] = []
 

@@ -62,6 +62,8 @@ def call_on_blocks(
         for leaf, value in zip(leaves, values, strict=True)
     ]
     nesting = kernel.agreed(call._replace(leaves=shapes), options)
+    if nesting.splits:
+        raise _split_key(kernel, package, call, nesting)
     backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
     others = {k: v for k, v in call.bound.arguments.items() if k not in call.names}
     setup = Setup(
@@ -116,6 +118,15 @@ def _without_rank(kernel: Kernel, package: str, path: str) -> TypeError:
     )
 
 
+def _split_key(kernel: Kernel, package: str, call: Call, nesting: Nesting) -> TypeError:
+    path, shape = call.structure.paths[nesting.splits[0].position], nesting.plan.batch_shape
+    return TypeError(
+        f"{kernel.name}(): {path} has the rank SplitKey, but {package} evaluates block by block, "
+        "and each block would count its items from 0 and draw the same; pass a key for each item: "
+        f"jax.random.split({path}, {shape})"
+    )
+
+
 def _check_options(kernel: Kernel, options: Options) -> None:
     if options.progress is not False:
         raise TypeError(
@@ -148,7 +159,7 @@ def _leaves(kernel: Kernel, call: Call, package: str) -> tuple[list[Leaf], list[
                 value = kernel.converted(value, path, shapes_only=False)
             leaf, value = _leaf(value)
         if i in call.structure.keys and leaf.key_impl is None:
-            kernel.check_key(value, path)
+            kernel.check_key(value, path, rank)
         leaves.append(leaf)
         values.append(value)
     return leaves, values

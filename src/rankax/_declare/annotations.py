@@ -27,6 +27,7 @@ from rankax._declare.hints import (
     stripped,
     value_of,
 )
+from rankax._declare.split_key import SplitKey, key_rank, marked
 
 __all__ = ["Unpacked", "UnresolvedError", "annotated_ranks"]
 
@@ -76,7 +77,7 @@ def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
-_KEYS = set(typing.get_args(jaxtyping.PRNGKeyArray))
+_KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
 _ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
 _MOST_KEPT = 256
 _kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
@@ -109,6 +110,8 @@ class _Reader:
     def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None where it declares no rank."""
         hint = stripped(resolved(hint, names))
+        if hint is SplitKey or marked(hint):
+            return self._split_key(hint, names)
         if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
             rank = self._array(hint.dim_str)
             if rank is None or hint.dtypes != _ONE_KEY.dtypes:
@@ -132,6 +135,17 @@ class _Reader:
             tree = self._collection(origin, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
+
+    def _split_key(self, hint: Any, names: Names) -> Rank:
+        """Read ``Annotated[PRNGKeyArray, SplitKey]``, whose first part must be a key, or any."""
+        if marked(hint):
+            base = self.rank(typing.get_args(hint)[0], names)
+            if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
+                return key_rank()
+        raise ValueError(
+            "SplitKey stands behind the type of a single key, as in "
+            "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
+        )
 
     def _array(self, dims: str) -> Rank | None:
         first, *core = dims.split() or [""]
@@ -170,7 +184,7 @@ class _Reader:
     def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Find one rank for all array types of a union; what holds no array has no say."""
         members = [stripped(resolved(member, names)) for member in members]
-        if set(members) >= _KEYS:
+        if all(key in members for key in _KEYS):  # by `==`, for not every type can be hashed
             # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
             members = [m for m in members if m not in _KEYS] + [_ONE_KEY]
         ranks: list[Any] = []
@@ -303,7 +317,7 @@ def _common(ranks: list[Any]) -> Any:
             "it is a union of containers, so the ranks cannot be known; give the parameter a rank "
             "tree explicitly, or write two kernels"
         )
-    numbers = {rank.rank if rank is not None else None for rank in ranks}
+    numbers = {rank and (str(rank) if rank.is_split else rank.rank) for rank in ranks}
     if len(numbers) > 1:
         described = ["no rank" if n is None else f"rank {n}" for n in sorted(numbers, key=str)]
         raise ValueError(

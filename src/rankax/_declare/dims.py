@@ -68,9 +68,12 @@ class Rank:
 
     rank: int
     dims: tuple[Dim, ...] | None = None
-    is_key: bool = False  # of typed PRNG keys, as their annotation says
+    is_key: bool = False  # of typed PRNG keys
+    is_split: bool = False  # a key of which each item gets its own
 
     def __str__(self) -> str:
+        if self.is_split:
+            return "SplitKey"
         if self.dims is None:
             return str(self.rank)
         return f'"{" ".join(dim.text for dim in self.dims)}"'

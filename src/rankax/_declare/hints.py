@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankax._base.functions import unwrapped
+from rankax._declare.split_key import marked
 
 __all__ = [
     "Names",
@@ -157,11 +158,15 @@ def _unresolved(text: str, error: Exception) -> UnresolvedError:
 
 
 def stripped(hint: Any) -> Any:
-    """Look through what says nothing about shapes: ``Annotated``, ``NewType``, ``Final``."""
-    while True:
+    """Look through what says nothing about shapes: ``Annotated``, ``NewType``, ``Final``.
+
+    ``Annotated[..., SplitKey]`` does say something, and stays.
+    """
+    while not marked(hint):
         if typing.get_origin(hint) in _QUALIFIERS:
             hint = typing.get_args(hint)[0]
         elif isinstance(hint, typing.NewType):
             hint = hint.__supertype__
         else:
-            return hint
+            break
+    return hint

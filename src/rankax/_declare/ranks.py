@@ -21,6 +21,7 @@ from rankax._declare.binding import ANNOTATED, bind_ranks, items_of_args, leaves
 from rankax._declare.dims import Rank, check_comparable, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.silent import silent_parameters
+from rankax._declare.split_key import SplitKey, key_rank
 
 __all__ = ["Declaration", "declare", "parts_with_ranks", "ranks_of_leaves"]
 
@@ -159,13 +160,15 @@ def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
     """Turn one rank, or a tree of them, into a tree of `Rank` and None; collect the strings."""
     if rank is None or isinstance(rank, Rank):
         return rank
+    if rank is SplitKey:
+        return key_rank()
     if isinstance(rank, str):
         dims = _dims(rank, where)
         if dims is not None:
             texts[where] = dims
         return dims
     if is_leaf(rank):
-        expected = "a rank is an int >= 0, None, a dimension string, or a tree of those"
+        expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
         return Rank(checked_int(rank, f"{where}: {expected}; got", least=0))
     children = children_of(rank)
     # The class of a container may accept ranks, but not what stands for them here.

@@ -28,6 +28,7 @@ from rankax._map.item import (
     trace_item,
     with_axis,
 )
+from rankax._map.keys import PLACE
 from rankax._map.loop import map_in_chunks
 from rankax._map.progress import Progress, checked_progress, told
 from rankax._map.tiles import best_tile, tiles_matter
@@ -290,14 +291,18 @@ def _item_program(
     mapping: ArgumentMapping,
     out_axes: Any,
     axis_name: Hashable | None = None,
+    *,
+    numbered: bool = False,
 ) -> ItemProgram:
-    return trace_item(
-        fun,
-        lambda *items: mapping.arguments(items),
-        mapping.item_avals,
-        out_axes,
-        axis_name=axis_name,
-    )
+    avals = mapping.item_avals
+    if not numbered:
+        return trace_item(fun, lambda *x: mapping.arguments(x), avals, out_axes, axis_name)
+
+    def arguments(*items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = mapping.arguments(items[:-1])
+        return (*args, items[-1]), kwargs
+
+    return trace_item(fun, arguments, [*avals, PLACE], out_axes, axis_name)
 
 
 def _in_one_chunk(
@@ -338,9 +343,17 @@ def _in_chunks(
     *,
     checkpoint: bool,
     progress: Progress | None,
+    numbered: bool = False,
 ) -> Any:
-    leaves, axes = mapping.mapped, mapping.mapped_axes
-    outs = map_chunks(item, leaves, axes, chunks, checkpoint=checkpoint, progress=progress)
+    outs = map_chunks(
+        item,
+        mapping.mapped,
+        mapping.mapped_axes,
+        chunks,
+        checkpoint=checkpoint,
+        numbered=numbered,
+        progress=progress,
+    )
     return jax.tree.unflatten(item.out_tree, outs)
 
 
@@ -382,10 +395,12 @@ def chunked_level(
     *,
     checkpoint: bool,
     progress: Progress | None,
+    numbered: bool = False,
 ) -> Callable[..., Any]:
     """Return `chunked_vmap` of ``fun`` for one level of a nest, of which nothing has to be checked.
 
     ``fun`` takes arrays, mapped along ``in_axes`` of length ``size``, and returns a list of them.
+    Where it is ``numbered``, it takes the place of its item last (see `keys.py`).
     """
     chunks = split_into_chunks(size, tile)
 
@@ -393,7 +408,9 @@ def chunked_level(
         treedef = jax.tree.structure((leaves, {}))
         arrays = [x if a is None else jnp.asarray(x) for x, a in zip(leaves, in_axes, strict=True)]
         mapping = ArgumentMapping(arrays, list(in_axes), treedef, size)
-        item = _item_program(fun, mapping, 0)
-        return _in_chunks(item, mapping, chunks, checkpoint=checkpoint, progress=progress)
+        item = _item_program(fun, mapping, 0, numbered=numbered)
+        return _in_chunks(
+            item, mapping, chunks, checkpoint=checkpoint, progress=progress, numbered=numbered
+        )
 
     return mapped

@@ -48,6 +48,7 @@ def map_chunks(
     checkpoint: bool,
     sink: Sink | None = None,
     linear: bool = True,
+    numbered: bool = False,
     progress: Progress | None = None,
 ) -> list[Any]:
     """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
@@ -61,6 +62,7 @@ def map_chunks(
             checkpoint=checkpoint,
             sink=sink,
             linear=linear,
+            numbered=numbered,
             progress=progress,
         )
 
@@ -68,9 +70,9 @@ def map_chunks(
         return as_ever()
     closed = opened(item.closed)
     try:
-        outside = item.where, item.out_axes, tuple(axes), chunks, sink, progress
-        key = _Key((fingerprint(closed), *outside))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, chunks, sink, progress))
+        how = chunks, sink, numbered, progress
+        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), *how))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, *how))
     except Unknown:
         return as_ever()
     try:
@@ -94,6 +96,7 @@ def _loop(
     axes: Sequence[int],
     chunks: Chunks,
     sink: Sink | None,
+    numbered: bool,
     progress: Progress | None,
 ) -> Any:
     """Return the loop as a function of constants and inputs.
@@ -107,7 +110,14 @@ def _loop(
         item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
         # Nobody differentiates what is eager, so there is nothing to recompute.
         return map_in_chunks(
-            item, leaves, axes, chunks, checkpoint=False, sink=sink, progress=progress
+            item,
+            leaves,
+            axes,
+            chunks,
+            checkpoint=False,
+            sink=sink,
+            numbered=numbered,
+            progress=progress,
         )
 
     return jax.jit(chunks_of)

@@ -21,6 +21,7 @@ from jax import core, lax
 
 from rankax._map.access import (
     as_chunk,
+    counted,
     first_start,
     flatten_items,
     is_stack,
@@ -32,6 +33,7 @@ from rankax._map.access import (
 )
 from rankax._map.calls import call_with_derivative_of, keep_rules
 from rankax._map.item import ItemProgram, chunk_program, with_axis
+from rankax._map.keys import PLACE
 from rankax._map.progress import Progress, Reports
 from rankax._map.sinks import Each, Sink, Write, sink_for
 from rankax._plan.chunks import Chunks
@@ -55,7 +57,7 @@ class _Operands(NamedTuple):
     stacked: list[Any]
 
 
-Body = Callable[[_Operands], list[Any]]
+Body = Callable[[_Operands, Any], list[Any]]  # of a chunk, and where it starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,30 +81,36 @@ def map_in_chunks(
     checkpoint: bool,
     sink: Sink | None = None,
     linear: bool = True,
+    numbered: bool = False,
     progress: Progress | None = None,
 ) -> list[Any]:
     """Run the program of one item for all items of ``leaves``, which lie along ``axes``.
 
+    Where it is ``numbered``, the last input of the program is the place of the item, as `PLACE`.
     ``sink`` takes all outputs; by default each has its own. One that is not ``linear`` is taken
     into the checkpoint, so that what it computes is not stored either.
     """
     # A jaxpr, so that a kernel is traced once and everything it closes over becomes an operand,
     # which `call_with_derivative_of` requires.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
-    closed = keep_rules(chunk_program(item, axes, avals, chunks.size))
-    evaluate = apart_from_constants(closed, avals)
+    places = [with_axis(PLACE, 0, chunks.size)] if numbered else []
+    inputs = [*avals, *places]
+    closed = keep_rules(chunk_program(item, [*axes, *(0 for _ in places)], inputs, chunks.size))
+    evaluate = apart_from_constants(closed, inputs)
     if sink is None:
         outputs = zip(closed.out_avals, item.out_axes, strict=True)
         sink = Each(tuple(sink_for(aval, axis, chunks) for aval, axis in outputs))
     stacks = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
     sliced_axes = tuple(axis for axis, stack in zip(axes, stacks, strict=True) if not stack)
 
-    def body(operands: _Operands) -> list[Any]:
+    def body(operands: _Operands, start: Any) -> list[Any]:
         sliced, stacked = iter(operands.sliced), iter(operands.stacked)
         chunk = [
             as_chunk(next(stacked if stack else sliced), aval)
             for stack, aval in zip(stacks, avals, strict=True)
         ]
+        if numbered:
+            chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         return evaluate(operands.shared, chunk)
 
     operands = _Operands(list(closed.consts), [], [])
@@ -139,10 +147,10 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     if not operands.sliced and not writes:
         return _loop(body, walk, operands)
 
-    def body_that_reads_once(operands: _Operands) -> list[Any]:
+    def body_that_reads_once(operands: _Operands, start: Any) -> list[Any]:
         windows = zip(operands.sliced, walk.sliced_axes, strict=True)
         once = [use_once(window, walk.chunks.size, axis) for window, axis in windows]
-        return body(operands._replace(sliced=once))
+        return body(operands._replace(sliced=once), start)
 
     def to_differentiate(operands: _Operands) -> list[Any]:
         sink = walk.sink.to_differentiate()
@@ -161,7 +169,7 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
             take_chunk(leaf, start, chunks, axis)
             for leaf, axis in zip(operands.sliced, walk.sliced_axes, strict=True)
         ]
-        return body(operands._replace(sliced=window))
+        return body(operands._replace(sliced=window), start)
 
     # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
     policy = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from rankax._map.chunked import chunked_level
 from rankax._map.item import with_axis
+from rankax._map.keys import PLACE, along, number_items, vmap_level
 from rankax._map.progress import Progress
 from rankax._map.reduce import Reduced, Reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
@@ -63,6 +64,7 @@ def tiled(
         for _ in range(len(axes) - axes.count(None)):  # batch axes are in front
             aval = with_axis(aval, 0)
         avals.append(aval)
+    avals += [PLACE for _ in nesting.splits]
     return with_tile(fun, avals, compiler_options)
 
 
@@ -71,8 +73,12 @@ def map_levels(
     leaves: Sequence[Any],
     nesting: Nesting,
     bounds: Bounds,
+    first: Mapping[int, Any] | None = None,
 ) -> Any:
-    """Map ``fun``, which takes one item of each leaf, over the levels of a plan."""
+    """Map ``fun``, which takes one item of each leaf, over the levels of a plan.
+
+    ``first`` is for a part of a batch whose keys are split (see `number_items`).
+    """
     plan = nesting.plan
     trees: list[Any] = []
 
@@ -83,7 +89,11 @@ def map_levels(
         trees.append(tree)
         return outs
 
-    outs = _nested(flat, plan.levels, nesting.in_axes, bounds)(*leaves)
+    numbered = bool(nesting.splits)
+    on_item = flat
+    if numbered:
+        on_item = number_items(flat, nesting.splits, plan.levels, plan.batch_shape, first)
+    outs = _nested(on_item, plan.levels, nesting.in_axes, bounds, numbered=numbered)(*leaves)
     # A level may cover more than one axis of the batch, or none where it has length 1.
     if tuple(level.size for level in plan.levels) != plan.batch_shape:
         shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
@@ -97,12 +107,19 @@ def reduce_levels(
     nesting: Nesting,
     reductions: Reductions,
     bounds: Bounds,
+    first: Mapping[int, Any] | None = None,
 ) -> Any:
-    """Map ``fun`` over the kept levels of a plan, and reduce its outputs over the others."""
+    """Map ``fun`` over the kept levels of a plan, and reduce its outputs over the others.
+
+    ``first`` is as in `map_levels`.
+    """
     plan = nesting.plan
     kept = [level for level in plan.levels if not level.reduced]
     in_axes = nesting.in_axes[: len(kept)]
     leaves, rows = _lanes_last(leaves, nesting, len(kept))
+    numbered = bool(nesting.splits)
+    if numbered:
+        fun = number_items(fun, nesting.splits, plan.levels, plan.batch_shape, first)
     found: list[Reduced] = []
     of_row = None if any(_is_loop(level, bounds) for level in kept) else bounds.progress
 
@@ -114,7 +131,7 @@ def reduce_levels(
         found.append(reduced)
         return reduced.arrays
 
-    arrays = _nested(on_row, kept, in_axes, bounds)(*leaves)
+    arrays = _nested(on_row, kept, in_axes, bounds, numbered=numbered)(*leaves)
     kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
     row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
     outs: list[Any] = []
@@ -148,10 +165,12 @@ def _lanes_last(
         if is_read_in_tiles and _is_small_vector(leaf):
             stored[i] = jnp.moveaxis(leaf, 0, -1)
             in_axes[mapping[0]][i] = jnp.ndim(leaf) - 1
-    return stored, tuple(
-        RowLevel(level.size, level.tile, tuple(axes))
-        for level, axes in zip(levels[kept:], in_axes[kept:], strict=True)
-    )
+    numbered = bool(nesting.splits)
+    rows: list[RowLevel] = []
+    for around in range(kept, len(levels)):
+        axes = along(in_axes[around], around) if numbered else tuple(in_axes[around])
+        rows.append(RowLevel(levels[around].size, levels[around].tile, axes, numbered))
+    return stored, tuple(rows)
 
 
 def _is_small_vector(leaf: Any) -> bool:
@@ -166,11 +185,14 @@ def _nested(
     levels: Sequence[Level],
     in_axes: InAxes,
     bounds: Bounds,
+    *,
+    numbered: bool,
 ) -> Callable[..., Any]:
     loops = [level for level in levels if _is_loop(level, bounds)]
-    for level, axes in zip(reversed(levels), reversed(in_axes), strict=True):
+    for around, (level, axes) in reversed([*enumerate(zip(levels, in_axes, strict=True))]):
+        axes = along(axes, around) if numbered else axes
         if not _is_loop(level, bounds):
-            fun = jax.vmap(fun, in_axes=axes, axis_size=level.size)
+            fun = vmap_level(fun, axes, level.size, numbered=numbered)
             continue
         fun = chunked_level(
             fun,
@@ -179,6 +201,7 @@ def _nested(
             level.tile,
             checkpoint=bounds.checkpoint,
             progress=bounds.progress if level is loops[0] else None,
+            numbered=numbered,
         )
     return fun
 

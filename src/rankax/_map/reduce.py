@@ -18,6 +18,7 @@ from rankax._base.words import listed
 from rankax._map.calls import call_with_derivative_of
 from rankax._map.eager import is_eager
 from rankax._map.item import with_axis
+from rankax._map.keys import PLACE
 from rankax._map.loop import apart_from_constants
 from rankax._map.progress import Progress
 from rankax._map.reduction import MisfitError, Part, Reduction
@@ -162,6 +163,7 @@ class _Program(NamedTuple):
     ) -> _Program:
         """Trace the kernel for one item, and check that its outputs can be reduced."""
         avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
+        avals += [PLACE for level in levels if level.numbered]
         found: list[list[tuple[str, Any]]] = []
 
         def lifted(*items: Any) -> list[Any]:

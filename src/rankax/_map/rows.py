@@ -24,6 +24,7 @@ from rankax._map.accumulators import Accumulator
 from rankax._map.calls import keep_rules
 from rankax._map.eager import map_chunks
 from rankax._map.item import ItemProgram, chunk_program, trace_item, with_axis
+from rankax._map.keys import PLACE, vmap_level
 from rankax._map.loop import KEPT_IN_REVERSE
 from rankax._map.progress import Progress
 from rankax._plan.chunks import Chunks
@@ -43,11 +44,15 @@ def most_lanes() -> int | None:
 
 
 class RowLevel(NamedTuple):
-    """One reduced level: its length, how many items a tile has of it, and where leaves have it."""
+    """One reduced level: its length, how many items a tile has of it, and where leaves have it.
+
+    Places along numbered levels around count as leaves (see `keys.py`).
+    """
 
     size: int
     tile: int
     in_axes: tuple[int | None, ...]
+    numbered: bool = False  # each item is told its place along it, as its last input
 
 
 class Task(NamedTuple):
@@ -110,6 +115,8 @@ class Row:
             for i, axis in enumerate(level.in_axes):
                 if axis is not None:
                     leaves[i] = lax.dynamic_index_in_dim(leaves[i], place, axis, keepdims=False)
+            if level.numbered:
+                leaves.append(place.astype(PLACE.dtype))
         return self.item(*leaves)
 
     def _places(self, index: Any) -> list[Any]:
@@ -139,7 +146,7 @@ class Row:
         """Evaluate all items at once: outputs with the row on axis 0."""
         item = self.item
         for level in reversed(self.levels):
-            item = jax.vmap(item, in_axes=level.in_axes, axis_size=level.size)
+            item = vmap_level(item, level.in_axes, level.size, numbered=level.numbered)
         count = len(self.levels)
         return [jnp.reshape(x, (self.size, *x.shape[count:])) for x in item(*self.leaves)]
 
@@ -169,7 +176,7 @@ class Row:
 def _lanes_behind(item: Callable[..., Any], levels: Sequence[RowLevel]) -> Callable[..., Any]:
     """Map an item over levels, whose axes come behind the core axes in their order."""
     for place, level in enumerate(reversed(levels), start=1):
-        item = jax.vmap(item, in_axes=level.in_axes, out_axes=-place, axis_size=level.size)
+        item = vmap_level(item, level.in_axes, level.size, -place, numbered=level.numbered)
     return item
 
 
@@ -194,7 +201,7 @@ class _Walk:
 
         def walk(*leaves: Any) -> list[Any]:
             out_axes = -levels_below - 1
-            item, mapped, axes = _item_of(fun, leaves, level.in_axes, out_axes)
+            item, mapped, axes = _item_of(fun, leaves, level, out_axes)
             steps = level.size // level.tile
             sink = _Tiles(self.tasks, level.tile, levels_below, lanes_below, self.index_dtype)
             states = map_chunks(
@@ -205,13 +212,14 @@ class _Walk:
                 checkpoint=self.checkpoint,
                 sink=sink,
                 linear=self.linear,
+                numbered=level.numbered,
                 progress=progress,
             )
             start = steps * level.tile
             if start == level.size:
                 return states
             rest = dataclasses.replace(sink, tile=level.size - start)
-            outs = self._rest(item, mapped, axes, start, level.size)
+            outs = self._rest(item, mapped, axes, start, level)
             at = scalar(start, self.index_dtype)
             found, rows = rest.step(rest.start(), outs, at)
             one_row = jax.tree.map(lambda x: lax.expand_dims(x, (0,)), rows)
@@ -220,14 +228,23 @@ class _Walk:
         return walk
 
     def _rest(
-        self, item: ItemProgram, leaves: Sequence[Any], axes: Sequence[int], start: int, stop: int
+        self,
+        item: ItemProgram,
+        leaves: Sequence[Any],
+        axes: Sequence[int],
+        start: int,
+        level: RowLevel,
     ) -> list[jax.Array]:
+        size = level.size - start
         tails = [
-            lax.slice_in_dim(x, start, stop, axis=axis)
+            lax.slice_in_dim(x, start, level.size, axis=axis)
             for x, axis in zip(leaves, axes, strict=True)
         ]
-        avals = [with_axis(x, axis, stop - start) for x, axis in zip(tails, axes, strict=True)]
-        closed = keep_rules(chunk_program(item, axes, avals, stop - start))
+        if level.numbered:
+            first = scalar(start % 2**32, PLACE.dtype)
+            tails, axes = [*tails, first + counted(size, PLACE.dtype)], [*axes, 0]
+        avals = [with_axis(x, axis, size) for x, axis in zip(tails, axes, strict=True)]
+        closed = keep_rules(chunk_program(item, axes, avals, size))
 
         def evaluate(*tails: Any) -> list[jax.Array]:
             return core.eval_jaxpr(closed.jaxpr, closed.consts, *tails)
@@ -251,29 +268,38 @@ class _Walk:
                 structures.append(structure)
                 return states
 
-            item, mapped, axes = _item_of(flat, leaves, level.in_axes, 0)
+            item, mapped, axes = _item_of(flat, leaves, level, 0)
             sink = _States(self.tasks, structures[-1], each, self.index_dtype)
             chunks = Chunks(level.size, 1, level.size)
             return map_chunks(
-                item, mapped, axes, chunks, checkpoint=False, sink=sink, progress=progress
+                item,
+                mapped,
+                axes,
+                chunks,
+                checkpoint=False,
+                sink=sink,
+                numbered=level.numbered,
+                progress=progress,
             )
 
         return walk
 
 
 def _item_of(
-    fun: Callable[..., Any], leaves: Sequence[Any], in_axes: Sequence[int | None], out_axes: int
+    fun: Callable[..., Any], leaves: Sequence[Any], level: RowLevel, out_axes: int
 ) -> tuple[ItemProgram, list[Any], list[int]]:
     """Trace ``fun`` for one item of a level; return it with the leaves that the level maps."""
-    pairs = [(x, axis) for x, axis in zip(leaves, in_axes, strict=True) if axis is not None]
+    pairs = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
     mapped, axes = [jnp.asarray(x) for x, _ in pairs], [axis for _, axis in pairs]
 
     def arguments(*items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rest = iter(items)
-        both = zip(leaves, in_axes, strict=True)
-        return tuple(x if axis is None else next(rest) for x, axis in both), {}
+        both = zip(leaves, level.in_axes, strict=True)
+        args = [x if axis is None else next(rest) for x, axis in both]
+        return (*args, *rest), {}  # what is left is the place
 
     avals = [with_axis(x, axis) for x, axis in zip(mapped, axes, strict=True)]
+    avals += [PLACE] if level.numbered else []
     return trace_item(fun, arguments, avals, out_axes), mapped, axes
 
 

@@ -38,6 +38,7 @@ ROOT td.axis { min-width: 22px; text-align: center; border-radius: 3px;
 ROOT .mapped { background: rgba(60, 130, 230, .32); }
 ROOT .stretched { background: repeating-linear-gradient(135deg,
   rgba(225, 140, 30, .45) 0 3px, rgba(225, 140, 30, .12) 3px 8px); }
+ROOT .split { background: rgba(70, 170, 100, .32); }
 ROOT .absent { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .35); opacity: .6; }
 ROOT tr.batch th, ROOT tr.batch td { font-weight: bold; }
 ROOT tr.batch td.axis { box-shadow: inset 0 0 0 1px currentColor; }
@@ -87,7 +88,8 @@ def _leaf_row(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> str:
 
 
 def _axis_cell(text: str) -> str:
-    kind = "absent" if text == "-" else "stretched" if text.endswith("*") else "mapped"
+    kinds = {"-": "absent", "*": "stretched", "/": "split"}
+    kind = kinds.get(text[-1], "mapped")
     return f'<td class="axis {kind}">{escape(text.rstrip("*").replace("-", "–"))}</td>'
 
 
@@ -106,6 +108,7 @@ def _key(plan: Plan) -> str:
         "mapped": ("n", "mapped"),
         "stretched": ("1", "stretched, not copied"),
         "absent": ("–", "absent, not copied"),
+        "split": ("/", "split, a key for each item"),
     }
     cells = "".join(
         _axis_cell(c) for leaf in plan.leaves for c in axis_cells(leaf, plan.batch_shape)

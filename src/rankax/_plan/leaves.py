@@ -27,6 +27,8 @@ class LeafPlan:
         ``shape`` with those axes only.
     declared : str
         The rank as it was written; not compared, since it says the same in other words.
+    is_split : bool
+        Whether it is a key, or keys, of which each item gets its own, by `SplitKey`.
     """
 
     path: str
@@ -35,9 +37,10 @@ class LeafPlan:
     core_shape: Shape
     batch_axes: Shape
     declared: str = dataclasses.field(compare=False)
+    is_split: bool = False
 
 
 def leaf_plan(path: str, shape: Shape, rank: Rank) -> LeafPlan:
     """Part a shape by its rank; one with too few axes has no batch axes."""
     batch = max(0, len(shape) - rank.rank)
-    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], str(rank))
+    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], str(rank), rank.is_split)

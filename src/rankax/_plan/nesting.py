@@ -14,6 +14,7 @@ from rankax._plan.broadcast import bind_sizes, broadcast
 from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
+from rankax._plan.splits import Split, plan_splits
 
 __all__ = ["Nesting", "PlannedReduction", "plan_nesting"]
 
@@ -39,6 +40,7 @@ class Nesting:
     mapped: tuple[int, ...]  # the arrays that some level maps
     in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped arrays
     reshaped: tuple[tuple[int, Shape], ...]  # array, and its shape without stretched axes
+    splits: tuple[Split, ...] = ()  # the keys of which each item gets its own
 
 
 def plan_nesting(
@@ -87,7 +89,9 @@ def plan_nesting(
         plan = BatchPlan(
             function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
         )
-    return _enter(plan, sizes, [position for position, *_ in arrays])
+    positions = [position for position, *_ in arrays]
+    splits = plan_splits(fun, leaves, positions, batch_shape)
+    return dataclasses.replace(_enter(plan, sizes, positions), splits=splits)
 
 
 def _agreed(

@@ -97,10 +97,14 @@ def _leaf_table(plan: Plan) -> list[str]:
 
 
 def axis_cells(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> list[str]:
-    """One cell per batch axis: its length; ``1*`` where it is stretched; ``-`` where absent."""
+    """One cell per batch axis: its length; ``1*`` where it is stretched; ``-`` where absent.
+
+    Of a key that is split, ``/`` stands where it is: ``1/`` and ``/``.
+    """
     absent = len(batch_shape) - len(leaf.batch_axes)
+    alone, more = ("/", "/") if leaf.is_split else ("-", "*")
     present = zip(leaf.batch_axes, batch_shape[absent:], strict=True)
-    return ["-"] * absent + [f"{n}*" if n != size else str(n) for n, size in present]
+    return [alone] * absent + [f"{n}{more}" if n != size else str(n) for n, size in present]
 
 
 def level_sentences(plan: Plan) -> list[str]:
@@ -150,4 +154,6 @@ def legend(plan: Plan) -> list[str]:
     cells = {cell for leaf in plan.leaves for cell in axis_cells(leaf, plan.batch_shape)}
     signs = ["1* stretched"] if "1*" in cells else []
     signs += ["- absent"] if "-" in cells else []
-    return [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []
+    lines = [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []
+    is_split = any(cell.endswith("/") for cell in cells)
+    return [*lines, "(/ split: each item has a key of its own)"] if is_split else lines

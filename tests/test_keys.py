@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: MIT
+"""`SplitKey`: keys and draws of each item are those of `jax.random.split`, however it is walked."""
+
+import dataclasses
+import math
+import re
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float, Key, PRNGKeyArray
+
+import rankax
+from helpers import assert_same, slow, temporary_bytes
+from rankax import SplitKey, auto_vmap
+from rankax._declare.dims import Rank
+from rankax._declare.split_key import key_rank
+from rankax._map.keys import item_key
+from rankax._map.nest import Bounds, map_levels
+from rankax._plan.nesting import plan_nesting
+from rankax.reductions import Best, TopK
+from test_eager import compilations
+
+KEY = jax.random.key(5)
+BATCH = (3, 5)
+X = jnp.arange(15.0).reshape(BATCH) / 15
+
+
+def noisy(x, key):
+    """A draw, and the key that it is from."""
+    return x + jax.random.normal(key), key
+
+
+def own_keys(keys, batch):
+    """What is meant: each of ``keys`` is split over the axes that they lack, and used as it is."""
+    lengths = (None,) * (len(batch) - keys.ndim) + keys.shape
+    axes = [axis for axis, size in enumerate(batch) if lengths[axis] != size]
+    data = np.empty((*batch, *jax.random.key_data(KEY).shape), np.uint32)
+    for index in np.ndindex(batch):
+        both = zip(index, lengths, strict=True)
+        own = keys[tuple(0 if n == 1 else i for i, n in both if n is not None)]
+        if axes:
+            split = jax.random.split(own, [batch[axis] for axis in axes])
+            own = split[tuple(index[axis] for axis in axes)]
+        data[index] = jax.random.key_data(own)
+    return jax.random.wrap_key_data(data)
+
+
+# The same keys and draws, however many items are in flight.
+
+SIZES = [1, 7, 100, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"checkpoint": False}], ids=str)
+@pytest.mark.parametrize("chunk_size", SIZES)
+def test_items_draw_what_split_keys_draw(chunk_size, options):
+    x = jnp.arange(92.0).reshape(4, 23) / 92
+    keys = jax.random.split(KEY, (4, 23))
+    mapped = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, **options)(noisy)
+    assert_same(mapped(x, KEY), jax.vmap(jax.vmap(noisy))(x, keys))
+
+
+@pytest.mark.parametrize("chunk_size", SIZES)
+def test_reduced_items_draw_what_split_keys_draw(chunk_size):
+    x = jnp.arange(92.0).reshape(4, 23) / 92
+    keys = jax.random.split(KEY, (4, 23))
+    draws = jax.vmap(jax.vmap(noisy))(x, keys)[0]
+
+    @auto_vmap(
+        x=0,
+        key=SplitKey,
+        chunk_size=chunk_size,
+        reduce=("sum", "argmax", None, Best(by=0)),
+        reduce_axis=0,
+    )
+    def kernel(x, key):
+        draw, key = noisy(x, key)
+        return draw, draw, key, (draw, jax.random.key_data(key))
+
+    total, largest, kept, (least, data) = kernel(x, KEY)
+    assert_same(total, jnp.sum(draws, 0))
+    assert_same(largest, jnp.argmax(draws, 0))
+    assert_same(kept, keys)
+    assert_same(least, jnp.min(draws, 0))
+    chosen = keys[jnp.argmin(draws, 0), jnp.arange(23)]
+    assert_same(data, jax.random.key_data(chosen))
+
+
+@pytest.mark.parametrize("tile", [1, 3, 4])
+def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
+    """Behind the last whole tile there is a smaller one, which begins where that ends."""
+    words = auto_vmap(x=0, key=SplitKey, reduce=TopK(10), chunk_size=tile)(
+        lambda x, key: jnp.sum(jax.random.key_data(key).astype(jnp.float32)) * x
+    )
+    x = jnp.ones(10)
+    data = jax.random.key_data(jax.random.split(KEY, 10)).astype(jnp.float32)
+    assert_same(words(x, KEY)[0], jnp.sort(jnp.sum(data, 1)))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("reduce", [None, "sum"], ids=str)
+def test_keys_are_never_an_array(reduce):
+    """400,000 keys would be 3.2 MB, and 400,000 numbers 1.6 MB; a chunk needs 26 kB."""
+
+    def draw(x, key):
+        return jnp.sum(x * jax.random.normal(key, (16,)))
+
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=100, reduce=reduce)(draw)
+    by_hand = auto_vmap(x=0, key=0, chunk_size=100, reduce=reduce)(draw)
+    x = jnp.zeros(400_000)
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(kernel(x, KEY)))(x)
+
+    assert temporary_bytes(kernel, x, KEY) < 100_000
+    assert temporary_bytes(gradient, x) < 100_000
+    many = temporary_bytes(lambda x, key: by_hand(x, jax.random.split(key, x.size)), x, KEY)
+    assert many > 3_200_000  # so it is the keys that would be seen
+
+
+# A part of a batch, as each of several devices has one.
+
+
+def in_parts(axis, count, batch, chunk_size):
+    """What a nest makes of ``count`` parts of a batch, mapped side by side."""
+    size = batch[axis] // count
+    shape = batch[:axis] + (size,) + batch[axis + 1 :]
+
+    def planned(shape, chunk_size):
+        arrays = [(0, "x", shape, Rank(0)), (1, "key", (), key_rank())]
+        return plan_nesting(noisy, arrays, chunk_size)
+
+    whole = planned(batch, None)
+    nesting = dataclasses.replace(planned(shape, chunk_size), splits=whole.splits)
+
+    def of_part(first, part, key):
+        def on_item(x, number):
+            return noisy(x, item_key(key, number))
+
+        bounds = Bounds(chunk_size, checkpoint=True)
+        part = part.reshape(dict(nesting.reshaped).get(0, part.shape))
+        return map_levels(on_item, [part], nesting, bounds, first={axis: first})
+
+    x = jnp.arange(float(math.prod(batch))).reshape(batch)
+    parts = jnp.stack(jnp.split(x, count, axis))
+    first = jnp.arange(0, batch[axis], size, dtype=jnp.uint32)
+    outs = jax.vmap(of_part, in_axes=(0, 0, None))(first, parts, KEY)
+    return x, [jnp.concatenate(list(out), axis) for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch", "chunk_size"),
+    [
+        (0, (12,), 2),
+        slow(0, (12,), None),
+        slow(0, (8, 3), 4),
+        (1, (3, 8), 5),  # a level of both axes, whose places are not consecutive numbers
+        slow(1, (2, 4, 3), 5),
+        (1, (3, 4), 2),  # parts of one item
+        slow(0, (4, 1, 3), 2),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
+    x, (draws, keys) = in_parts(axis, 4, batch, chunk_size)
+    assert_same(keys, jax.random.split(KEY, batch))
+    flat = jax.vmap(noisy)(jnp.ravel(x), jnp.ravel(keys))[0]
+    assert_same(draws, flat.reshape(batch))
+
+
+# Which keys are split.
+
+SHAPES = [(), (1,), (5,), (3, 1), (1, 5), (1, 1), (3, 5), (2, 1, 1), (2, 1, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("chunk_size", [4, None])
+def test_keys_are_split_over_the_axes_that_they_lack(shape, chunk_size):
+    keys = jax.random.split(KEY, shape) if shape else KEY
+    batch = np.broadcast_shapes(BATCH, shape)
+    want = own_keys(keys, batch)
+    mapped = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(noisy)
+    assert_same(mapped(X, keys)[1], want)
+    if shape in ((), (5,), (3, 1), (2, 1, 5)):
+        kept = mapped.with_options(reduce=("max", None), reduce_axis=0)
+        assert_same(kept(X, keys)[1], want)
+
+
+def test_the_oracle_is_split():
+    assert_same(own_keys(KEY, BATCH), jax.random.split(KEY, BATCH))
+    keys = jax.random.split(KEY, 3)
+    assert_same(own_keys(keys[:, None], BATCH), jax.vmap(lambda k: jax.random.split(k, 5))(keys))
+    assert_same(own_keys(keys, (3,)), keys)
+
+
+def test_keys_that_lack_nothing_are_used_as_they_are():
+    kernel = auto_vmap(x=0, key=SplitKey)(noisy)
+    assert_same(kernel(0.5, KEY), noisy(0.5, KEY))  # one item: simply called
+    keys = jax.random.split(KEY, 5)
+    assert_same(kernel(X[0], keys), kernel(X[0], KEY))
+    assert_same(jax.vmap(kernel)(X[0], keys), kernel(X[0], KEY))
+    assert_same(kernel(0.5, keys)[1], keys)
+    alone = auto_vmap(key=SplitKey, chunk_size=2)(lambda key: key)
+    assert_same(alone(KEY), KEY)
+    assert_same(alone(keys), keys)
+
+
+@pytest.mark.parametrize("chunk_size", [2, None])
+@pytest.mark.parametrize("batch", [(0,), (3, 0)], ids=str)
+def test_no_items_get_no_keys(batch, chunk_size):
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(noisy)
+    draws, keys = kernel(jnp.zeros(batch), KEY)
+    assert draws.shape == batch
+    assert_same(keys, jax.random.split(KEY, batch))
+    assert_same(kernel.with_options(reduce=("sum", None))(jnp.zeros(batch), KEY)[0], jnp.zeros(()))
+
+
+def test_several_keys_are_split_each_on_its_own():
+    kernel = auto_vmap(0, {"a": SplitKey, "b": SplitKey}, SplitKey, chunk_size=4)(
+        lambda x, pair, key: (pair["a"], pair["b"], key)
+    )
+    a, b = jax.random.split(KEY)
+    columns = jax.random.split(jax.random.key(9), 5)
+    got = kernel(X, {"a": a, "b": b}, columns)
+    assert_same(got, (own_keys(a, BATCH), own_keys(b, BATCH), own_keys(columns, BATCH)))
+
+
+def test_one_entry_governs_a_tree_of_keys():
+    kernel = auto_vmap(0, SplitKey, chunk_size=4)(lambda x, keys: keys)
+    keys = {"a": KEY, "b": [jax.random.key(1), None]}
+    assert_same(kernel(X, keys), jax.tree.map(lambda key: own_keys(key, BATCH), keys))
+
+
+def test_keys_of_args_and_of_a_method():
+    class Model:
+        @auto_vmap(x=0, key=SplitKey, chunk_size=4)
+        def sample(self, x, key):
+            return noisy(x, key)[1]
+
+    assert_same(Model().sample(X, KEY), own_keys(KEY, BATCH))
+    many = auto_vmap(0, SplitKey, SplitKey)(lambda x, *keys: keys)
+    assert_same(many(X, KEY, KEY), (own_keys(KEY, BATCH),) * 2)
+
+
+# Generators.
+
+
+@pytest.mark.parametrize("chunk_size", [4, 1, None])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_each_generator(impl, chunk_size):
+    key = jax.random.key(3, impl=impl)
+    got = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(lambda x, key: key)(X, key)
+    want = jax.random.split(key, BATCH)
+    if impl == "unsafe_rbg":
+        same = jax.random.wrap_key_data(jax.random.key_data(key), impl="rbg")
+        words = jax.random.key_data(jax.random.split(same, BATCH))
+        want = jax.random.wrap_key_data(words, impl=impl)
+    assert_same(got, want)
+
+
+def test_keys_are_counted_whatever_threefry_splits_by():
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=4)(lambda x, key: key)
+    want = jax.random.split(KEY, BATCH)
+    with jax.threefry_partitionable(False):
+        assert_same(kernel(X, KEY), want)
+        other = jax.random.split(KEY, BATCH)
+        assert (jax.random.key_data(other) != jax.random.key_data(want)).all()
+
+
+# Inside other transformations.
+
+
+def reparametrised(x, key):
+    return jnp.sin(x * jax.random.normal(key, (3,))).sum()
+
+
+@pytest.mark.parametrize("reduce", [None, slow("sum"), slow("logsumexp"), "max"], ids=str)
+def test_derivatives_are_those_of_split_keys(reduce):
+    keys = jax.random.split(KEY, BATCH)
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=4, reduce=reduce)(reparametrised)
+
+    def plain(x):
+        out = jax.vmap(jax.vmap(reparametrised))(x, keys)
+        reductions = {"sum": jnp.sum, "max": jnp.max, "logsumexp": jax.nn.logsumexp}
+        return out if reduce is None else reductions[reduce](out)
+
+    def ours(x):
+        return kernel(x, KEY)
+
+    assert_same(jax.jit(jax.jacrev(ours))(X), jax.jacrev(plain)(X), rtol=1e-4, atol=1e-5)
+    tangent = jnp.cos(X)
+    assert_same(
+        jax.jvp(jax.grad(lambda x: ours(x).sum()), (X,), (tangent,)),
+        jax.jvp(jax.grad(lambda x: plain(x).sum()), (X,), (tangent,)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("chunk_size", [4, None])
+def test_keys_that_are_traced(chunk_size, jit):
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=jit)(lambda x, key: key)
+    keys = jax.random.split(KEY, 2)
+    want = jnp.stack([own_keys(key, BATCH) for key in keys])
+    assert_same(jax.jit(kernel)(X, KEY), own_keys(KEY, BATCH))
+    assert_same(jax.vmap(kernel, (None, 0))(X, keys), want)
+    assert_same(jax.lax.map(lambda key: kernel(X, key), keys), want)
+
+
+def test_symbolic_shapes_export():
+    kernel = auto_vmap(x=0, key=SplitKey)(lambda x, key: jax.random.key_data(key))
+
+    def on_words(x, words):
+        return kernel(x, jax.random.wrap_key_data(words))
+
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, m"), jnp.float32)
+    words = jax.random.key_data(KEY)
+    exported = jax.export.export(jax.jit(on_words))(shape, words)
+    again = jax.export.deserialize(exported.serialize())
+    assert_same(again.call(X, words), jax.random.key_data(own_keys(KEY, BATCH)))
+
+
+@pytest.mark.parametrize("chunk_size", [4, 5, None])
+def test_strict_modes_of_jax(chunk_size):
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=True)(
+        lambda x, key: x + jax.random.normal(key)
+    )
+    want = kernel(X, KEY)
+    with jax.checking_leaks(), jax.debug_key_reuse(True), jax.debug_nans(True):
+        assert_same(kernel(X, KEY), want)
+    with jax.disable_jit():
+        assert_same(kernel(X, KEY), want)
+    with jax.transfer_guard("disallow"):
+        assert_same(kernel(X, KEY), want)
+
+
+def test_an_eager_call_compiles_once_for_all_keys():
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=4)(noisy)
+    for reduced in (kernel, kernel.with_options(reduce=("sum", None))):
+        reduced(X, KEY)
+        for number in range(3):
+            key = jax.random.key(number)
+            got, compiled = compilations(reduced, X, key)
+            assert compiled == 0
+            assert_same(got[1], own_keys(key, BATCH))
+
+
+# Options.
+
+
+def test_with_options_and_a_scope():
+    kernel = auto_vmap(x=0, key=SplitKey)(noisy)
+    want = kernel(X, KEY)
+    assert_same(kernel.with_options(chunk_size=2, progress=lambda done, total: None)(X, KEY), want)
+    with rankax.options(chunk_size=4):
+        assert_same(kernel(X, KEY), want)
+
+
+@pytest.mark.parametrize("reduce", [None, slow("sum")], ids=str)
+def test_a_memory_limit_counts_the_draws_of_a_chunk(reduce):
+    @auto_vmap(x=0, key=SplitKey, memory_limit="1 MB", reduce=reduce)
+    def kernel(x, key):
+        return jnp.sum(x * jax.random.normal(key, (100,)))
+
+    x = jnp.arange(20_000.0)
+    plan = kernel.plan(x, jax.eval_shape(jax.random.key, 0))
+    assert max(plan.memory.forward, plan.memory.gradient) <= 1e6
+    assert 100 < plan.in_flight < 20_000
+    assert_same(
+        kernel(x[:200], KEY), kernel.with_options(memory_limit=None)(x[:200], KEY), rtol=1e-4
+    )
+
+
+def test_tune_takes_keys():
+    kernel = auto_vmap(x=0, key=SplitKey)(noisy)
+    tuned = kernel.tune(X, KEY, seconds=0.005, gradient=True)
+    assert_same(tuned(X, KEY), kernel(X, KEY))
+
+
+def test_a_plan_shows_which_keys_are_split():
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=5, jit=True)(noisy)
+    assert str(kernel.plan(X, KEY)) == (
+        "noisy: batch shape (3, 5), 15 evaluations, 5 in flight, 3 steps\n"
+        "  leaf   shape   rank      core  batch axes\n"
+        "  x      (3, 5)  0         ()    3 5\n"
+        "  key    ()      SplitKey  ()    / /\n"
+        "  batch  (3, 5)                  3 5\n"
+        "  axes 0, 1 as one: 3 chunks of 5 over 15, mapping x\n"
+        "  (/ split: each item has a key of its own)"
+    )
+    plan = kernel.plan(X, jax.ShapeDtypeStruct((3, 1), KEY.dtype))
+    assert "  key    (3, 1)  SplitKey  ()    3 1/" in str(plan).split("\n")
+    assert plan.leaves[1].is_split
+    picture = plan._repr_html_()
+    assert '<td class="axis split">1/</td>' in picture
+    assert "split, a key for each item" in picture
+    whole = kernel.plan(X, jax.random.split(KEY, BATCH))
+    assert "split" not in str(whole)
+    assert "each item" not in whole._repr_html_()
+
+
+# Annotations.
+
+
+class Pair(NamedTuple):
+    first: Annotated[PRNGKeyArray, SplitKey]
+    second: Annotated[Key[Array, ""], SplitKey]
+
+
+def test_annotations_declare_keys_that_are_split():
+    @auto_vmap(chunk_size=4)
+    def kernel(
+        x: Float[Array, ""],
+        key: Annotated[PRNGKeyArray, SplitKey],
+        pair: Pair,
+        other: Annotated[jax.Array, "seed", SplitKey] | None = None,
+    ):
+        return key, pair, other
+
+    want = own_keys(KEY, BATCH)
+    assert_same(kernel(X, KEY, Pair(KEY, KEY)), (want, Pair(want, want), None))
+    assert_same(kernel(X, KEY, Pair(KEY, KEY), KEY), (want, Pair(want, want), want))
+
+
+def test_a_rank_given_by_hand_overrides_the_annotation():
+    def kernel(x: Float[Array, ""], key: Annotated[PRNGKeyArray, SplitKey]):
+        return key
+
+    assert_same(auto_vmap(key=0)(kernel)(X, KEY), jnp.broadcast_to(KEY, BATCH))
+
+
+SENTENCE = (
+    "SplitKey stands behind the type of a single key, as in "
+    "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
+)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [SplitKey, Annotated[Key[Array, "n"], SplitKey], Annotated[Float[Array, ""], SplitKey]],
+    ids=["alone", "a vector", "numbers"],
+)
+def test_annotations_of_what_is_no_single_key_are_refused(hint):
+    def kernel(key):
+        return key
+
+    kernel.__annotations__ = {"key": hint}
+    assert error_of(ValueError, auto_vmap, kernel) == (
+        f"auto_vmap(kernel): the annotation of key: {SENTENCE}"
+    )
+
+
+def test_a_union_of_a_split_key_and_another_is_refused():
+    def kernel(key):
+        return key
+
+    kernel.__annotations__ = {"key": Annotated[PRNGKeyArray, SplitKey] | Float[Array, ""]}
+    assert error_of(ValueError, auto_vmap, kernel) == (
+        "auto_vmap(kernel): the annotation of key: it is a union of rank 0 and rank SplitKey, so "
+        "the number of batch axes cannot be known; give the parameter one rank explicitly, or "
+        "write two kernels"
+    )
+
+
+# What is refused.
+
+
+def error_of(error, call, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    return re.sub(r" at \S+:\d+", " at FILE", str(caught.value))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_is_no_typed_key_is_refused(jit):
+    kernel = auto_vmap(x=0, key=SplitKey, jit=jit)(noisy)
+    advice = "make keys with jax.random.key, not jax.random.PRNGKey, or pass "
+    raw = (
+        "noisy(): key has the rank SplitKey, but it is an array of dtype uint32 and shape (2,); "
+        f"{advice}jax.random.wrap_key_data(key)"
+    )
+    for key in (jax.random.PRNGKey(0), np.zeros(2, np.uint32)):
+        assert error_of(TypeError, kernel, X, key) == raw
+        assert error_of(TypeError, kernel, 0.5, key) == raw
+        assert error_of(TypeError, kernel.plan, X, jax.ShapeDtypeStruct((2,), jnp.uint32)) == raw
+        assert error_of(TypeError, jax.jit(kernel), X, key) == raw
+    assert error_of(TypeError, kernel, X, 0) == (
+        "noisy(): key has the rank SplitKey, but it is the number 0; make a key of it: "
+        "jax.random.key(0)"
+    )
+    tree = auto_vmap(0, {"a": SplitKey})(lambda x, keys: x)
+    assert "keys['a'] has the rank SplitKey" in error_of(TypeError, tree, X, {"a": X})
+
+
+def test_more_keys_than_jax_counts_are_refused():
+    kernel = auto_vmap(x=0, y=0, key=SplitKey, reduce="sum", chunk_size=10)(lambda x, y, key: x)
+    x, y = (
+        jax.ShapeDtypeStruct((2**17, 1), jnp.float32),
+        jax.ShapeDtypeStruct((2**16,), jnp.float32),
+    )
+    key = jax.eval_shape(jax.random.key, 0)
+    assert error_of(ValueError, kernel.plan, x, y, key) == (
+        "<lambda>() at FILE: each key of key would be split into 8589934592 keys, and JAX counts "
+        "4294967296; pass keys that have a batch axis themselves, such as jax.random.split(key, n) "
+        "for an axis of length n"
+    )
+    rows = jax.ShapeDtypeStruct((2**17, 1), key.dtype)
+    assert kernel.plan(x, y, rows).evaluations == 2**33
+
+
+@pytest.mark.parametrize("chunk_size", [2**20, None])
+def test_as_many_keys_as_jax_counts(chunk_size):
+    kernel = auto_vmap(x=0, y=0, key=SplitKey, chunk_size=chunk_size)(lambda x, y, key: key)
+    x = jax.ShapeDtypeStruct((1, 2**16, 1), jnp.float32)
+    y = jax.ShapeDtypeStruct((2**16,), jnp.float32)
+    key = jax.eval_shape(jax.random.key, 0)
+    assert jax.eval_shape(kernel, x, y, key).shape == (1, 2**16, 2**16)
+
+
+def test_split_key_makes_no_object():
+    assert error_of(TypeError, SplitKey) == (
+        "SplitKey is a rank as it stands, without parentheses: auto_vmap(key=SplitKey)"
+    )
+
+
+def test_the_first_rank_may_be_split_key():
+    assert_same(auto_vmap(SplitKey)(lambda key: key)(KEY), KEY)
+    assert_same(auto_vmap(SplitKey, 0)(lambda key, x: key)(KEY, X), own_keys(KEY, BATCH))
