@@ -49,7 +49,7 @@ def x64(x64_off_again):
 
 def test_importing_the_examples_changes_nothing():
     program = (
-        "import sys, jax, planets, rays; "
+        "import sys, jax, cluster, planets, rays; "
         "print(jax.config.jax_enable_x64, 'matplotlib' in sys.modules, 'astropy' in sys.modules)"
     )
     run = subprocess.run(

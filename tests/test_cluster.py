@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: MIT
+"""``examples/cluster.py``: its sum over devices, its formula, and two processes of it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import cluster
+
+
+def test_the_potential_is_the_mean_over_all_charges():
+    mesh = jax.make_mesh((jax.device_count(),), ("charges",), axis_types=(AxisType.Auto,))
+    charges = cluster.own_charges(0, 80 * jax.device_count())
+    _, points = cluster.line_of_points(5)
+    distances = np.linalg.norm(np.float64(points)[:, None] - charges, axis=-1)
+    found = jax.jit(cluster.potential, static_argnames="mesh")(points, charges, mesh)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.mean(1 / distances, axis=1), rtol=1e-5)
+
+
+def test_charges_fill_the_ball_evenly():
+    charges = cluster.own_charges(1, 20_000)
+    radii = np.linalg.norm(charges, axis=1)
+    shares = [np.mean(radii <= share ** (1 / 3)) for share in (0.25, 0.5, 0.75, 1.0001)]
+    np.testing.assert_allclose(shares, [0.25, 0.5, 0.75, 1], atol=0.02)
+    np.testing.assert_allclose(charges.mean(0), 0, atol=0.02)
+    assert not np.array_equal(charges, cluster.own_charges(0, 20_000))
+
+
+def test_the_closed_form_is_that_of_shells():
+    """Each shell counts as 1 over the larger one of its radius and the distance."""
+    radii = (np.arange(20_000) + 0.5) / 20_000
+    away = np.array([0, 0.3, 0.99, 1.01, 2.5])
+    shells = np.mean(3 * radii**2 / np.maximum(radii, away[:, None]), axis=1)
+    np.testing.assert_allclose(cluster.in_closed_form(away), shells, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_exchange_one_sum(capfd):
+    cluster.main()
+    lines = re.findall(r"(?m)^process (\d) of 2: (.*)$", capfd.readouterr().out)
+    assert [number for number, _ in lines] == ["0", "1"]
+    (said,) = {text for _, text in lines}  # both found the same
+    assert said.startswith("500000 of 1000000 charges; collectives: all-reduce; potential ")
+    assert float(re.search(r"largest error (\S+)$", said)[1]) < 3e-3
+
+
+@pytest.mark.slow
+def test_tasks_of_slurm_find_each_other():
+    """What `srun` would set for two tasks on this machine."""
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "JAX_COORDINATOR_PORT": str(cluster.free_port()),  # else made of the number of the job
+        "JAX_PLATFORMS": "cpu",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, cluster.__file__, "join"],
+            env={**os.environ, **job, "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [task.communicate(timeout=cluster.TIMEOUT)[0] for task in tasks]
+    for number, text in enumerate(said):
+        assert re.search(rf"(?m)^process {number} of 2: 500000 of .*: all-reduce;", text)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "rankax.py").write_text("raise ImportError('no such luck')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="a process failed"):
+        cluster.main()
