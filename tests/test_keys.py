@@ -3,16 +3,22 @@
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 import rankax
+import sharded_keys
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
 from rankax._declare.dims import Rank
@@ -168,6 +174,30 @@ def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
     assert_same(keys, jax.random.split(KEY, batch))
     flat = jax.vmap(noisy)(jnp.ravel(x), jnp.ravel(keys))[0]
     assert_same(draws, flat.reshape(batch))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_batch_on_a_mesh(kind):
+    """What is mapped together has to lie alike, where types say how."""
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(kind,), devices=jax.devices()[:1])
+    x = jax.device_put(X, NamedSharding(mesh, P("batch")))
+    key = jax.device_put(KEY, NamedSharding(mesh, P()))
+    kernel = auto_vmap(x=0, key=SplitKey)(lambda x, key: jax.random.key_data(key))
+    assert_same(kernel(x, key), jax.random.key_data(own_keys(KEY, BATCH)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_any_number_of_devices_draws_the_same(kind):
+    flags = "--xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, sharded_keys.__file__, kind, "1", "4", "8"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == {"Auto": "24 programs\n", "Explicit": "6 programs\n"}[kind]
 
 
 # Which keys are split.

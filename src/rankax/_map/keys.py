@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rankax._map.access import counted, scalar
 from rankax._plan.levels import Level, Shape
@@ -130,4 +131,20 @@ def vmap_level(
     if not numbered:
         return jax.vmap(fun, in_axes=tuple(in_axes), out_axes=out_axes, axis_size=size)
     mapped = jax.vmap(fun, in_axes=(*in_axes, 0), out_axes=out_axes, axis_size=size)
-    return lambda *leaves: mapped(*leaves, counted(size, PLACE.dtype))
+    return lambda *leaves: mapped(*leaves, _places(size, leaves, in_axes))
+
+
+def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> jax.Array:
+    """Count along an axis; where types say how arrays lie, what is mapped together lies alike."""
+    count = counted(size, PLACE.dtype)
+    for leaf, axis in zip(leaves, in_axes, strict=True):
+        if axis is not None and _is_explicit(leaf):
+            zeros = lax.full_like(leaf, 0, PLACE.dtype)
+            others = tuple(other for other in range(zeros.ndim) if other != axis)
+            return count + jnp.sum(zeros, others, dtype=PLACE.dtype)
+    return count
+
+
+def _is_explicit(leaf: Any) -> bool:
+    mesh = jax.typeof(leaf).sharding.mesh
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
