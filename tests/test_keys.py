@@ -10,6 +10,7 @@ import sys
 from typing import Annotated, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest

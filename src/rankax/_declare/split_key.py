@@ -45,6 +45,10 @@ class SplitKey:
     draws with ``rbg`` and ``unsafe_rbg`` from the first key of all that it maps, so for those two
     the keys are the same, but what is drawn from them depends on the chunk size.
 
+    *Parts of a batch.* Items are counted within the batch of the call. Where you cut a batch
+    yourself, by `jax.shard_map` or a loop, each part counts from 0 and draws the same: give each a
+    key of its own.
+
     *Limits.* One key is split into at most 2\ :sup:`32` keys, for so far does ``fold_in`` count; a
     call that needs more is a `ValueError`. Keys are made with `jax.random.key`: a raw key, as of
     `jax.random.PRNGKey`, is a `TypeError`, for its two numbers might be a batch.
