@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 import rankax
 from helpers import assert_same, at_each_run, slow
-from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
+from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
 from rankax.reductions import Best, Fold, Moments, TopK
 
 RNG = np.random.default_rng(0)
@@ -442,3 +442,25 @@ def test_without_xarray_it_is_said_how_to_install_it(monkeypatch):
     assert refusal(ImportError, lambda: importlib.import_module("rankax.xarray")) == (
         'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
     )
+
+
+@pytest.mark.parametrize("package", ["dask", "cubed"])
+def test_a_key_that_would_be_split_in_each_block_is_refused(package):
+    """Each block would count its items from 0, and all would draw the same."""
+
+    @auto_vmap(x=0, key=SplitKey)
+    def draw(x, key):
+        return x + jax.random.normal(key)
+
+    key, x = jax.random.key(0), np.arange(6, dtype=np.float32)
+    blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
+    with pytest.raises(TypeError) as caught:
+        draw(blocks, key)
+    assert str(caught.value) == (
+        f"draw(): key has the rank SplitKey, but {package} evaluates block by block, and each "
+        "block would count its items from 0 and draw the same; pass a key for each item: "
+        "jax.random.split(key, (6,))"
+    )
+    assert_same(jnp.asarray(draw(blocks, jax.random.split(key, 6)).compute()), draw(x, key))
+    with pytest.raises(TypeError, match="wrap_key_data"):
+        draw(blocks, jax.random.PRNGKey(0))
