@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: MIT
 """What a kernel costs in blocks: the wrapper for each block, and the memory of a worker.
 
-``python benchmarks/blocks.py`` prints two tables:
+``python benchmarks/blocks.py`` writes ``benchmarks/results/blocks.md``:
 
-* the time of one block beside the same compiled kernel called with the same array, which leaves
-  what the wrapper adds, and what dask adds to it for a task;
-* the peak of memory of a worker of a `dask.distributed.LocalCluster`, above what it needed before
-  the run, with a chunk size inside the blocks and without, beside the whole array in one block.
+* the time of one block in the wrapper, beside the compiled kernel with the same array and back to
+  NumPy, and beside a whole task of dask;
+* the peak of memory of a worker of a `dask.distributed.LocalCluster`, above what it had before the
+  run, in one block and in several, with and without a bound inside the blocks. Linux only.
 """
 
-from __future__ import annotations
-
+import re
 import time
-from typing import Any
+from pathlib import Path
 
 import dask.array as da
 import jax
 import jax.numpy as jnp
 import numpy as np
+from distributed import Client, LocalCluster
 
 from rankax import auto_vmap
+from rankax._blocks import programs
 
 POINTS = 1024
 ITEMS = 8192
+CASES = (
+    ("one block, all at once", ITEMS, {}),
+    ("8 blocks, all of a block at once", ITEMS // 8, {}),
+    ("one block, `chunk_size=64`", ITEMS, {"chunk_size": 64}),
+    ("8 blocks, `chunk_size=64`", ITEMS // 8, {"chunk_size": 64}),
+    ('8 blocks, `memory_limit="32 MB"`', ITEMS // 8, {"memory_limit": "32 MB"}),
+)
 
 
 @auto_vmap(t="level")
@@ -38,70 +46,63 @@ def light(t):
     return t @ t
 
 
-def main() -> None:
-    """Measure and print."""
-    print(f"JAX {jax.__version__}, {jax.default_backend()}\n")
-    overhead()
-    memory()
+def main():
+    lines = [
+        "# Blocks",
+        "",
+        "Written by `python -m tox -e bench -- benchmarks/blocks.py`. "
+        f"jax {jax.__version__}, {jax.default_backend()}, float32, one block at a time.",
+        "",
+        *overhead(),
+        "",
+        *memory(),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    (Path(__file__).parent / "results" / "blocks.md").write_text(text)
 
 
-def best(fun: Any, repeats: int = 200) -> float:
-    """Return the median time of a call, in microseconds."""
+def median(fun, *args, repeats=300):
+    """The median time of a call, in microseconds."""
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         began = time.perf_counter()
-        fun()
+        fun(*args)
         times.append(time.perf_counter() - began)
-    return float(np.median(times)) * 1e6
+    return float(np.median(times[1:])) * 1e6
 
 
-def overhead() -> None:
-    """Print what the wrapper adds to a block."""
-    print(
-        "| numbers in a block | `jax.jit` and back to NumPy, µs | in the wrapper, µs | as a task of dask, µs |"
-    )
-    print("|---:|---:|---:|---:|")
+def overhead():
+    """A table of what the wrapper adds to a block."""
+    yield "Microseconds for a block, medians."
+    yield ""
+    yield "| numbers in a block | `jax.jit`, back to NumPy | the wrapper | a task of dask |"
+    yield "| ---: | ---: | ---: | ---: |"
     for items in (16, 1024, 65536):
         block = np.ones((items, 16), "float32")
         compiled = jax.jit(light)
-        bare = best(lambda: np.array(compiled(block)))
-        lazy = light(da.from_array(block, chunks=(items, 16)))
-        fun = _function_of(light)
-        wrapped = best(lambda: fun(block))
         many = light(da.ones((64 * items, 16), chunks=(items, 16), dtype="float32"))
-        given = da.ones((64 * items, 16), chunks=(items, 16), dtype="float32").sum(-1)
-        del lazy
-        task = best(lambda: many.compute(scheduler="synchronous"), 5) / 64
-        none = best(lambda: given.compute(scheduler="synchronous"), 5) / 64
-        print(
-            f"| {items * 16} | {bare:.0f} | {wrapped:.0f} | {task:.0f} (a `sum` of dask: {none:.0f}) |"
-        )
+        bare = median(lambda block, fun: np.array(fun(block)), block, compiled)
+        wrapped = median(lambda block, fun: fun(block), block, on_block(light))
+        task = median(lambda x: x.compute(scheduler="synchronous"), many, repeats=5) / 64
+        yield f"| {items * 16} | {bare:.0f} | {wrapped:.0f} | {task:.0f} |"
 
 
-def _function_of(kernel: Any) -> Any:
-    """Return what dask calls for a block of the kernel that was called last."""
-    from rankax._blocks import programs
-
-    program = next(reversed(list(programs._programs._found.values())))
+def on_block(kernel):
+    """What dask calls for a block of the kernel that was called last."""
+    program = list(programs._programs._found.values())[-1]
     assert program.setup.mapped is kernel
     return programs.OnBlocks.of(program, ())
 
 
-def memory() -> None:
-    """Print the peak of a worker's memory."""
-    from distributed import Client, LocalCluster
-
-    print(
-        f"\n| {ITEMS} columns of 16 levels, {POINTS * 16 * 4 // 1024} KiB of work each | peak above rest, MiB |"
-    )
-    print("|---|---:|")
-    for name, chunks, options in (
-        ("one block, all at once", ITEMS, {}),
-        ("8 blocks, all of a block at once", ITEMS // 8, {}),
-        ("one block, `chunk_size=64`", ITEMS, {"chunk_size": 64}),
-        ("8 blocks, `chunk_size=64`", ITEMS // 8, {"chunk_size": 64}),
-        ('8 blocks, `memory_limit="32 MB"`', ITEMS // 8, {"memory_limit": "32 MB"}),
-    ):
+def memory():
+    """A table of the peak of a worker's memory."""
+    work = POINTS * 16 * 4 // 1024
+    yield f"MiB of a worker above rest: {ITEMS} columns of 16 levels, {work} KiB of work each."
+    yield ""
+    yield "| | peak |"
+    yield "| --- | ---: |"
+    for name, chunks, options in CASES:
         with (
             LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
             Client(cluster) as client,
@@ -109,17 +110,20 @@ def memory() -> None:
             x = da.random.default_rng(0).random((ITEMS, 16), chunks=(chunks, 16), dtype="float32")
             x = client.persist(x)
             light(x).compute()  # so that JAX is there
-            (before,) = client.run(_peak).values()
+            (rest,) = client.run(begin).values()
             column.with_options(**options)(x).compute()
-            (after,) = client.run(_peak).values()
-            print(f"| {name} | {(after - before) / 2**20:.0f} |", flush=True)
+            (peak,) = client.run(status, "VmHWM").values()
+            yield f"| {name} | {(peak - rest) / 1024:.0f} |"
 
 
-def _peak() -> int:
-    """Return the largest memory that this process ever had, in bytes."""
-    import resource
+def begin():
+    """Forget the peak of this process so far, and return what it has now, in KiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def status(field):
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ napoleon_use_ivar = True
 
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:obj", r"(jax|numpy)\..*"),
+    ("py:obj", r"(jax|numpy|xarray|dask|distributed)\..*"),
     ("py:class", ".*"),  # the words of a "Parameters" type: "int", "pytree", "optional"
     ("py:exc", r"(Type|Value)Error"),
 ]
@@ -107,6 +107,7 @@ intersphinx_mapping = {
     for name, site in {
         "jax": "https://docs.jax.dev/en/latest/",
         "numpy": "https://numpy.org/doc/stable/",
+        "xarray": "https://docs.xarray.dev/en/stable/",
     }.items()
     if has_inventory(site)
 }
