@@ -164,8 +164,9 @@ def memory_svg() -> str:
     low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
     y = _scale([10**low, 10**high], BOTTOM, TOP)
     lines = [
-        '<svg class="memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 390" role="img" '
-        'font-family="system-ui, sans-serif" font-size="24" aria-labelledby="memory-title">',
+        '<svg class="memory" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 390" width="560" '
+        'height="341" role="img" font-family="system-ui, sans-serif" font-size="24" '
+        'aria-labelledby="memory-title">',
         f'<title id="memory-title">{description()}</title>',
         _text(8, 30, "Memory of the gradient", weight=600),
     ]
