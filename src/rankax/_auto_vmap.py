@@ -273,10 +273,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
     *Memory limit.* For each set of shapes and dtypes the call is compiled for a few chunk sizes,
     usually three, and not run; ``plan`` does so too and shows what was measured. What counts is the
-    call itself, and the pull-back of its cotangents to all that it uses. What a program around it
-    keeps is not seen, nor is an outer `jax.vmap`, of which one item counts. Where no chunk of a
-    fitting size divides the batch, the gradient copies the outputs, which counts. A gradient that
-    does not exist does not, and with ``checkpoint=False`` none does, for chunks do not bound it.
+    call itself, and its gradient with respect to all floating arrays that it uses. With
+    ``checkpoint=False`` the gradient does not count, for chunks do not bound it. Where no chunk of
+    a fitting size divides the batch, the gradient copies the outputs, and this copy counts. What a
+    program around the call keeps is not seen. Of an outer `jax.vmap`, one item counts.
 
     *Progress.* One bar for a call, however many axes it loops over and whatever `jax.vmap` is
     around it; kernels that are called inside have none. A reverse pass has its own, "(reverse)", or

@@ -106,12 +106,15 @@ def sliced_scan(
     where `jax.lax.scan` does so, to give a weakly typed ``init`` the dtype that ``f`` returns. The
     compiled program holds between one and six copies of it.
 
-    *Memory.* For ``n`` steps of which ``k`` are kept, beyond inputs and outputs: forward, one step,
-    and one copy of the ``k`` outputs where the slice leaves no room for the last block, as
-    ``ys[::3]`` of 10, or ``step`` is negative. ``xs`` is read in place. A derivative copies
-    ``xs`` at most once, not at all if the kept steps divide it evenly. The reverse pass stores what
-    ``f`` needs to be differentiated at ``n`` steps; with ``checkpoint``, ``k`` carries and what
-    ``f`` needs at the steps of the longest stretch without a kept step.
+    *Memory.* For ``n`` steps of which ``k`` are kept, beside inputs and outputs:
+
+    * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
+      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does.
+    * In a derivative, ``xs`` is copied at most once, and not at all if the kept steps divide it
+      evenly.
+    * In the reverse pass, what ``f`` needs to be differentiated, for ``n`` steps. With
+      ``checkpoint``: ``k`` carries, and what ``f`` needs for the longest stretch without a kept
+      step.
 
     *Time.* That of `jax.lax.scan`; with ``checkpoint``, one more evaluation of each step in the
     reverse pass.
