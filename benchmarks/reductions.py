@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import shown
 from rankax import auto_vmap
 
 CHUNK = 2**16
@@ -222,6 +223,7 @@ def main() -> None:
     path = Path(__file__).parent / "results" / "reductions.md"
     path.write_text(head + "\n".join(lines) + "\n")
     print(f"wrote {path.name}")
+    shown.main()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import shown
 from rankax import auto_vmap
 
 RESULTS = Path(__file__).parent / "results" / "tiles.md"
@@ -277,12 +278,13 @@ def main() -> None:
         for mode in ("forward", "gradient"):
             runs = contestants(case, inputs, mode == "gradient", given.seconds)
             rows[case.name, mode] = row = row_of(medians(runs, inputs, given.seconds))
-            shown = ", ".join(f"{name} {t * 1e3:.1f}" for name, t in row.items())
-            print(f"{case.name}, {mode}: {shown}", flush=True)
+            times = ", ".join(f"{name} {t * 1e3:.1f}" for name, t in row.items())
+            print(f"{case.name}, {mode}: {times}", flush=True)
     text = report(rows)
     print(text)
     if not given.only:
         RESULTS.write_text(text, encoding="utf-8")
+        shown.main()
 
 
 if __name__ == "__main__":
