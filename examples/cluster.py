@@ -80,12 +80,11 @@ def work(count=CHARGES):
 
     program = jax.jit(potential, static_argnames="mesh").lower(points, charges, mesh).compile()
     found = np.asarray(program(points, charges))
-    collectives = re.findall(r"= \S+ (all-\w+|collective-\w+|reduce-scatter)\(", program.as_text())
+    sent = re.findall(r"= \S+ (all-\w+|collective-\w+|reduce-scatter)\(", program.as_text())
     error = np.max(np.abs(found - in_closed_form(away)))
     print(
-        f"process {jax.process_index()} of {jax.process_count()}: {len(own)} of "
-        f"{len(charges)} charges; collectives: {', '.join(collectives)}; potential at the centre "
-        f"{found[0]:.3f}; largest error {error:.1e}",
+        f"process {jax.process_index()} of {jax.process_count()}: {len(own)} of {len(charges)} "
+        f"charges; sent: {', '.join(sent)}; at the centre {found[0]:.3f}; error {error:.1e}",
         flush=True,
     )
 
