@@ -168,8 +168,7 @@ def output(s, v, m):
     return v @ m @ v + s * v
 
 
-@pytest.mark.parametrize("chunk_size", [None, slow(2)])
-@pytest.mark.parametrize("axis", [0, (0, 1)])
+@pytest.mark.parametrize(("axis", "chunk_size"), [(0, None), ((0, 1), 2)])
 @pytest.mark.parametrize(
     "reduce", at_each_run(("mean", "argmax", "moments", "largest"), REDUCTIONS)
 )
@@ -439,7 +438,7 @@ def test_no_package_is_imported_before_its_arrays_come():
     code = (
         "import sys, jax.numpy as jnp, rankax\n"
         "assert float(rankax.auto_vmap(1)(lambda v: v @ v)(jnp.ones(3))) == 3\n"
-        "assert not {'dask', 'cubed', 'xarray', 'zarr', 'cloudpickle'} & sys.modules.keys()\n"
+        "assert not {'dask', 'cubed', 'xarray', 'zarr'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
