@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The figures and tables of the page on benchmarks, drawn from the files in benchmarks/results."""
 
+import re
+
 import matplotlib.pyplot as plt
 from IPython.display import Markdown
 from matplotlib.ticker import FuncFormatter
@@ -193,6 +195,7 @@ def others(known=("cpu", "reductions", "tiles")):
     texts = []
     for path in sorted(shown.RESULTS.glob("*.md")):
         if path.stem not in known:
-            title, _, rest = path.read_text(encoding="utf-8").partition("\n")
-            texts.append(f"**{title.strip('# ')}.** {rest.replace('## ', '**').strip()}")
+            # The headings of the file would be sections of the page.
+            text = path.read_text(encoding="utf-8").strip()
+            texts.append(re.sub(r"(?m)^#+ (.*)$", r"**\1**", text))
     return Markdown("\n\n".join(texts) or "None were measured yet on several devices, or on a GPU.")

@@ -3,6 +3,7 @@
 
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,53 @@ def test_the_citation_is_that_of_this_version():
     assert f"version = {{{version}}}" in bib
     assert f"title   = {{{title.replace('JAX', '{JAX}')}}}" in bib
     assert f"year    = {{{released}}}" in bib
+
+
+@pytest.fixture
+def curves(shown, monkeypatch):
+    """docs/curves.py without IPython, which only the docs environment has."""
+    display = types.ModuleType("IPython.display")
+    display.Markdown = str
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.delitem(sys.modules, "curves", raising=False)
+    import curves
+
+    yield curves
+    curves.plt.close("all")
+    del sys.modules["curves"]
+
+
+@pytest.mark.parametrize("name", ["chunk_sizes", "memory", "reductions", "tiles"])
+def test_the_curves_of_the_benchmarks_can_be_drawn(curves, name):
+    getattr(curves, name)()
+    panels = curves.plt.gcf().axes
+    assert panels
+    assert all(panel.get_lines() for panel in panels)
+
+
+def test_the_tables_of_the_benchmarks_have_all_cases(curves, shown):
+    cases = {
+        tuple(row[name] for name in ("kernel", "length", "chunk_size", "mode"))
+        for row in shown.document()["cases"]
+    }
+    assert curves.every_row().count("\n") == len(cases) + 1
+    lost = curves.slower()
+    assert lost.startswith(f"{lost.count(chr(10)) - 3} of {len(cases)} cases:")
+    assert curves.slower(margin=0.0).startswith(f"{len(cases)} of {len(cases)}")
+    assert curves.slower(margin=1e9).startswith(f"0 of {len(cases)}")
+    assert "python -m tox -e bench" in curves.machine()
+
+
+def test_results_of_other_devices_are_shown_as_they_are(curves, shown, monkeypatch, tmp_path):
+    monkeypatch.setattr(shown, "RESULTS", tmp_path)
+    assert curves.others().startswith("None were measured")
+    (tmp_path / "gpu.md").write_text("# Benchmark on 1 x gpu\n\n## Time\n\n| a |\n|---|\n| 1 |\n")
+    assert curves.others() == "**Benchmark on 1 x gpu**\n\n**Time**\n\n| a |\n|---|\n| 1 |"
+
+
+def test_each_figure_of_the_benchmarks_names_its_command():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    figures = re.findall(r"    alt: .*\n---\n.*\n```\n\n(.*)\n", page)
+    assert len(figures) == page.count("alt: ") >= 4
+    assert all(line.startswith("`python -m tox -e bench") for line in figures)
