@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from rankax import (
+    SplitKey,
     Static,
     auto_vmap,
     checkpoint_chunked_scan,
@@ -24,6 +25,11 @@ def energy(s: float | jax.Array, v: jax.Array, *, name: str = "v") -> tuple[jax.
 @auto_vmap(x=1, chunk_size=10, checkpoint=False, jit=True)
 def norm(x: jax.Array, order: int = 2) -> jax.Array:
     return jnp.sum(x**order)
+
+
+@auto_vmap(x=1, key=SplitKey, reduce="mean")
+def noisy(x: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.sum(x) + jax.random.normal(key)
 
 
 @auto_vmap
