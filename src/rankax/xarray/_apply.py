@@ -38,7 +38,7 @@ def apply(
     reduce_dims: Any = None,
     **kwargs: Any,
 ) -> Any:
-    r"""Call a kernel of `auto_vmap` with named arrays, whose dimensions are matched by name.
+    r"""Call a kernel of `rankax.auto_vmap` with named arrays, whose dimensions are matched by name.
 
     With ``x`` of dimensions ``("level", "time")`` and a kernel of rank ``"level"`` equivalent to ::
 
@@ -50,7 +50,7 @@ def apply(
     Parameters
     ----------
     kernel : callable
-        Decorated with `auto_vmap`; a bound method too.
+        Decorated with `rankax.auto_vmap`; a bound method too.
     *args, **kwargs
         Its arguments. Each array with a rank, also inside a pytree, may be an `xarray.DataArray`,
         or a `xarray.Dataset`, of which each variable is taken in turn. Other arrays have no names,
@@ -81,10 +81,13 @@ def apply(
     Raises
     ------
     TypeError
-        If an array has dates or objects, or 64 bits where JAX has 32; if an array without names has
-        batch axes.
+        An array holds dates or objects, or 64 bits where JAX computes with 32.
+    TypeError
+        An array without names has batch axes, or one with names has no rank.
     ValueError
-        If a core dimension is absent, ambiguous or cut into chunks, or an output's has no name.
+        A core dimension is absent, ambiguous or cut into chunks.
+    ValueError
+        A core dimension of an output has no name.
 
     Examples
     --------
