@@ -9,8 +9,17 @@ from matplotlib.ticker import FuncFormatter
 
 import shown
 
-__all__ = ["chunk_sizes", "every_row", "machine", "memory", "others", "reductions"]
-__all__ += ["slower", "tiles"]
+__all__ = [
+    "chunk_sizes",
+    "every_row",
+    "file",
+    "machine",
+    "memory",
+    "others",
+    "reductions",
+    "slower",
+    "tiles",
+]
 
 COLOURS = {"rankax": "#6fb1ff", "lax.map": "#f0b656", "powerpax": "#c39bff", "jax.vmap": "#8fe0b0"}
 DASHED = (0, (2, 2))
@@ -190,12 +199,21 @@ def slower(margin=1.05):
     return Markdown("\n".join(head + lost))
 
 
-def others(known=("cpu", "reductions", "tiles")):
+def file(name):
+    """A file of results as it is, without its title."""
+    _, text = (shown.RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)
+    return Markdown(_without_sections(text))
+
+
+def _without_sections(text):
+    """Headings as bold lines, lest they are sections of the page."""
+    return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text.strip())
+
+
+def others(known=("blocks", "cpu", "reductions", "tiles")):
     """The files of results that have no section of their own: other devices."""
     texts = []
     for path in sorted(shown.RESULTS.glob("*.md")):
         if path.stem not in known:
-            # The headings of the file would be sections of the page.
-            text = path.read_text(encoding="utf-8").strip()
-            texts.append(re.sub(r"(?m)^#+ (.*)$", r"**\1**", text))
+            texts.append(_without_sections(path.read_text(encoding="utf-8")))
     return Markdown("\n\n".join(texts) or "None were measured yet on several devices, or on a GPU.")

@@ -118,6 +118,8 @@ def test_the_tables_of_the_benchmarks_have_all_cases(curves, shown):
 def test_results_of_other_devices_are_shown_as_they_are(curves, shown, monkeypatch, tmp_path):
     monkeypatch.setattr(shown, "RESULTS", tmp_path)
     assert curves.others().startswith("None were measured")
+    (tmp_path / "blocks.md").write_text("# Blocks\n\nOf dask.\n")
+    assert curves.file("blocks") == "Of dask."
     (tmp_path / "gpu.md").write_text("# Benchmark on 1 x gpu\n\n## Time\n\n| a |\n|---|\n| 1 |\n")
     assert curves.others() == "**Benchmark on 1 x gpu**\n\n**Time**\n\n| a |\n|---|\n| 1 |"
 
