@@ -158,7 +158,7 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, reduce, reduce_axis, checkpoint, jit, "
-            "compiler_options and progress)",
+            "compiler_options, progress and shards)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),

@@ -138,6 +138,7 @@ def auto_vmap(
     jit: Literal[True],
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
     **named_ranks: Any,
 ) -> JitDecorator: ...
 
@@ -153,6 +154,7 @@ def auto_vmap(
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -214,6 +216,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         Show how far the outermost loop is: True is a bar of ``tqdm`` with the kernel's name
         (``pip install "rankax[progress]"``), a string its label; a function is called with
         ``(done, total)``, numbers of items. See Notes.
+    shards : int or PartitionSpec, optional
+        With ``chunk_size`` or ``memory_limit``: along which axes of a mesh the batch lies, or in
+        how many parts its axis 0 does; needed only where it cannot be seen, inside a `jax.jit` of
+        your own. 1: walk the batch as one. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
         each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
@@ -293,6 +299,13 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     memory, wherever the scheduler runs. Core axes must be whole in each chunk. Reduced axes may be
     cut: the states of blocks are merged in a tree. There is no derivative of this. For arrays with
     named dimensions there is `rankax.xarray.apply`.
+
+    *Many devices.* Batch axes that are sharded are walked in parts, one for each device, side by
+    side: ``chunk_size`` and ``memory_limit`` count per device, nothing is sent forward or for the
+    gradient of what is mapped, and the gradient of what is shared is summed over the devices once.
+    So is a reduction. Outputs lie as those of `jax.vmap`. What is sharded is seen from arrays that
+    are there, at an eager call or one of ``jit=True``, and on a mesh with explicit axes always. A
+    chunk of one item is then mapped over the devices, too.
 
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
     The kernel is traced once a call, with ``memory_limit`` twice.

@@ -15,6 +15,7 @@ from rankax._base.trees import leaves_with_names
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._kernel import Kernel, is_array, is_number
 from rankax._map.progress import until_done
+from rankax._map.shards import Parts
 from rankax._options import Options
 
 __all__ = ["JitKernel"]
@@ -31,6 +32,7 @@ class _Frame(NamedTuple):
     static: tuple[Any, ...]
     kinds: tuple[Any, ...]  # what `==` of two static values does not see
     options: Options
+    parts: tuple[Parts, ...]  # in which the batch lies, which tracers do not show
 
 
 _NOTHING = jax.tree.structure([])
@@ -105,9 +107,12 @@ class JitKernel:
             inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
 
+        options = self._kernel.options()
+        parts = self._kernel.parts(call, options)
+
         def frame(static: tuple[Any, ...], kinds: tuple[Any, ...]) -> _Frame:
             of_arrays = call.names, call.treedef, others, rest_tree, traced
-            return _Frame(*of_arrays, static, kinds, self._kernel.options())
+            return _Frame(*of_arrays, static, kinds, options, parts)
 
         arrays = [x for x in inputs if x is not None]
         if len(arrays) == len(inputs):
@@ -152,7 +157,8 @@ class JitKernel:
         count = frame.treedef.num_leaves
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
         call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
-        return self._kernel.run(call, frame.options, call.bound.args, call.bound.kwargs)
+        arguments = call.bound.args, call.bound.kwargs
+        return self._kernel.run(call, frame.options, *arguments, frame.parts)
 
 
 def _as_input(leaf: Any, shapes_only: bool) -> Any:

@@ -27,14 +27,24 @@ from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration, parts_with_ranks, ranks_of_leaves
 from rankax._map.cost import Task, fit_to_limit, shape_of
+from rankax._map.item import has_order, trace_item
 from rankax._map.keys import PLACE, item_key
-from rankax._map.nest import Bounds, map_levels, planned_reduction, reduce_levels, tiled
+from rankax._map.nest import (
+    Bounds,
+    PartNest,
+    map_levels,
+    planned_reduction,
+    reduce_levels,
+    tiled,
+)
 from rankax._map.progress import Progress, told
+from rankax._map.shards import Parts, find_parts, is_spread
+from rankax._map.side_by_side import Layout, axes_of_leaves, in_order, of_all
 from rankax._map.tiles import best_tile, tiles_matter
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
-from rankax._plan.leaves import leaf_plan
+from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting, plan_nesting
 from rankax._plan.report import output_error
@@ -104,9 +114,21 @@ class Kernel:
         return resolve(self.given, self.own)
 
     def run(
-        self, call: Call, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Call,
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parts: tuple[Parts, ...] | None = None,
     ) -> Any:
-        """Go on from a call that is bound, whose arguments were these."""
+        """Go on from a call that is bound, whose arguments were these, and lie in these parts."""
+        parts = self.parts(call, options) if parts is None else parts
+        if parts:
+            part = self._part(call, parts, options)
+            options, _ = self._within_limit(part, options)
+            if self._nesting(part, options).plan.steps > 1:
+                return self._side_by_side(call, part, parts, options)
+            options = dataclasses.replace(options, chunk_size=None)  # each device has all its items
         options, _ = self._within_limit(call, options)
         nesting = self._nesting(call, options)
         if options.reduce is not None or nesting.plan.levels:
@@ -119,9 +141,13 @@ class Kernel:
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         self.check_method("plan", args, kwargs)
-        call = self.bind(args, kwargs, shapes_only=True)
-        options, memory = self._within_limit(call, self.options())
-        plan = self.planned(call, options).plan
+        call, options = self.bind(args, kwargs, shapes_only=True), self.options()
+        parts = self.parts(call, options)
+        part = self._part(call, parts, options) if parts else call
+        options, memory = self._within_limit(part, options)
+        plan = self.planned(part, options).plan
+        if parts:
+            plan = of_all(plan, self._whole(call, options).plan, parts)
         untouched = self._untouched(call.bound)
         if memory is None and not untouched:
             return plan
@@ -372,6 +398,70 @@ class Kernel:
             _keep(call.structure.nestings, key, nesting)
         return nesting
 
+    # Batches that lie on several devices.
+
+    def parts(self, call: Call, options: Options) -> tuple[Parts, ...]:
+        """Return the parts in which the batch of a call lies; none where nothing is chunked."""
+        is_seen = options.shards is not None or any(map(is_spread, call.leaves))
+        if (options.chunk_size is None and options.memory_limit is None) or not is_seen:
+            return ()
+        whole = self._whole(call, options)
+        leaves = [call.leaves[i] for i in whole.mapped]
+        plans = self._leaf_plans(call, whole)
+        axes = axes_of_leaves(whole.plan.batch_shape, [plans[i].batch_axes for i in whole.mapped])
+        shape, where = whole.plan.batch_shape, f"{self.name}()"
+        parts = find_parts(options.shards, leaves, axes, shape, where)
+        return in_order(parts, whole.plan, options.reduce, where, given=options.shards is not None)
+
+    def _whole(self, call: Call, options: Options) -> Nesting:
+        """Plan the call without chunks."""
+        return self._nesting(call, dataclasses.replace(options, chunk_size=None))
+
+    def _leaf_plans(self, call: Call, nesting: Nesting) -> dict[int, LeafPlan]:
+        """Return the plan of each ranked leaf by its position."""
+        ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
+        return dict(zip(ranked, nesting.plan.leaves, strict=True))
+
+    def _layout(self, call: Call, parts: tuple[Parts, ...], options: Options) -> Layout:
+        whole = self._whole(call, options)
+        plans = self._leaf_plans(call, whole)
+        shape = whole.plan.batch_shape
+        axes = axes_of_leaves(shape, [plans[i].batch_axes for i in whole.mapped])
+        return Layout(shape, parts, axes, whole.plan.reduced)
+
+    def _part(self, call: Call, parts: tuple[Parts, ...], options: Options) -> Call:
+        """Return the call of one part, of which the mapped leaves are shapes only."""
+        leaves = list(call.leaves)
+        layout = self._layout(call, parts, options)
+        for i, axes in zip(self._whole(call, options).mapped, layout.axes, strict=True):
+            leaves[i] = shape_of(leaves[i], layout.shape_of_part(leaves[i].shape, axes))
+        return call._replace(leaves=leaves)
+
+    def _side_by_side(
+        self, call: Call, part: Call, parts: tuple[Parts, ...], options: Options
+    ) -> Any:
+        """Walk all parts at once, each as a call of its own."""
+        whole = self._whole(call, options)
+        stored = list(call.leaves)
+        for position, shape in whole.reshaped:
+            stored[position] = jnp.reshape(stored[position], shape)
+        plans = self._leaf_plans(call, whole)
+        items = [shape_of(call.leaves[i], plans[i].core_shape) for i in whole.mapped]
+        items += [PLACE for _ in whole.splits]
+        on_item = self._on_item(call, whole, stored)
+        item = trace_item(on_item, lambda *items: (items, {}), items, 0)
+        if has_order(item.closed):
+            return self.run(call, options, call.bound.args, call.bound.kwargs, ())
+        is_tiled = tiles_matter(dict(options.compiler_options or ()))
+        nesting = self._nesting(part, options, best_tile(item.closed) if is_tiled else None)
+        leaves = [call.leaves[i] for i in whole.mapped]
+        layout = self._layout(call, parts, options)
+        with told(options.progress, self.name, layout.count) as progress:
+            bounds = Bounds(options.chunk_size, options.checkpoint, progress, by_index=True)
+            nesting = dataclasses.replace(nesting, splits=whole.splits)  # by numbers of the whole
+            walk = PartNest(nesting, whole.mapped, bounds)
+            return walk.over(item, leaves, layout, options.reduce)
+
     # From a plan to the result.
 
     def _tiled(
@@ -456,9 +546,8 @@ class Kernel:
         What it uses are the constants of what is traced (closed-over arrays, arguments that are not
         mapped), and what stands for an argument of which only the shape is given.
         """
-        ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
-        cores = {i: leaf.core_shape for i, leaf in zip(ranked, nesting.plan.leaves, strict=True)}
-        items = [shape_of(call.leaves[i], cores[i]) for i in nesting.mapped]
+        plans = self._leaf_plans(call, nesting)
+        items = [shape_of(call.leaves[i], plans[i].core_shape) for i in nesting.mapped]
         items += [PLACE for _ in nesting.splits]
         shapes, fill = self._stand_ins(call)
         trees: list[Any] = []
@@ -504,7 +593,7 @@ def _through(
     bounds = Bounds(options.chunk_size, options.checkpoint, progress)
     if options.reduce is None:
         return map_levels(on_item, leaves, nesting, bounds)
-    return reduce_levels(on_item, leaves, nesting, options.reduce, bounds)
+    return reduce_levels(on_item, leaves, nesting, options.reduce, bounds).assembled()
 
 
 def is_array(leaf: Any) -> bool:

@@ -15,10 +15,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypedDict, Unpack
 
+from jax.sharding import PartitionSpec
+
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._map.progress import checked_progress
 from rankax._map.reduce import Reductions, read_reductions
+from rankax._map.shards import Shards, checked_shards
 from rankax._plan.budget import checked_limit
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
@@ -36,6 +39,7 @@ class Options:
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
+    shards: Shards = None
 
 
 class Given(TypedDict, total=False):
@@ -49,6 +53,7 @@ class Given(TypedDict, total=False):
     jit: bool
     compiler_options: Mapping[str, Any] | None
     progress: bool | str | Callable[[int, int], object]
+    shards: int | PartitionSpec | None
 
 
 class Scoped(TypedDict, total=False):
@@ -120,6 +125,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "jit": _bool("jit"),
     "compiler_options": _compiler_options,
     "progress": checked_progress,
+    "shards": checked_shards,
 }
 
 

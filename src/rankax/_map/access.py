@@ -10,6 +10,7 @@ what                             seen with             it may go when this passe
 `first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
 `first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
 `scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
+`carried_with`: types            all                   ``test_shards.py``
 `flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
 `widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
 `take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
@@ -22,12 +23,13 @@ what                             seen with             it may go when this passe
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from rankax._base.staged import is_staged
 from rankax._plan.chunks import Chunks
@@ -35,6 +37,7 @@ from rankax._plan.chunks import Chunks
 __all__ = [
     "as_chunk",
     "as_row",
+    "carried_with",
     "counted",
     "first_start",
     "flatten_items",
@@ -49,6 +52,9 @@ __all__ = [
     "write_chunk",
     "zeros",
 ]
+
+
+T = TypeVar("T")
 
 
 def first_start(chunks: Chunks) -> jax.Array:
@@ -86,6 +92,38 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.zeros(shape, dtype)
     return lax.broadcast(scalar(0, dtype), shape)
+
+
+def carried_with(start: T, operands: Any) -> T:
+    """Return what a loop starts from in the type that it has after a step with these operands."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    if AxisType.Manual in types:
+        axes = frozenset[Any]().union(*map(_varies_along, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: _varying(x, axes - _varies_along(x)), start)
+    if AxisType.Explicit in types:
+        return jax.tree.map(_on_mesh, start)
+    return start
+
+
+def _varies_along(x: jax.Array) -> frozenset[Any]:
+    aval: Any = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return aval.manual_axis_type.varying
+    return getattr(aval, "vma", frozenset())  # JAX 0.7
+
+
+def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """Say that a value may differ among devices, as `jax.shard_map` checks it."""
+    if not axes:
+        return x
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, tuple(axes), to="varying")
+    return getattr(lax, "pvary")(x, tuple(axes))  # noqa: B009  JAX 0.7; not known to later ones
+
+
+def _on_mesh(x: jax.Array) -> jax.Array:
+    """Put the mesh into a type: JAX 0.7 to 0.12 cannot map a loop whose carry lacks it."""
+    return jax.sharding.reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:

@@ -290,6 +290,7 @@ class Top:
     index_dtype: Any
     k: int
     largest: bool
+    by_sort: bool = False  # see `best_keys`
 
     def start(self, lanes: int) -> State:
         del lanes
@@ -303,8 +304,11 @@ class Top:
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
         count = min(self.k, tile.shape[-1])
-        keys, places = lax.top_k(sort_key(tile, largest=self.largest), count)
-        found = keys, jnp.take(index, places).astype(self.index_dtype)
+        keys = sort_key(tile, largest=self.largest)
+        keys, places = best_keys(keys, count, by_sort=self.by_sort)
+        # The lanes of a tile count up.
+        first = lax.index_in_dim(index, 0, keepdims=False)
+        found = keys, first + places.astype(self.index_dtype)
         empty = self._empty(self.k - count)
         both = zip(found, empty, strict=True)
         return self.merge(state, tuple(lax.concatenate(pair, pair[0].ndim - 1) for pair in both))
@@ -329,6 +333,20 @@ class Top:
 
     def merge_apart(self, first: State, second: State) -> State:
         return self.merge(first, second)
+
+
+def best_keys(keys: jax.Array, k: int, *, by_sort: bool) -> tuple[jax.Array, jax.Array]:
+    """Return `jax.lax.top_k`; ``by_sort`` does without it.
+
+    XLA (JAX 0.7 to 0.12) has each device send its keys to all others for it, where they are mapped
+    over devices. Test: ``test_shards.py``, ``reductions_send_once``.
+    """
+    if not by_sort:
+        best, places = lax.top_k(keys, k)
+        return best, places
+    places = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    flipped, places = lax.sort((~keys, places), dimension=-1, num_keys=2)
+    return ~flipped[..., :k], places[..., :k]
 
 
 def sort_key(x: jax.Array, *, largest: bool) -> jax.Array:

@@ -6,6 +6,7 @@ Here is what a caller sees: the arguments, checked before anything is traced. Th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
@@ -24,6 +25,7 @@ from rankax._map.eager import map_chunks
 from rankax._map.item import (
     ItemProgram,
     checked_output_axes,
+    has_order,
     is_axis,
     trace_item,
     with_axis,
@@ -31,6 +33,8 @@ from rankax._map.item import (
 from rankax._map.keys import PLACE
 from rankax._map.loop import map_in_chunks
 from rankax._map.progress import Progress, checked_progress, told
+from rankax._map.shards import Parts, Shards, checked_shards, find_parts, part_shape
+from rankax._map.side_by_side import First, Layout, map_parts
 from rankax._map.tiles import best_tile, tiles_matter
 from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import Chunks, split_into_chunks, split_into_tiles
@@ -56,6 +60,7 @@ def chunked_vmap(
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -96,6 +101,10 @@ def chunked_vmap(
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. Without a second chunk there is nothing to show.
+    shards : int or PartitionSpec, optional
+        In how many parts the mapped axis lies on as many devices, or along which axes of a mesh;
+        needed only where it cannot be seen, inside a `jax.jit` of your own. 1: walk it as one. See
+        Notes.
 
     Returns
     -------
@@ -136,6 +145,13 @@ def chunked_vmap(
     the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items are
     computed twice; their cotangents count once.
 
+    *Devices.* A mapped axis that is sharded is walked in parts, one on each device, side by side:
+    ``chunk_size`` and ``memory_limit`` count per device, and nothing is sent, but for the sum of
+    the cotangents of what is shared, once. Outputs lie as those of `jax.vmap`. That an axis is
+    sharded is seen from arrays that are there, at an eager call, and always on a mesh with explicit
+    axes. Items are mapped over the devices even where ``chunk_size`` is 1. A kernel with effects in
+    order walks the axis as one.
+
     *Classes.* A pytree class is rebuilt with what it holds for one item, and for all, never for a
     chunk: it may check or convert its fields.
 
@@ -156,6 +172,7 @@ def chunked_vmap(
     bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
     limit = checked_limit(memory_limit, where)
     shown = checked_progress(progress, where)
+    given_shards = checked_shards(shards, where)
     size = None if axis_size is None else axis_length(axis_size, where)
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     check_axes(in_axes, where, "in_axes")
@@ -164,19 +181,28 @@ def chunked_vmap(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         mapping = resolve_arguments(fun, where, args, kwargs, in_axes, size)
+        parts = None if bound is limit is None else mapping.parts(given_shards, where)
+        part = mapping if parts is None else mapping.part(parts)
         most = bound
         if limit is not None and mapping.length:
             item = _item_program(fun, mapping, out_axes, axis_name)
-            most = _chunk_within(limit, item, mapping, bound, where, checkpoint=checkpoint)
+            most = _chunk_within(limit, item, part, bound, where, checkpoint=checkpoint)
         # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-        if most is None or not mapping.length or mapping.length <= most != 1:
+        if most is None or not mapping.length or part.length <= most != 1:
             whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
             return whole(*args, **kwargs)
-        with told(shown, function_name(fun)) as passed_on:
+        with told(shown, function_name(fun), 1 if parts is None else parts.count) as passed_on:
             item = _item_program(fun, mapping, out_axes, axis_name)
+            if parts is not None and has_order(item.closed):
+                parts, part = None, mapping
             tile = best_tile(item.closed) if tiles_matter() else None
-            chunks = split_into_tiles(mapping.length, most, tile or most)
-            return _in_chunks(item, mapping, chunks, checkpoint=checkpoint, progress=passed_on)
+            chunks = split_into_tiles(part.length, most, tile or most)
+            walk = _Walk(mapping.mapped_axes, chunks, checkpoint, passed_on)
+            if parts is None:
+                outs = walk.run(item, mapping.mapped)
+            else:
+                outs = walk.in_parts(item, mapping.mapped, parts)
+            return jax.tree.unflatten(item.out_tree, outs)
 
     return mapped
 
@@ -205,6 +231,20 @@ class ArgumentMapping(NamedTuple):
         """Return shape and dtype of what one item has of each leaf that is mapped."""
         pairs = zip(self.mapped, self.mapped_axes, strict=True)
         return [with_axis(x, axis) for x, axis in pairs]
+
+    def parts(self, shards: Shards, where: str) -> Parts | None:
+        """Return the parts in which the mapped axis lies, if there are any."""
+        axes = [(axis,) for axis in self.mapped_axes]
+        found = find_parts(shards, self.mapped, axes, (self.length,), where)
+        return found[0] if found else None
+
+    def part(self, parts: Parts) -> ArgumentMapping:
+        """Return one part of it, of which the mapped leaves are shapes only."""
+        leaves = [
+            x if axis is None else shape_of(x, part_shape(jnp.shape(x), axis, parts))
+            for x, axis in zip(self.leaves, self.axes, strict=True)
+        ]
+        return self._replace(leaves=leaves, length=self.length // parts.count)
 
     def arguments(self, mapped: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other leaves in place of those that are mapped."""
@@ -336,25 +376,37 @@ def _in_one_chunk(
     return call
 
 
-def _in_chunks(
-    item: ItemProgram,
-    mapping: ArgumentMapping,
-    chunks: Chunks,
-    *,
-    checkpoint: bool,
-    progress: Progress | None,
-    numbered: bool = False,
-) -> Any:
-    outs = map_chunks(
-        item,
-        mapping.mapped,
-        mapping.mapped_axes,
-        chunks,
-        checkpoint=checkpoint,
-        numbered=numbered,
-        progress=progress,
-    )
-    return jax.tree.unflatten(item.out_tree, outs)
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How the items of one call, or of each of its parts, are walked."""
+
+    axes: tuple[int, ...]  # of the mapped leaves
+    chunks: Chunks
+    checkpoint: bool
+    progress: Progress | None
+    numbered: bool = False
+
+    def run(self, item: ItemProgram, leaves: list[Any]) -> list[Any]:
+        return map_chunks(
+            item,
+            leaves,
+            self.axes,
+            self.chunks,
+            checkpoint=self.checkpoint,
+            numbered=self.numbered,
+            progress=self.progress,
+        )
+
+    def in_parts(self, item: ItemProgram, leaves: list[Any], parts: Parts) -> list[Any]:
+        walk = dataclasses.replace(self, chunks=dataclasses.replace(self.chunks, by_index=True))
+        layout = Layout(
+            (self.chunks.length * parts.count,), (parts,), tuple((axis,) for axis in self.axes)
+        )
+        out_axes = [(axis,) for axis in item.out_axes]
+        return map_parts(walk.part, item, leaves, layout, out_axes, walk)
+
+    def part(self, item: ItemProgram, leaves: list[Any], _: First) -> list[Any]:
+        return self.run(item, leaves)
 
 
 def _chunk_within(
@@ -396,21 +448,21 @@ def chunked_level(
     checkpoint: bool,
     progress: Progress | None,
     numbered: bool = False,
+    by_index: bool = False,
 ) -> Callable[..., Any]:
     """Return `chunked_vmap` of ``fun`` for one level of a nest, of which nothing has to be checked.
 
     ``fun`` takes arrays, mapped along ``in_axes`` of length ``size``, and returns a list of them.
     Where it is ``numbered``, it takes the place of its item last (see `keys.py`).
     """
-    chunks = split_into_chunks(size, tile)
+    chunks = dataclasses.replace(split_into_chunks(size, tile), by_index=by_index)
 
     def mapped(*leaves: Any) -> Any:
         treedef = jax.tree.structure((leaves, {}))
         arrays = [x if a is None else jnp.asarray(x) for x, a in zip(leaves, in_axes, strict=True)]
         mapping = ArgumentMapping(arrays, list(in_axes), treedef, size)
         item = _item_program(fun, mapping, 0, numbered=numbered)
-        return _in_chunks(
-            item, mapping, chunks, checkpoint=checkpoint, progress=progress, numbered=numbered
-        )
+        walk = _Walk(mapping.mapped_axes, chunks, checkpoint, progress, numbered)
+        return jax.tree.unflatten(item.out_tree, walk.run(item, mapping.mapped))
 
     return mapped

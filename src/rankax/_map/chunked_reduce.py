@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +14,45 @@ from rankax._base.checks import check_bool, check_callable, positive_int
 from rankax._base.functions import function_name
 from rankax._map.chunked import ArgumentMapping, axis_length, check_axes, resolve_arguments
 from rankax._map.cost import Task, fit_to_limit, shape_of
-from rankax._map.item import trace_item
-from rankax._map.progress import checked_progress, told
-from rankax._map.reduce import Reductions, read_reductions, reduce_row
+from rankax._map.item import ItemProgram, has_order, trace_item
+from rankax._map.progress import Progress, checked_progress, told
+from rankax._map.reduce import Reduced, Reductions, read_reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
-from rankax._map.tiles import best_tile, tiles_matter, with_tile
+from rankax._map.shards import checked_shards
+from rankax._map.side_by_side import First, Layout, reduce_parts
+from rankax._map.tiles import best_tile, tiles_matter
 from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import split_into_chunks
 
 __all__ = ["chunked_reduce"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How a row, or each of its parts, is walked."""
+
+    level: RowLevel
+    checkpoint: bool
+    progress: Progress | None
+
+    def run(self, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions) -> Reduced:
+        def on_item(*items: Any) -> Any:
+            return item.out_tree.unflatten(item(*items))
+
+        return reduce_row(
+            on_item,
+            leaves,
+            (self.level,),
+            reductions,
+            checkpoint=self.checkpoint,
+            progress=self.progress,
+            where=item.where,
+        )
+
+    def part(
+        self, item: ItemProgram, leaves: Sequence[Any], _: First, reductions: Reductions
+    ) -> Reduced:
+        return self.run(item, leaves, reductions)
 
 
 def chunked_reduce(
@@ -34,6 +65,7 @@ def chunked_reduce(
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce what it returns, with few items in flight.
 
@@ -67,6 +99,10 @@ def chunked_reduce(
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions walks more than twice.
+    shards : int or PartitionSpec, optional
+        In how many parts the mapped axis lies on as many devices, or along which axes of a mesh;
+        needed only where it cannot be seen, inside a `jax.jit` of your own. 1: walk it as one. See
+        Notes.
 
     Returns
     -------
@@ -98,6 +134,10 @@ def chunked_reduce(
     *Order.* Items are added in another order than by `jax.numpy`, so that the last digits of a sum
     differ. What is left over behind the last whole tile is a smaller tile: no item counts twice.
 
+    *Devices.* As `chunked_vmap`, each device reduces its own part of a sharded axis, and what they
+    found is merged once: sums, means, extremes, ``any`` and ``all`` by one sum or the like over
+    the devices, all else by sending what was found, a number or a few of each device, to all.
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -118,6 +158,7 @@ def chunked_reduce(
     check_axes(in_axes, where, "in_axes")
     check_bool(checkpoint, where, "checkpoint")
     shown = checked_progress(progress, where)
+    given_shards = checked_shards(shards, where)
 
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -128,35 +169,30 @@ def chunked_reduce(
             item_args, item_kwargs = mapping.arguments(items)
             return fun(*item_args, **item_kwargs)
 
+        parts = None if bound is limit is None else mapping.parts(given_shards, where)
+        part = mapping if parts is None else mapping.part(parts)
         most = bound
         if limit is not None and mapping.length:
-            task = Task(where, limit, (mapping.length,), bound or mapping.length, checkpoint)
-            most = _chunk_within(task, on_item, mapping, reductions)
-        traced, level = _tiled(on_item, mapping, most)
-        is_loop = level.tile < level.size
-        with told(shown if is_loop else False, function_name(fun)) as passed_on:
-            found = reduce_row(
-                traced,
-                mapping.mapped,
-                (level,),
-                reductions,
-                checkpoint=checkpoint,
-                progress=passed_on,
-            )
-        return found.assemble(found.arrays)
+            task = Task(where, limit, (part.length,), bound or part.length, checkpoint)
+            most = _chunk_within(task, on_item, part, reductions)
+        if most is None or part.length <= most:
+            whole = RowLevel(mapping.length, mapping.length, mapping.mapped_axes)
+            row = mapping.mapped, (whole,), reductions
+            return reduce_row(on_item, *row, checkpoint=checkpoint).assembled()
+        item = trace_item(on_item, lambda *items: (items, {}), mapping.item_avals, 0)
+        if has_order(item.closed):
+            parts, part = None, mapping
+        tile = _tile(part.length, most, best_tile(item.closed) if tiles_matter() else None)
+        level = RowLevel(part.length, tile, mapping.mapped_axes, by_index=parts is not None)
+        with told(shown, function_name(fun), 1 if parts is None else parts.count) as passed_on:
+            walk = _Walk(level, checkpoint, passed_on)
+            if parts is None:
+                return walk.run(item, mapping.mapped, reductions).assembled()
+            axes = tuple((axis,) for axis in mapping.mapped_axes)
+            layout = Layout((mapping.length,), (parts,), axes, reduced=(0,))
+            return reduce_parts(walk.part, item, mapping.mapped, layout, reductions, walk)
 
     return reduced
-
-
-def _tiled(
-    on_item: Callable[..., Any], mapping: ArgumentMapping, most: int | None
-) -> tuple[Callable[..., Any], RowLevel]:
-    """Return the function of one item, maybe traced, and the axis in tiles of at most ``most``."""
-    length, axes = mapping.length, mapping.mapped_axes
-    if most is None or length <= most:
-        return on_item, RowLevel(length, length, axes)
-    traced, best = with_tile(on_item, mapping.item_avals)
-    return traced, RowLevel(length, _tile(length, most, best), axes)
 
 
 def _tile(length: int, most: int, best: int | None) -> int:
@@ -184,7 +220,7 @@ def _chunk_within(
                 return item.out_tree.unflatten(of_item(*items))
 
             found = reduce_row(fun, leaves, (level,), reductions, checkpoint=task.with_gradient)
-            return jax.tree.leaves(found.assemble(found.arrays))
+            return jax.tree.leaves(found.assembled())
 
         return tile, whole, shapes
 

@@ -16,7 +16,7 @@ Where a call is not eager, or its program cannot be compared, all is as if this 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from rankax._map.progress import Progress
 from rankax._map.sinks import Sink
 from rankax._plan.chunks import Chunks
 
-__all__ = ["is_eager", "map_chunks"]
+__all__ = ["is_eager", "map_chunks", "run_kept"]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
@@ -81,13 +81,51 @@ def map_chunks(
         raise item.reuses_key() from error
 
 
+def run_kept(
+    program: Callable[[ItemProgram, list[Any]], Any],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    key: Hashable,
+) -> Any:
+    """Return ``program(item, leaves)``; where the call is eager, compiled, and kept.
+
+    ``program`` holds nothing of the caller's, and does the same wherever ``key`` is the same. None:
+    nobody knows whether it does, so it is not kept.
+    """
+    if not _is_evaluated([*leaves, *item.closed.consts]):
+        return program(item, list(leaves))
+    closed = opened(item.closed)
+
+    def compiled(jaxpr: Any, of: ItemProgram) -> Any:
+        return jax.jit(
+            lambda consts, leaves: program(
+                dataclasses.replace(of, closed=ClosedJaxpr(jaxpr, consts)), leaves
+            )
+        )
+
+    try:
+        outside = item.where, item.out_axes, item.out_tree, key
+        # Without a key, as with a program that cannot be compared, nothing is found again.
+        whole = _Key((fingerprint(closed), [] if key is None else outside))
+        bare = dataclasses.replace(item, closed=None)
+        run = _kept.find(whole, lambda: compiled(without_rules(closed.jaxpr), bare))
+    except Unknown:
+        closed = item.closed
+        run = compiled(closed.jaxpr, item)
+    return run([_on_device(const) for const in closed.consts], list(leaves))
+
+
 def is_eager(arrays: Sequence[Any]) -> bool:
     """Whether a call with these arrays is evaluated now, and by nobody else."""
-    if any(isinstance(x, core.Tracer) for x in arrays) or is_staged():
+    if not _is_evaluated(arrays):
         return False
     # Where axes of a mesh are explicit, `jax.jit` gives types to what is made inside it that arrays
     # from outside lack.
     return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _is_evaluated(arrays: Sequence[Any]) -> bool:
+    return not (any(isinstance(x, core.Tracer) for x in arrays) or is_staged())
 
 
 def _loop(

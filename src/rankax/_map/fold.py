@@ -14,7 +14,7 @@ from jax import core
 from rankax._base.checks import check_callable
 from rankax._base.trees import leaves_with_names
 from rankax._map.accumulators import Ordered, merge_neighbours
-from rankax._map.reduction import MisfitError, Part, Reduction
+from rankax._map.reduction import MisfitError, Part, Places, Reduction
 from rankax._map.rows import Row, Task
 
 __all__ = ["Fold"]
@@ -42,6 +42,7 @@ class Fold(Reduction):
     """
 
     name = "Fold"
+    is_ordered = True
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Fold(Reduction):
         accumulator = Ordered(start[0] if one else start, of_one if one else combine)
         return [Task(part.positions, accumulator, ())]
 
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
+    def from_states(self, part: Part, row: Row | None, states: list[Any]) -> Any:
         leaves = jax.tree.leaves(jax.tree.map(lambda x: x[0], states[0]))
         state = part.structure.unflatten(leaves)
         return state if self.finish is None else self.finish(state)
@@ -140,3 +141,11 @@ class Fold(Reduction):
         if row.size:
             state = combine(state, merge_neighbours(combine, outs, row.size))
         return self.from_states(part, row, [state])
+
+    def of_part(self, count: int) -> Reduction:
+        return Fold(self.identity, self.lift, self.merge)
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        states = places.gathered(*jax.tree.leaves(values))
+        states = merge_neighbours(self._combine(part), states, places.count)
+        return self.from_states(part, None, [states])

@@ -17,6 +17,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
@@ -26,9 +27,11 @@ __all__ = [
     "ItemProgram",
     "checked_output_axes",
     "chunk_program",
+    "has_order",
     "is_axis",
     "trace_item",
     "with_axis",
+    "with_shape",
 ]
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr
@@ -205,6 +208,11 @@ def chunk_program(
         ) from error
 
 
+def has_order(closed: Any) -> bool:
+    """Whether a program has an effect that JAX keeps in order, and so cannot map."""
+    return any("Ordered" in type(effect).__name__ for effect in closed.effects)
+
+
 def _uses_axis(closed: Any, axis_name: Hashable) -> bool:
     """Whether a collective found an axis of this name outside, where its own was meant."""
     return any(getattr(effect, "name", None) == axis_name for effect in closed.effects)
@@ -219,6 +227,23 @@ def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
 
 def with_axis(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf with ``axis`` of another size, or without it."""
-    shape = (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :])
+    return with_shape(leaf, (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :]))
+
+
+def with_shape(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Return the type of a leaf with another shape."""
     weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type, **_among_devices(leaf))
+
+
+def _among_devices(leaf: Any) -> dict[str, Any]:
+    """Return what a type says of the devices inside `jax.shard_map`: whether they differ in it."""
+    if jax.sharding.AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return {}
+    aval = getattr(leaf, "aval", leaf)
+    if (vma := getattr(aval, "vma", None)) is not None:  # JAX 0.7
+        return {"vma": vma}
+    if (found := getattr(aval, "manual_axis_type", None)) is not None:
+        whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+        return {"manual_axis_type": found, "sharding": whole}
+    return {}

@@ -21,6 +21,7 @@ from jax import core, lax
 
 from rankax._map.access import (
     as_chunk,
+    carried_with,
     counted,
     first_start,
     flatten_items,
@@ -100,7 +101,10 @@ def map_in_chunks(
     if sink is None:
         outputs = zip(closed.out_avals, item.out_axes, strict=True)
         sink = Each(tuple(sink_for(aval, axis, chunks) for aval, axis in outputs))
-    stacks = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
+    stacks = [
+        is_stack(aval, axis, chunks) and not chunks.by_index
+        for aval, axis in zip(avals, axes, strict=True)
+    ]
     sliced_axes = tuple(axis for axis, stack in zip(axes, stacks, strict=True) if not stack)
 
     def body(operands: _Operands, start: Any) -> list[Any]:
@@ -193,7 +197,7 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
 
     if reports is not None:
         operands = reports.behind_the_way_back(operands)
-    init = first_start(chunks), sink.start()
+    init = first_start(chunks), carried_with(sink.start(), operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = sink.end(held, rows)
     if reports is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,16 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from rankax._map.chunked import chunked_level
-from rankax._map.item import with_axis
+from rankax._map.item import ItemProgram, with_axis
 from rankax._map.keys import PLACE, along, number_items, vmap_level
 from rankax._map.progress import Progress
 from rankax._map.reduce import Reduced, Reductions, reduce_row
 from rankax._map.rows import RowLevel, most_lanes
+from rankax._map.side_by_side import First, Layout, map_parts, reduce_parts
 from rankax._map.tiles import with_tile
 from rankax._plan.levels import Level
 from rankax._plan.nesting import Nesting, PlannedReduction
 
-__all__ = ["Bounds", "map_levels", "planned_reduction", "reduce_levels", "tiled"]
+__all__ = ["Bounds", "PartNest", "map_levels", "planned_reduction", "reduce_levels", "tiled"]
 
 InAxes = Sequence[tuple[int | None, ...]]
 
@@ -34,6 +36,7 @@ class Bounds(NamedTuple):
     chunk_size: int | None
     checkpoint: bool
     progress: Progress | None = None
+    by_index: bool = False  # see `Chunks`
 
 
 def planned_reduction(
@@ -108,15 +111,18 @@ def reduce_levels(
     reductions: Reductions,
     bounds: Bounds,
     first: Mapping[int, Any] | None = None,
-) -> Any:
+    where: str | None = None,
+) -> Reduced:
     """Map ``fun`` over the kept levels of a plan, and reduce its outputs over the others.
 
-    ``first`` is as in `map_levels`.
+    What is returned has the axes of the batch that are kept in front; of outputs that are kept
+    whole, all of them. ``first`` is as in `map_levels`.
     """
     plan = nesting.plan
     kept = [level for level in plan.levels if not level.reduced]
     in_axes = nesting.in_axes[: len(kept)]
     leaves, rows = _lanes_last(leaves, nesting, len(kept))
+    rows = tuple(row._replace(by_index=bounds.by_index) for row in rows)
     numbered = bool(nesting.splits)
     if numbered:
         fun = number_items(fun, nesting.splits, plan.levels, plan.batch_shape, first)
@@ -126,7 +132,13 @@ def reduce_levels(
     @functools.wraps(fun)
     def on_row(*items: Any) -> list[Any]:
         reduced = reduce_row(
-            fun, items, rows, reductions, checkpoint=bounds.checkpoint, progress=of_row
+            fun,
+            items,
+            rows,
+            reductions,
+            checkpoint=bounds.checkpoint,
+            progress=of_row,
+            where=where,
         )
         found.append(reduced)
         return reduced.arrays
@@ -143,7 +155,70 @@ def reduce_levels(
             outs.append(jnp.moveaxis(array, places, plan.reduced))
         else:
             outs.append(jnp.reshape(array, kept_shape + array.shape[len(kept) :]))
-    return found[-1].assemble(outs)
+    return found[-1].with_arrays(outs)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartNest:
+    """The nest of maps around an item for one of several parts of a batch, see `side_by_side.py`.
+
+    ``given`` are the positions of the leaves that the item takes. A part may be a single item along
+    an axis, so that the nest does not map all of them.
+    """
+
+    nesting: Nesting
+    given: tuple[int, ...]
+    bounds: Bounds
+
+    def over(
+        self,
+        item: ItemProgram,
+        leaves: Sequence[Any],
+        layout: Layout,
+        reductions: Reductions | None,
+    ) -> Any:
+        """Map the item over all parts, which lie as ``layout`` says."""
+        nesting = self.nesting
+        maps = nesting.plan, nesting.mapped, nesting.in_axes, nesting.reshaped, nesting.splits
+        key = maps, self.given, self.bounds
+        if reductions is not None:
+            return reduce_parts(self._reduced, item, leaves, layout, reductions, key)
+        out_axes = [tuple(range(len(layout.shape)))] * len(item.out_names)
+        outs = map_parts(self._mapped, item, leaves, layout, out_axes, key)
+        return item.out_tree.unflatten(outs)
+
+    def _mapped(self, item: ItemProgram, leaves: list[Any], first: First) -> list[Any]:
+        fun, mapped = self._of_part(item, leaves)
+        return map_levels(fun, mapped, self.nesting, self.bounds, first)
+
+    def _reduced(
+        self, item: ItemProgram, leaves: list[Any], first: First, reductions: Reductions
+    ) -> Reduced:
+        fun, mapped = self._of_part(item, leaves)
+
+        def in_tree(*items: Any) -> Any:
+            return item.out_tree.unflatten(fun(*items))
+
+        return reduce_levels(
+            in_tree, mapped, self.nesting, reductions, self.bounds, first, item.where
+        )
+
+    def _of_part(
+        self, item: ItemProgram, leaves: Sequence[Any]
+    ) -> tuple[Callable[..., list[Any]], list[Any]]:
+        """Return the item as a function of the leaves that the nest maps, and those leaves."""
+        arrays = dict(zip(self.given, leaves, strict=True))
+        for position, shape in self.nesting.reshaped:
+            if position in arrays:
+                arrays[position] = jnp.reshape(arrays[position], shape)
+
+        def of_mapped(*items: Any) -> list[Any]:
+            mapped = self.nesting.mapped
+            here = {**arrays, **dict(zip(mapped, items, strict=False))}
+            numbers = items[len(mapped) :]  # of the item, one for each key that is split
+            return item(*(here[position] for position in self.given), *numbers)
+
+        return of_mapped, [arrays[position] for position in self.nesting.mapped]
 
 
 def _lanes_last(
@@ -202,6 +277,7 @@ def _nested(
             checkpoint=bounds.checkpoint,
             progress=bounds.progress if level is loops[0] else None,
             numbered=numbered,
+            by_index=bounds.by_index,
         )
     return fun
 

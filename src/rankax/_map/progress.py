@@ -97,13 +97,15 @@ class Progress:
     """Where the progress of a call goes: the label of a bar, or a function."""
 
     to: str | Callable[[int, int], object]
+    #: How many parts of the batch are walked side by side, each item of a loop standing for one.
+    parts: int = dataclasses.field(default=1, compare=False)
 
 
 _is_told = ContextVar("rankax_is_told", default=False)
 
 
 @contextlib.contextmanager
-def told(value: Given, name: str) -> Generator[Progress | None]:
+def told(value: Given, name: str, parts: int = 1) -> Generator[Progress | None]:
     """Give the progress of a call of ``name``; none inside a call that has one already."""
     if value is False or _is_told.get():
         yield None
@@ -111,7 +113,7 @@ def told(value: Given, name: str) -> Generator[Progress | None]:
     token = _is_told.set(True)
     try:
         with until_done(value, name):
-            yield _progress(value, name)
+            yield dataclasses.replace(_progress(value, name), parts=parts)
     finally:
         _is_told.reset(token)
 
@@ -146,7 +148,7 @@ class _Pass:
 
     def at(self, done: Any, *_: Any) -> None:
         """Say that so many items are done. A number of NumPy or JAX comes."""
-        _tell(self, int(done))
+        _tell(self, int(done) * self.progress.parts)
 
     def end(self, *_: Any) -> None:
         """Say that all items are done."""
@@ -163,6 +165,10 @@ class Reports:
     steps: int
 
     @property
+    def _total(self) -> int:
+        return self.length * self.progress.parts
+
+    @property
     def _every(self) -> int | None:
         """How many items lie between two reports; None where each step reports."""
         stride = -(-self.steps // _MOST_REPORTS)
@@ -170,12 +176,12 @@ class Reports:
 
     def at(self, done: jax.Array) -> None:
         """Report from a step before which ``done`` items are done."""
-        forward = _Pass(self.progress, self.length, is_reverse=False)
+        forward = _Pass(self.progress, self._total, is_reverse=False)
         _report.bind(done, call=forward.at, every=self._every, size=self.size)
 
     def end(self, done: jax.Array, outputs: Any) -> None:
         """Report that the loop is over, which returned these."""
-        forward = _Pass(self.progress, self.length, is_reverse=False)
+        forward = _Pass(self.progress, self._total, is_reverse=False)
         after = _one_number(jax.tree.leaves(outputs))
         _report.bind(done, *after, call=forward.end, every=None, size=self.size)
 
@@ -198,7 +204,7 @@ class Reports:
 
     def came_back(self, done: jax.Array, cotangents: Sequence[jax.Array], *, is_end: bool) -> None:
         """Report from the reverse pass, which has these cotangents now."""
-        reverse = _Pass(self.progress, self.length, is_reverse=True)
+        reverse = _Pass(self.progress, self._total, is_reverse=True)
         after = _one_number(cotangents)
         if is_end:
             _report.bind(done, *after, call=reverse.end, every=None, size=self.size)
@@ -216,10 +222,14 @@ def _one_number(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     for x in leaves:
         if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             continue
-        if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        if _is_explicit():
             return [jnp.sum(x)]
         return [lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))]
     return []
+
+
+def _is_explicit() -> bool:
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 _report = jax.extend.core.Primitive("rankax_report")
@@ -278,11 +288,14 @@ def _report_of_one_lane(args: Sequence[Any], dims: Sequence[Any], **params: Any)
     """Report once for all lanes of a `jax.vmap`, which walk together."""
     pairs = list(zip(args, dims, strict=True))
     if all(dim is None or x.shape[dim] for x, dim in pairs):
-        first = [
-            x if dim is None else lax.index_in_dim(x, 0, dim, keepdims=False) for x, dim in pairs
-        ]
-        _report.bind(*first, **params)
+        _report.bind(*(x if dim is None else _of_one_lane(x, dim) for x, dim in pairs), **params)
     return [], []
+
+
+def _of_one_lane(x: jax.Array, dim: int) -> jax.Array:
+    if _is_explicit():
+        return jnp.sum(x, dim)
+    return lax.index_in_dim(x, 0, dim, keepdims=False)
 
 
 def _report_of_primals(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +19,23 @@ from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entr
 from rankax._base.words import listed
 from rankax._map.calls import call_with_derivative_of
 from rankax._map.eager import is_eager
-from rankax._map.item import with_axis
+from rankax._map.item import with_axis, with_shape
 from rankax._map.keys import PLACE
 from rankax._map.loop import apart_from_constants
 from rankax._map.progress import Progress
-from rankax._map.reduction import MisfitError, Part, Reduction
+from rankax._map.reduction import MisfitError, Part, Places, Reduction
 from rankax._map.rows import Row, RowLevel, Task
 from rankax._map.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._map.winners import ArgMax, ArgMin, Max, Min
 
-__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row", "traced_parts"]
+__all__ = [
+    "Reduced",
+    "Reductions",
+    "merge_parts",
+    "read_reductions",
+    "reduce_row",
+    "traced_parts",
+]
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -48,6 +57,16 @@ class Reductions:
     def prefix(self) -> Any:
         """The tree of the entries."""
         return self.structure.unflatten(self.entries)
+
+    def of_part(self, count: int) -> Reductions:
+        """Return what reduces one of several parts of a row, which has ``count`` items."""
+        entries = tuple(None if e is None else e.of_part(count) for e in self.entries)
+        return Reductions(entries, self.structure)
+
+    @property
+    def are_ordered(self) -> bool:
+        """Whether one of them takes the items in their order."""
+        return any(e is not None and e.is_ordered for e in self.entries)
 
     def __str__(self) -> str:
         names = dict.fromkeys("kept" if e is None else e.name for e in self.entries)
@@ -93,9 +112,63 @@ def _reduction(leaf: Any, where: str) -> Reduction | None:
 class Reduced(NamedTuple):
     """What a row makes: flat arrays, and how they become the result once all maps are done."""
 
-    arrays: list[jax.Array]
-    is_kept: list[bool]  # of each array: it still has the reduced levels, in front
-    assemble: Callable[[Sequence[Any]], Any]
+    arrays: list[Any]
+    reductions: Reductions
+    parts: tuple[Part, ...]
+    structure: Any  # of the values, one for each reduction, of which the arrays are the leaves
+
+    @property
+    def values(self) -> list[Any]:
+        """What each reduction made, or the leaves that are kept."""
+        return self.structure.unflatten(self.arrays)
+
+    @property
+    def is_kept(self) -> list[bool]:
+        """Whether an array still has the reduced levels, in front."""
+        return [
+            reduction is None
+            for reduction, value in zip(self.reductions.entries, self.values, strict=True)
+            for _ in jax.tree.leaves(value)
+        ]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Reduced:
+        return self._replace(arrays=list(arrays))
+
+    def assembled(self) -> Any:
+        """Return the result, of arrays that have been through all maps."""
+        triples = zip(self.parts, self.reductions.entries, self.values, strict=True)
+        results = [
+            part.structure.unflatten(value) if r is None else r.assembled(part, value)
+            for part, r, value in triples
+        ]
+        return self.reductions.structure.unflatten(results)
+
+
+def merge_parts(
+    found: Reduced, reductions: Reductions, places: Places, kept: int, where: str
+) -> Reduced:
+    """Return what ``reductions`` make of a row whose parts were reduced by their `of_part`.
+
+    Parameters
+    ----------
+    found : Reduced
+        Arrays with the parts on axis 0, and ``kept`` axes of the batch behind it. Those that are
+        kept whole are left as they are.
+    where : str
+        The kernel and its source line, for errors.
+    """
+    values: list[Any] = []
+    for reduction, part, value in zip(reductions.entries, found.parts, found.values, strict=True):
+        if reduction is None:
+            values.append(value)
+            continue
+        _check(where, reduction, part, places.size)
+        merge = functools.partial(reduction.of_parts, part, places=places)
+        for _ in range(kept):
+            merge = jax.vmap(merge, in_axes=1)
+        values.append(merge(value))
+    arrays, structure = jax.tree.flatten(values)
+    return Reduced(arrays, reductions, found.parts, structure)
 
 
 def reduce_row(
@@ -106,6 +179,7 @@ def reduce_row(
     *,
     checkpoint: bool,
     progress: Progress | None = None,
+    where: str | None = None,
 ) -> Reduced:
     """Reduce the outputs of ``fun`` over the levels of ``leaves``.
 
@@ -116,9 +190,11 @@ def reduce_row(
     leaves : sequence of arrays
     levels : sequence of RowLevel
         The outermost first.
+    where : str, optional
+        The kernel and its source line, for errors, if ``fun`` does not know.
     """
     leaves = tuple(jnp.asarray(leaf) for leaf in leaves)
-    program = _Program.of(fun, leaves, levels, reductions)
+    program = _Program.of(fun, leaves, levels, reductions, where or function_location(fun))
 
     def row(consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
         def item(*items: Any) -> list[Any]:
@@ -128,21 +204,7 @@ def reduce_row(
 
     values = program.values(row, leaves)
     arrays, structure = jax.tree.flatten(values)
-    is_kept = [
-        reduction is None
-        for reduction, value in zip(reductions.entries, values, strict=True)
-        for _ in jax.tree.leaves(value)
-    ]
-
-    def assemble(arrays: Sequence[Any]) -> Any:
-        pairs = zip(program.parts, reductions.entries, structure.unflatten(arrays), strict=True)
-        results = [
-            part.structure.unflatten(value) if r is None else r.assembled(part, value)
-            for part, r, value in pairs
-        ]
-        return reductions.structure.unflatten(results)
-
-    return Reduced(arrays, is_kept, assemble)
+    return Reduced(arrays, reductions, program.parts, structure)
 
 
 class _Program(NamedTuple):
@@ -160,6 +222,7 @@ class _Program(NamedTuple):
         leaves: Sequence[Any],
         levels: Sequence[RowLevel],
         reductions: Reductions,
+        where: str,
     ) -> _Program:
         """Trace the kernel for one item, and check that its outputs can be reduced."""
         avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
@@ -169,7 +232,7 @@ class _Program(NamedTuple):
         def lifted(*items: Any) -> list[Any]:
             out = fun(*items)
             check_outputs(fun, out)
-            found.append(_parts(fun, out, reductions))
+            found.append(_parts(where, out, reductions))
             return jax.tree.leaves([part for _, part in found[-1]])
 
         closed = jax.make_jaxpr(lifted)(*avals)
@@ -187,21 +250,18 @@ class _Program(NamedTuple):
             tuple(parts),
             reductions.entries,
         )
-        program.check(fun, levels)
+        program.check(where, levels)
         return program
 
-    def check(self, fun: Callable[..., Any], levels: Sequence[RowLevel]) -> None:
-        count = Row(fun, (), tuple(levels), checkpoint=False).size
+    def check(self, where: str, levels: Sequence[RowLevel]) -> None:
+        count = math.prod(level.size for level in levels)
         for part, reduction in zip(self.parts, self.reductions, strict=True):
             if reduction is None:
                 continue
             for name, aval in zip(part.names, part.avals, strict=True):
                 if not jnp.issubdtype(aval.dtype, jnp.number) and aval.dtype != jnp.bool_:
-                    raise _misfit(fun, reduction, f"{name} holds {aval.dtype}, and no numbers")
-            try:
-                reduction.check(part, count)
-            except MisfitError as error:
-                raise _misfit(fun, reduction, str(error)) from None
+                    raise _misfit(where, reduction, f"{name} holds {aval.dtype}, and no numbers")
+            _check(where, reduction, part, count)
 
     def values(self, row: Callable[..., Row], leaves: Sequence[Any]) -> list[Any]:
         """Return what each reduction makes of a row; of what is kept, its leaves."""
@@ -273,7 +333,7 @@ def traced_parts(
     """
     nowhere = (None,) * len(items)
     levels = [RowLevel(size, size, nowhere) for size in sizes]
-    return _Program.of(fun, items, levels, reductions).parts
+    return _Program.of(fun, items, levels, reductions, function_location(fun)).parts
 
 
 def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeDtypeStruct:
@@ -281,10 +341,10 @@ def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeD
     for level in levels:
         axis = level.in_axes[number]
         aval = aval if axis is None else with_axis(aval, axis)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return with_shape(aval, aval.shape)
 
 
-def _parts(fun: Callable[..., Any], out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
+def _parts(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
     """Cut what one item returned into the parts of the reductions, and lift them."""
 
     def is_entry(node: Any) -> bool:
@@ -297,12 +357,19 @@ def _parts(fun: Callable[..., Any], out: Any, reductions: Reductions) -> list[tu
             )
         )
     except ValueError as error:
-        raise ValueError(f"{function_location(fun)}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
     return [(path, part if r is None else r.lifted(part)) for path, part, r in found]
 
 
-def _misfit(fun: Callable[..., Any], reduction: Reduction, why: str) -> ValueError:
-    return ValueError(f"{function_location(fun)}: it cannot be reduced by {reduction.name}: {why}")
+def _check(where: str, reduction: Reduction, part: Part, count: int) -> None:
+    try:
+        reduction.check(part, count)
+    except MisfitError as error:
+        raise _misfit(where, reduction, str(error)) from None
+
+
+def _misfit(where: str, reduction: Reduction, why: str) -> ValueError:
+    return ValueError(f"{where}: it cannot be reduced by {reduction.name}: {why}")
 
 
 def _kept_tasks(part: Part) -> list[Task]:

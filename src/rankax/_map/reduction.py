@@ -8,21 +8,36 @@ A reduction is given the outputs of one item, or a part of them, and works on a 
 * `differentiable` says the same in terms that have the right derivative in bounded memory.
 
 All three return one value for each leaf; `assembled` puts them together, once, behind all maps.
+
+Where an axis of the row lies on several devices, each part of it is reduced on its own by what
+`of_part` returns, and `of_parts` makes the result of all of what came out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rankax._map.accumulators import Accumulator
 from rankax._map.rows import Row, Task
+from rankax._map.shards import Parts, gathered
 
-__all__ = ["EachLeaf", "MisfitError", "Part", "Reduction", "dtype_of", "is_float", "wide"]
+__all__ = [
+    "EachLeaf",
+    "MisfitError",
+    "Part",
+    "Places",
+    "Reduction",
+    "dtype_of",
+    "is_float",
+    "wide",
+]
 
 
 class Part(NamedTuple):
@@ -38,6 +53,40 @@ class Part(NamedTuple):
     def positions(self) -> tuple[int, ...]:
         """Where its leaves are among all outputs."""
         return tuple(range(self.first, self.first + len(self.avals)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the items of the parts of a row are in the whole, of which one axis was cut."""
+
+    parts: Parts
+    before: int  # items along the axes of the row in front of that one, taken as one axis
+    each: int  # items of one part along it
+    after: int  # items along those behind
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        return self.parts.count
+
+    def gathered(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Return arrays, with the parts on axis 0, that each device has whole."""
+        return gathered(arrays, self.parts)
+
+    @property
+    def size(self) -> int:
+        """How many items all parts have together."""
+        return self.count * self.before * self.each * self.after
+
+    def in_whole(self, index: jax.Array) -> jax.Array:
+        """Return the flat indices into the whole of those into the parts, which are on axis 0."""
+        if self.size >= 2**31:
+            index = index.astype(jnp.int64)
+        number = index.dtype.type
+        inner = number(self.each * self.after)
+        part = lax.broadcasted_iota(index.dtype, index.shape, 0)
+        outer = index // inner * number(self.count) + part
+        return outer * inner + index % inner
 
 
 class MisfitError(Exception):
@@ -103,6 +152,18 @@ class Reduction:
         found = [task.accumulator for task in self.tasks(part, whole)]
         return [accumulator for accumulator in found if accumulator is not None]
 
+    def of_part(self, count: int) -> Reduction:
+        """Return what reduces one of several parts of a row, which has ``count`` items."""
+        del count
+        return self
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        """Return the result from what `of_part` made of the parts, which lie along axis 0."""
+        raise NotImplementedError
+
+    #: Whether the parts of a row have to be runs of items, for they are taken in their order.
+    is_ordered = False
+
     #: Whether folding it tile by tile can be differentiated as it stands.
     is_linear = False
 
@@ -140,6 +201,9 @@ class EachLeaf(Reduction):
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         return [type(self).function(out, axis=0) for out in outs]
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return [type(self).function(value, axis=0) for value in values]
 
     def tasks(self, part: Part, row: Row) -> list[Task]:
         return [

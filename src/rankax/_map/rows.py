@@ -53,6 +53,7 @@ class RowLevel(NamedTuple):
     tile: int
     in_axes: tuple[int | None, ...]
     numbered: bool = False  # each item is told its place along it, as its last input
+    by_index: bool = False  # see `Chunks`
 
 
 class Task(NamedTuple):
@@ -208,7 +209,7 @@ class _Walk:
                 item,
                 mapped,
                 axes,
-                Chunks(level.size, level.tile, steps),
+                Chunks(level.size, level.tile, steps, level.by_index),
                 checkpoint=self.checkpoint,
                 sink=sink,
                 linear=self.linear,
@@ -270,7 +271,7 @@ class _Walk:
 
             item, mapped, axes = _item_of(flat, leaves, level, 0)
             sink = _States(self.tasks, structures[-1], each, self.index_dtype)
-            chunks = Chunks(level.size, 1, level.size)
+            chunks = Chunks(level.size, 1, level.size, level.by_index)
             return map_chunks(
                 item,
                 mapped,

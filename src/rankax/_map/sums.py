@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from rankax._map.accumulators import Accumulator, Elementwise, LogSumExpOf, MomentsOf, Ordered
-from rankax._map.reduction import EachLeaf, MisfitError, Part, dtype_of, is_float, wide
+from rankax._map.reduction import EachLeaf, MisfitError, Part, Places, dtype_of, is_float, wide
 from rankax._map.rows import Row, Task
 
 __all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
@@ -23,6 +23,13 @@ def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     """Sum the only output of a row."""
     task = Task((0,), Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum), aval.shape)
     return row.fold([task])[0][..., 0]
+
+
+class _Gathered(EachLeaf):
+    """What takes all parts of a row at once, for it, or its derivative, is no sum over them."""
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return super().of_parts(part, places.gathered(*values), places)
 
 
 class _Accumulated(EachLeaf):
@@ -66,7 +73,7 @@ class Mean(Sum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prod(_Accumulated):
+class Prod(_Gathered, _Accumulated):
     """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
 
     name = "prod"
@@ -112,7 +119,7 @@ class _Continuous(EachLeaf):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSumExp(_Continuous):
+class LogSumExp(_Gathered, _Continuous):
     """`jax.nn.logsumexp`, in one pass; a derivative takes a second one."""
 
     name = "logsumexp"
@@ -159,6 +166,23 @@ class Moments(_Continuous):
             MomentsResult(self._count(row), jnp.mean(out, axis=0), jnp.var(out, axis=0))
             for out in outs
         ]
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return [self._merged(value, places) for value in values]
+
+    def _merged(self, parts: MomentsResult, places: Places) -> MomentsResult:
+        means = parts.mean.astype(wide(parts.mean.dtype))
+        variances = parts.variance.astype(wide(parts.variance.dtype))
+        means, variances = places.gathered(means, variances)
+        mean = jnp.mean(means, axis=0)
+        off = means - mean
+        variance = jnp.mean(variances + jnp.real(off * jnp.conj(off)), axis=0)
+        dtype = parts.count.dtype if places.size < 2**31 else jnp.int64
+        return MomentsResult(
+            jnp.asarray(places.size, dtype),
+            mean.astype(parts.mean.dtype),
+            variance.astype(parts.variance.dtype),
+        )
 
     def _count(self, row: Row) -> jax.Array:
         return jnp.asarray(row.size, row.index_dtype)

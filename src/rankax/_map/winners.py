@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,17 @@ from jax import lax
 
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
-from rankax._map.accumulators import Accumulator, Arg, Elementwise, Top, sort_key
+from rankax._map.accumulators import Accumulator, Arg, Elementwise, Top, best_keys, sort_key
 from rankax._map.calls import call_with_derivative_of
-from rankax._map.reduction import EachLeaf, MisfitError, Part, Reduction, dtype_of, is_float
+from rankax._map.reduction import (
+    EachLeaf,
+    MisfitError,
+    Part,
+    Places,
+    Reduction,
+    dtype_of,
+    is_float,
+)
 from rankax._map.rows import Row, Task
 
 __all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
@@ -49,6 +57,46 @@ class _ArgExtremum(_Compared):
 
     def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
         return state[1][..., 0].astype(dtype_of(jnp.argmin, aval))
+
+    def of_part(self, count: int) -> Reduction:
+        return _Found(self)
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return [index for _, index in _Found(self).of_parts(part, values, places)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found(_Compared):
+    """The extreme value of one part of a row, and its index."""
+
+    arg: _ArgExtremum
+
+    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+        return self.arg.accumulator(aval, row)
+
+    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+        return state[0][..., 0], self.arg.result(state, aval, row, position)
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        def found(out: jax.Array) -> tuple[jax.Array, jax.Array]:
+            at = type(self.arg).function(out, axis=0, keepdims=True)
+            value = jnp.take_along_axis(lax.stop_gradient(out), at, axis=0)
+            return jnp.squeeze(value, 0), jnp.squeeze(at, 0)
+
+        return [found(out) for out in outs]
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return [
+            _best_of(value, places.in_whole(index), largest=self.arg.largest)
+            for value, index in values
+        ]
+
+
+def _best_of(values: jax.Array, index: jax.Array, *, largest: bool) -> tuple[Any, Any]:
+    """Return the best of the values along axis 0, and its index; of equals the first index."""
+    arg = Arg(values.shape[1:], values.dtype, index.dtype, largest)
+    state = arg.join((jnp.moveaxis(values, 0, -1), jnp.moveaxis(index, 0, -1)))
+    return state[0][..., 0], state[1][..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +129,12 @@ class _Extremum(_Compared):
 
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         return [call_with_derivative_of(self._chosen, self._extreme, out) for out in outs]
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        def chosen(value: jax.Array) -> jax.Array:
+            return self._chosen(*places.gathered(value))
+
+        return [call_with_derivative_of(chosen, self._extreme, value) for value in values]
 
     def _extreme(self, out: jax.Array) -> jax.Array:
         return type(self).function(out, axis=0)
@@ -136,6 +190,7 @@ class TopK(_Compared):
 
     k: int
     largest: bool = False
+    _by_sort: ClassVar[bool] = False  # see `best_keys`
 
     numbers_items = True
 
@@ -154,7 +209,7 @@ class TopK(_Compared):
 
     def accumulator(self, aval: Any, row: Row) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        return Top(aval.shape, dtype, row.index_dtype, self.k, self.largest)
+        return Top(aval.shape, dtype, row.index_dtype, self.k, self.largest, self._by_sort)
 
     def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
         indices = jnp.moveaxis(state[1], -1, 0)
@@ -200,10 +255,32 @@ class TopK(_Compared):
     def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
             keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
-            indices = jnp.moveaxis(lax.top_k(keys, self.k)[1], -1, 0).astype(row.index_dtype)
+            _, indices = best_keys(keys, self.k, by_sort=self._by_sort)
+            indices = jnp.moveaxis(indices, -1, 0).astype(row.index_dtype)
             return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
 
         return [top(out) for out in outs]
+
+    def of_part(self, count: int) -> Reduction:
+        return _TopKOfPart(min(self.k, count), self.largest)
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        return [self._merged(found, places) for found in values]
+
+    def _merged(self, parts: TopKResult, places: Places) -> TopKResult:
+        values, indices = places.gathered(parts.values, places.in_whole(parts.indices))
+        values, indices = lax.collapse(values, 0, 2), lax.collapse(indices, 0, 2)
+        # Sorted by the flipped key, so that the best comes first, and then by the index.
+        keys = ~sort_key(lax.stop_gradient(values), largest=self.largest)
+        at = lax.broadcasted_iota(jnp.int32, keys.shape, 0)
+        _, indices, at = lax.sort((keys, indices, at), dimension=0, num_keys=2)
+        return TopKResult(jnp.take_along_axis(values, at[: self.k], axis=0), indices[: self.k])
+
+
+class _TopKOfPart(TopK):
+    """The best items of one part of a row."""
+
+    _by_sort = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,3 +377,35 @@ class Best(Reduction):
         pick = jnp.argmax if self.largest else jnp.argmin
         index = pick(outs[self._number(part)], axis=0)
         return [lax.dynamic_index_in_dim(out, index, 0, keepdims=False) for out in outs]
+
+    def of_part(self, count: int) -> Reduction:
+        return _BestOfPart(self.by, self.largest)
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        outs, _ = _BestOfPart(self.by, self.largest).of_parts(part, values, places)
+        return outs
+
+
+@dataclasses.dataclass(frozen=True)
+class _BestOfPart(Best):
+    """The outputs of the best item of one part of a row, and its index."""
+
+    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
+        ((_, index),) = states
+        return super().from_states(part, row, states), index[0]
+
+    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+        pick = jnp.argmax if self.largest else jnp.argmin
+        index = pick(outs[self._number(part)], axis=0)
+        return super().plain(part, row, outs), index.astype(row.index_dtype)
+
+    def of_part(self, count: int) -> Reduction:
+        return self
+
+    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
+        outs, index = values
+        *outs, index = places.gathered(*outs, places.in_whole(index))
+        by = lax.stop_gradient(outs[self._number(part)])
+        _, best = _best_of(by, index, largest=self.largest)
+        at = jnp.argmax(index == best)
+        return [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs], best

@@ -36,6 +36,9 @@ class BatchPlan:
         The axes of the batch shape that are reduced.
     reduce : str
         By what.
+    parts : tuple of (int, int)
+        The axes of the batch shape that lie on several devices, and in how many parts each of them
+        is walked, side by side. The levels are those of one part.
     """
 
     kernel: str
@@ -46,6 +49,7 @@ class BatchPlan:
     memory: MemoryFit | None = None
     reduced: tuple[int, ...] = ()
     reduce: str = ""
+    parts: tuple[tuple[int, int], ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -54,7 +58,7 @@ class BatchPlan:
 
     @property
     def in_flight(self) -> int:
-        """How many of them are evaluated at once."""
+        """How many of them are evaluated at once; of each part, where the batch lies in parts."""
         return math.prod(level.tile for level in self.levels)
 
     @property

@@ -44,6 +44,8 @@ class Plan(Protocol):
     @property
     def reduce(self) -> str: ...
     @property
+    def parts(self) -> tuple[tuple[int, int], ...]: ...
+    @property
     def evaluations(self) -> int: ...
     @property
     def in_flight(self) -> int: ...
@@ -68,7 +70,8 @@ def summary(plan: Plan) -> str:
         return f"{plan.kernel}: no batch axes, so the kernel is simply called"
     return (
         f"{plan.kernel}: batch shape {plan.batch_shape}, "
-        f"{plural(plan.evaluations, 'evaluation')}, {plan.in_flight} in flight, "
+        f"{plural(plan.evaluations, 'evaluation')}, {plan.in_flight} in flight"
+        f"{' in each part' if plan.parts else ''}, "
         f"{plural(plan.steps, 'step')}"
     )
 
@@ -132,7 +135,14 @@ def level_how(level: Level) -> str:
 def notes(plan: Plan) -> list[str]:
     """Say what else there is to know: what is reduced, the memory measured, what has no rank."""
     memory = [] if plan.memory is None else [str(plan.memory)]
-    return [*_reduced_to(plan), *memory, *untouched_line(plan.untouched)]
+    return [*_parts(plan), *_reduced_to(plan), *memory, *untouched_line(plan.untouched)]
+
+
+def _parts(plan: Plan) -> list[str]:
+    return [
+        f"axis {axis}: {count} parts of {plan.batch_shape[axis] // count}, side by side"
+        for axis, count in plan.parts
+    ]
 
 
 def _reduced_to(plan: Plan) -> list[str]:

@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: MIT
+"""Batches that lie on several devices: cases that `test_shards.py` runs in processes of their own.
+
+``python tests/shards_cases.py NAME KIND DEVICES`` runs one on a mesh of that kind with so many
+simulated devices. What is found is compared with the same kernel on one of them, without a mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax import reductions as rd
+
+N = 480
+CASES = {}
+
+
+def case(fun):
+    CASES[fun.__name__] = fun
+    return fun
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, W, B = data(N, 3), data(5, 3, seed=1), data(N, seed=2)
+
+
+def kernel(x, w, b):
+    return {"v": jnp.tanh(w @ x).sum() * b, "x": x + b}
+
+
+def scalar(x, w):
+    return jnp.tanh(w @ x).sum()
+
+
+def mesh_of(kind, *shape):
+    names = ("d", "e")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+ENTER = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # JAX 0.7
+
+
+def inside(mesh):
+    """Enter the mesh where its axes are explicit, which JAX wants."""
+    return ENTER(mesh) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
+
+
+def outside(mesh):
+    """Leave it: JAX 0.7 cannot differentiate an index of an array from nowhere there."""
+    return ENTER(mesh_of(AxisType.Auto, mesh.size))
+
+
+def put(mesh, x, *entries):
+    return jax.device_put(x, NamedSharding(mesh, P(*entries)))
+
+
+SENDS = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+def sent(compiled):
+    """Count what a compiled program sends, which it must do outside of its loops."""
+    loops, entry = compiled.as_text().split("\nENTRY ")
+    assert not re.findall(SENDS, loops), re.findall(SENDS, loops)
+    return dict(Counter(re.findall(SENDS, entry)))
+
+
+def compiled(fun, *args):
+    return jax.jit(fun).lower(*args).compile()
+
+
+def same(got, want, *, rtol=1e-4, atol=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+def loss_of(f):
+    def loss(*args):
+        return sum(
+            jnp.sum(out * out)
+            for out in jax.tree.leaves(f(*args))
+            if jnp.issubdtype(out.dtype, jnp.floating)
+        )
+
+    return loss
+
+
+def given(mesh):
+    """Return the option that a call inside `jax.jit` needs."""
+    return {} if AxisType.Explicit in mesh.axis_types else {"shards": P("d")}
+
+
+@case
+def maps_send_nothing(mesh):
+    args = put(mesh, X, "d"), put(mesh, W), put(mesh, B, "d")
+    x, w, b = args
+    want, pull_one = jax.vjp(jax.vmap(kernel, (0, None, 0)), X, W, B)
+    # A cotangent is given, for the sum of a loss is itself one that is sent.
+    ones = jax.tree.map(lambda out: put(mesh, np.ones(out.shape, "f"), "d"), want)
+    pulled = pull_one(jax.tree.map(np.asarray, ones))
+    for mapped in (  # of the chunks one divides what a device has, and one does not
+        auto_vmap(x=1, w=2, b=0, chunk_size=20, **given(mesh))(kernel),
+        chunked_vmap(kernel, 7, (0, None, 0), **given(mesh)),
+    ):
+
+        def pull(x, w, b, cotangent, mapped=mapped):
+            return jax.vjp(mapped, x, w, b)[1](cotangent)
+
+        def pull_mapped(*args, pull=pull):
+            return pull(*args)[0]
+
+        def push(x, w, b, t, mapped=mapped):
+            return jax.jvp(lambda x: mapped(x, w, b), (x,), (t,))
+
+        forward = compiled(mapped, *args)
+        assert sent(forward) == {}
+        same(forward(*args), want)
+        for out in jax.tree.leaves(forward(*args)):  # as `jax.vmap` leaves it
+            assert out.sharding.is_equivalent_to(x.sharding, out.ndim)
+        assert sent(compiled(pull_mapped, *args, ones)) == {}
+        backward = compiled(pull, *args, ones)
+        assert sent(backward) == {"all-reduce": 1}
+        same(backward(*args, ones), pulled, rtol=1e-3, atol=1e-3)
+        assert sent(compiled(push, *args, x)) == {}
+
+    def closed(w, x, b):
+        own = chunked_vmap(lambda x, b: kernel(x, w, b), 7, **given(mesh))
+        return loss_of(own)(x, b)
+
+    assert sent(compiled(jax.grad(closed), w, x, b)) == {"all-reduce": 1}
+
+
+@case
+def second_derivatives(mesh):
+    x, w, b = put(mesh, X, "d"), put(mesh, W), put(mesh, B, "d")
+    loss = loss_of(chunked_vmap(kernel, 7, (0, None, 0), **given(mesh)))
+    of_one = loss_of(jax.vmap(kernel, (0, None, 0)))
+    got = jax.jit(lambda t: jax.jvp(jax.grad(lambda x: loss(x, w, b)), (x,), (t,)))(x)
+    want = jax.jvp(jax.grad(lambda x: of_one(x, W, B)), (X,), (X,))
+    same(got, want, rtol=1e-3, atol=1e-4)
+
+
+@case
+def eager_calls_see_how_arrays_lie(mesh):
+    programs = []
+    event = "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: programs.append(name) if name == event else None
+    )
+    x, w, b = put(mesh, X, "d"), put(mesh, W), put(mesh, B)
+    for make in (
+        lambda: chunked_vmap(kernel, 7, (0, None, 0)),
+        lambda: auto_vmap(x=1, w=2, b=0, chunk_size=7)(kernel),
+        lambda: chunked_reduce(kernel, {"v": "max", "x": "sum"}, 7, (0, None, 0)),
+        lambda: auto_vmap(x=1, w=2, b=0, chunk_size=7, reduce=rd.Best("v"))(kernel),
+    ):
+        out = make()(x, w, b)
+        same(out, make()(X, W, B))
+        before = len(programs)
+        again = make()(x + 0, w, b)
+        assert len(programs) <= before + 1, "only the sum is new"
+        for leaf in jax.tree.leaves(again):
+            assert leaf.sharding.is_equivalent_to(
+                NamedSharding(mesh, P("d") if leaf.shape[:1] == (N,) else P()), leaf.ndim
+            )
+    by_jit = auto_vmap(x=1, w=2, b=0, chunk_size=7, jit=True)(kernel)
+    text = by_jit.lower(x, w, b).compile().as_text()
+    assert not re.findall(SENDS, text)
+    same(by_jit(x, w, b), by_jit(X, W, B))
+    # The program of arrays that lie otherwise is another one.
+    other = put(mesh_of(AxisType.Auto, 2, len(jax.devices()) // 2), X, "e")
+    before = len(programs)
+    same(
+        chunked_vmap(kernel, 7, (0, None, 0))(other, W, B),
+        chunked_vmap(kernel, 7, (0, None, 0))(X, W, B),
+    )
+    assert len(programs) > before
+
+
+FOLD = rd.Fold(jnp.float32(1), lambda y: 1 + y / 9, lambda a, b: a * b)
+USUAL = [("sum", scalar), ("max", scalar), (rd.TopK(3), scalar)]
+OTHERS = [
+    *((name, scalar) for name in ("mean", "min", "logsumexp", rd.Moments(), FOLD)),
+    ("prod", lambda x, w: 1 + scalar(x, w) / 9),
+    (rd.TopK(100), scalar),  # more than one device has
+    (rd.Best("v"), lambda x, w: kernel(x, w, 1.0)),
+    ("any", lambda x, w: scalar(x, w) > 4),
+    ("all", lambda x, w: scalar(x, w) < 4),
+    ("argmax", scalar),
+    ("argmin", scalar),
+]
+BY_SUM = ("sum", "mean", "max", "min", "any", "all")
+WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
+
+
+def is_too_old(reduction, mesh):
+    """JAX 0.7 cannot map the loop of TopK where the axes of a mesh are explicit."""
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return is_explicit and jax.__version_info__ < (0, 8) and isinstance(reduction, rd.TopK)
+
+
+def check_reduction(mesh, reduction, fun):
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    own = chunked_reduce(fun, reduction, 7, (0, None), **given(mesh))
+    of_one = chunked_reduce(fun, reduction, 7, (0, None))
+    forward = compiled(own, x, w)
+    found = sent(forward)
+    # What no sum makes is sent to all devices, in one piece for each dtype.
+    pieces = 1 if reduction in (*BY_SUM, "prod", "logsumexp", FOLD) else 2
+    assert 1 <= sum(found.values()) <= pieces, (reduction, found)
+    if reduction in BY_SUM:
+        assert found == {"all-reduce": 1}, (reduction, found)
+    with outside(mesh):
+        want = jax.tree.map(np.asarray, of_one(X, W))
+    same(forward(x, w), want)
+    if reduction in WITHOUT_DERIVATIVE:
+        return
+    of_mapped = sent(compiled(jax.grad(loss_of(own)), x, w))
+    assert sum(of_mapped.values()) <= sum(found.values()), (reduction, of_mapped)
+    backward = compiled(jax.grad(loss_of(own), (0, 1)), x, w)
+    assert Counter(sent(backward)) - Counter(of_mapped) == {"all-reduce": 1}, reduction
+    with outside(mesh):
+        want = jax.tree.map(np.asarray, jax.jit(jax.grad(loss_of(of_one), (0, 1)))(X, W))
+    scale = max(float(abs(leaf).max()) for leaf in want)
+    same(backward(x, w), want, rtol=1e-3, atol=1e-4 * scale)
+
+
+@case
+def reductions_send_once(mesh):
+    for reduction, fun in USUAL:
+        if not is_too_old(reduction, mesh):
+            check_reduction(mesh, reduction, fun)
+
+
+@case
+def other_reductions_send_once(mesh):
+    for reduction, fun in OTHERS:
+        if not is_too_old(reduction, mesh):
+            check_reduction(mesh, reduction, fun)
+
+
+@case
+def memory_of_a_device_does_not_grow(mesh):
+    def spread(x, w):  # (200, 3): needs (200, 200) numbers on the way
+        return jnp.sum(jnp.tanh(jnp.sum((x[:, None] - x[None]) ** 2, -1)) * w[0, 0])
+
+    mapped = chunked_vmap(spread, 2, (0, None), **given(mesh))
+    total = chunked_reduce(spread, "sum", 2, (0, None), **given(mesh))
+
+    def temporaries(fun, items):
+        args = put(mesh, data(items, 200, 3), "d"), put(mesh, W), put(mesh, data(items), "d")
+        return compiled(fun, *args).memory_analysis().temp_size_in_bytes
+
+    for program in (
+        lambda x, w, _: mapped(x, w),
+        lambda x, w, cotangent: jax.vjp(mapped, x, w)[1](cotangent),
+        lambda x, w, _: jax.jvp(mapped, (x, w), (x, w)),
+        lambda x, w, _: jax.grad(total, (0, 1))(x, w),
+    ):
+        few, many = temporaries(program, 64), temporaries(program, 640)
+        # An item has 2400 bytes; of its cotangent, 4, there may be a copy.
+        assert many <= few + 4 * 640, (few, many)
+
+
+@case
+def one_of_several_axes(mesh):
+    devices = mesh.size
+    a, s = data(6, 48, 3), data(6, 1, seed=3)
+    fun = auto_vmap(x=1, w=2, b=0)(kernel)
+    auto = mesh_of(AxisType.Auto, 2, devices // 2)
+    for entries in ((None, "d"), (None, ("d", "e")), ("d", "e")):
+        x, b, w = put(auto, a, *entries), put(auto, s, entries[0]), put(auto, W)
+        for reduce, axis in (
+            (None, None),
+            ({"v": "sum", "x": None}, 0),
+            ({"v": "argmax", "x": rd.TopK(3)}, None),
+        ):
+            own = fun.with_options(chunk_size=5, reduce=reduce, reduce_axis=axis, jit=True)
+            same(own(x, w, b), own(a, W, s))
+            found = sent(own.lower(x, w, b).compile())
+            assert reduce is not None or found == {}
+    # Of equal items the first counts, along the axes as they are.
+    ties = auto_vmap(x=0, chunk_size=3, reduce="argmax")(lambda x: x)
+    level = np.zeros((6, 48), "f")
+    level[3, 1] = level[2, 30] = level[2, 47] = 1
+    assert int(ties(put(auto, level, None, "d"))) == 2 * 48 + 30
+    best = auto_vmap(x=0, i=0, chunk_size=3, reduce=rd.Best("x"))(lambda x, i: {"x": -x, "i": i})
+    index = np.arange(6 * 48).reshape(6, 48)
+    assert int(best(put(auto, level, None, "d"), put(auto, index, None, "d"))["i"]) == 2 * 48 + 30
+    top = auto_vmap(x=0, chunk_size=3, reduce=rd.TopK(3, largest=True))(lambda x: x)
+    assert top(put(auto, level, None, "d")).indices.tolist() == [126, 143, 145]
+
+
+@case
+def other_ways_to_map(mesh):
+    x, w = put(mesh, X.T.copy(), None, "d"), put(mesh, W)
+
+    def fun(tree, w, k):
+        return (scalar(tree["x"], w) + k, {"x": tree["x"]}, w[0, 0] * 2)
+
+    args = {"x": x}, w, np.float32(2)
+    axes = ({"x": 1}, None, None), (0, {"x": -1}, None)
+    want = jax.vmap(fun, *axes)({"x": X.T}, W, np.float32(2))
+    same(chunked_vmap(fun, 7, *axes)(*args), want)
+    inner = jax.jit(chunked_vmap(fun, 7, *axes, shards=mesh.size))
+    same(inner(*args), want)
+    assert sent(inner.lower(*args).compile()) == {}
+    keys = jax.random.split(jax.random.key(0), N)
+    draws = chunked_vmap(jax.random.normal, 7)
+    lying = jax.device_put(keys, NamedSharding(mesh, P("d")))
+    np.testing.assert_array_equal(np.asarray(draws(lying)), np.asarray(draws(keys)))
+    # Effects in order cannot be mapped over devices, so the batch is walked as one.
+    seen = []
+
+    def tells(x):
+        jax.experimental.io_callback(lambda i: seen.append(int(i)), None, x, ordered=True)
+        return x
+
+    numbers = put(mesh, np.arange(16), "d")
+    chunked_vmap(tells, 1)(numbers)
+    jax.effects_barrier()
+    assert seen == list(range(16)), seen
+
+
+@case
+def progress_counts_all_parts(mesh):
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    heard = []
+
+    def told(*now):
+        heard.append(now)
+
+    options = {"progress": told, **given(mesh)}
+    for mapped in (
+        chunked_vmap(scalar, 6, (0, None), **options),
+        auto_vmap(x=1, w=2, chunk_size=6, **options)(scalar),
+        chunked_reduce(scalar, "sum", 6, (0, None), **options),
+    ):
+        heard.clear()
+        jax.jit(mapped)(x, w)
+        jax.effects_barrier()
+        assert heard[0] == (0, N), heard
+        assert heard[-1] == (N, N), heard
+
+
+@case
+def shard_map_checks_what_varies(mesh):
+    w = put(mesh, W)
+    for mapped in (
+        chunked_vmap(scalar, 7, (0, None)),
+        auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
+        chunked_reduce(scalar, "sum", 7, (0, None)),
+        chunked_reduce(scalar, rd.TopK(2), 7, (0, None)),
+        chunked_reduce(scalar, "logsumexp", 7, (0, None)),
+    ):
+
+        def out(x, w, mapped=mapped):
+            return jax.tree.map(jnp.atleast_1d, mapped(x, w))
+
+        def pull(x, w, out=out):
+            return jax.grad(loss_of(out))(x, w)
+
+        for own in (out, pull):
+            # A batch of which no chunk divides what a device has.
+            x = put(mesh, X[: 7 * mesh.size], "d") if own is out else put(mesh, X, "d")
+            specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
+            by_device = [own(part, W) for part in np.split(np.asarray(x), mesh.size)]
+            want = jax.tree.map(lambda *parts: jnp.concatenate(parts), *by_device)
+            same(jax.jit(jax.shard_map(own, **specs))(x, w), want, rtol=1e-3, atol=1e-4)
+
+
+@case
+def the_plan_says_it(mesh):
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    mapped = auto_vmap(x=1, w=2, chunk_size=7)(scalar)
+    devices = mesh.size
+    plan = mapped.plan(x, w)
+    assert plan.parts == ((0, devices),)
+    assert plan.batch_shape == (N,)
+    assert plan.in_flight <= 7
+    assert f"axis 0: {devices} parts of {N // devices}, side by side" in str(plan)
+    assert "in flight in each part" in str(plan)
+    assert f"{devices} parts" in plan._repr_html_()
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    assert mapped.plan(shape, w) == plan
+    assert mapped.with_options(shards=devices).plan(X, W).parts == ((0, devices),)
+    assert mapped.with_options(shards=1).plan(x, w).parts == ()
+    # Where a device has all of its items in flight, this is `jax.vmap`.
+    assert str(mapped.with_options(chunk_size=N).plan(x, w)) == str(
+        mapped.with_options(chunk_size=None).plan(x, w)
+    )
+    limited = auto_vmap(x=1, w=2, memory_limit="2 kB")(scalar)
+    assert limited.plan(x, w).memory.chunk_size <= N // devices
+    same(limited(x, w), jax.vmap(scalar, (0, None))(X, W))
+
+
+def refused(error, text, call, *args):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call(*args)
+
+
+@case
+def errors(mesh):
+    mesh = mesh_of(AxisType.Auto, 2, mesh.size // 2)
+    x, w = put(mesh, X, "d"), put(mesh, W)
+
+    def wrong(shards, error, text):
+        def mapped():
+            chunked_vmap(scalar, 7, shards=shards)
+
+        def reduced():
+            chunked_reduce(scalar, "sum", 7, shards=shards)
+
+        def decorated():
+            auto_vmap(1, 2, shards=shards)(scalar)
+
+        refused(error, f"chunked_vmap(scalar): {text}", mapped)
+        refused(error, f"chunked_reduce(scalar): {text}", reduced)
+        refused(error, f"auto_vmap(scalar): {text}", decorated)
+
+    wrong(0, ValueError, "shards must be a positive int, got 0")
+    wrong(
+        "d",
+        TypeError,
+        "shards must be a positive int, a jax.sharding.PartitionSpec, or None, got 'd'; the axes "
+        "of a mesh are named by PartitionSpec('d')",
+    )
+
+    def unfit(shards, args, text):
+        mapped = auto_vmap(x=1, w=2, chunk_size=7, shards=shards)(scalar)
+        refused(ValueError, f"scalar(): shards={shards} {text}", mapped, *args)
+
+    unfit(7, (x, w), "needs a batch whose axis 0 it divides, but there are 480 items")
+    unfit(7, (X[0], w), "needs a batch whose axis 0 it divides, but there is no batch axis")
+    unfit(P("z"), (x, w), "names 'z', but the mesh has the axes 'd' and 'e'")
+    unfit(P("d", "e"), (x, w), "has 2 entries for the batch shape (480,)")
+    three = put(mesh, X[:3]), w
+    unfit(
+        P("d"),
+        three,
+        "cuts axis 0 of the batch in 2 parts, where there are 3 items, which 2 does not divide",
+    )
+    unfit(
+        P("d"),
+        (X, W),
+        "names axes of a mesh, but no argument lies on one here; give the number of parts, or call "
+        "it with jax.set_mesh(mesh)",
+    )
+    fold = rd.Fold(jnp.float32(0), lambda y: y, jnp.add)
+    first = auto_vmap(x=1, chunk_size=7, reduce=fold)(lambda x: x[0] * 1)
+    cube = put(mesh, data(6, 48, 3), None, "d")
+    same(first(cube), jnp.sum(data(6, 48, 3)[..., 0]), rtol=1e-3, atol=1e-3)
+    refused(
+        ValueError,
+        "<lambda>(): Fold takes items in their order, so of the axes that are reduced, (0, 1), "
+        "only the first can be sharded, but axis 1 is",
+        first.with_options(shards=P(None, "d")),
+        cube,
+    )
+    explicit = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
+    with inside(explicit):
+        refused(
+            ValueError,
+            "chunked_vmap(<lambda>): one argument lies along the mesh axes ('d',) where it is "
+            "mapped, another along ('e',); use jax.sharding.reshard, so that they lie alike",
+            chunked_vmap(lambda x, b: x * b, 7),
+            put(explicit, X, "d"),
+            put(explicit, X, "e"),
+        )
+
+
+if __name__ == "__main__":
+    name, kind, devices = sys.argv[1:]
+    of_all = mesh_of(getattr(AxisType, kind), int(devices))
+    with inside(of_all):
+        CASES[name](of_all)

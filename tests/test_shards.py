@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: MIT
+"""Batches that lie on several devices, each case in a process with simulated ones.
+
+For the number of devices is fixed when JAX starts; all other tests run on one.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from helpers import slow
+from shards_cases import CASES
+
+HERE = pathlib.Path(__file__).parent
+
+
+def run(name, kind, devices):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    found = subprocess.run(
+        [sys.executable, str(HERE / "shards_cases.py"), name, kind, str(devices)],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags.strip(),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "devices"),
+    [
+        ("maps_send_nothing", "Auto", 4),
+        ("eager_calls_see_how_arrays_lie", "Auto", 4),
+        ("reductions_send_once", "Auto", 4),
+        ("memory_of_a_device_does_not_grow", "Auto", 4),
+        ("other_ways_to_map", "Auto", 4),
+        ("the_plan_says_it", "Auto", 4),
+        slow("shard_map_checks_what_varies", "Auto", 4),
+        ("errors", "Auto", 4),
+        slow("maps_send_nothing", "Explicit", 4),
+        slow("maps_send_nothing", "Auto", 8),
+        slow("maps_send_nothing", "Explicit", 8),
+        slow("second_derivatives", "Auto", 4),
+        slow("second_derivatives", "Explicit", 4),
+        slow("reductions_send_once", "Explicit", 4),
+        slow("other_reductions_send_once", "Auto", 8),
+        slow("other_reductions_send_once", "Explicit", 8),
+        slow("memory_of_a_device_does_not_grow", "Explicit", 4),
+        slow("one_of_several_axes", "Auto", 4),
+        slow("one_of_several_axes", "Auto", 8),
+        slow("progress_counts_all_parts", "Auto", 4),
+        slow("progress_counts_all_parts", "Explicit", 4),
+    ],
+)
+def test_parts_are_walked_side_by_side(name, kind, devices):
+    run(name, kind, devices)
+
+
+def test_no_case_is_forgotten():
+    (cases,) = test_parts_are_walked_side_by_side.pytestmark
+    given = {getattr(values, "values", values)[0] for values in cases.args[1]}
+    assert given == set(CASES)
