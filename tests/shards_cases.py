@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 
 N = 480
@@ -335,6 +335,27 @@ def other_ways_to_map(mesh):
     chunked_vmap(tells, 1)(numbers)
     jax.effects_barrier()
     assert seen == list(range(16)), seen
+
+
+@case
+def split_keys_are_those_of_the_whole_batch(mesh):
+    def draw(x, key):
+        return x + jax.random.normal(key), jax.random.key_data(key)
+
+    batch = data(N, 6)
+    keys = jax.random.key(3)
+    want = jax.vmap(jax.vmap(draw))(batch, jax.random.split(keys, batch.shape))
+    square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
+    for entries in (("d",), (None, "d"), ("e", "d")):
+        for size in (1, 7, 100):
+            drawn = auto_vmap(x=0, key=SplitKey, chunk_size=size)(draw)
+            out = drawn(put(square, batch, *entries), keys)
+            np.testing.assert_array_equal(np.asarray(out[1]), np.asarray(want[1]))
+            same(out, want)
+        total = drawn.with_options(reduce=("sum", None), reduce_axis=0)
+        summed = total(put(square, batch, *entries), keys)
+        np.testing.assert_array_equal(np.asarray(summed[1]), np.asarray(want[1]))
+        same(summed[0], jnp.sum(want[0], axis=0), atol=1e-3)
 
 
 @case

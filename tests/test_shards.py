@@ -57,6 +57,7 @@ def run(name, kind, devices):
         slow("memory_of_a_device_does_not_grow", "Explicit", 4),
         slow("one_of_several_axes", "Auto", 4),
         slow("one_of_several_axes", "Auto", 8),
+        slow("split_keys_are_those_of_the_whole_batch", "Auto", 4),
         slow("progress_counts_all_parts", "Auto", 4),
         slow("progress_counts_all_parts", "Explicit", 4),
     ],

@@ -108,9 +108,11 @@ def find_parts(
 
 
 def is_spread(leaf: Any) -> bool:
-    """Whether an array lies on a mesh of several devices, as far as it can be seen."""
+    """Whether an array lies on a mesh of several devices, or of one as far as types tell."""
     sharding = _sharding(leaf)
-    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _seen(
@@ -214,8 +216,13 @@ def _names(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
     """Return the axes of the mesh that an axis of an array lies along."""
     types = _types(sharding.mesh)
     entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-    names = [name for name in _entry_names(entry) if types[name] != AxisType.Manual]
-    return tuple(name for name in names if sharding.mesh.shape[name] > 1)
+    # An explicit axis counts even with one device, for a loop along it is refused all the same.
+    return tuple(
+        name
+        for name in _entry_names(entry)
+        if types[name] == AxisType.Explicit
+        or (types[name] == AxisType.Auto and sharding.mesh.shape[name] > 1)
+    )
 
 
 def _types(mesh: Any) -> dict[str, Any]:

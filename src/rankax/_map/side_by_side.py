@@ -134,7 +134,7 @@ def of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPl
         plan,
         batch_shape=whole.batch_shape,
         leaves=whole.leaves,
-        parts=tuple((own.axis, own.count) for own in parts),
+        parts=tuple((own.axis, own.count) for own in parts if own.count > 1),
     )
 
 
