@@ -43,9 +43,7 @@ def potential(points, charges, mesh):
     def of_own(points, own):
         return jax.lax.psum(coulomb(points[:, None], own), "charges")
 
-    total = jax.shard_map(
-        of_own, mesh=mesh, in_specs=(P(), P("charges")), out_specs=P(), check_vma=False
-    )
+    total = jax.shard_map(of_own, mesh=mesh, in_specs=(P(), P("charges")), out_specs=P())
     return total(points, charges) / charges.shape[0]
 
 
