@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Run by `test_keys.py` on eight simulated devices: keys that are split over a sharded batch."""
 
+import math
 import re
 import sys
 
@@ -13,27 +14,26 @@ from jax.sharding import PartitionSpec as P
 from rankax import SplitKey, auto_vmap
 
 KEY = jax.random.key(5)
-BATCH = (8, 3)
-X = jnp.arange(24.0).reshape(BATCH) / 24
 
 
 def noisy(x, key):
     return x + jax.random.normal(key), jax.random.key_data(key)
 
 
-def check(mesh, chunk_size, reduce):
+def check(mesh, batch, chunk_size, reduce):
     """Compare with plain JAX on one device; return the names of what is sent."""
-    shards = None if AxisType.Explicit in mesh.axis_types else P("batch")
-    options = {"chunk_size": chunk_size, "reduce": reduce, "shards": shards}
-    kernel = auto_vmap(x=0, key=SplitKey, **options)(noisy)
-    draws, data = jax.vmap(jax.vmap(noisy))(X, jax.random.split(KEY, BATCH))
-    x = jax.device_put(X, NamedSharding(mesh, P("batch")))
+    xs = jnp.arange(float(math.prod(batch))).reshape(batch) / 24
+    draws, data = jax.vmap(noisy)(xs.ravel(), jax.random.split(KEY, xs.size))
+    spec = P(*("batch" if size == 16 else None for size in batch))
+    x = jax.device_put(xs, NamedSharding(mesh, spec))
     key = jax.device_put(KEY, NamedSharding(mesh, P()))
-    program = jax.jit(kernel).lower(x, key).compile()
-    got, got_data = program(x, key)
-    np.testing.assert_array_equal(got_data, data)
-    np.testing.assert_allclose(got, draws if reduce is None else jnp.sum(draws), rtol=1e-5)
-    return set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)\(", program.as_text()))
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, reduce=reduce, jit=True)(noisy)
+    got, got_data = kernel(x, key)
+    np.testing.assert_array_equal(np.asarray(got_data).reshape(data.shape), data)
+    want = draws.reshape(batch) if reduce is None else jnp.sum(draws)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    program = kernel.lower(x, key).compile().as_text()
+    return re.findall(r" (all-\w+|collective-\w+|reduce-scatter)\(", program)
 
 
 def main(kind, *counts):
@@ -43,14 +43,15 @@ def main(kind, *counts):
         devices = jax.devices()[:count]
         mesh = jax.make_mesh((count,), ("batch",), axis_types=types, devices=devices)
         enter = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
-        for chunk_size in (None, 1, 2, 100):
-            for reduce in (None, ("sum", None)):
-                with enter(mesh):  # which JAX wants where axes are explicit
-                    sent = check(mesh, chunk_size, reduce)
-                checked += 1
-                if kind == "Explicit" and jax.__version_info__ < (0, 8):
-                    continue  # JAX 0.7 gathers what it folds in
-                assert sent == ({"all-reduce"} if reduce and count > 1 else set()), sent
+        for batch in ((16, 3), (3, 16)):
+            for chunk_size in (None, 1, 7, 100):
+                for reduce in (None, ("sum", None)):
+                    with enter(mesh):  # which JAX wants where axes are explicit
+                        sent = check(mesh, batch, chunk_size, reduce)
+                    checked += 1
+                    if kind == "Explicit" and jax.__version_info__ < (0, 8):
+                        continue  # JAX 0.7 gathers what it folds in
+                    assert sent == (["all-reduce"] if reduce and count > 1 else []), sent
     sys.stdout.write(f"{checked} programs\n")
 
 

@@ -126,7 +126,8 @@ class Kernel:
         if parts:
             part = self._part(call, parts, options)
             options, _ = self._within_limit(part, options)
-            if self._nesting(part, options).plan.steps > 1:
+            plan = self._nesting(part, options).plan
+            if plan.steps > 1 or len(plan.reduced) > 1:
                 return self._side_by_side(call, part, parts, options)
             options = dataclasses.replace(options, chunk_size=None)  # each device has all its items
         options, _ = self._within_limit(call, options)
@@ -401,11 +402,15 @@ class Kernel:
     # Batches that lie on several devices.
 
     def parts(self, call: Call, options: Options) -> tuple[Parts, ...]:
-        """Return the parts in which the batch of a call lies; none where nothing is chunked."""
+        """Return the parts in which the batch of a call lies; none where `jax.vmap` will do."""
         is_seen = options.shards is not None or any(map(is_spread, call.leaves))
-        if (options.chunk_size is None and options.memory_limit is None) or not is_seen:
+        if not is_seen:
             return ()
         whole = self._whole(call, options)
+        is_chunked = options.chunk_size is not None or options.memory_limit is not None
+        # Several reduced axes become one, of which parts may be no runs.
+        if not is_chunked and len(whole.plan.reduced) < 2:
+            return ()
         leaves = [call.leaves[i] for i in whole.mapped]
         plans = self._leaf_plans(call, whole)
         axes = axes_of_leaves(whole.plan.batch_shape, [plans[i].batch_axes for i in whole.mapped])
