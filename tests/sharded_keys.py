@@ -38,19 +38,21 @@ def check(mesh, batch, chunk_size, reduce):
 
 def main(kind, *counts):
     checked = 0
+    # JAX 0.7 gathers what it folds in, and mixes up where two axes of a batch lie.
+    is_early = kind == "Explicit" and jax.__version_info__ < (0, 8)
     for count in map(int, counts):
         types = (AxisType[kind],)
         devices = jax.devices()[:count]
         mesh = jax.make_mesh((count,), ("batch",), axis_types=types, devices=devices)
         enter = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
-        for batch in ((16, 3), (3, 16)):
+        for batch in ((16, 3), (3, 16))[: 1 if is_early else 2]:
             for chunk_size in (None, 1, 7, 100):
                 for reduce in (None, ("sum", None)):
                     with enter(mesh):  # which JAX wants where axes are explicit
                         sent = check(mesh, batch, chunk_size, reduce)
                     checked += 1
-                    if kind == "Explicit" and jax.__version_info__ < (0, 8):
-                        continue  # JAX 0.7 gathers what it folds in
+                    if is_early:
+                        continue
                     assert sent == (["all-reduce"] if reduce and count > 1 else []), sent
     sys.stdout.write(f"{checked} programs\n")
 

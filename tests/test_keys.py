@@ -198,7 +198,8 @@ def test_any_number_of_devices_draws_the_same(kind):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "48 programs\n"
+    is_early = kind == "Explicit" and jax.__version_info__ < (0, 8)
+    assert run.stdout == f"{24 if is_early else 48} programs\n"
 
 
 # Which keys are split.
