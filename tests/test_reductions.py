@@ -899,3 +899,12 @@ def test_the_picture_of_a_plan_says_it_too():
     assert "<td>4 tiles of 6 over 23, reduced</td>" in shown
     assert "<td>4 chunks of 1 over 4</td>" in shown
     assert "reduced by sum, to (4,)" in shown
+
+
+def test_the_best_of_more_than_an_inner_row_has_are_items_though_they_are_nan():
+    """Its empty places, which rank with nan, must not pass for items with other indices."""
+    x, y = jnp.array([[jnp.nan], [jnp.nan], [5.0], [jnp.nan]]), jnp.arange(2.0)
+    kernel = auto_vmap(x=0, y=0, reduce=TopK(5))(lambda x, y: x + y)
+    got = kernel.with_options(chunk_size=1)(x, y)
+    assert got.indices.tolist() == [4, 5, 0, 1, 2]
+    assert_same(got, kernel(x, y))

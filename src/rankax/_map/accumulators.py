@@ -325,7 +325,8 @@ class Top:
 
     def shift(self, state: State, offset: jax.Array) -> State:
         keys, index = state
-        return keys, index + offset.astype(index.dtype)
+        moved = index + offset.astype(index.dtype)
+        return keys, jnp.where(index == jnp.iinfo(index.dtype).max, index, moved)
 
     def placed(self, state: State, fun: Callable[[jax.Array], jax.Array]) -> State:
         keys, index = state
