@@ -12,6 +12,7 @@ import cubed
 import dask
 import dask.array as da
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ V = RNG.normal(size=(5, 3)).astype("float32")
 M = RNG.normal(size=(4, 5, 3, 3)).astype("float32")
 
 PACKAGES = ["dask", "cubed"]
+enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
 def in_blocks(package, x, chunks):
@@ -90,6 +92,23 @@ def test_numpy_jax_and_numbers_mix_with_blocks_in_a_tree(package):
         computed(moved(lazy, jnp.asarray(2.0), name="shift")),
         moved({"a": a, "b": [b]}, 2.0, name="shift"),
     )
+
+
+@pytest.mark.parametrize("scale", [2.0, np.float64(2), np.float32(2), jnp.float32(2), True, 3])
+def test_a_number_is_as_weak_as_in_every_call(scale):
+    scaled = auto_vmap(x=0, by=0)(lambda x, by: x * by)
+    x = np.arange(4, dtype="float16")
+    with jax.numpy_dtype_promotion("standard"), enable_x64(True):
+        want = scaled(x, scale)
+        assert_same(computed(scaled(da.from_array(x, chunks=3), scale)), want)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_large_array_of_numpy_goes_along(package):
+    weights = np.arange(400_000.0, dtype="float32").reshape(4, 100_000)
+    total = auto_vmap(x=0, w=1)(lambda x, w: x * w.sum())
+    x = np.arange(4, dtype="float32")
+    assert_same(computed(total(in_blocks(package, x, (2,)), weights)), total(x, weights))
 
 
 def forbidden(block, block_info=None):
@@ -265,7 +284,6 @@ def test_each_item_has_its_own_key():
 def test_blocks_are_computed_as_jax_was_set_where_the_call_was_made():
     x = np.linspace(0, 1, 6)
     half = auto_vmap(x=0)(lambda x: x / 3)
-    enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
     with enable_x64(True):
         lazy = half(da.from_array(x, chunks=2))
     value = computed(lazy)

@@ -172,7 +172,8 @@ def _leaf(value: Any) -> tuple[Leaf, Any]:
         return Leaf("array", None, jax.random.key_impl(value), _aval(value)), value
     if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
         value = value.item()
-    if is_number(value):
+    # A float64 of NumPy is a float of Python's too, but not a weak one.
+    if is_number(value) and not isinstance(value, np.generic):
         return Leaf("number", None, None, _aval(value)), value
     value = np.asarray(value)
     return Leaf("array", None, None, _aval(value)), value
@@ -182,7 +183,7 @@ def _aval(value: Any) -> jax.ShapeDtypeStruct:
     """Return dtype and weakness as JAX has them."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct((), value.dtype)
-    if is_number(value):
+    if not isinstance(value, np.ndarray):
         aval = jax.typeof(value)
         return jax.ShapeDtypeStruct((), aval.dtype, weak_type=True)
     dtype = jax.dtypes.canonicalize_dtype(value.dtype.newbyteorder("="))

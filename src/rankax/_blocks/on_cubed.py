@@ -26,6 +26,8 @@ cubed: Any = importlib.import_module("cubed")
 # Where `cubed.apply_gufunc` is made of; cubed has no other way to a block of another length.
 _ops: Any = importlib.import_module("cubed.core.ops")
 
+_MOST_IN_PLAN = 10**6  # bytes
+
 
 class _Cubed:
     cuts_freely = False
@@ -34,7 +36,9 @@ class _Cubed:
     def cut(self, value: Any, chunks: Chunks, like: Any) -> Any:
         if isinstance(value, cubed.Array):
             return value
-        return cubed.asarray(value, chunks=tuple(own[0] for own in chunks), spec=like.spec)
+        # The first is held in the plan, and takes a megabyte at most; the second is read in steps.
+        hold = cubed.asarray if value.nbytes <= _MOST_IN_PLAN else cubed.from_array
+        return hold(value, chunks=tuple(own[0] for own in chunks), spec=like.spec)
 
     def map(
         self, fun: OnBlocks, inputs: Sequence[Input], layout: Layout, chunks: Chunks
