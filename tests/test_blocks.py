@@ -393,6 +393,17 @@ def test_arrays_that_no_kernel_takes():
     )
 
 
+def test_cubed_is_told_of_the_memory_limit():
+    kernel = auto_vmap(x=0)(lambda x: x * 2)
+    x = cubed.ones(6, chunks=3, dtype=np.float32, spec=cubed.Spec(allowed_mem="1 GB"))
+    for reduce in (None, "sum"):
+        own = kernel.with_options(reduce=reduce)
+        for limit in (None, "900 MB", "50%"):
+            computed(own.with_options(memory_limit=limit)(x))
+        message = refusal(ValueError, own.with_options(memory_limit="2 GB")(x).compute)
+        assert "exceeds allowed_mem" in message
+
+
 def test_cubed_arrays_that_are_cut_differently():
     x = np.arange(10.0, dtype="float32")
     assert refusal(

@@ -2,7 +2,8 @@
 """Arrays of cubed, on whatever executor they are computed.
 
 Each operation says what memory it needs, by which cubed holds every task to its ``allowed_mem``:
-besides the blocks themselves, which cubed counts, the copies of them that JAX makes.
+besides the blocks themselves, which cubed counts, the copies of them that JAX makes, and the
+``memory_limit`` of the kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Cubed:
         self, fun: OnBlocks, inputs: Sequence[Input], layout: Layout, chunks: Chunks
     ) -> list[Any]:
         batch = math.prod(max(own) for own in chunks)
-        needs = sum(given.array.chunkmem for given in inputs) + batch * sum(layout.sizes)
+        copies = sum(given.array.chunkmem for given in inputs) + batch * sum(layout.sizes)
+        needs = copies + fun.limit
         if len(layout.dtypes) == 1:
             return [_gufunc(fun, inputs, layout, needs)]
         # It has one output only, which is stored, so that each block is evaluated once.
@@ -82,6 +84,7 @@ class _Cubed:
         pairs = [*zip([given.array for given in inputs], names, strict=True)]
         pairs += [(index, (axis,)) for index, axis in zip(indices, axes, strict=True)]
         kept = math.prod(max(own) for axis, own in enumerate(chunks) if axis not in axes)
+        copies = sum(array.chunkmem for array, _ in pairs) + 2 * kept * size
         states = _ops.blockwise(
             fun,
             (*range(count), last),
@@ -89,7 +92,7 @@ class _Cubed:
             adjust_chunks=dict.fromkeys(axes, 1),
             new_axes={last: size},
             dtype=np.dtype(np.uint8),
-            extra_projected_mem=sum(array.chunkmem for array, _ in pairs) + 2 * kept * size,
+            extra_projected_mem=copies + state.limit,
         )
         return _ops.reduction(
             states,

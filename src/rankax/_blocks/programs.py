@@ -358,6 +358,12 @@ class OnBlocks:
             return cls(program, tuple(numbers), None)
         return cls(_programs.find(payload, lambda: program), tuple(numbers), payload)
 
+    @property
+    def limit(self) -> int:
+        """The bytes that the kernel was given for what it computes; 0 where nobody can say."""
+        limit = self._program.setup.options["memory_limit"]
+        return limit if isinstance(limit, int) else 0  # a share is one of a machine elsewhere
+
     def __call__(self, *blocks: Any, **given: Any) -> Any:
         """Evaluate one block."""
         return self._program(self._numbers, *blocks, **given)
