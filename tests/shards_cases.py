@@ -320,6 +320,12 @@ def other_ways_to_map(mesh):
     inner = jax.jit(chunked_vmap(fun, 7, *axes, shards=mesh.size))
     same(inner(*args), want)
     assert sent(inner.lower(*args).compile()) == {}
+    # Items that lie on several devices are gathered, once.
+    square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
+    wide = put(square, data(N, 4), "d", "e")
+    doubled = jax.jit(chunked_vmap(lambda x: jnp.tanh(x) * 2, 7, shards=P("d")))
+    same(doubled(wide), jnp.tanh(data(N, 4)) * 2)
+    assert sent(doubled.lower(wide).compile()) == {"all-gather": 1}
     keys = jax.random.split(jax.random.key(0), N)
     draws = chunked_vmap(jax.random.normal, 7)
     lying = jax.device_put(keys, NamedSharding(mesh, P("d")))
@@ -502,6 +508,13 @@ def errors(mesh):
             chunked_vmap(lambda x, b: x * b, 7),
             put(explicit, X, "d"),
             put(explicit, X, "e"),
+        )
+        refused(
+            ValueError,
+            "chunked_vmap(<lambda>): items of one argument lie along the mesh axes ('e',), but a "
+            "loop over chunks needs each of them whole on a device; use jax.sharding.reshard",
+            chunked_vmap(lambda x: x * 2, 7),
+            put(explicit, data(N, 4), "d", "e"),
         )
 
 

@@ -415,7 +415,7 @@ class Kernel:
         plans = self._leaf_plans(call, whole)
         axes = axes_of_leaves(whole.plan.batch_shape, [plans[i].batch_axes for i in whole.mapped])
         shape, where = whole.plan.batch_shape, f"{self.name}()"
-        parts = find_parts(options.shards, leaves, axes, shape, where)
+        parts = find_parts(options.shards, leaves, axes, shape, where, in_chunks=is_chunked)
         return in_order(parts, whole.plan, options.reduce, where, given=options.shards is not None)
 
     def _whole(self, call: Call, options: Options) -> Nesting:

@@ -79,6 +79,8 @@ def find_parts(
     axes: Sequence[Sequence[int | None]],
     shape: Sequence[int],
     where: str,
+    *,
+    in_chunks: bool = True,
 ) -> tuple[Parts, ...]:
     """Return the parts of the axes of a batch, those of axes that are whole left out.
 
@@ -94,6 +96,8 @@ def find_parts(
         Of the batch.
     where : str
         The function that was called, for errors.
+    in_chunks : bool, default True
+        Whether the batch is walked in chunks, for which items must be whole.
     """
     if shards is None and not any(map(is_spread, leaves)):
         return ()
@@ -101,6 +105,8 @@ def find_parts(
         return ()  # inside `jax.shard_map`, where each device walks its own items as it is
     if isinstance(shards, PartitionSpec):
         return _named_parts(shards, leaves, shape, where)
+    if in_chunks:
+        _check_items(leaves, axes, where)
     seen = [_seen(leaves, [own[b] for own in axes], b, n, where) for b, n in enumerate(shape)]
     if shards is None:
         return tuple(parts for parts in seen if parts is not None)
@@ -113,6 +119,22 @@ def is_spread(leaf: Any) -> bool:
     if not isinstance(sharding, NamedSharding):
         return False
     return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:
+    """Refuse items that do not lie on one device, where types say so: JAX would name a reshape."""
+    for leaf, own in zip(leaves, axes, strict=True):
+        sharding = _sharding(leaf)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        types = _types(sharding.mesh)
+        within = [axis for axis in range(len(leaf.shape)) if axis not in own]
+        names = tuple(name for axis in within for name in _names(sharding, axis))
+        if odd := tuple(name for name in names if types[name] == AxisType.Explicit):
+            raise ValueError(
+                f"{where}: items of one argument lie along the mesh axes {odd}, but a loop over "
+                "chunks needs each of them whole on a device; use jax.sharding.reshard"
+            )
 
 
 def _seen(
