@@ -107,7 +107,7 @@ def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("reduce", [None, "sum"], ids=str)
+@pytest.mark.parametrize("reduce", [None, slow("sum")], ids=str)
 def test_keys_are_never_an_array(reduce):
     """400,000 keys would be 3.2 MB, and 400,000 numbers 1.6 MB; a chunk needs 26 kB."""
 
@@ -308,7 +308,7 @@ def reparametrised(x, key):
     return jnp.sin(x * jax.random.normal(key, (3,))).sum()
 
 
-@pytest.mark.parametrize("reduce", [None, slow("sum"), slow("logsumexp"), "max"], ids=str)
+@pytest.mark.parametrize("reduce", [None, *map(slow, ("sum", "logsumexp", "max"))], ids=str)
 def test_derivatives_are_those_of_split_keys(reduce):
     keys = jax.random.split(KEY, BATCH)
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=4, reduce=reduce)(reparametrised)
@@ -391,7 +391,8 @@ def test_with_options_and_a_scope():
         assert_same(kernel(X, KEY), want)
 
 
-@pytest.mark.parametrize("reduce", [None, slow("sum")], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", [None, "sum"], ids=str)
 def test_a_memory_limit_counts_the_draws_of_a_chunk(reduce):
     @auto_vmap(x=0, key=SplitKey, memory_limit="1 MB", reduce=reduce)
     def kernel(x, key):
