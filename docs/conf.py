@@ -36,8 +36,8 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_parts"]
 
-# Pages that run. They import the programs in examples/ and what reads benchmarks/results; each has a
-# kernel of its own.
+# Pages that run. They import the programs in examples/ and what reads benchmarks/results; each has
+# a kernel of its own.
 
 folders = [str(HERE.parent / "examples"), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
