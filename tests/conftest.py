@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-for name, max_examples in {"quick": 6, "full": 50}.items():
+for name, max_examples in {"quick": 6, "full": 30}.items():
     settings.register_profile(
         name,
         max_examples=max_examples,

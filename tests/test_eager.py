@@ -17,6 +17,8 @@ import pytest
 import rankax
 from helpers import assert_same
 from rankax import auto_vmap, chunked_vmap
+from rankax._base.kept import Kept
+from rankax._map import eager
 
 X = jnp.arange(30.0).reshape(10, 3) / 30
 W = jnp.arange(9.0).reshape(3, 3) / 9
@@ -330,14 +332,15 @@ def test_nothing_of_the_caller_is_kept_alive():
     assert [ref() for ref in found] == [None] * 5
 
 
-@pytest.mark.slow
-def test_only_so_many_programs_are_kept():
+def test_only_so_many_programs_are_kept(monkeypatch):
+    monkeypatch.setattr(eager, "_kept", Kept(4))
+
     def times(number):
         return chunked_vmap(lambda x: x * number, 5)
 
     times(-1.0)(X)
     assert compilations(times(-1.0), X)[1] == 0
-    for number in range(300):
+    for number in range(4):
         times(float(number))(X)
     assert compilations(times(-1.0), X)[1] > 0
 

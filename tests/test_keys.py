@@ -199,7 +199,7 @@ def test_any_number_of_devices_draws_the_same(kind):
     )
     assert run.returncode == 0, run.stderr
     is_early = kind == "Explicit" and jax.__version_info__ < (0, 8)
-    assert run.stdout == f"{24 if is_early else 48} programs\n"
+    assert run.stdout == f"{16 if is_early else 32} programs\n"
 
 
 # Which keys are split.

@@ -40,7 +40,7 @@ def run(name, kind, devices):
     [
         ("maps_send_nothing", "Auto", 4),
         ("eager_calls_see_how_arrays_lie", "Auto", 4),
-        ("reductions_send_once", "Auto", 4),
+        slow("reductions_send_once", "Auto", 4),
         ("memory_of_a_device_does_not_grow", "Auto", 4),
         ("other_ways_to_map", "Auto", 4),
         ("the_plan_says_it", "Auto", 4),

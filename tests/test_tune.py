@@ -110,6 +110,7 @@ def test_a_tuned_jitted_kernel_shares_what_is_compiled():
     assert tuned.lower(X).as_text() == again.lower(X).as_text()
 
 
+@pytest.mark.slow
 def test_a_gradient_is_also_tried_without_checkpoints():
     x = jnp.linspace(0.0, 1.0, 300 * 3).reshape(300, 3)
     wave = auto_vmap(1)(lambda v: jnp.sin(v).sum())
