@@ -224,12 +224,11 @@ def mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def report(rows: dict[tuple[str, str], dict[str, float]]) -> str:
+def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
     lines = [
         "# Tiles",
         "",
-        f"Written by `python benchmarks/tiles.py`. jax {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}, float32.",
+        f"Written by `{command}`. jax {jax.__version__}, {jax.devices()[0].device_kind}, float32.",
         "",
         "Milliseconds, medians of turns. *no tiles*: chunks of 4096 as they are; *default*: the "
         "same in the tiles that rankax chooses; *tuned*: the options of `kernel.tune`, without a "
@@ -269,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="kernels whose name begins so; write nothing")
     parser.add_argument("--seconds", type=float, default=3, help="for each row, and for tuning it")
+    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
     given = parser.parse_args()
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for case in CASES:
@@ -280,10 +280,13 @@ def main() -> None:
             rows[case.name, mode] = row = row_of(medians(runs, inputs, given.seconds))
             times = ", ".join(f"{name} {t * 1e3:.1f}" for name, t in row.items())
             print(f"{case.name}, {mode}: {times}", flush=True)
-    text = report(rows)
+    command = f"python benchmarks/tiles.py --seconds {given.seconds:g} --results {given.results}"
+    text = report(rows, command)
     print(text)
-    if not given.only:
-        RESULTS.write_text(text, encoding="utf-8")
+    if given.only:
+        return
+    RESULTS.with_stem(given.results).write_text(text, encoding="utf-8")
+    if given.results == RESULTS.stem:
         shown.main()
 
 

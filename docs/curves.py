@@ -211,7 +211,7 @@ def _without_sections(text):
 
 
 def others(known=("blocks", "cpu", "reductions", "tiles")):
-    """The files of results that have no section of their own: other devices."""
+    """The files of results that have no section of their own: other versions, other devices."""
     texts = []
     for path in sorted(shown.RESULTS.glob("*.md")):
         if path.stem not in known:
