@@ -64,6 +64,8 @@ def megabytes(size: float) -> str:
         return "0 MB"
     if size >= 1e9:
         return f"{size / 1e9:.1f} GB"
+    if size < 5e4:
+        return f"{size / 1e3:.0f} kB"
     return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
 
 

@@ -52,8 +52,9 @@ def test_tables_of_results_are_read(shown):
     assert {row["contestant"] for row in rows} >= {"rankax", "KeOps"}
     assert all(float(row["ms"]) > 0 for row in rows)
     assert shown.table("tiles")[0]["kernel"] == "distances 8x3"
-    assert [shown.megabytes(size) for size in (0, 2e5, 4.1e8, 2e9)] == [
+    assert [shown.megabytes(size) for size in (0, 5e3, 2e5, 4.1e8, 2e9)] == [
         "0 MB",
+        "5 kB",
         "0.2 MB",
         "410 MB",
         "2.0 GB",
