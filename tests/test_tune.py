@@ -140,6 +140,8 @@ def test_a_limit_excludes_what_needs_more():
     assert tuning.candidates[tuning.chosen].tile <= 8
     by_option = auto_vmap(0, memory_limit="60 kB")(sort).tune(x, seconds=SHORT).tuning
     assert [c.note for c in by_option.candidates if c.seconds is None] == [c.note for c in above]
+    both = auto_vmap(0, chunk_size=8, memory_limit="60 kB")(sort).tune(x, seconds=SHORT).tuning
+    assert sorted(tiles(both)) == [1, 2, 4, 8]
     text = (
         r"sort.tune: no chunk size keeps to the memory_limit of 100 B; the least that was found "
         r"needs [\d.]+ k?B besides arguments and results"

@@ -70,7 +70,8 @@ def tuned(
     """
     where = f"{kernel.name}.tune"
     kernel.check_method("tune", args, kwargs)
-    limit = checked_limit(memory_limit, where) or kernel.options().memory_limit
+    given = checked_limit(memory_limit, where)
+    limit = given or kernel.options().memory_limit
     limit = None if limit is None else limit_in_bytes(limit, free_bytes)
     check_bool(gradient, where, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -83,7 +84,9 @@ def tuned(
             f"{where}: it runs the kernel to time it, so it cannot be called inside jax.jit, "
             "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
         )
-    measure = _Measure(kernel, call, gradient=gradient, where=where)
+    # A limit that is given takes the place of the kernel's chunk size; its own stands beside it.
+    bound = kernel.options().chunk_size if given is None else None
+    measure = _Measure(kernel, call, bound, gradient=gradient, where=where)
     programs = measure.programs(limit, seconds)
     times = _in_turns([p.run for p in programs], seconds)
     candidates = [
@@ -137,8 +140,10 @@ def _others(call: Call) -> dict[str, Any]:
 class _Measure:
     """The programs of one kernel for arguments like these, and the slice that they are run on."""
 
-    def __init__(self, kernel: Kernel, call: Call, *, gradient: bool, where: str) -> None:
-        self.kernel, self.call, self.gradient = kernel, call, gradient
+    def __init__(
+        self, kernel: Kernel, call: Call, bound: int | None, *, gradient: bool, where: str
+    ) -> None:
+        self.kernel, self.call, self.bound, self.gradient = kernel, call, bound, gradient
         self.own = dataclasses.replace(kernel.options(), memory_limit=None)
         self.others, self.others_tree = jax.tree.flatten(_others(call))
         ranks = call.structure.ranks
@@ -165,7 +170,7 @@ class _Measure:
 
     def programs(self, limit: int | None, seconds: float) -> list[_Program]:
         """Compile every candidate for all items, and for a slice that is run in the time given."""
-        chosen = self.candidates(limit)
+        chosen = self.candidates()
         leaves = self.slice_for(chosen[0], seconds / (len(chosen) * 2 * _FEWEST_ROUNDS))
         programs: list[_Program] = []
         for options in chosen:
@@ -178,9 +183,9 @@ class _Measure:
             programs.append(_Program(options, plan, bytes_needed, run))
         return programs
 
-    def candidates(self, limit: int | None) -> list[Options]:
+    def candidates(self) -> list[Options]:
         """Return the options as they are, then others; of those that do the same, one."""
-        bound = self.own.chunk_size if limit is None else None  # is kept, if nothing else is said
+        bound = self.bound
         most = min(bound or self.items, self.items - 1)
         sizes = [self.own.chunk_size, *(n for n in _SIZES if n <= most), bound]
         found: dict[Any, Options] = {}

@@ -15,6 +15,7 @@ import jax
 from rankax._base.functions import unwrapped
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
+from rankax._plan.budget import shown_bytes
 
 __all__ = ["Candidate", "Tuning", "Tunings", "load_tuning", "measured_for"]
 
@@ -109,7 +110,7 @@ class Tuning:
                 str(c.tile),
                 ", ".join(f"{name}={value!r}" for name, value in c.options.items()),
                 "-" if c.seconds is None else _time(c.seconds),
-                _bytes(c.temporaries),
+                shown_bytes(c.temporaries),
                 "chosen" if i == self.chosen else c.note,
             )
             for i, c in enumerate(self.candidates)
@@ -120,12 +121,6 @@ def _time(seconds: float) -> str:
     units = [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")]
     size, unit = next((u for u in units if seconds >= u[0]), (1e-9, "ns"))
     return f"{seconds / size:.3g} {unit}"
-
-
-def _bytes(count: int) -> str:
-    units = [(10**9, "GB"), (10**6, "MB"), (10**3, "kB")]
-    size, unit = next((u for u in units if count >= u[0]), (1, "B"))
-    return f"{count / size:.3g} {unit}"
 
 
 def measured_for(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
-from rankax._base.trees import leaves_with_names, spread_prefix
+from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed, plural
 from rankax._blocks.backend import Backend, Chunks, Input
 from rankax._blocks.dtypes import checked_dtype
@@ -40,7 +40,6 @@ from rankax._kernel import Call, Kernel, is_array, is_number
 from rankax._map.fold import Fold
 from rankax._map.partial import Parts
 from rankax._map.reduce import Reductions
-from rankax._map.reduction import Reduction
 from rankax._options import Options
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.nesting import Nesting
@@ -382,13 +381,7 @@ class _Lazy:
 
     def _kept(self, out: Any, reductions: Reductions, parts: Parts) -> list[list[Any]]:
         """Return the outputs that are kept whole, for each part."""
-        entries = spread_prefix(
-            reductions.prefix,
-            out,
-            "output",
-            is_entry=lambda node: node is None or isinstance(node, Reduction),
-            what="reduction",
-        )
+        entries = reductions.of_outputs(out)
         outs = jax.tree.leaves(out)
         positions = tuple(i for i, entry in enumerate(entries) if entry is None)
         arrays = iter(self._map(outs, positions))

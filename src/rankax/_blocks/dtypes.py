@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["checked_dtype"]
+__all__ = ["checked_dtype", "in_native_order"]
 
 
 def checked_dtype(dtype: Any, came: str, path: str) -> Any:
@@ -37,3 +37,8 @@ def checked_dtype(dtype: Any, came: str, path: str) -> Any:
             f'"jax_enable_x64", True) first, or pass {path}.astype("{narrow}")'
         )
     return native
+
+
+def in_native_order(array: Any) -> Any:
+    """Return an array of NumPy with its bytes in the order of this machine, as JAX wants them."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

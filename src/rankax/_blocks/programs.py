@@ -22,6 +22,7 @@ import numpy as np
 
 from rankax._base.kept import Kept
 from rankax._base.trees import check_outputs
+from rankax._blocks.dtypes import in_native_order
 from rankax._blocks.packing import Array, Layout
 from rankax._kernel import Kernel
 from rankax._map.partial import Parts, partial_reductions
@@ -153,17 +154,12 @@ class Program:
     def evaluated(self, arrays: Sequence[Array], numbers: Sequence[Any]) -> list[Array]:
         """Return the leaves of what was compiled, as arrays of NumPy that can be written to."""
         with self.setup.as_configured():
-            outs = self.compiled([_native(x) for x in arrays], list(numbers))
+            outs = self.compiled([in_native_order(np.asarray(x)) for x in arrays], list(numbers))
             return [np.array(out) for out in jax.tree.leaves(outs)]
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
         """Evaluate one block."""
         raise NotImplementedError
-
-
-def _native(block: Any) -> Array:
-    array = np.asarray(block)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 class MapBlock(Program):

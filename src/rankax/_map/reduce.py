@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.functions import function_location
-from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entries
+from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entries, spread_prefix
 from rankax._base.words import listed
 from rankax._map.calls import call_with_derivative_of
 from rankax._map.eager import is_eager
@@ -46,6 +46,10 @@ BY_NAME: dict[str, Reduction] = {
 }
 
 
+def _is_entry(node: Any) -> bool:
+    return node is None or isinstance(node, Reduction)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reductions:
     """What was given as ``reduce``: a tree of reductions, and of None for what is kept."""
@@ -57,6 +61,10 @@ class Reductions:
     def prefix(self) -> Any:
         """The tree of the entries."""
         return self.structure.unflatten(self.entries)
+
+    def of_outputs(self, out: Any) -> list[Reduction | None]:
+        """Return the entry of each leaf of what an item returned."""
+        return spread_prefix(self.prefix, out, "output", is_entry=_is_entry, what="reduction")
 
     def of_part(self, count: int) -> Reductions:
         """Return what reduces one of several parts of a row, which has ``count`` items."""
@@ -346,14 +354,10 @@ def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeD
 
 def _parts(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
     """Cut what one item returned into the parts of the reductions, and lift them."""
-
-    def is_entry(node: Any) -> bool:
-        return node is None or isinstance(node, Reduction)
-
     try:
         found = list(
             parts_with_entries(
-                reductions.prefix, out, "output", is_entry=is_entry, what="reduction"
+                reductions.prefix, out, "output", is_entry=_is_entry, what="reduction"
             )
         )
     except ValueError as error:

@@ -17,11 +17,10 @@ from rankax._base.blocks import blocks_of
 from rankax._base.nodes import children_of, is_leaf, names_fields
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
-from rankax._blocks.dtypes import checked_dtype
+from rankax._blocks.dtypes import checked_dtype, in_native_order
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves
 from rankax._kernel import Call, Kernel, is_number
-from rankax._map.reduction import Reduction
 from rankax.xarray._dims import declared_names, dims_given, dims_of_argument, read_dims
 
 __all__ = ["apply"]
@@ -297,7 +296,7 @@ class _Named:
     def _aligned(self, leaf: _Leaf, data: Any) -> Any:
         """Give an array an axis for each reduced dimension that it lacks."""
         if isinstance(data, np.ndarray):
-            data = data.astype(data.dtype.newbyteorder("="), copy=False)
+            data = in_native_order(data)
         present = self._present(leaf)
         if len(present) == len(self.reduced):
             return data
@@ -378,14 +377,7 @@ class _Named:
         reductions = self.kernel.own.reduce
         if reductions is None or all(entry is not None for entry in reductions.entries):
             return [False] * len(jax.tree.leaves(out))
-        entries = spread_prefix(
-            reductions.prefix,
-            out,
-            "output",
-            is_entry=lambda node: node is None or isinstance(node, Reduction),
-            what="reduction",
-        )
-        return [entry is None for entry in entries]
+        return [entry is None for entry in reductions.of_outputs(out)]
 
     def _declared(self, out: Any) -> list[tuple[str, ...] | None]:
         """Return the names that the kernel declares for its outputs, as the arguments have them."""
