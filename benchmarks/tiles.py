@@ -182,7 +182,7 @@ def contestants(case: Case, inputs: Any, gradient: bool, seconds: float) -> dict
         "default": compiled(kernel, inputs, gradient),
         "tuned": compiled(tuned, inputs, gradient, options.get("compiler_options")),
     }
-    with mock.patch("rankax._map.tiles.tiles_matter", return_value=False):
+    with mock.patch("rankax._fit.cpu.tiles_matter", return_value=False):
         found["no tiles"] = compiled(kernel, inputs, gradient)
     for size in MAP_SIZES:
         found[f"lax.map {size}"] = compiled(_lax_map(case.fun, size), inputs, gradient)

@@ -17,8 +17,8 @@ import pytest
 import rankax
 from helpers import assert_same
 from rankax import auto_vmap, chunked_vmap
-from rankax._base.kept import Kept
-from rankax._map import eager
+from rankax._base.cache import Kept
+from rankax._loop import reuse as eager
 
 X = jnp.arange(30.0).reshape(10, 3) / 30
 W = jnp.arange(9.0).reshape(3, 3) / 9

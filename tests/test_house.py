@@ -13,9 +13,9 @@ import rankax
 ROOT = Path(rankax.__file__).parent
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 ORDER = [
-    *["_errors", "_static", "_base", "_declare", "_plan", "_map", "_scan"],
-    *["_options", "_kernel", "_jit", "_tuning", "_tune", "_blocks", "_auto_vmap", "reductions"],
-    *["xarray", "__init__"],
+    *["_errors", "_static", "_base", "_declare", "_trace", "_plan", "_progress", "_fit", "_loop"],
+    *["_devices", "_scan", "_reduce", "_options", "_call", "_tune", "_blocks", "_front"],
+    *["reductions", "xarray", "__init__"],
 ]
 MOST_LINES = 60
 

@@ -22,10 +22,10 @@ import rankax
 import sharded_keys
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
+from rankax._call.nest import Bounds, map_levels
 from rankax._declare.dims import Rank
 from rankax._declare.split_key import key_rank
-from rankax._map.keys import item_key
-from rankax._map.nest import Bounds, map_levels
+from rankax._loop.keys import item_key
 from rankax._plan.nesting import plan_nesting
 from rankax.reductions import Best, TopK
 from test_eager import compilations

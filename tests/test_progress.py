@@ -13,7 +13,7 @@ import pytest
 import rankax
 from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
-from rankax._map import progress as module
+from rankax._progress import report as module
 
 X, W = jnp.linspace(0.1, 0.9, 30).reshape(10, 3), jnp.ones(3)
 TO_TEN = [(done, 10) for done in (0, 2, 4, 6, 8, 10)]

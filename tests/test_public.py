@@ -109,7 +109,7 @@ def test_help_shows_the_options_of_auto_vmap():
     # Python 3.13 gives each parameter a line of its own.
     assert "".join(f"auto_vmap{shown}".split()) in "".join(page.split())
     # What a type checker knows is the same.
-    written = types.SimpleNamespace(__module__="rankax._auto_vmap", __qualname__="auto_vmap")
+    written = types.SimpleNamespace(__module__="rankax._front.auto_vmap", __qualname__="auto_vmap")
     typed = inspect.signature(typing.get_overloads(written)[-1]).parameters.values()
     assert [(p.name, p.kind, p.default) for p in typed] == [
         (p.name, p.kind, p.default) for p in signature.parameters.values()

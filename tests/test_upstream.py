@@ -103,7 +103,7 @@ class TestForgottenRules:
 )
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.max, jnp.min, lambda x, axis: x @ x])
 def test_short_sums_of_many_numbers_go_to_a_library(reduce):
-    """It is slow there, which is why chunks are cut into tiles: `rankax._map.tiles`."""
+    """It is slow there, which is why chunks are cut into tiles: `rankax._fit.cpu`."""
 
     def calls_library(items, *core):
         x = jnp.ones((items, *core))

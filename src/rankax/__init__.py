@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 import rankax.reductions as reductions
-from rankax._auto_vmap import auto_vmap as auto_vmap
 from rankax._declare.like import ranks_like as ranks_like
 from rankax._declare.split_key import SplitKey as SplitKey
 from rankax._errors import BatchShapeError as BatchShapeError
 from rankax._errors import CoreDimensionError as CoreDimensionError
 from rankax._errors import RankError as RankError
-from rankax._map.chunked import chunked_vmap as chunked_vmap
-from rankax._map.chunked_reduce import chunked_reduce as chunked_reduce
+from rankax._front.auto_vmap import auto_vmap as auto_vmap
+from rankax._front.chunked_reduce import chunked_reduce as chunked_reduce
+from rankax._front.chunked_vmap import chunked_vmap as chunked_vmap
 from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
 from rankax._plan.budget import MemoryFit as MemoryFit
@@ -43,10 +43,10 @@ from rankax._plan.levels import Level as Level
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static
-from rankax._tuning import Candidate as Candidate
-from rankax._tuning import Tuning as Tuning
-from rankax._tuning import Tunings as Tunings
-from rankax._tuning import load_tuning as load_tuning
+from rankax._tune.table import Candidate as Candidate
+from rankax._tune.table import Tuning as Tuning
+from rankax._tune.table import Tunings as Tunings
+from rankax._tune.table import load_tuning as load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
-from rankax._map.progress import checked_progress
-from rankax._map.reduce import Reductions, read_reductions
-from rankax._map.shards import Shards, checked_shards
+from rankax._devices.parts import Shards, checked_shards
 from rankax._plan.budget import checked_limit
+from rankax._progress.report import checked_progress
+from rankax._reduce.run import Reductions, read_reductions
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
 

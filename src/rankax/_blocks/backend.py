@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rankax._blocks.packing import Layout
+from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
 __all__ = ["Backend", "Chunks", "Input"]
@@ -33,7 +33,7 @@ class Backend(Protocol):
         ...
 
     def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Layout, chunks: Chunks
+        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: Chunks
     ) -> list[Any]:
         """Return arrays that have the batch in front, and items of this layout."""
         ...
@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
 
-def gufunc_signature(inputs: Sequence[Input], layout: Layout) -> tuple[str, dict[str, int]]:
+def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dict[str, int]]:
     """Return a signature in which each core axis has a name of its own, and the sizes of outputs.
 
     That core axes of one name agree is checked before, in better words.

@@ -23,7 +23,7 @@ from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed, plural
 from rankax._blocks.backend import Backend, Chunks, Input
 from rankax._blocks.dtypes import checked_dtype
-from rankax._blocks.packing import Layout
+from rankax._blocks.packing import Packing
 from rankax._blocks.programs import (
     CONFIG,
     Leaf,
@@ -36,13 +36,13 @@ from rankax._blocks.programs import (
     StateOfBlock,
     States,
 )
-from rankax._kernel import Call, Kernel, is_array, is_number
-from rankax._map.fold import Fold
-from rankax._map.partial import Parts
-from rankax._map.reduce import Reductions
+from rankax._call.bind import Call, Kernel, is_array, is_number
 from rankax._options import Options
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.nesting import Nesting
+from rankax._reduce.fold import Fold
+from rankax._reduce.merge import BlockStates
+from rankax._reduce.run import Reductions
 
 __all__ = ["call_on_blocks"]
 
@@ -330,7 +330,7 @@ class _Lazy:
         fun = OnBlocks.of(program, self.numbers)
         return self.backend.map(fun, self.inputs, layout, self.chunks)
 
-    def _packed(self, layout: Layout) -> Layout | None:
+    def _packed(self, layout: Packing) -> Packing | None:
         return layout if self.backend.packs and len(layout.shapes) > 1 else None
 
     def reduced(self, reductions: Reductions) -> Any:
@@ -379,7 +379,7 @@ class _Lazy:
         kept = len(self.plan.batch_shape) - len(reduce.axes)
         return States(treedef, layout_of(leaves, kept))
 
-    def _kept(self, out: Any, reductions: Reductions, parts: Parts) -> list[list[Any]]:
+    def _kept(self, out: Any, reductions: Reductions, parts: BlockStates) -> list[list[Any]]:
         """Return the outputs that are kept whole, for each part."""
         entries = reductions.of_outputs(out)
         outs = jax.tree.leaves(out)
@@ -408,10 +408,10 @@ class _Lazy:
         return self.backend.map(OnBlocks.of(program, ()), [given], layout, kept)
 
 
-def layout_of(avals: Sequence[Any], batch: int = 0) -> Layout:
+def layout_of(avals: Sequence[Any], batch: int = 0) -> Packing:
     """Return the layout of items, which have so many batch axes in front."""
     shapes = tuple(tuple(aval.shape[batch:]) for aval in avals)
-    return Layout(shapes, tuple(np.dtype(aval.dtype) for aval in avals))
+    return Packing(shapes, tuple(np.dtype(aval.dtype) for aval in avals))
 
 
 def _refined(cuts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -422,7 +422,7 @@ def _refined(cuts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *ends], ends, strict=False) if b > a)
 
 
-def _check_count(kernel: Kernel, parts: Parts, reduce: Reduce) -> None:
+def _check_count(kernel: Kernel, parts: BlockStates, reduce: Reduce) -> None:
     """Refuse to number more items than an int has numbers."""
     count = math.prod(reduce.sizes)
     if count < 2**31 or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:

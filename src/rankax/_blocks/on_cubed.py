@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rankax._blocks.backend import Chunks, Input, block_indices, gufunc_signature
-from rankax._blocks.packing import Layout
+from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks, Unpack
 
 __all__ = ["BACKEND"]
@@ -42,7 +42,7 @@ class _Cubed:
         return hold(value, chunks=tuple(own[0] for own in chunks), spec=like.spec)
 
     def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Layout, chunks: Chunks
+        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: Chunks
     ) -> list[Any]:
         batch = math.prod(max(own) for own in chunks)
         copies = sum(given.array.chunkmem for given in inputs) + batch * sum(layout.sizes)
@@ -50,14 +50,14 @@ class _Cubed:
         if len(layout.dtypes) == 1:
             return [_gufunc(fun, inputs, layout, needs)]
         # It has one output only, which is stored, so that each block is evaluated once.
-        whole = Layout(((sum(layout.sizes),),), (np.dtype(np.uint8),))
+        whole = Packing(((sum(layout.sizes),),), (np.dtype(np.uint8),))
         packed = _gufunc(fun, inputs, whole, needs)
         given = [Input(packed, len(chunks), whole.shapes[0])]
         return [
             _gufunc(
                 Unpack(layout, number),
                 given,
-                Layout((shape,), (dtype,)),
+                Packing((shape,), (dtype,)),
                 batch * 2 * layout.sizes[number],
             )
             for number, (shape, dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True))
@@ -104,7 +104,7 @@ class _Cubed:
         )
 
 
-def _gufunc(fun: Any, inputs: Sequence[Input], layout: Layout, needs: int) -> Any:
+def _gufunc(fun: Any, inputs: Sequence[Input], layout: Packing, needs: int) -> Any:
     fun, inputs = _core_axes_first(fun, inputs)
     signature, sizes = gufunc_signature(inputs, layout)
     return cubed.apply_gufunc(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rankax._blocks.backend import Chunks, Input, block_indices, gufunc_signature
-from rankax._blocks.packing import Layout
+from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
 __all__ = ["BACKEND"]
@@ -30,7 +30,7 @@ class _Dask:
         return value if value.chunks == chunks else value.rechunk(chunks)
 
     def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Layout, chunks: Chunks
+        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: Chunks
     ) -> list[Any]:
         del chunks
         signature, sizes = gufunc_signature(inputs, layout)

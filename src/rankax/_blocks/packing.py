@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Layout"]
+__all__ = ["Packing"]
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Packing:
     """The shapes and dtypes of what one item has, one after the other."""
 
     shapes: tuple[tuple[int, ...], ...]

@@ -20,13 +20,13 @@ import jax
 import jax.experimental
 import numpy as np
 
-from rankax._base.kept import Kept
+from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._blocks.dtypes import in_native_order
-from rankax._blocks.packing import Array, Layout
-from rankax._kernel import Kernel
-from rankax._map.partial import Parts, partial_reductions
+from rankax._blocks.packing import Array, Packing
+from rankax._call.bind import Kernel
 from rankax._options import Options
+from rankax._reduce.merge import BlockStates, partial_reductions
 
 __all__ = [
     "MapBlock",
@@ -91,9 +91,9 @@ class Setup:
         arrays = [leaf.item for leaf in self.leaves if leaf.kind == "array"]
         return arrays, [leaf.item for leaf in self.leaves if leaf.kind == "number"]
 
-    def parts(self, sizes: Sequence[int]) -> Parts:
+    def parts(self, sizes: Sequence[int]) -> BlockStates:
         """Return how the states of the kernel's reductions are handled; it is traced for that."""
-        found: list[Parts] = []
+        found: list[BlockStates] = []
         reductions = self.kernel.own.reduce
         assert reductions is not None
 
@@ -102,7 +102,7 @@ class Setup:
             def fun(*items: Any) -> Any:
                 return self.on_item(items, numbers)
 
-            found.append(Parts(fun, arrays, reductions, sizes))
+            found.append(BlockStates(fun, arrays, reductions, sizes))
 
         jax.eval_shape(trace, *self.shapes_of_item())
         return found[0]
@@ -170,11 +170,11 @@ class MapBlock(Program):
     setup : Setup
     only : tuple of int
         The leaves of the output that are wanted.
-    layout : Layout, optional
+    layout : Packing, optional
         Of their items, where they are to be packed.
     """
 
-    def __init__(self, setup: Setup, only: tuple[int, ...], layout: Layout | None = None) -> None:
+    def __init__(self, setup: Setup, only: tuple[int, ...], layout: Packing | None = None) -> None:
         super().__init__(setup)
         self.only = only
         self.layout = layout
@@ -195,7 +195,7 @@ class MapBlock(Program):
 class Unpack:
     """One of the arrays that were packed."""
 
-    layout: Layout
+    layout: Packing
     number: int
 
     def __call__(self, packed: Array) -> Array:
@@ -217,7 +217,7 @@ class StateOfBlock(Program):
     It is given the indices along each reduced axis behind the other arrays.
     """
 
-    def __init__(self, setup: Setup, reduce: Reduce, layout: Layout) -> None:
+    def __init__(self, setup: Setup, reduce: Reduce, layout: Packing) -> None:
         super().__init__(setup)
         self.reduce = reduce
         self.layout = layout
@@ -254,7 +254,7 @@ class States:
     """How states are packed: their tree and the layout of its leaves."""
 
     treedef: Any
-    layout: Layout
+    layout: Packing
 
 
 class MergeStates(Program):
@@ -297,7 +297,7 @@ class ResultOfStates(Program):
     """The reduced outputs, from the packed state of all items."""
 
     def __init__(
-        self, setup: Setup, reduce: Reduce, states: States, layout: Layout | None = None
+        self, setup: Setup, reduce: Reduce, states: States, layout: Packing | None = None
     ) -> None:
         super().__init__(setup)
         self.reduce = reduce
@@ -322,7 +322,7 @@ class ResultOfStates(Program):
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _over_rows(fun: Callable[..., Any], layout: Layout, leaves: Sequence[Any]) -> Any:
+def _over_rows(fun: Callable[..., Any], layout: Packing, leaves: Sequence[Any]) -> Any:
     """Map a function of states over the kept axes, which are in front of all leaves."""
     for _ in range(leaves[0].ndim - len(layout.shapes[0])):
         fun = jax.vmap(fun)

@@ -15,8 +15,8 @@ from jax import lax
 from rankax._base.functions import function_location
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed, table
-from rankax._map.calls import keep_rules
 from rankax._scan.arguments import check_leaves, type_name
+from rankax._trace.derivatives import keep_rules
 
 __all__ = ["Body", "Operands", "Step", "trace_body"]
 

@@ -10,8 +10,8 @@ import jax
 from jax import lax
 
 from rankax._base.functions import function_name
-from rankax._map.progress import checked_progress, told
 from rankax._plan.chunks import split_into_chunks
+from rankax._progress.report import checked_progress, told
 from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_arguments
 from rankax._scan.body import Step, trace_body
 from rankax._scan.loops import Loop, run_layout

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._map.access import scalar
-from rankax._map.calls import call_with_derivative_of
-from rankax._map.progress import Progress, Reports
+from rankax._base.arrays import scalar
+from rankax._progress.report import Progress, Reports
 from rankax._scan.body import Body, Operands, Step
 from rankax._scan.steps import cut_steps
+from rankax._trace.derivatives import call_with_derivative_of
 
 __all__ = ["Loop", "run_layout"]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.functions import function_name
-from rankax._map.progress import checked_progress, told
+from rankax._progress.report import checked_progress, told
 from rankax._scan.arguments import is_debugging, name_of_call, scan_arguments, slice_bounds
 from rankax._scan.body import trace_body
 from rankax._scan.loops import Loop, run_layout

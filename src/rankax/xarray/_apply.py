@@ -18,9 +18,9 @@ from rankax._base.nodes import children_of, is_leaf, names_fields
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._blocks.dtypes import checked_dtype, in_native_order
+from rankax._call.bind import Call, Kernel, is_number
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves
-from rankax._kernel import Call, Kernel, is_number
 from rankax.xarray._dims import declared_names, dims_given, dims_of_argument, read_dims
 
 __all__ = ["apply"]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Call: arguments -> a bound call -> nested maps."""

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: MIT
+"""A nest of maps, or the reduction of a row, around each of several parts of a batch.
+
+Each sharded axis is one more map, outside of all loops; see `shards.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rankax._base.arrays import zeros
+from rankax._devices.parts import Parts, join, over_parts, part_shape
+from rankax._loop.reuse import run_kept
+from rankax._plan.batch import BatchPlan
+from rankax._reduce.protocol import Places
+from rankax._reduce.run import Reduced, Reductions, merge_parts
+from rankax._trace.item import ItemProgram
+
+__all__ = ["First", "Layout", "axes_of_leaves", "in_order", "map_parts", "of_all", "reduce_parts"]
+
+Leaves = list[Any]
+First = Mapping[int, Any]  # by axis of the batch that is cut: the number of the first item
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A batch, of which some axes lie in parts, and its leaves."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Parts, ...]
+    axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
+    reduced: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many parts there are along all axes together."""
+        return math.prod(parts.count for parts in self.parts)
+
+    def shape_of_part(self, shape: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
+        """Return the shape of one part of a leaf that has the axes of the batch there."""
+        for parts in self.parts:
+            if (axis := axes[parts.axis]) is not None:
+                shape = part_shape(shape, axis, parts)
+        return tuple(shape)
+
+    def inner(self) -> Layout:
+        """Return the same of one part along the first axis that lies in parts."""
+        first, *rest = self.parts
+        shape = part_shape(self.shape, first.axis, first)
+        return dataclasses.replace(self, shape=shape, parts=tuple(rest))
+
+    @property
+    def first_axes(self) -> list[int | None]:
+        return [own[self.parts[0].axis] for own in self.axes]
+
+    def begins(self, outside: First, number: Any) -> First:
+        """Return where this part begins, along its axis and those that were cut before."""
+        axis = self.parts[0].axis
+        each = np.asarray(self.shape[axis] // self.parts[0].count, number.dtype)
+        return {**outside, axis: number * each}
+
+    def place(self, axis: int, *, is_kept: bool) -> int | None:
+        """Return where an output has an axis of the batch; None where it is reduced."""
+        if is_kept:
+            return axis
+        if axis in self.reduced:
+            return None
+        return axis - sum(other < axis for other in self.reduced)
+
+    @property
+    def places(self) -> Places:
+        """Where the first axis that lies in parts is in a row."""
+        first = self.parts[0]
+        each = self.shape[first.axis] // first.count
+        before = math.prod(self.shape[axis] for axis in self.reduced if axis < first.axis)
+        after = math.prod(self.shape[axis] for axis in self.reduced if axis > first.axis)
+        return Places(first, before, each, after)
+
+
+def axes_of_leaves(
+    shape: Sequence[int], own_axes: Sequence[Sequence[int]]
+) -> tuple[tuple[int | None, ...], ...]:
+    """Return where leaves with these batch axes have each axis of the batch; None: not at all."""
+    found: list[tuple[int | None, ...]] = []
+    for own in own_axes:
+        absent = len(shape) - len(own)
+        places = [
+            axis - absent if axis >= absent and own[axis - absent] == size else None
+            for axis, size in enumerate(shape)
+        ]
+        found.append(tuple(places))
+    return tuple(found)
+
+
+def in_order(
+    parts: tuple[Parts, ...],
+    plan: BatchPlan,
+    reductions: Reductions | None,
+    where: str,
+    *,
+    given: bool,
+) -> tuple[Parts, ...]:
+    """Leave out axes whose parts are no runs of a row, where a reduction needs its items in order.
+
+    That is an error where the parts are ``given``, or where JAX could not walk them as one.
+    """
+    if reductions is None or not reductions.are_ordered:
+        return parts
+    found: list[Parts] = []
+    for own in parts:
+        before = math.prod(plan.batch_shape[axis] for axis in plan.reduced if axis < own.axis)
+        if own.axis not in plan.reduced or before == 1:
+            found.append(own)
+        elif given or own.is_explicit:
+            raise ValueError(
+                f"{where}: {reductions} takes items in their order, so of the axes that are "
+                f"reduced, {plan.reduced}, only the first can be sharded, but axis {own.axis} is"
+            )
+    return tuple(found)
+
+
+def of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPlan:
+    """Return the plan of one part as that of the whole batch."""
+    if plan.steps <= 1:  # each device has all of its items in flight
+        return whole
+    return dataclasses.replace(
+        plan,
+        batch_shape=whole.batch_shape,
+        leaves=whole.leaves,
+        parts=tuple((own.axis, own.count) for own in parts if own.count > 1),
+    )
+
+
+def map_parts(
+    program: Callable[[ItemProgram, Leaves, First], Leaves],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    layout: Layout,
+    out_axes: Sequence[Sequence[int | None]],
+    key: Any,
+) -> Leaves:
+    """Return the outputs of ``program``, which maps an item over one part, for the whole batch.
+
+    Parameters
+    ----------
+    program : callable
+        Takes the item, the leaves of one part and where that begins; returns arrays.
+    item : ItemProgram
+    leaves : sequence of arrays
+    layout : Layout
+    out_axes : sequence of sequences
+        For each output, where it has each axis of the batch; None: it is alike for all items.
+    key : hashable
+        What ``program`` depends on besides.
+    """
+
+    def walk(layout: Layout, begins: First, item: ItemProgram, leaves: Leaves) -> Leaves:
+        if not layout.parts:
+            return program(item, leaves, begins)
+        own = layout.parts[0]
+
+        def of_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
+            inside = layout.begins(begins, number)
+            return walk(layout.inner(), inside, item.with_constants(consts), leaves)
+
+        outs = over_parts(of_part, own, item.closed.consts, leaves, layout.first_axes)
+        axes = [places[own.axis] for places in out_axes]
+        outs = [
+            out if axis is None else join(out, axis, own)
+            for out, axis in zip(outs, axes, strict=True)
+        ]
+        return outs if None not in axes else _with_alike(outs, axes, item)
+
+    return run_kept(functools.partial(walk, layout, {}), item, leaves, (layout, key))
+
+
+def _with_alike(outs: Leaves, axes: Sequence[int | None], item: ItemProgram) -> Leaves:
+    """Replace outputs that are alike for all items: each device has them, and none is to send them.
+
+    They do not depend on the item, so that of any will do, and what is not used is not computed.
+    """
+    alike = item(*(zeros(aval.shape, aval.dtype) for aval in item.closed.in_avals))
+    return [one if axis is None else out for out, one, axis in zip(outs, alike, axes, strict=True)]
+
+
+def reduce_parts(
+    program: Callable[[ItemProgram, Leaves, First, Reductions], Reduced],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    layout: Layout,
+    reductions: Reductions,
+    key: Any,
+) -> Any:
+    """Return what `map_parts` does, of a program that reduces one part; the result in its tree."""
+
+    def walk(
+        layout: Layout, begins: First, reductions: Reductions, item: ItemProgram, leaves: Leaves
+    ) -> Reduced:
+        if not layout.parts:
+            return program(item, leaves, begins, reductions)
+        own, places = layout.parts[0], layout.places
+        is_cut = own.axis in layout.reduced
+        of_each = reductions.of_part(places.size // own.count) if is_cut else reductions
+        found: list[Reduced] = []
+
+        def of_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
+            inside = layout.begins(begins, number)
+            found.append(walk(layout.inner(), inside, of_each, item.with_constants(consts), leaves))
+            return found[-1].arrays
+
+        outs = over_parts(of_part, own, item.closed.consts, leaves, layout.first_axes)
+        return _joined(found[-1].with_arrays(outs), layout, reductions, item.where)
+
+    def whole(item: ItemProgram, leaves: Leaves) -> Any:
+        return walk(layout, {}, reductions, item, leaves).assembled()
+
+    # A function of the user's may do something else at the next call, and stay the same object.
+    kept = None if reductions.are_ordered else (layout, reductions, key)
+    return run_kept(whole, item, leaves, kept)
+
+
+def _joined(found: Reduced, layout: Layout, reductions: Reductions, where: str) -> Reduced:
+    """Join what is kept along the axis that was cut, and merge what is reduced over it."""
+    first = layout.parts[0]
+    arrays: list[jax.Array] = []
+    for array, is_kept in zip(found.arrays, found.is_kept, strict=True):
+        axis = layout.place(first.axis, is_kept=is_kept)
+        arrays.append(array if axis is None else join(array, axis, first))
+    found = found.with_arrays(arrays)
+    if first.axis not in layout.reduced:
+        return found
+    kept = len(layout.shape) - len(layout.reduced)
+    return merge_parts(found, reductions, layout.places, kept, where)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Fit: a program and a limit -> a chunk; a program and a processor -> a tile."""

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT
+"""How many items a tile should have, from the program of one item.
+
+A chunk is walked in tiles where that is faster. The one reason so far is XLA:CPU of JAX 0.10 to
+0.12 (0.9 does not do it). There a sum, maximum or minimum of floats whose operand has 4096 numbers
+or more goes to a library (``__ynn_fusion`` in a compiled program), and so does a dot product of two
+vectors. The library takes some nanoseconds for each result. That is nothing where a result
+comes from 32 numbers or more, and a multiple of the work where it comes from three. So a tile is
+chosen that keeps the operands of short reductions below 4096 numbers.
+
+It may go, with all that calls it, when ``test_upstream.py`` finds that no library is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from rankax._trace.item import trace_item
+
+__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter", "with_tile"]
+
+NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
+
+_LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
+_LONG = 16  # numbers that make one result, from which on the library is no slower
+
+# Nanoseconds on x86, rounded. They only have to tell a gain of a factor from a loss.
+_PER_SHORT_RESULT = 6.0  # that the library takes, and its operands, which it has others store
+_PER_LONG_NUMBER = 1.0  # that the library saves where a reduction is long
+_PER_OPERATION = 20.0  # of a tile, whatever its size
+_PER_CALL = 600.0  # of a tile, for a product of matrices
+_PER_STEP = 1500.0  # of a tile, for each step of a loop inside the item
+_PER_PRODUCT = 1.0  # of a tile, for each number of a matrix that all items share
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+_LOOPS = ("scan", "while")
+
+Jaxpr = jax.extend.core.Jaxpr
+ClosedJaxpr = jax.extend.core.ClosedJaxpr
+
+
+def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a tile smaller than the chunk may be faster here, with these options of `jax.jit`."""
+    return (
+        jax.default_backend() == "cpu"
+        and jax.__version_info__ >= (0, 10)
+        and NO_LIBRARY not in (compiler_options or {})
+    )
+
+
+def best_tile(program: Any) -> int | None:
+    """Return how many items a tile should have at most, from the ``ClosedJaxpr`` of one item.
+
+    None: as many as a chunk may have.
+    """
+    cost = _Cost()
+    _add(cost, program.jaxpr, set(program.jaxpr.invars), 1)
+    if not 0 < cost.largest < _LIBRARY_FROM:
+        return None
+    tile = (_LIBRARY_FROM - 1) // cost.largest
+    gain = _PER_SHORT_RESULT * cost.short_results
+    loss = _PER_LONG_NUMBER * cost.long_numbers + cost.per_tile / tile
+    return tile if gain > loss else None
+
+
+def with_tile(
+    fun: Callable[..., Any],
+    avals: Sequence[Any],
+    compiler_options: Mapping[str, Any] | None = None,
+) -> tuple[Callable[..., Any], int | None]:
+    """Return ``fun`` of the leaves of one item, which are like ``avals``, with its best tile.
+
+    It is traced for that, and what is returned is not traced again.
+    """
+    if not tiles_matter(compiler_options):
+        return fun, None
+    program = trace_item(fun, lambda *items: (items, {}), avals, 0)
+
+    @functools.wraps(fun, updated=())  # for errors, which name the kernel
+    def traced(*items: Any) -> Any:
+        return program.out_tree.unflatten(program(*items))
+
+    return traced, best_tile(program.closed)
+
+
+@dataclasses.dataclass
+class _Cost:
+    """What an item does, in numbers and nanoseconds."""
+
+    largest: int = 0  # operand of a short reduction
+    short_results: int = 0
+    long_numbers: int = 0
+    per_tile: float = 0.0
+
+
+def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
+    """Count what depends on the item, for ``moving`` are the variables that do so."""
+    for eqn in jaxpr.eqns:
+        flags = [not _is_literal(v) and v in moving for v in eqn.invars]
+        if not any(flags):
+            continue
+        moving.update(eqn.outvars)
+        steps = times
+        if eqn.primitive.name in _LOOPS:
+            steps *= eqn.params.get("length", 1)  # of a `while` nobody knows
+            cost.per_tile += _PER_STEP * steps
+        inner = list(_programs(eqn))
+        for program in inner:
+            inputs = _inputs_that_move(eqn, program, flags)
+            _add(cost, program, inputs, steps)
+        if not inner:
+            _add_operation(cost, eqn, flags, times)
+
+
+def _add_operation(cost: _Cost, eqn: Any, flags: Sequence[bool], times: int) -> None:
+    cost.per_tile += _PER_OPERATION * times
+    name = eqn.primitive.name
+    if name not in (*_REDUCTIONS, "dot_general"):
+        return
+    out = eqn.outvars[0].aval
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        return
+    if name in _REDUCTIONS:
+        _add_reduction(cost, eqn.invars[0].aval.size, out.size, times)
+    else:
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        numbers = out.size * math.prod(left[axis] for axis in contracted)
+        if not all(flags):
+            cost.per_tile += _PER_PRODUCT * numbers * times
+        elif out.ndim == len(batch):
+            _add_reduction(cost, numbers, out.size, times)
+        else:
+            cost.per_tile += _PER_CALL * times
+
+
+def _add_reduction(cost: _Cost, numbers: int, results: int, times: int) -> None:
+    if numbers >= _LONG * results:
+        cost.long_numbers += numbers * times
+    elif numbers > results:
+        cost.short_results += results * times
+        cost.largest = max(cost.largest, numbers)
+
+
+def _is_literal(variable: Any) -> bool:
+    return isinstance(variable, jax.extend.core.Literal)
+
+
+def _programs(eqn: Any) -> Iterator[Any]:
+    """Return the programs that an equation calls, of a branch all."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, Jaxpr):
+                yield part
+
+
+def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:
+    """Return the inputs of a called program that depend on the item; all where it is not clear."""
+    if len(program.invars) != len(flags):
+        return set(program.invars)
+    flags = list(flags)
+    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
+        # Constants, carry, rows; a row has an axis less inside. The names of these numbers among
+        # the parameters are others in JAX 0.12.
+        carried = _alike(eqn.outvars, program.outvars)
+        consts = _alike(eqn.invars, program.invars) - carried
+        flags[consts : consts + carried] = [True] * carried
+    return {v for v, moves in zip(program.invars, flags, strict=True) if moves}
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Return how many values have as many axes outside a loop as inside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT
+"""What a call needs, by the compiler's own account, and the chunk that keeps to a limit.
+
+Programs are compiled for shapes alone, and never run. What is compiled is the whole call with a
+chunk size that is tried, and the pull-back of cotangents through it: so all is counted that the
+loop adds to the chunk. Arrays that the kernel closes over are inputs there, since they may be
+tracers of an outer trace, of which the shape is all that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rankax._base.cache import Kept
+from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax._trace.fingerprint import Unknown, fingerprint
+
+__all__ = ["Program", "Task", "fit_to_limit", "free_bytes", "shape_of"]
+
+# A call with a chunk size: how many items are in flight, and the call as a function of constants
+# and arrays, which are given by their shapes.
+Program = Callable[[int], tuple[int, Callable[..., Any], Sequence[Any]]]
+
+_kept = Kept(1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a chunk size is wanted for."""
+
+    where: str  # the function, for errors
+    limit: int | str  # in normal form; a share is one of what is free when it is first asked for
+    sizes: tuple[int, ...]  # of the levels, outermost first
+    most: int  # the largest chunk
+    with_gradient: bool  # whether the gradient has to keep to the limit, too
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
+
+
+def fit_to_limit(
+    task: Task, item: Any, consts: Sequence[Any], program: Program, key: Hashable
+) -> MemoryFit:
+    """Return the chunk size that keeps to a limit, measured once for each kind of call.
+
+    Parameters
+    ----------
+    task : Task
+    item : ClosedJaxpr
+        The traced program of one item, by which calls are told apart, with ``task`` and ``key``.
+    consts : sequence
+        What that program uses besides the item; of which only shapes are looked at.
+    program : callable
+        Returns, for a chunk size, how many items are in flight, the call as a function
+        ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
+    key : hashable
+        What the call depends on besides.
+    """
+    if any(hasattr(effect, "name") for effect in item.effects):
+        raise ValueError(
+            f"{task.where}: memory_limit cannot measure a kernel with a collective over an outer "
+            "axis; give chunk_size"
+        )
+    shapes = [shape_of(const) for const in consts]
+    of_consts = tuple((shape.shape, shape.dtype) for shape in shapes)
+    key = task, _program_key(item), of_consts, key, jax.default_backend()
+    options = None if task.compiler_options is None else dict(task.compiler_options)
+
+    def measure(chunk_size: int) -> Cost:
+        in_flight, call, arrays = program(chunk_size)
+        forward = jax.jit(call).trace(shapes, list(arrays))
+        gradient = _gradient(call, shapes, list(arrays)) if task.with_gradient else None
+        return Cost(
+            in_flight,
+            _temporaries(forward, options),
+            None if gradient is None else _temporaries(gradient, options),
+        )
+
+    def fit() -> MemoryFit:
+        limit = limit_in_bytes(task.limit, free_bytes)
+        return fit_chunk(measure, task.sizes, task.most, limit, task.where)
+
+    return _kept.find(key, fit)
+
+
+def _program_key(item: Any) -> Hashable:
+    try:
+        return fingerprint(item)
+    except Unknown:
+        # Of a program that cannot be compared, how it is built will do: it is about memory only.
+        return tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
+
+
+def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of an array or number, or of a stand-in; or of one with ``shape``."""
+    if not hasattr(value, "dtype"):
+        value = jax.eval_shape(lambda: jnp.asarray(value))
+    dtype = value.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak_type = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        tuple(value.shape) if shape is None else shape, dtype, weak_type=bool(weak_type)
+    )
+
+
+def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
+    analysis = traced.lower().compile(options).memory_analysis()
+    if analysis is None:
+        raise NotImplementedError(
+            f"memory_limit: the compiler for {jax.default_backend()} does not say what memory a "
+            "program needs; give chunk_size"
+        )
+    return int(analysis.temp_size_in_bytes)
+
+
+def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> Any:
+    """Trace the gradient with respect to all that has one; None where there is none."""
+    leaves, treedef = jax.tree.flatten((consts, arrays))
+    moving = [i for i, leaf in enumerate(leaves) if _moves(leaf)]
+
+    def of_moving(some: list[Any], rest: list[Any]) -> list[Any]:
+        merged = list(rest)
+        for i, leaf in zip(moving, some, strict=True):
+            merged[i] = leaf
+        return [out for out in call(*treedef.unflatten(merged)) if _moves(out)]
+
+    def gradient(some: list[Any], rest: list[Any], cotangents: list[Any]) -> Any:
+        _, pull = jax.vjp(lambda some: of_moving(some, rest), some)
+        return pull(cotangents)
+
+    some = [leaves[i] for i in moving]
+    rest = [None if i in moving else leaf for i, leaf in enumerate(leaves)]
+    cotangents = jax.eval_shape(of_moving, some, rest)
+    if not moving or not cotangents:
+        return None
+    try:
+        return jax.jit(gradient).trace(some, rest, cotangents)
+    except Exception:  # whatever it is, this kernel cannot be differentiated
+        return None
+
+
+def _moves(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def free_bytes() -> int:
+    """Return what the first device has free, or else the machine."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

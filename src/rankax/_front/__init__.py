@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Front ends: the functions that users call."""

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: MIT
+"""``auto_vmap``: the decorator, its options and its type."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+import jax
+
+from rankax._base.blocks import InBlocksError
+from rankax._base.functions import function_name, unwrapped
+from rankax._blocks.call import call_on_blocks
+from rankax._call.bind import Kernel
+from rankax._declare.gufunc import to_gufunc
+from rankax._declare.ranks import Declaration, declare
+from rankax._declare.split_key import SplitKey
+from rankax._front.jit import JitKernel
+from rankax._options import DEFAULTS, Given, Options, check_together, checked_options, keyword_only
+from rankax._plan.batch import BatchPlan
+from rankax._tune.measure import tuned
+from rankax._tune.table import Tuning
+
+__all__ = ["auto_vmap"]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+
+class AutoVmapped(Protocol, Generic[P, R]):
+    """A decorated kernel: its own parameters and result, and a ``plan``."""
+
+    __wrapped__: Callable[..., Any]
+    __name__: str
+    __qualname__: str
+    tuning: Tuning | None
+    signature: str | None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan:
+        """Say what a call with these arguments, or their ``ShapeDtypeStruct``, would do."""
+        ...
+
+    def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]:
+        """Return this kernel with other options; those that are not named stay."""
+        ...
+
+    def tune(
+        self,
+        *args: Any,
+        memory_limit: int | str | None = None,
+        gradient: bool = False,
+        seconds: float = 5,
+        **kwargs: Any,
+    ) -> AutoVmapped[P, R]:
+        """Return this kernel with the options that are fastest for arguments like these."""
+        ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
+
+    @overload
+    def __get__(
+        self: AutoVmapped[Concatenate[S, Q], R], instance: S, owner: Any, /
+    ) -> Callable[Q, R]: ...
+
+
+class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
+    """A kernel decorated with ``jit=True``, which can be lowered too."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower a call as `jax.jit` does."""
+        ...
+
+    def with_options(self, **options: Unpack[Given]) -> JitAutoVmapped[P, R]:
+        """Return this kernel with other options; those that are not named stay."""
+        ...
+
+    def tune(
+        self,
+        *args: Any,
+        memory_limit: int | str | None = None,
+        gradient: bool = False,
+        seconds: float = 5,
+        **kwargs: Any,
+    ) -> JitAutoVmapped[P, R]:
+        """Return this kernel with the options that are fastest for arguments like these."""
+        ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any, /) -> JitAutoVmapped[P, R]: ...
+
+    @overload
+    def __get__(
+        self: AutoVmapped[Concatenate[S, Q], R], instance: S, owner: Any, /
+    ) -> Callable[Q, R]: ...
+
+
+class Decorator(Protocol):
+    """What ``auto_vmap(...)`` returns: it keeps the kernel's parameters and result."""
+
+    def __call__(self, fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
+
+
+class JitDecorator(Protocol):
+    """What ``auto_vmap(..., jit=True)`` returns."""
+
+    def __call__(self, fun: Callable[P, R], /) -> JitAutoVmapped[P, R]: ...
+
+
+@overload
+def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
+
+
+@overload
+def auto_vmap(
+    *ranks: Any,
+    chunk_size: int | None = None,
+    memory_limit: int | str | None = None,
+    reduce: Any = None,
+    reduce_axis: int | Sequence[int] | None = None,
+    checkpoint: bool = True,
+    jit: Literal[True],
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
+    **named_ranks: Any,
+) -> JitDecorator: ...
+
+
+@overload
+def auto_vmap(
+    *ranks: Any,
+    chunk_size: int | None = None,
+    memory_limit: int | str | None = None,
+    reduce: Any = None,
+    reduce_axis: int | Sequence[int] | None = None,
+    checkpoint: bool = True,
+    jit: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | str | Callable[[int, int], object] = False,
+    shards: int | jax.sharding.PartitionSpec | None = None,
+    **named_ranks: Any,
+) -> Decorator: ...
+
+
+def auto_vmap(*ranks: Any, **named: Any) -> Any:
+    r"""Let a kernel written for one item take any broadcastable batch of each argument.
+
+    ``auto_vmap(0, 1)(f)(s, v)`` with ``s`` of shape ``(4, 1)`` and ``v`` of shape ``(5, 3)`` is
+    equivalent to ::
+
+        jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, None))(s[:, 0], v)
+
+    The leading axes that an argument has beyond its rank are batch axes. Those of all arguments are
+    broadcast together by NumPy's rules, and each is mapped by one `jax.vmap`. An argument that
+    lacks an axis, or has it with length 1, is not mapped there, so that no broadcast is ever
+    materialised; what is left in the compiled program is what nesting by hand leaves.
+
+    Parameters
+    ----------
+    *ranks : int, None, str, SplitKey, or a pytree prefix of those
+        How many core axes one item of each argument has, bound to the parameters of the kernel as
+        a call binds arguments. An int counts them: 0 for a scalar, 1 for a vector. A dimension
+        string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
+        ``None``, or no rank, passes any Python object through untouched. `SplitKey` is the rank of
+        a random key of which each item gets its own. A dict, tuple, list,
+        NamedTuple or registered dataclass of those spreads over a pytree argument as ``in_axes``
+        of `jax.vmap` does; a dict also over a class that has fields of those names, and
+        `ranks_like` makes such a tree from an example. One string with parentheses is a gufunc
+        signature for the whole kernel: ``"(n,3),(n)->()"``.
+    chunk_size : int, optional
+        At most so many evaluations of the kernel exist at once, counted over all batch axes
+        together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
+        all of them.
+    memory_limit : int or str, optional
+        In bytes, as ``"2 GB"``, ``"500 MiB"``, or as ``"50%"`` of what the first device, or else
+        the machine, has free when a call of such shapes is first seen. A chunk size is chosen whose
+        temporaries, beyond inputs and outputs, keep to it by the compiler's own account, in the
+        call and in its gradient (see Notes). Together with ``chunk_size`` the smaller one counts.
+    reduce : str, Reduction, None, or a pytree prefix of those, optional
+        What becomes of the outputs along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
+        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
+        an object of `rankax.reductions`. ``None`` inside a tree keeps an output whole. With
+        ``chunk_size`` what is reduced is never stored (see `chunked_reduce` for memory, derivatives
+        and order).
+    reduce_axis : int or tuple of int, optional
+        The axes of the batch shape that are reduced, counted as NumPy counts axes; None: all of
+        them. The others stay, in their order, in front of the core axes.
+    checkpoint : bool, default True
+        Where chunked, recompute each chunk in the reverse pass instead of storing the intermediate
+        values of all chunks.
+    jit : bool, default False
+        Compile the mapped call, once for each set of shapes, dtypes and static values. Arrays are
+        traced, and Python scalars on parameters that have a rank; everything else is static and
+        must be hashable. Inside another ``jit`` it leaves no trace. A method's ``self`` is static
+        too unless it is a pytree: attributes that are changed after the first call are not seen.
+    compiler_options : dict, optional
+        Handed to `jax.jit` where ``jit=True``. Inside another ``jit`` those of the outer one count.
+    progress : bool, str or callable, default False
+        Show how far the outermost loop is: True is a bar of ``tqdm`` with the kernel's name
+        (``pip install "rankax[progress]"``), a string its label; a function is called with
+        ``(done, total)``, numbers of items. See Notes.
+    shards : int or PartitionSpec, optional
+        With ``chunk_size`` or ``memory_limit``: along which axes of a mesh the batch lies, or in
+        how many parts its axis 0 does; needed only where it cannot be seen, inside a `jax.jit` of
+        your own. 1: walk the batch as one. See Notes.
+    **named_ranks : int, None, str, or a pytree prefix of those
+        Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
+        each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
+        has no rank by its own name. Items without a rank, as parameters, have that of their
+        annotation, or are untouched. A parameter that has the name of an option gets its rank by
+        position, in a signature or by annotation.
+
+    Returns
+    -------
+    callable
+        The kernel for batches, if the first argument is the kernel (``@auto_vmap``); otherwise a
+        decorator that makes it. Every array it returns has the batch shape in front, without the
+        axes that are reduced; without batch axes the kernel is simply called. It keeps the name,
+        docstring, signature and type of the kernel, which is its ``__wrapped__``, and has
+        ``plan(*args, **kwargs)``, which tells what a call with such arguments (or
+        `jax.ShapeDtypeStruct` in their place) would do, and ``with_options(**options)``, which
+        returns the same kernel with other options: equal options give the same object, so that
+        nothing is compiled anew. See `options` for many kernels. Its ``signature`` is the gufunc
+        signature, with names for axes that have none; None where the output is not declared.
+
+    Raises
+    ------
+    TypeError
+        When decorating: a rank for an unknown parameter, two for one, too many, one of a wrong
+        type, or none at all.
+    TypeError
+        When called: the arguments do not fit the signature.
+    TypeError
+        When called: an argument with a rank is not an array, or is a list of numbers.
+    TypeError
+        When called, with ``jit=True``: a static argument cannot be hashed.
+    ValueError
+        When decorating: a negative rank, a string that cannot be read, an unknown reduction.
+    ValueError
+        When called: an argument does not have the tree structure of its ranks.
+    ValueError
+        When called: an axis to reduce is out of range, or an output cannot be reduced so.
+    ValueError
+        When called: one item alone needs more than ``memory_limit``.
+    RankError
+        When called: an argument has fewer axes than its rank.
+    BatchShapeError
+        When called: the batch axes do not broadcast together.
+    CoreDimensionError
+        When called: a named or fixed dimension disagrees; while tracing, that of an output.
+
+    Notes
+    -----
+    *Annotations.* A parameter without a rank gets that of its jaxtyping annotation, and a bare
+    ``@auto_vmap`` relies on them alone. ``Float[Array, "*batch n 3"]`` and ``Float[Array, "n 3"]``
+    both have rank 2; ``Float[Array, "..."]`` and ``Array`` declare none. NamedTuples, dataclasses
+    and Equinox modules are read by their fields. A return annotation is checked. Where no rank is
+    given by hand, arrays in a parameter whose annotation says nothing of arrays are a
+    ``UserWarning`` at the first call; ``name=None`` says that they are meant to be untouched.
+
+    *Options.* ``None`` as an argument's value passes through whatever its rank.
+
+    *Memory limit.* For each set of shapes and dtypes the call is compiled for a few chunk sizes,
+    usually three, and not run; ``plan`` does so too and shows what was measured. What counts is the
+    call itself, and its gradient with respect to all floating arrays that it uses. With
+    ``checkpoint=False`` the gradient does not count, for chunks do not bound it. Where no chunk of
+    a fitting size divides the batch, the gradient copies the outputs, and this copy counts. What a
+    program around the call keeps is not seen. Of an outer `jax.vmap`, one item counts.
+
+    *Progress.* One bar for a call, however many axes it loops over and whatever `jax.vmap` is
+    around it; kernels that are called inside have none. A reverse pass has its own, "(reverse)", or
+    the function hears 0 again; the gradient of some reductions walks more than twice. Where nothing
+    is chunked there is no loop, and nothing is shown. Updates are a tenth of a second apart or
+    more, and a report costs about a fifth of a millisecond, with at most 200 for each pass. The
+    function runs on another thread and must not call JAX; what it raises ends the call. A bar is
+    closed when the call fails; inside a `jax.jit` of your own, when the next call of its label
+    begins. Of several processes the first one shows it. Give the same function at each call, for
+    compiled programs are found by it.
+
+    *Blocks.* Where an argument with a rank is an array of dask or cubed, so is what is returned,
+    and nothing is computed: each block is evaluated by the kernel, compiled, with its own bound on
+    memory, wherever the scheduler runs. Core axes must be whole in each chunk. Reduced axes may be
+    cut: the states of blocks are merged in a tree. There is no derivative of this. For arrays with
+    named dimensions there is `rankax.xarray.apply`.
+
+    *Many devices.* Batch axes that are sharded are walked in parts, one for each device, side by
+    side: ``chunk_size`` and ``memory_limit`` count per device, nothing is sent forward or for the
+    gradient of what is mapped, and the gradient of what is shared is summed over the devices once.
+    So is a reduction. Outputs lie as those of `jax.vmap`. What is sharded is seen from arrays that
+    are there, at an eager call or one of ``jit=True``, and on a mesh with explicit axes always. A
+    chunk of one item is then mapped over the devices, too.
+
+    *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
+    The kernel is traced once a call, with ``memory_limit`` twice.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from rankax import auto_vmap
+    >>> @auto_vmap(s=0, v=1, m=2)
+    ... def energy(s, v, m):
+    ...     return v @ m @ v + s * v.size
+    >>> energy(2.0, jnp.ones(3), jnp.ones((3, 3)))
+    Array(15., dtype=float32)
+    >>> energy(2.0, jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))).shape
+    (4, 5)
+    """
+    if len(ranks) == 1 and named.keys() <= DEFAULTS.keys() and _is_function(ranks[0]):
+        return _decorate(ranks[0], (), named)
+    for rank in ranks:
+        if _is_function(rank) and not _is_rank_tree(rank):
+            raise TypeError(
+                f"auto_vmap: got the function {function_name(rank)} among the ranks; write "
+                f"auto_vmap(...)({function_name(rank)})"
+            )
+    return functools.partial(_decorate, ranks=ranks, named=named)
+
+
+def _shown_signature() -> inspect.Signature:
+    """Say which options there are, of which `auto_vmap` itself must see those that are given."""
+    kind = inspect.Parameter
+    ranks = kind("ranks", kind.VAR_POSITIONAL)
+    named_ranks = kind("named_ranks", kind.VAR_KEYWORD)
+    return inspect.Signature([ranks, *keyword_only(DEFAULTS), named_ranks])
+
+
+vars(auto_vmap)["__signature__"] = _shown_signature()
+
+
+def _is_function(value: Any) -> bool:
+    is_callable = callable(value) and value is not SplitKey
+    return is_callable or isinstance(value, (staticmethod, classmethod))
+
+
+def _is_rank_tree(value: Any) -> bool:
+    """Whether this is a pytree that only happens to be callable, as an Equinox module may be."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(leaf is SplitKey or isinstance(leaf, (int, str)) for leaf in leaves)
+
+
+def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if isinstance(fun, (staticmethod, classmethod)):
+        return type(fun)(_decorate(fun.__func__, ranks, named))
+    if not callable(fun):
+        raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
+    given = {name: value for name, value in named.items() if name in DEFAULTS}
+    checked = checked_options(given, f"auto_vmap({function_name(fun)})")
+    named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
+    declaration = declare(fun, ranks, named_ranks, given, DEFAULTS)
+    return _Family(fun, declaration).member(checked, f"auto_vmap({function_name(fun)})")
+
+
+class _Family:
+    """The kernels that one declaration makes, each with other options."""
+
+    def __init__(self, fun: Any, declaration: Declaration) -> None:
+        self._fun = fun
+        self._declaration = declaration
+        self._members: dict[Any, Any] = {}
+
+    def member(self, given: Mapping[str, Any], where: str) -> Any:
+        """Return the one kernel with these options, so that what it compiled is found again."""
+        key = frozenset(given.items())
+        if key not in self._members:
+            check_together(Options(**given), where)
+            self._members[key] = self._new_member(given)
+        return self._members[key]
+
+    def _new_member(self, given: Mapping[str, Any]) -> Any:
+        kernel = Kernel(self._fun, self._declaration, given)
+        return self._function(kernel, JitKernel(kernel) if kernel.own.jit else None, given)
+
+    def _function(
+        self,
+        kernel: Kernel,
+        jitted: JitKernel | None,
+        given: Mapping[str, Any],
+        tuning: Tuning | None = None,
+    ) -> Any:
+        call = jitted or kernel
+
+        # A function, not a callable object: methods, pickling by name, help() and inspection work
+        # as they do for the kernel itself.
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except InBlocksError:
+                pass
+            return call_on_blocks(kernel, mapped, args, kwargs)
+
+        def with_options(**options: Any) -> Any:
+            where = f"{kernel.name}.with_options"
+            return self.member({**given, **checked_options(options, where)}, where)
+
+        def tune(
+            *args: Any,
+            memory_limit: int | str | None = None,
+            gradient: bool = False,
+            seconds: float = 5,
+            **kwargs: Any,
+        ) -> Any:
+            found = tuned(kernel, mapped, args, kwargs, memory_limit, gradient, seconds)
+            best = with_options(**found.options)
+            # Not the one that `with_options` keeps: it is shared with those who did not tune.
+            return vars(best)["_with_tuning"](found)
+
+        def with_tuning(found: Tuning) -> Any:
+            return self._function(kernel, jitted, given, found)
+
+        _wrap_as(mapped, self._fun)
+        vars(mapped)["_kernel"] = kernel
+        vars(mapped)["signature"] = to_gufunc(self._declaration.ranks, self._declaration.outputs)
+        vars(mapped)["plan"] = kernel.plan
+        vars(mapped)["tune"] = tune
+        vars(mapped)["tuning"] = tuning
+        vars(mapped)["_with_tuning"] = with_tuning
+        vars(mapped)["with_options"] = with_options
+        if jitted is not None:
+            vars(mapped)["lower"] = jitted.lower
+        return mapped
+
+
+def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
+    """Give ``mapped`` what `functools.wraps` gives, also for what has no name of its own."""
+    if hasattr(fun, "__name__"):
+        functools.update_wrapper(mapped, fun)
+        return
+    # A partial is named and described by its function, another callable by its class.
+    named = unwrapped(fun)
+    named = named if hasattr(named, "__name__") else type(named)
+    described = ("__module__", "__name__", "__qualname__", "__doc__")
+    functools.update_wrapper(mapped, named, described, updated=())
+    vars(mapped)["__wrapped__"] = fun

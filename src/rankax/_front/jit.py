@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT
+"""``jit=True``: compile the mapped call, with everything that is no array static."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rankax._base.arrays import is_staged
+from rankax._base.trees import leaves_with_names
+from rankax._call.bind import Kernel, is_array, is_number
+from rankax._devices.parts import Parts
+from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._options import Options
+from rankax._progress.report import until_done
+
+__all__ = ["JitKernel"]
+
+
+class _Frame(NamedTuple):
+    """The static part of one call, by which `jax.jit` finds its compiled program."""
+
+    names: tuple[str, ...]  # of the arguments with a rank
+    treedef: Any
+    others: tuple[str, ...]  # of the other arguments
+    rest_tree: Any
+    traced: tuple[bool, ...]  # of each leaf, those of the others last
+    static: tuple[Any, ...]
+    kinds: tuple[Any, ...]  # what `==` of two static values does not see
+    options: Options
+    parts: tuple[Parts, ...]  # in which the batch lies, which tracers do not show
+
+
+_NOTHING = jax.tree.structure([])
+
+
+class _Identity:
+    """Stands for an unhashable ``self``: the same object is the same method."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+
+class JitKernel:
+    """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+        def call(frame: _Frame, *arrays: Any) -> Any:
+            return self._run(frame, arrays)
+
+        call.__name__ = kernel.name  # what a profile and an HLO dump show
+        compiler = kernel.own.compiler_options
+        self._jitted = jax.jit(
+            call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
+        )
+
+    def __reduce__(self) -> Any:
+        return JitKernel, (self._kernel,)  # a copy compiles for itself
+
+    # `self` is positional-only, for a kernel may be called with an argument of that name.
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled kernel on every item of the batch."""
+        frame, arrays = self._split(args, kwargs)
+        if is_staged():  # the outer program compiles it, and is left without a call of ours
+            return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
+        try:
+            with until_done(frame.options.progress, self._kernel.name):
+                return self._jitted(frame, *arrays)
+        except (BatchShapeError, CoreDimensionError, RankError) as error:
+            vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all
+            raise
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+        self._kernel.check_method("lower", args, kwargs)
+        frame, arrays = self._split(args, kwargs, shapes_only=True)
+        return self._jitted.lower(frame, *arrays)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    ) -> tuple[_Frame, list[Any]]:
+        """Part a bound call into what is traced and what is static."""
+        call = self._kernel.bind(args, kwargs, shapes_only=shapes_only)
+        arguments = call.bound.arguments
+        others, rest, rest_tree = (), [], _NOTHING
+        if len(arguments) > len(call.names):
+            others = tuple([name for name in arguments if name not in call.names])
+            rest, rest_tree = jax.tree.flatten([arguments[name] for name in others])
+        inputs = [
+            _as_input(leaf, shapes_only) if rank is None else leaf
+            for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
+        ]
+        if rest:
+            inputs += [_as_input(leaf, shapes_only) for leaf in rest]
+        traced = tuple([x is not None for x in inputs])
+
+        options = self._kernel.options()
+        parts = self._kernel.parts(call, options)
+
+        def frame(static: tuple[Any, ...], kinds: tuple[Any, ...]) -> _Frame:
+            of_arrays = call.names, call.treedef, others, rest_tree, traced
+            return _Frame(*of_arrays, static, kinds, options, parts)
+
+        arrays = [x for x in inputs if x is not None]
+        if len(arrays) == len(inputs):
+            return frame((), ()), arrays
+        leaves = zip([*call.leaves, *rest], traced, strict=True)
+        static = tuple(
+            # One NaN for all, because a NaN is found by its identity only.
+            math.nan if type(leaf) is float and math.isnan(leaf) else leaf
+            for leaf, is_traced in leaves
+            if not is_traced
+        )
+        try:
+            hash(static)
+        except TypeError:
+            paths = list(call.structure.paths)
+            paths += [p for name in others for p, _ in leaves_with_names(arguments[name], name)]
+            known = zip(paths, traced, strict=True)
+            static = self._hashable(static, [path for path, is_traced in known if not is_traced])
+        return frame(static, tuple(map(_kind, static))), arrays
+
+    def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
+        hashable: list[Any] = []
+        for path, value in zip(paths, static, strict=True):
+            if path == "self":
+                hashable.append(_Identity(value))
+                continue
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{self._kernel.name}(): {path} is not an array, so jit=True makes it a static "
+                    f"argument, but {type(value).__name__} cannot be hashed; pass a hashable value "
+                    "(a tuple for a list), or an array"
+                ) from None
+            hashable.append(value)
+        return tuple(hashable)
+
+    def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        traced, static = iter(arrays), iter(frame.static)
+        leaves = [next(traced) if is_traced else next(static) for is_traced in frame.traced]
+        leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
+        count = frame.treedef.num_leaves
+        others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
+        call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
+        arguments = call.bound.args, call.bound.kwargs
+        return self._kernel.run(call, frame.options, *arguments, frame.parts)
+
+
+def _as_input(leaf: Any, shapes_only: bool) -> Any:
+    """Return what is traced for a leaf that has no rank; None where it is static."""
+    if is_array(leaf) or (shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)):
+        return leaf
+    return jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else None
+
+
+def _kind(value: Any) -> Any:
+    """Tell apart what compares equal: ``1``, ``1.0`` and ``True``, and ``0.0`` and ``-0.0``."""
+    if isinstance(value, float):
+        return type(value), math.copysign(1.0, value)
+    if isinstance(value, complex):
+        return type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
+    return type(value)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: MIT
+"""How the chunks of an array are read, written and joined, shaped by what XLA does with it.
+
+Plain indexing would be right, too, but slow or large. What is done about it, and until when (the
+tests are those of ``tests/test_chunked_memory.py`` unless they name another file):
+
+===============================  ====================  ========================================
+what                             seen with             it may go when this passes without it
+===============================  ====================  ========================================
+`first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
+`first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
+`scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
+`carried_with`: types            all                   ``test_shards.py``
+`flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
+`widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
+`take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
+`use_once`: reads with one use   CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
+`is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
+`as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
+===============================  ====================  ========================================
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from rankax._base.arrays import scalar
+from rankax._plan.chunks import Chunks
+
+__all__ = [
+    "as_chunk",
+    "as_row",
+    "carried_with",
+    "first_start",
+    "flatten_items",
+    "is_stack",
+    "join_chunks",
+    "next_start",
+    "stack_chunks",
+    "take_chunk",
+    "use_once",
+    "widen",
+    "write_chunk",
+]
+
+
+T = TypeVar("T")
+
+
+def first_start(chunks: Chunks) -> jax.Array:
+    """Return where the first chunk starts: a number for a loop to carry.
+
+    Carried and not looked up in an array, for XLA:CPU fuses the lookup with what reads the
+    chunk, and repeats it for each element.
+    """
+    # 64 bits where 32 would overflow, which needs jax_enable_x64 as such arrays do. Signed, for
+    # JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
+    return scalar(0, jnp.int32 if chunks.length < 2**31 else jnp.int64)
+
+
+def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
+    """Return where the chunk after the one at ``start`` starts."""
+    number = start.dtype.type
+    return jnp.minimum(start + number(chunks.size), number(chunks.length - chunks.size))
+
+
+def carried_with(start: T, operands: Any) -> T:
+    """Return what a loop starts from in the type that it has after a step with these operands."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    if AxisType.Manual in types:
+        axes = frozenset[Any]().union(*map(_varies_along, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: _varying(x, axes - _varies_along(x)), start)
+    if AxisType.Explicit in types:
+        return jax.tree.map(_on_mesh, start)
+    return start
+
+
+def _varies_along(x: jax.Array) -> frozenset[Any]:
+    aval: Any = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return aval.manual_axis_type.varying
+    return getattr(aval, "vma", frozenset())  # JAX 0.7
+
+
+def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """Say that a value may differ among devices, as `jax.shard_map` checks it."""
+    if not axes:
+        return x
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, tuple(axes), to="varying")
+    return getattr(lax, "pvary")(x, tuple(axes))  # noqa: B009  JAX 0.7; not known to later ones
+
+
+def _on_mesh(x: jax.Array) -> jax.Array:
+    """Put the mesh into a type: JAX 0.7 to 0.12 cannot map a loop whose carry lacks it."""
+    return jax.sharding.reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
+
+
+def flatten_items(leaf: Any, axis: int) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk`: ``axis`` and those behind it become one, by a reshape.
+
+    For a kernel that takes its items in another layout, as LAPACK does, would have XLA copy the
+    whole leaf into that layout, and memory would grow with the axis.
+
+    See `use_once` for what else this is good for.
+    """
+    before, rest = leaf.shape[:axis], leaf.shape[axis:]
+    flat = math.prod(rest)
+    # One axis, unless numbers of 32 bits could not count along it.
+    behind = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    return lax.reshape(leaf, (*before, *behind))
+
+
+def widen(leaf: jax.Array) -> jax.Array:
+    """Prepare ``leaf`` for `take_chunk` where it is differentiated: a dtype that XLA adds in place.
+
+    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent at every
+    step before it could see that only a chunk of it changes.
+    """
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
+        return leaf
+    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 32 else leaf
+
+
+def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Read the chunk from ``start`` along ``axis`` of what `flatten_items` returned, still flat.
+
+    Nothing may come between the leaf and this read, not even a reshape. Its transpose in a loop
+    adds a cotangent that is zero but for the chunk to that of the leaf, as a whole, and XLA makes
+    of that an addition in place where it sees just that: a sum with a `dynamic_update_slice` of
+    zeros. Else every step would cost as much as the leaf is long.
+    """
+    each = leaf.shape[axis] // chunks.length  # numbers along the axis that are one item's
+    start = start * start.dtype.type(each)
+    # With negative indices XLA:CPU would fuse the question whether this is one with what reads the
+    # chunk, and ask it for each element.
+    return lax.dynamic_slice_in_dim(
+        leaf, start, chunks.size * each, axis, allow_negative_indices=False
+    )
+
+
+def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
+    """Give a chunk its shape back, and its dtype, after `flatten_items`, `widen` and the like."""
+    chunk = window if window.shape == aval.shape else lax.reshape(window, aval.shape)
+    return chunk if chunk.dtype == aval.dtype else chunk.astype(aval.dtype)
+
+
+def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
+    """Return a chunk that `take_chunk` read, so that the reading has a single use.
+
+    XLA:CPU of JAX 0.10 makes functions of reads that have several, and takes two for one if their
+    names differ in a dash only, as those of a value and of its tangent do where `jax.vmap` maps
+    the tangent alone; then it fails. A chunk that is given its shape back has one use already.
+    """
+    if chunk.shape[axis] != size:
+        return chunk
+    return lax.reshape(lax.optimization_barrier(lax.reshape(chunk, (1, chunk.size))), chunk.shape)
+
+
+def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:
+    """Replace the items of ``leaf`` along ``axis`` from ``start``; in place inside a loop."""
+    return lax.dynamic_update_slice_in_dim(leaf, chunk, start, axis, allow_negative_indices=False)
+
+
+def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
+    """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
+
+    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
+    the whole.
+    """
+    return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
+
+
+def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
+    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
+
+    Chunks of one item stay items, for XLA would copy the whole for an axis of length 1.
+    """
+    size = () if chunks.size == 1 else (chunks.size,)
+    return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))
+
+
+def as_row(chunk: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Return a chunk in the shape that `stack_chunks` gives it, to be joined by `join_chunks`."""
+    return lax.squeeze(chunk, (0,)) if chunks.size == 1 and axis == 0 else chunk
+
+
+def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
+    """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
+
+    A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
+    chunks hold, the earlier one's is taken.
+    """
+    if chunks.size == 1 and axis == 0:
+        return stack
+    leaf = lax.collapse(jnp.moveaxis(stack, 0, axis), axis, axis + 2)
+    if chunks.even:
+        return leaf
+    whole = (chunks.steps - 1) * chunks.size
+    head = lax.slice_in_dim(leaf, 0, whole, axis=axis)
+    tail = lax.slice_in_dim(leaf, -(chunks.length - whole), None, axis=axis)
+    return lax.concatenate([head, tail], axis)

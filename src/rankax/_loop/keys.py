@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT
+"""A key for each item: made of one key and the number of the item, where the item is evaluated.
+
+``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says of which
+generators). So no array of keys is needed, only the number of each item. The levels of a nest hand
+each item its place along them (`numbered` levels: the last input of what they map), and the places
+make the number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax._base.arrays import counted, scalar
+from rankax._plan.levels import Level, Shape
+from rankax._plan.splits import Split
+
+__all__ = ["PLACE", "along", "item_key", "number_items", "vmap_level"]
+
+# Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
+_UNSAFE, _SAFE = "unsafe_rbg", "rbg"
+
+PLACE = jax.ShapeDtypeStruct((), jnp.uint32)  # what an item is told of where it is along a level
+
+
+def item_key(key: Any, number: Any) -> Any:
+    """Return the key of the item that has this number."""
+    if jax.random.key_impl(key) != _UNSAFE:
+        return jax.random.fold_in(key, number)
+    safe = jax.random.wrap_key_data(jax.random.key_data(key), impl=_SAFE)
+    folded = jax.random.key_data(jax.random.fold_in(safe, number))
+    return jax.random.wrap_key_data(folded, impl=_UNSAFE)
+
+
+def number_items(
+    fun: Callable[..., Any],
+    splits: Sequence[Split],
+    levels: Sequence[Level],
+    shape: Shape,
+    first: Mapping[int, Any] | None = None,
+) -> Callable[..., Any]:
+    """Return ``fun``, which takes numbers of its item last, as a function of places instead.
+
+    Parameters
+    ----------
+    fun : callable
+        Takes items of leaves, then one number for each split.
+    splits : sequence of Split
+    levels : sequence of Level
+        Of a nest, outermost first.
+    shape : tuple of int
+        Of the batch that the nest walks.
+    first : mapping of int to uint32, optional
+        Where the nest walks a part of the batch only: by axis, where the part begins. It may be
+        traced, as one that differs from device to device. The splits are those of the whole batch.
+
+    Returns
+    -------
+    callable
+        Takes items of leaves, then one place for each level.
+    """
+
+    @functools.wraps(fun)
+    def of_places(*args: Any) -> Any:
+        count = len(args) - len(levels)
+        numbers = [_number(split, args[count:], levels, shape, first or {}) for split in splits]
+        return fun(*args[:count], *numbers)
+
+    return of_places
+
+
+def _number(
+    split: Split,
+    places: Sequence[Any],
+    levels: Sequence[Level],
+    shape: Shape,
+    first: Mapping[int, Any],
+) -> Any:
+    terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
+    for place, level in zip(places, levels, strict=True):
+        terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
+    found = [term for term in terms if term is not None]
+    return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
+
+
+def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return what a place along a level adds, whose axes have these lengths and strides."""
+    joined: list[tuple[int, int]] = []  # those that are counted on, as they are in a whole batch
+    for length, stride in axes:
+        if joined and joined[-1][1] == length * stride:
+            joined[-1] = joined[-1][0] * length, stride
+        else:
+            joined.append((length, stride))
+    terms: list[Any] = []
+    for length, stride in reversed(joined[1:]):
+        size = scalar(length, PLACE.dtype)
+        terms.append(_times(place % size, stride))
+        place = place // size
+    return [*terms, _times(place, joined[0][1])]
+
+
+def _times(place: Any, stride: Any) -> Any:
+    """Return what is added to a number; None for nothing, along what the keys have themselves."""
+    if isinstance(stride, int):
+        if stride % 2**32 == 0:  # 2**32 is that of an axis of length 1
+            return None
+        return place if stride == 1 else place * scalar(stride, PLACE.dtype)
+    return place * jnp.asarray(stride).astype(PLACE.dtype)  # of symbolic shapes
+
+
+def along(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
+    """Return the axes of a numbered level: it passes on the places along the levels around it."""
+    return (*in_axes, *(None,) * levels_around)
+
+
+def vmap_level(
+    fun: Callable[..., Any],
+    in_axes: Sequence[int | None],
+    size: int,
+    out_axes: int = 0,
+    *,
+    numbered: bool,
+) -> Callable[..., Any]:
+    """Return `jax.vmap` of ``fun``; numbered, each item is told its place as its last input."""
+    if not numbered:
+        return jax.vmap(fun, in_axes=tuple(in_axes), out_axes=out_axes, axis_size=size)
+    mapped = jax.vmap(fun, in_axes=(*in_axes, 0), out_axes=out_axes, axis_size=size)
+    return lambda *leaves: mapped(*leaves, _places(size, leaves, in_axes))
+
+
+def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> jax.Array:
+    """Count along an axis; where types say how arrays lie, what is mapped together lies alike."""
+    count = counted(size, PLACE.dtype)
+    for leaf, axis in zip(leaves, in_axes, strict=True):
+        if axis is not None and _is_explicit(leaf):
+            zeros = lax.full_like(leaf, 0, PLACE.dtype)
+            others = tuple(other for other in range(zeros.ndim) if other != axis)
+            return count + jnp.sum(zeros, others, dtype=PLACE.dtype)
+    return count
+
+
+def _is_explicit(leaf: Any) -> bool:
+    mesh = jax.typeof(leaf).sharding.mesh
+    return jax.sharding.AxisType.Explicit in mesh.axis_types

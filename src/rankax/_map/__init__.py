@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: MIT
-"""Map: a plan and arrays -> a program."""
