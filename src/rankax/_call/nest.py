@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rankax._call.level import chunked_level
 from rankax._call.over_parts import First, Layout, map_parts, reduce_parts
 from rankax._fit.cpu import with_tile
-from rankax._loop.keys import PLACE, along, number_items, vmap_level
-from rankax._plan.levels import Level
+from rankax._loop.keys import PLACE, along, number_items
+from rankax._loop.level import map_level
+from rankax._loop.spec import LoopSpec
+from rankax._plan.chunks import Chunks
 from rankax._plan.nesting import Nesting, PlannedReduction
 from rankax._progress.report import Progress
-from rankax._reduce.row import RowLevel, most_lanes
+from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reduced, Reductions, reduce_row
 from rankax._trace.item import ItemProgram, with_axis
 
 __all__ = ["Bounds", "PartNest", "map_levels", "planned_reduction", "reduce_levels", "tiled"]
-
-InAxes = Sequence[tuple[int | None, ...]]
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
@@ -92,11 +91,10 @@ def map_levels(
         trees.append(tree)
         return outs
 
-    numbered = bool(nesting.splits)
     on_item = flat
-    if numbered:
+    if nesting.splits:
         on_item = number_items(flat, nesting.splits, plan.levels, plan.batch_shape, first)
-    outs = _nested(on_item, plan.levels, nesting.in_axes, bounds, numbered=numbered)(*leaves)
+    outs = _nested(on_item, _specs(nesting, bounds))(*leaves)
     # A level may cover more than one axis of the batch, or none where it has length 1.
     if tuple(level.size for level in plan.levels) != plan.batch_shape:
         shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
@@ -119,31 +117,19 @@ def reduce_levels(
     whole, all of them. ``first`` is as in `map_levels`.
     """
     plan = nesting.plan
-    kept = [level for level in plan.levels if not level.reduced]
-    in_axes = nesting.in_axes[: len(kept)]
-    leaves, rows = _lanes_last(leaves, nesting, len(kept))
-    rows = tuple(row._replace(by_index=bounds.by_index) for row in rows)
-    numbered = bool(nesting.splits)
-    if numbered:
+    kept = sum(not level.reduced for level in plan.levels)
+    leaves, specs = _lanes_last(leaves, nesting, _specs(nesting, bounds))
+    if nesting.splits:
         fun = number_items(fun, nesting.splits, plan.levels, plan.batch_shape, first)
     found: list[Reduced] = []
-    of_row = None if any(_is_loop(level, bounds) for level in kept) else bounds.progress
 
     @functools.wraps(fun)
     def on_row(*items: Any) -> list[Any]:
-        reduced = reduce_row(
-            fun,
-            items,
-            rows,
-            reductions,
-            checkpoint=bounds.checkpoint,
-            progress=of_row,
-            where=where,
-        )
+        reduced = reduce_row(fun, items, specs[kept:], reductions, where)
         found.append(reduced)
         return reduced.arrays
 
-    arrays = _nested(on_row, kept, in_axes, bounds, numbered=numbered)(*leaves)
+    arrays = _nested(on_row, specs[:kept])(*leaves)
     kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
     row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
     outs: list[Any] = []
@@ -154,7 +140,7 @@ def reduce_levels(
             places = range(len(kept_shape), len(plan.batch_shape))
             outs.append(jnp.moveaxis(array, places, plan.reduced))
         else:
-            outs.append(jnp.reshape(array, kept_shape + array.shape[len(kept) :]))
+            outs.append(jnp.reshape(array, kept_shape + array.shape[kept:]))
     return found[-1].with_arrays(outs)
 
 
@@ -222,30 +208,25 @@ class PartNest:
 
 
 def _lanes_last(
-    leaves: Sequence[Any], nesting: Nesting, kept: int
-) -> tuple[list[Any], tuple[RowLevel, ...]]:
+    leaves: Sequence[Any], nesting: Nesting, specs: Sequence[LoopSpec]
+) -> tuple[list[Any], list[LoopSpec]]:
     """Store small vectors by component, where one loop over tiles reads them for every row.
 
     XLA:CPU fills the lanes of a processor from one component of many items, not from the three of
     one: the derivative is three times as fast. Larger arrays are not copied.
     """
-    in_axes = [list(axes) for axes in nesting.in_axes]
-    levels = nesting.plan.levels
-    stored = list(leaves)
+    stored, changed = list(leaves), list(specs)
     for i, leaf in enumerate(leaves):
-        mapping = [number for number, axes in enumerate(in_axes) if axes[i] is not None]
-        is_read_in_tiles = len(mapping) == 1 and (
-            mapping[0] >= kept and levels[mapping[0]].tile < levels[mapping[0]].size
-        )
-        if is_read_in_tiles and _is_small_vector(leaf):
+        mapping = [number for number, axes in enumerate(nesting.in_axes) if axes[i] is not None]
+        if len(mapping) != 1 or not _is_small_vector(leaf):
+            continue
+        level = nesting.plan.levels[mapping[0]]
+        if level.reduced and level.tile < level.size:
             stored[i] = jnp.moveaxis(leaf, 0, -1)
-            in_axes[mapping[0]][i] = jnp.ndim(leaf) - 1
-    numbered = bool(nesting.splits)
-    rows: list[RowLevel] = []
-    for around in range(kept, len(levels)):
-        axes = along(in_axes[around], around) if numbered else tuple(in_axes[around])
-        rows.append(RowLevel(levels[around].size, levels[around].tile, axes, numbered))
-    return stored, tuple(rows)
+            in_axes = list(changed[mapping[0]].in_axes)
+            in_axes[i] = jnp.ndim(leaf) - 1
+            changed[mapping[0]] = dataclasses.replace(changed[mapping[0]], in_axes=tuple(in_axes))
+    return stored, changed
 
 
 def _is_small_vector(leaf: Any) -> bool:
@@ -255,33 +236,37 @@ def _is_small_vector(leaf: Any) -> bool:
     return 1 < components <= _MOST_COMPONENTS and leaf.nbytes <= _MOST_BYTES_COPIED
 
 
-def _nested(
-    fun: Callable[..., Any],
-    levels: Sequence[Level],
-    in_axes: InAxes,
-    bounds: Bounds,
-    *,
-    numbered: bool,
-) -> Callable[..., Any]:
-    loops = [level for level in levels if _is_loop(level, bounds)]
-    for around, (level, axes) in reversed([*enumerate(zip(levels, in_axes, strict=True))]):
-        axes = along(axes, around) if numbered else axes
-        if not _is_loop(level, bounds):
-            fun = vmap_level(fun, axes, level.size, numbered=numbered)
-            continue
-        fun = chunked_level(
-            fun,
-            axes,
-            level.size,
-            level.tile,
-            checkpoint=bounds.checkpoint,
-            progress=bounds.progress if level is loops[0] else None,
-            numbered=numbered,
-            by_index=bounds.by_index,
+def _specs(nesting: Nesting, bounds: Bounds) -> list[LoopSpec]:
+    """Return one spec for each level of a plan, outermost first."""
+    numbered = bool(nesting.splits)
+    specs: list[LoopSpec] = []
+    reports = bounds.progress
+    for around, level in enumerate(nesting.plan.levels):
+        axes = nesting.in_axes[around]
+        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
+        is_loop = level.tile != level.size or (
+            level.size == bounds.chunk_size == 1 and not level.reduced
         )
+        chunks = Chunks(level.size, level.tile, level.steps)
+        if level.reduced and is_loop:  # the remainder is a tile of its own
+            chunks = Chunks(level.size, level.tile, level.size // level.tile)
+        reports_here = is_loop or level.reduced
+        specs.append(
+            LoopSpec(
+                chunks,
+                along(axes, around) if numbered else tuple(axes),
+                is_loop,
+                numbered,
+                bounds.by_index,
+                bounds.checkpoint,
+                progress=reports if reports_here else None,
+            )
+        )
+        reports = None if reports_here else reports
+    return specs
+
+
+def _nested(fun: Callable[..., Any], specs: Sequence[LoopSpec]) -> Callable[..., Any]:
+    for spec in reversed(specs):
+        fun = map_level(fun, spec)
     return fun
-
-
-def _is_loop(level: Level, bounds: Bounds) -> bool:
-    # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-    return level.tile != level.size or level.size == bounds.chunk_size == 1

@@ -17,10 +17,11 @@ from rankax._call.over_parts import First, Layout, reduce_parts
 from rankax._devices.parts import checked_shards
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import Task, fit_to_limit, shape_of
+from rankax._loop.spec import LoopSpec
 from rankax._plan.budget import checked_limit
-from rankax._plan.chunks import split_into_chunks
-from rankax._progress.report import Progress, checked_progress, told
-from rankax._reduce.row import RowLevel, most_lanes
+from rankax._plan.chunks import Chunks, split_into_chunks
+from rankax._progress.report import checked_progress, told
+from rankax._reduce.row import most_lanes, whole_level
 from rankax._reduce.run import Reduced, Reductions, read_reductions, reduce_row
 from rankax._trace.item import ItemProgram, has_order, trace_item
 
@@ -31,23 +32,13 @@ __all__ = ["chunked_reduce"]
 class _RowWalk:
     """How a row, or each of its parts, is walked."""
 
-    level: RowLevel
-    checkpoint: bool
-    progress: Progress | None
+    level: LoopSpec
 
     def run(self, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions) -> Reduced:
         def on_item(*items: Any) -> Any:
             return item.out_tree.unflatten(item(*items))
 
-        return reduce_row(
-            on_item,
-            leaves,
-            (self.level,),
-            reductions,
-            checkpoint=self.checkpoint,
-            progress=self.progress,
-            where=item.where,
-        )
+        return reduce_row(on_item, leaves, (self.level,), reductions, item.where)
 
     def part(
         self, item: ItemProgram, leaves: Sequence[Any], _: First, reductions: Reductions
@@ -176,16 +167,16 @@ def chunked_reduce(
             task = Task(where, limit, (part.length,), bound or part.length, checkpoint)
             most = _chunk_within(task, on_item, part, reductions)
         if most is None or part.length <= most:
-            whole = RowLevel(mapping.length, mapping.length, mapping.mapped_axes)
-            row = mapping.mapped, (whole,), reductions
-            return reduce_row(on_item, *row, checkpoint=checkpoint).assembled()
+            whole = whole_level(mapping.length, mapping.mapped_axes)
+            return reduce_row(on_item, mapping.mapped, (whole,), reductions).assembled()
         item = trace_item(on_item, lambda *items: (items, {}), mapping.item_avals, 0)
         if has_order(item.closed):
             parts, part = None, mapping
         tile = _tile(part.length, most, best_tile(item.closed) if tiles_matter() else None)
-        level = RowLevel(part.length, tile, mapping.mapped_axes, by_index=parts is not None)
+        level = _row_level(part.length, tile, mapping.mapped_axes, checkpoint)
+        level = dataclasses.replace(level, by_index=parts is not None)
         with told(shown, function_name(fun), 1 if parts is None else parts.count) as passed_on:
-            walk = _RowWalk(level, checkpoint, passed_on)
+            walk = _RowWalk(dataclasses.replace(level, progress=passed_on))
             if parts is None:
                 return walk.run(item, mapping.mapped, reductions).assembled()
             axes = tuple((axis,) for axis in mapping.mapped_axes)
@@ -197,6 +188,11 @@ def chunked_reduce(
 
 def _tile(length: int, most: int, best: int | None) -> int:
     return split_into_chunks(length, min(most, most_lanes() or most, best or most)).size
+
+
+def _row_level(length: int, tile: int, axes: tuple[int, ...], checkpoint: bool) -> LoopSpec:
+    chunks = Chunks(length, tile, length // tile if tile else 0)
+    return LoopSpec(chunks, axes, tile < length, checkpoint=checkpoint)
 
 
 def _chunk_within(
@@ -211,7 +207,7 @@ def _chunk_within(
         tile = mapping.length
         if chunk_size < mapping.length:
             tile = _tile(mapping.length, chunk_size, best)
-        level = RowLevel(mapping.length, tile, mapping.mapped_axes)
+        level = _row_level(mapping.length, tile, mapping.mapped_axes, task.with_gradient)
 
         def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
             of_item = item.with_constants(consts)
@@ -219,7 +215,7 @@ def _chunk_within(
             def fun(*items: Any) -> Any:
                 return item.out_tree.unflatten(of_item(*items))
 
-            found = reduce_row(fun, leaves, (level,), reductions, checkpoint=task.with_gradient)
+            found = reduce_row(fun, leaves, (level,), reductions)
             return jax.tree.leaves(found.assembled())
 
         return tile, whole, shapes

@@ -20,6 +20,7 @@ from rankax._devices.parts import checked_shards
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import Task, fit_to_limit, shape_of
 from rankax._loop.loop import map_in_chunks
+from rankax._loop.spec import LoopSpec
 from rankax._plan.budget import checked_limit
 from rankax._plan.chunks import split_into_chunks, split_into_tiles
 from rankax._progress.report import checked_progress, told
@@ -180,7 +181,9 @@ def chunked_vmap(
                 parts, part = None, mapping
             tile = best_tile(item.closed) if tiles_matter() else None
             chunks = split_into_tiles(part.length, most, tile or most)
-            walk = LevelWalk(mapping.mapped_axes, chunks, checkpoint, passed_on)
+            walk = LevelWalk(
+                LoopSpec(chunks, mapping.mapped_axes, checkpoint=checkpoint, progress=passed_on)
+            )
             if parts is None:
                 outs = walk.run(item, mapping.mapped)
             else:
@@ -244,7 +247,7 @@ def _chunk_within(
             of_item = item.with_constants(consts)
             if chunks.steps == 1 != chunk_size:
                 return of_item.on_chunk(axes, chunks.size)(*leaves)
-            return map_in_chunks(of_item, leaves, axes, chunks, checkpoint=checkpoint)
+            return map_in_chunks(of_item, leaves, LoopSpec(chunks, axes, checkpoint=checkpoint))
 
         return chunks.size, whole, shapes
 

@@ -34,8 +34,8 @@ from rankax._loop.access import (
 )
 from rankax._loop.keys import PLACE
 from rankax._loop.sinks import Each, Sink, Write, sink_for
-from rankax._plan.chunks import Chunks
-from rankax._progress.report import Progress, Reports
+from rankax._loop.spec import LoopSpec
+from rankax._progress.report import Reports
 from rankax._trace.derivatives import call_with_derivative_of, keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
 
@@ -62,39 +62,30 @@ Body = Callable[[_Operands, Any], list[Any]]  # of a chunk, and where it starts
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class _Loop:
     """The fixed facts of one loop."""
 
-    chunks: Chunks
+    spec: LoopSpec
     sliced_axes: tuple[int, ...]
     sink: Sink
-    checkpoint: bool
-    linear: bool
     reports: Reports | None
 
 
 def map_in_chunks(
     item: ItemProgram,
     leaves: Sequence[Any],
-    axes: Sequence[int],
-    chunks: Chunks,
-    *,
-    checkpoint: bool,
+    spec: LoopSpec,
     sink: Sink | None = None,
-    linear: bool = True,
-    numbered: bool = False,
-    progress: Progress | None = None,
 ) -> list[Any]:
-    """Run the program of one item for all items of ``leaves``, which lie along ``axes``.
+    """Run the program of one item for all items of ``leaves``, which are the mapped ones.
 
-    Where it is ``numbered``, the last input of the program is the place of the item, as `PLACE`.
-    ``sink`` takes all outputs; by default each has its own. One that is not ``linear`` is taken
-    into the checkpoint, so that what it computes is not stored either.
+    ``sink`` takes all outputs; by default each output has a sink of its own.
     """
+    chunks, axes = spec.chunks, spec.axes
     # A jaxpr, so that a kernel is traced once and everything it closes over becomes an operand,
     # which `call_with_derivative_of` requires.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
-    places = [with_axis(PLACE, 0, chunks.size)] if numbered else []
+    places = [with_axis(PLACE, 0, chunks.size)] if spec.numbered else []
     inputs = [*avals, *places]
     closed = keep_rules(chunk_program(item, [*axes, *(0 for _ in places)], inputs, chunks.size))
     evaluate = apart_from_constants(closed, inputs)
@@ -102,7 +93,7 @@ def map_in_chunks(
         outputs = zip(closed.out_avals, item.out_axes, strict=True)
         sink = Each(tuple(sink_for(aval, axis, chunks) for aval, axis in outputs))
     stacks = [
-        is_stack(aval, axis, chunks) and not chunks.by_index
+        is_stack(aval, axis, chunks) and not spec.by_index
         for aval, axis in zip(avals, axes, strict=True)
     ]
     sliced_axes = tuple(axis for axis, stack in zip(axes, stacks, strict=True) if not stack)
@@ -113,7 +104,7 @@ def map_in_chunks(
             as_chunk(next(stacked if stack else sliced), aval)
             for stack, aval in zip(stacks, avals, strict=True)
         ]
-        if numbered:
+        if spec.numbered:
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         return evaluate(operands.shared, chunk)
 
@@ -123,8 +114,8 @@ def map_in_chunks(
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
             operands.sliced.append(flatten_items(leaf, axis))
-    reports = progress and Reports(progress, chunks.length, chunks.size, chunks.steps)
-    walk = _Walk(chunks, sliced_axes, sink, checkpoint, linear, reports)
+    reports = spec.progress and Reports(spec.progress, chunks.length, chunks.size, chunks.steps)
+    walk = _Loop(spec, sliced_axes, sink, reports)
     try:
         return _run(body, walk, operands)
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
@@ -145,7 +136,7 @@ def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[An
     return lambda constants, inputs: core.eval_jaxpr(jaxpr, (), *constants, *inputs)
 
 
-def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
+def _run(body: Body, walk: _Loop, operands: _Operands) -> list[Any]:
     """Run the loop; where it reads or writes by index, its derivative is that of another one."""
     writes = isinstance(walk.sink, Each) and any(isinstance(s, Write) for s in walk.sink.sinks)
     if not operands.sliced and not writes:
@@ -153,7 +144,7 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
 
     def body_that_reads_once(operands: _Operands, start: Any) -> list[Any]:
         windows = zip(operands.sliced, walk.sliced_axes, strict=True)
-        once = [use_once(window, walk.chunks.size, axis) for window, axis in windows]
+        once = [use_once(window, walk.spec.chunks.size, axis) for window, axis in windows]
         return body(operands._replace(sliced=once), start)
 
     def to_differentiate(operands: _Operands) -> list[Any]:
@@ -164,9 +155,9 @@ def _run(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     return call_with_derivative_of(to_differentiate, functools.partial(_loop, body, walk), operands)
 
 
-def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
+def _loop(body: Body, walk: _Loop, operands: _Operands) -> list[Any]:
     """Walk the chunks once, and hand their outputs to the sink."""
-    chunks, sink, reports = walk.chunks, walk.sink, walk.reports
+    chunks, sink, reports = walk.spec.chunks, walk.sink, walk.reports
 
     def one_chunk(start: Any, operands: _Operands) -> list[Any]:
         window = [
@@ -178,13 +169,13 @@ def _loop(body: Body, walk: _Walk, operands: _Operands) -> list[Any]:
     # A scan keeps the recomputation apart by itself, so the barriers of prevent_cse are waste.
     policy = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
     checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=policy)
-    if walk.checkpoint:
+    if walk.spec.checkpoint:
         one_chunk = checkpointed(one_chunk)
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
         return sink.step(held, one_chunk(start, operands), start)
 
-    if walk.checkpoint and not walk.linear:
+    if walk.spec.checkpoint and not walk.spec.linear:
         one_step = checkpointed(one_step)
 
     def step(carry: tuple[Any, Any], stacked: Any) -> Any:

@@ -27,8 +27,7 @@ from rankax._base.arrays import is_staged
 from rankax._base.cache import Kept
 from rankax._loop.loop import map_in_chunks
 from rankax._loop.sinks import Sink
-from rankax._plan.chunks import Chunks
-from rankax._progress.report import Progress
+from rankax._loop.spec import LoopSpec
 from rankax._trace.fingerprint import Unknown, fingerprint, opened, without_rules
 from rankax._trace.item import ItemProgram
 
@@ -40,41 +39,19 @@ _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
 def map_chunks(
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    axes: Sequence[int],
-    chunks: Chunks,
-    *,
-    checkpoint: bool,
-    sink: Sink | None = None,
-    linear: bool = True,
-    numbered: bool = False,
-    progress: Progress | None = None,
+    item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None = None
 ) -> list[Any]:
     """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
-
-    def as_ever() -> list[Any]:
-        return map_in_chunks(
-            item,
-            leaves,
-            axes,
-            chunks,
-            checkpoint=checkpoint,
-            sink=sink,
-            linear=linear,
-            numbered=numbered,
-            progress=progress,
-        )
-
     if not is_eager([*leaves, *item.closed.consts]):
-        return as_ever()
+        return map_in_chunks(item, leaves, spec, sink)
+    # Nothing differentiates an eager call, so there is nothing to recompute.
+    spec = dataclasses.replace(spec, checkpoint=False, linear=True)
     closed = opened(item.closed)
     try:
-        how = chunks, sink, numbered, progress
-        key = _Key((fingerprint(closed), item.where, item.out_axes, tuple(axes), *how))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, axes, *how))
+        key = _Key((fingerprint(closed), item.where, item.out_axes, spec, sink))
+        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, spec, sink))
     except Unknown:
-        return as_ever()
+        return map_in_chunks(item, leaves, spec, sink)
     try:
         return loop([_on_device(const) for const in closed.consts], list(leaves))
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
@@ -128,15 +105,7 @@ def _is_evaluated(arrays: Sequence[Any]) -> bool:
     return not (any(isinstance(x, core.Tracer) for x in arrays) or is_staged())
 
 
-def _loop(
-    item: ItemProgram,
-    jaxpr: Any,
-    axes: Sequence[int],
-    chunks: Chunks,
-    sink: Sink | None,
-    numbered: bool,
-    progress: Progress | None,
-) -> Any:
+def _loop(item: ItemProgram, jaxpr: Any, spec: LoopSpec, sink: Sink | None) -> Any:
     """Return the loop as a function of constants and inputs.
 
     It holds nothing of the caller's but whom it tells of its progress.
@@ -146,17 +115,7 @@ def _loop(
 
     def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
         item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
-        # Nobody differentiates what is eager, so there is nothing to recompute.
-        return map_in_chunks(
-            item,
-            leaves,
-            axes,
-            chunks,
-            checkpoint=False,
-            sink=sink,
-            numbered=numbered,
-            progress=progress,
-        )
+        return map_in_chunks(item, leaves, spec, sink)
 
     return jax.jit(chunks_of)
 

@@ -21,9 +21,6 @@ class Chunks:
     length: int
     size: int
     steps: int
-    #: Whether all inputs are read by index, as those of a part (`shards.py`): on its own device,
-    #: an array of all parts has an axis of length 1 in front, and stacked, XLA would copy it.
-    by_index: bool = False
 
     @property
     def even(self) -> bool:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import counted, scalar
 from rankax._reduce.protocol import Part, Reduction
-from rankax._reduce.row import Row, RowLevel, Task
+from rankax._reduce.row import Row, Task, whole_level
 from rankax._reduce.run import Reductions, traced_parts
 
 __all__ = ["BlockStates", "partial_reductions"]
@@ -77,7 +77,7 @@ def partial_reductions(reductions: Reductions, sizes: Sequence[int]) -> Reductio
 
 def _row(sizes: Sequence[int]) -> Row:
     """Return a row of which only the size is asked."""
-    return Row(list, (), tuple(RowLevel(size, size, ()) for size in sizes), checkpoint=False)
+    return Row(list, (), tuple(whole_level(size) for size in sizes))
 
 
 class BlockStates:
@@ -120,7 +120,7 @@ class BlockStates:
         shape : sequence of int
             The lengths of the block along them.
         """
-        sizes = tuple(level.size for level in self.whole.levels)
+        sizes = tuple(level.chunks.length for level in self.whole.levels)
         dtype = self.whole.index_dtype
 
         def in_whole(index: jax.Array) -> jax.Array:

@@ -21,15 +21,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, scalar
 from rankax._loop.keys import PLACE, vmap_level
+from rankax._loop.level import trace_level
 from rankax._loop.loop import KEPT_IN_REVERSE
 from rankax._loop.reuse import map_chunks
+from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
-from rankax._progress.report import Progress
 from rankax._reduce.states import Accumulator
 from rankax._trace.derivatives import keep_rules
-from rankax._trace.item import ItemProgram, chunk_program, trace_item, with_axis
+from rankax._trace.item import ItemProgram, chunk_program, with_axis
 
-__all__ = ["Row", "RowLevel", "Task", "most_lanes"]
+__all__ = ["Row", "Task", "most_lanes", "whole_level"]
 
 _MOST_PER_LANE = 16  # numbers; a lane of more would not fit the cache with the others
 
@@ -43,17 +44,9 @@ def most_lanes() -> int | None:
     return 1024 if jax.default_backend() == "cpu" else None
 
 
-class RowLevel(NamedTuple):
-    """One reduced level: its length, how many items a tile has of it, and where leaves have it.
-
-    Places along numbered levels around count as leaves (see `keys.py`).
-    """
-
-    size: int
-    tile: int
-    in_axes: tuple[int | None, ...]
-    numbered: bool = False  # each item is told its place along it, as its last input
-    by_index: bool = False  # see `Chunks`
+def whole_level(length: int, in_axes: tuple[int | None, ...] = ()) -> LoopSpec:
+    """Return a level that is one tile."""
+    return LoopSpec(Chunks(length, length, 1), in_axes, is_loop=False)
 
 
 class Task(NamedTuple):
@@ -75,19 +68,17 @@ class Row:
 
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
-    levels: tuple[RowLevel, ...]
-    checkpoint: bool
-    progress: Progress | None = None
+    levels: tuple[LoopSpec, ...]
 
     @property
     def size(self) -> int:
         """How many items the row has."""
-        return math.prod(level.size for level in self.levels)
+        return math.prod(level.chunks.length for level in self.levels)
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it fits in one tile."""
-        return all(level.tile == level.size for level in self.levels)
+        return not any(level.is_loop for level in self.levels)
 
     @property
     def index_dtype(self) -> Any:
@@ -124,7 +115,7 @@ class Row:
         """Return where a flat index is along each level."""
         places: list[Any] = []
         for level in reversed(self.levels):
-            size = np.asarray(max(level.size, 1), index.dtype)
+            size = np.asarray(max(level.chunks.length, 1), index.dtype)
             places.append(index % size)
             index = index // size
         return places[::-1]
@@ -147,7 +138,7 @@ class Row:
         """Evaluate all items at once: outputs with the row on axis 0."""
         item = self.item
         for level in reversed(self.levels):
-            item = vmap_level(item, level.in_axes, level.size, numbered=level.numbered)
+            item = vmap_level(item, level.in_axes, level.chunks.length, numbered=level.numbered)
         count = len(self.levels)
         return [jnp.reshape(x, (self.size, *x.shape[count:])) for x in item(*self.leaves)]
 
@@ -160,24 +151,25 @@ class Row:
 
         ``linear`` says that a derivative needs no state. Otherwise one is stored for each tile.
         """
-        cut = [i for i, level in enumerate(self.levels) if level.tile < level.size]
+        cut = [i for i, level in enumerate(self.levels) if level.is_loop]
         at = cut[-1] if cut else 0
         around, below = self.levels[:at], self.levels[at + 1 :]
-        lanes = math.prod(level.size for level in below)
-        walk = _RowLoops(tuple(tasks), self.index_dtype, self.checkpoint, linear)
+        lanes = math.prod(level.chunks.length for level in below)
+        walk = _RowLoops(tuple(tasks), self.index_dtype)
         fun = _lanes_behind(self.item, below)
-        fun = walk.tiles(fun, self.levels[at], len(below), lanes, None if at else self.progress)
-        each = lanes * self.levels[at].size
-        for place, level in reversed(tuple(enumerate(around))):
-            fun = walk.one_by_one(fun, level, each, None if place else self.progress)
-            each *= level.size
+        level = dataclasses.replace(self.levels[at], linear=linear)
+        fun = walk.tiles(fun, level, len(below), lanes)
+        each = lanes * level.chunks.length
+        for level in reversed(around):
+            fun = walk.one_by_one(fun, level, each)
+            each *= level.chunks.length
         return fun(*self.leaves)
 
 
-def _lanes_behind(item: Callable[..., Any], levels: Sequence[RowLevel]) -> Callable[..., Any]:
+def _lanes_behind(item: Callable[..., Any], levels: Sequence[LoopSpec]) -> Callable[..., Any]:
     """Map an item over levels, whose axes come behind the core axes in their order."""
     for place, level in enumerate(reversed(levels), start=1):
-        item = vmap_level(item, level.in_axes, level.size, -place, numbered=level.numbered)
+        item = vmap_level(item, level.in_axes, level.chunks.length, -place, numbered=level.numbered)
     return item
 
 
@@ -187,40 +179,23 @@ class _RowLoops:
 
     tasks: tuple[Task, ...]
     index_dtype: Any
-    checkpoint: bool
-    linear: bool
 
     def tiles(
-        self,
-        fun: Callable[..., Any],
-        level: RowLevel,
-        levels_below: int,
-        lanes_below: int,
-        progress: Progress | None,
+        self, fun: Callable[..., Any], level: LoopSpec, levels_below: int, lanes_below: int
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; what is left over is a tile of its own."""
 
         def walk(*leaves: Any) -> list[Any]:
-            out_axes = -levels_below - 1
-            item, mapped, axes = _item_of(fun, leaves, level, out_axes)
-            steps = level.size // level.tile
-            sink = _Tiles(self.tasks, level.tile, levels_below, lanes_below, self.index_dtype)
-            states = map_chunks(
-                item,
-                mapped,
-                axes,
-                Chunks(level.size, level.tile, steps, level.by_index),
-                checkpoint=self.checkpoint,
-                sink=sink,
-                linear=self.linear,
-                numbered=level.numbered,
-                progress=progress,
-            )
-            start = steps * level.tile
-            if start == level.size:
+            item = trace_level(fun, leaves, level, -levels_below - 1)
+            mapped = [jnp.asarray(x) for x in level.mapped(leaves)]
+            chunks = level.chunks
+            sink = _Tiles(self.tasks, chunks.size, levels_below, lanes_below, self.index_dtype)
+            states = map_chunks(item, mapped, level, sink)
+            start = chunks.steps * chunks.size
+            if start == chunks.length:
                 return states
-            rest = dataclasses.replace(sink, tile=level.size - start)
-            outs = self._rest(item, mapped, axes, start, level)
+            rest = dataclasses.replace(sink, tile=chunks.length - start)
+            outs = self._rest(item, mapped, start, level)
             at = scalar(start, self.index_dtype)
             found, rows = rest.step(rest.start(), outs, at)
             one_row = jax.tree.map(lambda x: lax.expand_dims(x, (0,)), rows)
@@ -232,32 +207,28 @@ class _RowLoops:
         self,
         item: ItemProgram,
         leaves: Sequence[Any],
-        axes: Sequence[int],
         start: int,
-        level: RowLevel,
+        level: LoopSpec,
     ) -> list[jax.Array]:
-        size = level.size - start
+        length, axes = level.chunks.length, level.axes
+        size = length - start
         tails = [
-            lax.slice_in_dim(x, start, level.size, axis=axis)
+            lax.slice_in_dim(x, start, length, axis=axis)
             for x, axis in zip(leaves, axes, strict=True)
         ]
         if level.numbered:
             first = scalar(start % 2**32, PLACE.dtype)
-            tails, axes = [*tails, first + counted(size, PLACE.dtype)], [*axes, 0]
+            tails, axes = [*tails, first + counted(size, PLACE.dtype)], (*axes, 0)
         avals = [with_axis(x, axis, size) for x, axis in zip(tails, axes, strict=True)]
         closed = keep_rules(chunk_program(item, axes, avals, size))
 
         def evaluate(*tails: Any) -> list[jax.Array]:
             return core.eval_jaxpr(closed.jaxpr, closed.consts, *tails)
 
-        return (jax.checkpoint(evaluate) if self.checkpoint else evaluate)(*tails)
+        return (jax.checkpoint(evaluate) if level.checkpoint else evaluate)(*tails)
 
     def one_by_one(
-        self,
-        fun: Callable[..., list[Any]],
-        level: RowLevel,
-        each: int,
-        progress: Progress | None,
+        self, fun: Callable[..., list[Any]], level: LoopSpec, each: int
     ) -> Callable[..., list[Any]]:
         """Return the loop over one level whose items are walks themselves."""
 
@@ -269,39 +240,15 @@ class _RowLoops:
                 structures.append(structure)
                 return states
 
-            item, mapped, axes = _item_of(flat, leaves, level, 0)
+            item = trace_level(flat, leaves, level)
             sink = _States(self.tasks, structures[-1], each, self.index_dtype)
-            chunks = Chunks(level.size, 1, level.size, level.by_index)
-            return map_chunks(
-                item,
-                mapped,
-                axes,
-                chunks,
-                checkpoint=False,
-                sink=sink,
-                numbered=level.numbered,
-                progress=progress,
+            one_by_one = dataclasses.replace(
+                level, chunks=Chunks(level.chunks.length, 1, level.chunks.length), checkpoint=False
             )
+            mapped = [jnp.asarray(x) for x in level.mapped(leaves)]
+            return map_chunks(item, mapped, one_by_one, sink)
 
         return walk
-
-
-def _item_of(
-    fun: Callable[..., Any], leaves: Sequence[Any], level: RowLevel, out_axes: int
-) -> tuple[ItemProgram, list[Any], list[int]]:
-    """Trace ``fun`` for one item of a level; return it with the leaves that the level maps."""
-    pairs = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
-    mapped, axes = [jnp.asarray(x) for x, _ in pairs], [axis for _, axis in pairs]
-
-    def arguments(*items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        rest = iter(items)
-        both = zip(leaves, level.in_axes, strict=True)
-        args = [x if axis is None else next(rest) for x, axis in both]
-        return (*args, *rest), {}  # what is left is the place
-
-    avals = [with_axis(x, axis) for x, axis in zip(mapped, axes, strict=True)]
-    avals += [PLACE] if level.numbered else []
-    return trace_item(fun, arguments, avals, out_axes), mapped, axes
 
 
 def merged(tasks: Sequence[Task], first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -20,9 +20,9 @@ from rankax._base.words import listed
 from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
-from rankax._progress.report import Progress
+from rankax._loop.spec import LoopSpec
 from rankax._reduce.protocol import MisfitError, Part, Places, Reduction
-from rankax._reduce.row import Row, RowLevel, Task
+from rankax._reduce.row import Row, Task, whole_level
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
@@ -182,11 +182,8 @@ def merge_parts(
 def reduce_row(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    levels: Sequence[RowLevel],
+    levels: Sequence[LoopSpec],
     reductions: Reductions,
-    *,
-    checkpoint: bool,
-    progress: Progress | None = None,
     where: str | None = None,
 ) -> Reduced:
     """Reduce the outputs of ``fun`` over the levels of ``leaves``.
@@ -196,7 +193,7 @@ def reduce_row(
     fun : callable
         The kernel, of one item of each leaf.
     leaves : sequence of arrays
-    levels : sequence of RowLevel
+    levels : sequence of LoopSpec
         The outermost first.
     where : str, optional
         The kernel and its source line, for errors, if ``fun`` does not know.
@@ -208,7 +205,7 @@ def reduce_row(
         def item(*items: Any) -> list[Any]:
             return program.evaluate(consts, items)
 
-        return Row(item, tuple(leaves), tuple(levels), checkpoint, progress)
+        return Row(item, tuple(leaves), tuple(levels))
 
     values = program.values(row, leaves)
     arrays, structure = jax.tree.flatten(values)
@@ -228,7 +225,7 @@ class RowProgram(NamedTuple):
         cls,
         fun: Callable[..., Any],
         leaves: Sequence[Any],
-        levels: Sequence[RowLevel],
+        levels: Sequence[LoopSpec],
         reductions: Reductions,
         where: str,
     ) -> RowProgram:
@@ -261,8 +258,8 @@ class RowProgram(NamedTuple):
         program.check(where, levels)
         return program
 
-    def check(self, where: str, levels: Sequence[RowLevel]) -> None:
-        count = math.prod(level.size for level in levels)
+    def check(self, where: str, levels: Sequence[LoopSpec]) -> None:
+        count = math.prod(level.chunks.length for level in levels)
         for part, reduction in zip(self.parts, self.reductions, strict=True):
             if reduction is None:
                 continue
@@ -340,11 +337,11 @@ def traced_parts(
     They are checked for a row of these sizes.
     """
     nowhere = (None,) * len(items)
-    levels = [RowLevel(size, size, nowhere) for size in sizes]
+    levels = [whole_level(size, nowhere) for size in sizes]
     return RowProgram.of(fun, items, levels, reductions, function_location(fun)).parts
 
 
-def _item_aval(leaf: Any, number: int, levels: Sequence[RowLevel]) -> jax.ShapeDtypeStruct:
+def _item_aval(leaf: Any, number: int, levels: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(leaf)
     for level in levels:
         axis = level.in_axes[number]
@@ -385,4 +382,4 @@ def _kept_tasks(part: Part) -> list[Task]:
 
 def _split_row(out: jax.Array, row: Row) -> jax.Array:
     """Make axis 0, which is that of the row, those of its levels again."""
-    return lax.reshape(out, (*(level.size for level in row.levels), *out.shape[1:]))
+    return lax.reshape(out, (*(level.chunks.length for level in row.levels), *out.shape[1:]))

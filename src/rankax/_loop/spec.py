@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT
+"""One loop along an axis, as data.
+
+Whatever shapes the program of a loop besides the program of one item is a field of `LoopSpec`. A
+nest is a sequence of them, the loop takes one, and a compiled loop is kept under it (`reuse.py`):
+an option that is a field can be forgotten nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rankax._plan.chunks import Chunks
+from rankax._progress.report import Progress
+
+__all__ = ["LoopSpec"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSpec:
+    """How the items along one axis are evaluated.
+
+    Attributes
+    ----------
+    chunks : Chunks
+        The length of the axis, and the chunks that it is cut into.
+    in_axes : tuple of int or None
+        Where each leaf has the axis.
+    is_loop : bool
+        Whether chunks are evaluated one after another. Otherwise `jax.vmap` maps the axis.
+    numbered : bool
+        Whether each item takes its place along the axis as its last input (`keys.py`).
+    by_index : bool
+        Whether all inputs are read by index. So are those of a part (`_devices`): on its own device
+        the array of all parts has an axis of length 1 in front, and stacked, XLA would copy it.
+    checkpoint : bool
+        Whether the reverse pass computes each chunk again instead of storing its intermediates.
+    linear : bool
+        Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
+        so that what they compute is not stored either.
+    progress : Progress or None
+        Where the loop reports.
+    """
+
+    chunks: Chunks
+    in_axes: tuple[int | None, ...]
+    is_loop: bool = True
+    numbered: bool = False
+    by_index: bool = False
+    checkpoint: bool = True
+    linear: bool = True
+    progress: Progress | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Where the leaves that are mapped have the axis."""
+        return tuple(axis for axis in self.in_axes if axis is not None)
+
+    def mapped(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves that have the axis."""
+        pairs = zip(leaves, self.in_axes, strict=True)
+        return [leaf for leaf, axis in pairs if axis is not None]
+
+    def with_items(self, leaves: Sequence[Any], items: Sequence[Any]) -> list[Any]:
+        """Return the leaves with items in place of those that are mapped, then the place if any."""
+        rest = iter(items)
+        pairs = zip(leaves, self.in_axes, strict=True)
+        return [*(leaf if axis is None else next(rest) for leaf, axis in pairs), *rest]
