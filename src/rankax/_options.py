@@ -24,7 +24,7 @@ from rankax._plan.budget import checked_limit
 from rankax._progress.report import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
 
-__all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "resolve"]
+__all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "options_of", "resolve"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +147,11 @@ def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
             )
     return {name: _CHECKS[name](value, where) for name, value in given.items()}
+
+
+def options_of(where: str, **values: Any) -> Options:
+    """Return the options of a function that takes them as parameters, or say which is wrong."""
+    return Options(**checked_options(values, where))
 
 
 def check_together(options: Options, where: str) -> None:

@@ -36,7 +36,9 @@ from rankax._blocks.programs import (
     StateOfBlock,
     States,
 )
-from rankax._call.bind import Call, Kernel, is_array, is_number
+from rankax._call.arguments import check_key, converted, is_array, is_number
+from rankax._call.bind import BoundKernel, flatten
+from rankax._call.kernel import Kernel
 from rankax._options import Options
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.nesting import Nesting
@@ -51,7 +53,7 @@ def call_on_blocks(
     kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a kernel with arguments of which some are arrays in blocks."""
-    call = kernel.flattened(args, kwargs)
+    call = flatten(kernel, args, kwargs)
     package = _package(kernel, call)
     options = kernel.options()
     _check_options(kernel, options)
@@ -60,11 +62,11 @@ def call_on_blocks(
         jax.ShapeDtypeStruct(jnp.shape(value), leaf.item.dtype) if leaf.item is not None else value
         for leaf, value in zip(leaves, values, strict=True)
     ]
-    nesting = kernel.agreed(call._replace(leaves=shapes), options)
+    nesting = dataclasses.replace(call, leaves=shapes).plan(options)
     if nesting.splits:
         raise _split_key(kernel, package, call, nesting)
     backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
-    others = {k: v for k, v in call.bound.arguments.items() if k not in call.names}
+    others = {k: v for k, v in call.arguments.arguments.items() if k not in call.names}
     setup = Setup(
         mapped,
         _options_of_blocks(options),
@@ -78,7 +80,7 @@ def call_on_blocks(
     return lazy.mapped() if options.reduce is None else lazy.reduced(options.reduce)
 
 
-def _package(kernel: Kernel, call: Call) -> str:
+def _package(kernel: Kernel, call: BoundKernel) -> str:
     """Return whose arrays came; refuse those of two packages, and those where no rank is."""
     found: dict[str, str] = {}
     ranks = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
@@ -89,7 +91,7 @@ def _package(kernel: Kernel, call: Call) -> str:
             if rank is None:
                 raise _without_rank(kernel, package, path)
             found.setdefault(package, path)
-    for name, value in call.bound.arguments.items():
+    for name, value in call.arguments.arguments.items():
         if name in call.names:
             continue
         for path, leaf in _leaves_of(value, name):
@@ -117,7 +119,7 @@ def _without_rank(kernel: Kernel, package: str, path: str) -> TypeError:
     )
 
 
-def _split_key(kernel: Kernel, package: str, call: Call, nesting: Nesting) -> TypeError:
+def _split_key(kernel: Kernel, package: str, call: BoundKernel, nesting: Nesting) -> TypeError:
     path, shape = call.structure.paths[nesting.splits[0].position], nesting.plan.batch_shape
     return TypeError(
         f"{kernel.name}(): {path} has the rank SplitKey, but {package} evaluates block by block, "
@@ -143,7 +145,7 @@ def _options_of_blocks(options: Options) -> dict[str, Any]:
 # From arguments to leaves.
 
 
-def _leaves(kernel: Kernel, call: Call, package: str) -> tuple[list[Leaf], list[Any]]:
+def _leaves(kernel: Kernel, call: BoundKernel, package: str) -> tuple[list[Leaf], list[Any]]:
     """Say what each leaf becomes in a block; return also the arrays and numbers."""
     leaves: list[Leaf] = []
     values: list[Any] = []
@@ -155,10 +157,10 @@ def _leaves(kernel: Kernel, call: Call, package: str) -> tuple[list[Leaf], list[
             leaf = _leaf_in_blocks(kernel, value, path, package)
         else:
             if not (is_array(value) or is_number(value)):
-                value = kernel.converted(value, path, shapes_only=False)
+                value = converted(kernel, value, path, shapes_only=False)
             leaf, value = _leaf(value)
         if i in call.structure.keys and leaf.key_impl is None:
-            kernel.check_key(value, path, rank)
+            check_key(kernel, value, path, rank)
         leaves.append(leaf)
         values.append(value)
     return leaves, values
@@ -201,7 +203,7 @@ def _leaf_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> Leaf
     return Leaf("array", None, None, jax.ShapeDtypeStruct((), native))
 
 
-def _with_items(leaves: Sequence[Leaf], nesting: Nesting, call: Call) -> tuple[Leaf, ...]:
+def _with_items(leaves: Sequence[Leaf], nesting: Nesting, call: BoundKernel) -> tuple[Leaf, ...]:
     """Give each leaf the shape of one item; that of a key is one of its data."""
     ranked = [i for i, rank in enumerate(call.structure.ranks) if rank is not None]
     cores = {i: leaf.core_shape for i, leaf in zip(ranked, nesting.plan.leaves, strict=True)}
@@ -228,7 +230,7 @@ class _Lazy:
     def __init__(
         self,
         kernel: Kernel,
-        call: Call,
+        call: BoundKernel,
         setup: Setup,
         nesting: Nesting,
         backend: Backend,

@@ -24,7 +24,9 @@ from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._blocks.dtypes import in_native_order
 from rankax._blocks.packing import Array, Packing
-from rankax._call.bind import Kernel
+from rankax._call.bind import rebind
+from rankax._call.kernel import Kernel
+from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import BlockStates, partial_reductions
 
@@ -77,8 +79,8 @@ class Setup:
             if leaf.key_impl is not None:
                 value = jax.random.wrap_key_data(value, impl=leaf.key_impl)
             leaves.append(value)
-        call = self.kernel.rebind(self.names, leaves, self.treedef, dict(self.others))
-        return self.kernel.run(call, options, call.bound.args, call.bound.kwargs)
+        call = rebind(self.kernel, self.names, leaves, self.treedef, dict(self.others))
+        return run(call, options)
 
     def on_item(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """Call the kernel for one item."""
@@ -94,7 +96,7 @@ class Setup:
     def parts(self, sizes: Sequence[int]) -> BlockStates:
         """Return how the states of the kernel's reductions are handled; it is traced for that."""
         found: list[BlockStates] = []
-        reductions = self.kernel.own.reduce
+        reductions = self.kernel.preset.reduce
         assert reductions is not None
 
         def trace(arrays: list[Any], numbers: list[Any]) -> None:
@@ -225,7 +227,7 @@ class StateOfBlock(Program):
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         count = len(arrays) - len(self.reduce.axes)
         arrays, indices = arrays[:count], arrays[count:]
-        reductions = self.setup.kernel.own.reduce
+        reductions = self.setup.kernel.preset.reduce
         assert reductions is not None
         given = dict(self.setup.options)
         given["reduce"] = partial_reductions(reductions, self.reduce.sizes)

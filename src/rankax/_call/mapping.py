@@ -1,82 +1,120 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of `chunked_vmap` and `chunked_reduce`: checked before anything is traced."""
+"""Bind a call of `chunked_vmap` or `chunked_reduce`: checked before anything is traced."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.checks import common_length, positive_int
+from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._devices.parts import Parts, Shards, find_parts, part_shape
-from rankax._fit.memory import shape_of
-from rankax._trace.item import is_axis, with_axis
+from rankax._call.bound import Bound, planned_reduction
+from rankax._call.over_parts import Layout
+from rankax._options import Options
+from rankax._plan.nesting import Nesting, plan_axis
+from rankax._trace.item import checked_output_axes, is_axis
 
-__all__ = ["ArgumentMapping", "axis_length", "check_axes", "resolve_arguments"]
+__all__ = ["BoundAxes", "MappedAxes", "bind_axes", "checked_axes"]
 
 
-class ArgumentMapping(NamedTuple):
-    """The arguments of one call, flat, and the axis of each that is mapped."""
+@dataclasses.dataclass(frozen=True)
+class MappedAxes:
+    """The parameters that `jax.vmap` has besides its function, checked."""
 
-    leaves: list[Any]
-    axes: list[int | None]
+    in_axes: Any
+    out_axes: Any = 0
+    axis_name: Hashable | None = None
+    axis_size: int | None = None
+
+
+def checked_axes(
+    where: str, in_axes: Any, axis_size: Any, out_axes: Any = 0, axis_name: Hashable | None = None
+) -> MappedAxes:
+    """Check what `jax.vmap` would check at the call; a list of ``in_axes`` is a tuple."""
+    size = None
+    if axis_size is not None:
+        is_zero = not isinstance(axis_size, bool) and axis_size == 0
+        size = 0 if is_zero else positive_int(axis_size, where, "axis_size")
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    for parameter, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
+            if not is_axis(entry):
+                raise TypeError(
+                    f"{where}: {parameter} must hold ints and None, got {type(entry).__name__} "
+                    f"{entry!r} at {parameter}{jax.tree_util.keystr(path)}"
+                )
+    return MappedAxes(in_axes, out_axes, axis_name, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundAxes(Bound):
+    """A bound call that maps one axis of each argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    axes: MappedAxes
+    places: list[int | None]  # where each leaf has the mapped axis
     treedef: Any
     length: int
 
     @property
-    def mapped(self) -> list[Any]:
-        return [x for x, axis in zip(self.leaves, self.axes, strict=True) if axis is not None]
+    def out_axes(self) -> Any:
+        return self.axes.out_axes
 
     @property
-    def mapped_axes(self) -> tuple[int, ...]:
-        return tuple(axis for axis in self.axes if axis is not None)
+    def axis_name(self) -> Hashable | None:
+        return self.axes.axis_name
 
-    @property
-    def item_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Return shape and dtype of what one item has of each leaf that is mapped."""
-        pairs = zip(self.mapped, self.mapped_axes, strict=True)
-        return [with_axis(x, axis) for x, axis in pairs]
+    def plan(self, options: Options, tile: int | None = None) -> Nesting:
+        both = enumerate(zip(self.leaves, self.places, strict=True))
+        arrays = [(i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None]
+        reduction = planned_reduction(options)
+        return plan_axis(self.fun, self.length, arrays, options.chunk_size, reduction, tile)
 
-    def parts(self, shards: Shards, where: str) -> Parts | None:
-        """Return the parts in which the mapped axis lies, if there are any."""
-        axes = [(axis,) for axis in self.mapped_axes]
-        found = find_parts(shards, self.mapped, axes, (self.length,), where)
-        return found[0] if found else None
+    def part(self, plan: Nesting, layout: Layout) -> Self:
+        part = super().part(plan, layout)
+        return dataclasses.replace(part, length=layout.inner().shape[0])
 
-    def part(self, parts: Parts) -> ArgumentMapping:
-        """Return one part of it, of which the mapped leaves are shapes only."""
-        leaves = [
-            x if axis is None else shape_of(x, part_shape(jnp.shape(x), axis, parts))
-            for x, axis in zip(self.leaves, self.axes, strict=True)
-        ]
-        return self._replace(leaves=leaves, length=self.length // parts.count)
+    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        del plan
+        args, kwargs = self.treedef.unflatten(leaves)
+        return self.fun(*args, **kwargs)
 
-    def arguments(self, mapped: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other leaves in place of those that are mapped."""
-        rest = iter(mapped)
-        pairs = zip(self.leaves, self.axes, strict=True)
-        leaves = [x if axis is None else next(rest) for x, axis in pairs]
-        return self.treedef.unflatten(leaves)
+    def in_one_piece(self, plan: Nesting) -> Callable[[], Any]:
+        """Return a call of `jax.vmap`, with our errors."""
+        returned = False
 
+        @functools.wraps(self.fun)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal returned
+            out = self.fun(*args, **kwargs)
+            checked_output_axes(self.fun, out, self.out_axes)
+            returned = True
+            return out
 
-def axis_length(value: Any, where: str) -> int:
-    is_zero = not isinstance(value, bool) and value == 0
-    return 0 if is_zero else positive_int(value, where, "axis_size")
+        axes = self.axes
+        vmapped = jax.vmap(
+            checked, axes.in_axes, axes.out_axes, axis_name=axes.axis_name, axis_size=self.length
+        )
 
+        def call() -> Any:
+            try:
+                return vmapped(*self.args, **self.kwargs)
+            except ValueError:
+                if returned and axes.axis_name is None:  # `fun` is sound, so it is traced again
+                    self.trace(plan).check_unmapped_outputs()
+                raise
 
-def check_axes(axes: Any, where: str, parameter: str) -> None:
-    for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
-        if not is_axis(entry):
-            raise TypeError(
-                f"{where}: {parameter} must hold ints and None, got {type(entry).__name__} "
-                f"{entry!r} at {parameter}{jax.tree_util.keystr(path)}"
-            )
+        return call
 
 
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
@@ -94,15 +132,15 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
-def resolve_arguments(
+def bind_axes(
     fun: Callable[..., Any],
     where: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    in_axes: Any,
-    axis_size: int | None,
-) -> ArgumentMapping:
+    axes: MappedAxes,
+) -> BoundAxes:
     """Give every leaf its axis and find the common length, or say which leaf does not fit."""
+    in_axes, axis_size = axes.in_axes, axes.axis_size
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
             f"{where}: in_axes has {plural(len(in_axes), 'entry')} for "
@@ -111,17 +149,17 @@ def resolve_arguments(
     prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     names = _argument_names(fun, len(args))
     named: list[tuple[str, Any]] = []
-    axes: list[int | None] = []
+    places: list[int | None] = []
     for name, prefix, arg in [
         *zip(names, prefixes, args, strict=True),
         *((name, 0, kwargs[name]) for name in sorted(kwargs)),
     ]:
         named += leaves_with_names(arg, name)
         try:
-            axes += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
+            places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    table = [(name, x, a) for (name, x), a in zip(named, axes, strict=True) if a is not None]
+    table = [(name, x, a) for (name, x), a in zip(named, places, strict=True) if a is not None]
     if not table and axis_size is None:
         raise ValueError(
             f"{where}: nothing is mapped; map at least one array through in_axes, or give axis_size"
@@ -129,6 +167,9 @@ def resolve_arguments(
     if axis_size is not None:
         table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
     length = common_length(table, where)
-    leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, axes, strict=True)]
-    axes = [None if a is None else a % jnp.ndim(x) for a, x in zip(axes, leaves, strict=True)]
-    return ArgumentMapping(leaves, axes, jax.tree.structure((args, kwargs)), length)
+    leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
+    places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
+    treedef = jax.tree.structure((args, kwargs))
+    return BoundAxes(
+        fun, function_name(fun), where, leaves, args, kwargs, axes, places, treedef, length
+    )

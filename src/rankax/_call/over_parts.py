@@ -23,10 +23,10 @@ from rankax._reduce.protocol import Places
 from rankax._reduce.run import Reduced, Reductions, merge_parts
 from rankax._trace.item import ItemProgram
 
-__all__ = ["First", "Layout", "axes_of_leaves", "in_order", "map_parts", "of_all", "reduce_parts"]
+__all__ = ["Begins", "Layout", "map_parts", "mergeable_parts", "plan_of_all", "reduce_parts"]
 
 Leaves = list[Any]
-First = Mapping[int, Any]  # by axis of the batch that is cut: the number of the first item
+Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Layout:
     def first_axes(self) -> list[int | None]:
         return [own[self.parts[0].axis] for own in self.axes]
 
-    def begins(self, outside: First, number: Any) -> First:
+    def begins(self, outside: Begins, number: Any) -> Begins:
         """Return where this part begins, along its axis and those that were cut before."""
         axis = self.parts[0].axis
         each = np.asarray(self.shape[axis] // self.parts[0].count, number.dtype)
@@ -84,22 +84,7 @@ class Layout:
         return Places(first, before, each, after)
 
 
-def axes_of_leaves(
-    shape: Sequence[int], own_axes: Sequence[Sequence[int]]
-) -> tuple[tuple[int | None, ...], ...]:
-    """Return where leaves with these batch axes have each axis of the batch; None: not at all."""
-    found: list[tuple[int | None, ...]] = []
-    for own in own_axes:
-        absent = len(shape) - len(own)
-        places = [
-            axis - absent if axis >= absent and own[axis - absent] == size else None
-            for axis, size in enumerate(shape)
-        ]
-        found.append(tuple(places))
-    return tuple(found)
-
-
-def in_order(
+def mergeable_parts(
     parts: tuple[Parts, ...],
     plan: BatchPlan,
     reductions: Reductions | None,
@@ -126,7 +111,7 @@ def in_order(
     return tuple(found)
 
 
-def of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPlan:
+def plan_of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPlan:
     """Return the plan of one part as that of the whole batch."""
     if plan.steps <= 1:  # each device has all of its items in flight
         return whole
@@ -139,7 +124,7 @@ def of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPl
 
 
 def map_parts(
-    program: Callable[[ItemProgram, Leaves, First], Leaves],
+    program: Callable[[ItemProgram, Leaves, Begins], Leaves],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
@@ -161,7 +146,7 @@ def map_parts(
         What ``program`` depends on besides.
     """
 
-    def walk(layout: Layout, begins: First, item: ItemProgram, leaves: Leaves) -> Leaves:
+    def walk(layout: Layout, begins: Begins, item: ItemProgram, leaves: Leaves) -> Leaves:
         if not layout.parts:
             return program(item, leaves, begins)
         own = layout.parts[0]
@@ -191,7 +176,7 @@ def _with_alike(outs: Leaves, axes: Sequence[int | None], item: ItemProgram) -> 
 
 
 def reduce_parts(
-    program: Callable[[ItemProgram, Leaves, First, Reductions], Reduced],
+    program: Callable[[ItemProgram, Leaves, Begins, Reductions], Reduced],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
@@ -201,7 +186,7 @@ def reduce_parts(
     """Return what `map_parts` does, of a program that reduces one part; the result in its tree."""
 
     def walk(
-        layout: Layout, begins: First, reductions: Reductions, item: ItemProgram, leaves: Leaves
+        layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
     ) -> Reduced:
         if not layout.parts:
             return program(item, leaves, begins, reductions)

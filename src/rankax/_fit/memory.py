@@ -21,7 +21,7 @@ from rankax._base.cache import Kept
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._trace.fingerprint import Unknown, fingerprint
 
-__all__ = ["Program", "Task", "fit_to_limit", "free_bytes", "shape_of"]
+__all__ = ["LimitedCall", "Program", "fit_to_limit", "free_bytes", "shape_of"]
 
 # A call with a chunk size: how many items are in flight, and the call as a function of constants
 # and arrays, which are given by their shapes.
@@ -31,7 +31,7 @@ _kept = Kept(1024)
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class LimitedCall:
     """What a chunk size is wanted for."""
 
     where: str  # the function, for errors
@@ -43,13 +43,13 @@ class Task:
 
 
 def fit_to_limit(
-    task: Task, item: Any, consts: Sequence[Any], program: Program, key: Hashable
+    task: LimitedCall, item: Any, consts: Sequence[Any], program: Program, key: Hashable
 ) -> MemoryFit:
     """Return the chunk size that keeps to a limit, measured once for each kind of call.
 
     Parameters
     ----------
-    task : Task
+    task : LimitedCall
     item : ClosedJaxpr
         The traced program of one item, by which calls are told apart, with ``task`` and ``key``.
     consts : sequence

@@ -23,7 +23,10 @@ import jax
 from rankax._base.blocks import InBlocksError
 from rankax._base.functions import function_name, unwrapped
 from rankax._blocks.call import call_on_blocks
-from rankax._call.bind import Kernel
+from rankax._call.arguments import check_method
+from rankax._call.bind import bind
+from rankax._call.kernel import Kernel
+from rankax._call.run import plan_of, run
 from rankax._declare.gufunc import to_gufunc
 from rankax._declare.ranks import Declaration, declare
 from rankax._declare.split_key import SplitKey
@@ -385,7 +388,7 @@ class _Family:
 
     def _new_member(self, given: Mapping[str, Any]) -> Any:
         kernel = Kernel(self._fun, self._declaration, given)
-        return self._function(kernel, JitKernel(kernel) if kernel.own.jit else None, given)
+        return self._function(kernel, JitKernel(kernel) if kernel.preset.jit else None, given)
 
     def _function(
         self,
@@ -394,13 +397,16 @@ class _Family:
         given: Mapping[str, Any],
         tuning: Tuning | None = None,
     ) -> Any:
-        call = jitted or kernel
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if jitted is not None:
+                return jitted.call(args, kwargs)
+            return run(bind(kernel, args, kwargs), kernel.options())
 
         # A function, not a callable object: methods, pickling by name, help() and inspection work
         # as they do for the kernel itself.
         def mapped(*args: Any, **kwargs: Any) -> Any:
             try:
-                return call(*args, **kwargs)
+                return call(args, kwargs)
             except InBlocksError:
                 pass
             return call_on_blocks(kernel, mapped, args, kwargs)
@@ -408,6 +414,11 @@ class _Family:
         def with_options(**options: Any) -> Any:
             where = f"{kernel.name}.with_options"
             return self.member({**given, **checked_options(options, where)}, where)
+
+        def plan(*args: Any, **kwargs: Any) -> BatchPlan:
+            """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+            check_method(kernel, "plan", args, kwargs)
+            return plan_of(bind(kernel, args, kwargs, shapes_only=True), kernel.options())
 
         def tune(
             *args: Any,
@@ -427,7 +438,7 @@ class _Family:
         _wrap_as(mapped, self._fun)
         vars(mapped)["_kernel"] = kernel
         vars(mapped)["signature"] = to_gufunc(self._declaration.ranks, self._declaration.outputs)
-        vars(mapped)["plan"] = kernel.plan
+        vars(mapped)["plan"] = plan
         vars(mapped)["tune"] = tune
         vars(mapped)["tuning"] = tuning
         vars(mapped)["_with_tuning"] = with_tuning

@@ -5,45 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from rankax._base.checks import check_bool, check_callable, positive_int
+from rankax._base.checks import check_callable
 from rankax._base.functions import function_name
-from rankax._call.mapping import ArgumentMapping, axis_length, check_axes, resolve_arguments
-from rankax._call.over_parts import First, Layout, reduce_parts
-from rankax._devices.parts import checked_shards
-from rankax._fit.cpu import best_tile, tiles_matter
-from rankax._fit.memory import Task, fit_to_limit, shape_of
-from rankax._loop.spec import LoopSpec
-from rankax._plan.budget import checked_limit
-from rankax._plan.chunks import Chunks, split_into_chunks
-from rankax._progress.report import checked_progress, told
-from rankax._reduce.row import most_lanes, whole_level
-from rankax._reduce.run import Reduced, Reductions, read_reductions, reduce_row
-from rankax._trace.item import ItemProgram, has_order, trace_item
+from rankax._call.mapping import bind_axes, checked_axes
+from rankax._call.run import run
+from rankax._options import options_of
+from rankax._reduce.run import read_reductions
 
 __all__ = ["chunked_reduce"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowWalk:
-    """How a row, or each of its parts, is walked."""
-
-    level: LoopSpec
-
-    def run(self, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions) -> Reduced:
-        def on_item(*items: Any) -> Any:
-            return item.out_tree.unflatten(item(*items))
-
-        return reduce_row(on_item, leaves, (self.level,), reductions, item.where)
-
-    def part(
-        self, item: ItemProgram, leaves: Sequence[Any], _: First, reductions: Reductions
-    ) -> Reduced:
-        return self.run(item, leaves, reductions)
 
 
 def chunked_reduce(
@@ -141,84 +115,19 @@ def chunked_reduce(
     """
     check_callable(fun, "chunked_reduce", "fun")
     where = f"chunked_reduce({function_name(fun)})"
-    reductions = read_reductions(reduction, where)
-    bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
-    limit = checked_limit(memory_limit, where)
-    size = None if axis_size is None else axis_length(axis_size, where)
-    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-    check_axes(in_axes, where, "in_axes")
-    check_bool(checkpoint, where, "checkpoint")
-    shown = checked_progress(progress, where)
-    given_shards = checked_shards(shards, where)
+    options = options_of(
+        where,
+        chunk_size=chunk_size,
+        checkpoint=checkpoint,
+        memory_limit=memory_limit,
+        progress=progress,
+        shards=shards,
+    )
+    options = dataclasses.replace(options, reduce=read_reductions(reduction, where))
+    axes = checked_axes(where, in_axes, axis_size)
 
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
-        mapping = resolve_arguments(fun, where, args, kwargs, in_axes, size)
-
-        @functools.wraps(fun)
-        def on_item(*items: Any) -> Any:
-            item_args, item_kwargs = mapping.arguments(items)
-            return fun(*item_args, **item_kwargs)
-
-        parts = None if bound is limit is None else mapping.parts(given_shards, where)
-        part = mapping if parts is None else mapping.part(parts)
-        most = bound
-        if limit is not None and mapping.length:
-            task = Task(where, limit, (part.length,), bound or part.length, checkpoint)
-            most = _chunk_within(task, on_item, part, reductions)
-        if most is None or part.length <= most:
-            whole = whole_level(mapping.length, mapping.mapped_axes)
-            return reduce_row(on_item, mapping.mapped, (whole,), reductions).assembled()
-        item = trace_item(on_item, lambda *items: (items, {}), mapping.item_avals, 0)
-        if has_order(item.closed):
-            parts, part = None, mapping
-        tile = _tile(part.length, most, best_tile(item.closed) if tiles_matter() else None)
-        level = _row_level(part.length, tile, mapping.mapped_axes, checkpoint)
-        level = dataclasses.replace(level, by_index=parts is not None)
-        with told(shown, function_name(fun), 1 if parts is None else parts.count) as passed_on:
-            walk = _RowWalk(dataclasses.replace(level, progress=passed_on))
-            if parts is None:
-                return walk.run(item, mapping.mapped, reductions).assembled()
-            axes = tuple((axis,) for axis in mapping.mapped_axes)
-            layout = Layout((mapping.length,), (parts,), axes, reduced=(0,))
-            return reduce_parts(walk.part, item, mapping.mapped, layout, reductions, walk)
+        return run(bind_axes(fun, where, args, kwargs, axes), options)
 
     return reduced
-
-
-def _tile(length: int, most: int, best: int | None) -> int:
-    return split_into_chunks(length, min(most, most_lanes() or most, best or most)).size
-
-
-def _row_level(length: int, tile: int, axes: tuple[int, ...], checkpoint: bool) -> LoopSpec:
-    chunks = Chunks(length, tile, length // tile if tile else 0)
-    return LoopSpec(chunks, axes, tile < length, checkpoint=checkpoint)
-
-
-def _chunk_within(
-    task: Task, on_item: Callable[..., Any], mapping: ArgumentMapping, reductions: Reductions
-) -> int:
-    """Return the chunk size that keeps to a memory limit."""
-    item = trace_item(on_item, lambda *items: (items, {}), mapping.item_avals, 0)
-    best = best_tile(item.closed) if tiles_matter() else None
-    shapes = [shape_of(leaf) for leaf in mapping.mapped]
-
-    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
-        tile = mapping.length
-        if chunk_size < mapping.length:
-            tile = _tile(mapping.length, chunk_size, best)
-        level = _row_level(mapping.length, tile, mapping.mapped_axes, task.with_gradient)
-
-        def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            of_item = item.with_constants(consts)
-
-            def fun(*items: Any) -> Any:
-                return item.out_tree.unflatten(of_item(*items))
-
-            found = reduce_row(fun, leaves, (level,), reductions)
-            return jax.tree.leaves(found.assembled())
-
-        return tile, whole, shapes
-
-    of_call = tuple((s.shape, s.dtype) for s in shapes), mapping.mapped_axes, reductions
-    return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``chunked_vmap``: `jax.vmap` with at most ``chunk_size`` items in flight.
-
-Here is what a caller sees: the arguments, checked before anything is traced. The loop is `loop.py`.
-"""
+"""``chunked_vmap``: `jax.vmap` with at most ``chunk_size`` items in flight."""
 
 from __future__ import annotations
 
@@ -12,23 +9,11 @@ from typing import Any
 
 import jax
 
-from rankax._base.checks import check_callable, positive_int
+from rankax._base.checks import check_callable
 from rankax._base.functions import function_name
-from rankax._call.level import LevelWalk, item_program
-from rankax._call.mapping import ArgumentMapping, axis_length, check_axes, resolve_arguments
-from rankax._devices.parts import checked_shards
-from rankax._fit.cpu import best_tile, tiles_matter
-from rankax._fit.memory import Task, fit_to_limit, shape_of
-from rankax._loop.loop import map_in_chunks
-from rankax._loop.spec import LoopSpec
-from rankax._plan.budget import checked_limit
-from rankax._plan.chunks import split_into_chunks, split_into_tiles
-from rankax._progress.report import checked_progress, told
-from rankax._trace.item import (
-    ItemProgram,
-    checked_output_axes,
-    has_order,
-)
+from rankax._call.mapping import bind_axes, checked_axes
+from rankax._call.run import run
+from rankax._options import options_of
 
 __all__ = ["chunked_vmap"]
 
@@ -153,105 +138,18 @@ def chunked_vmap(
     """
     check_callable(fun, "chunked_vmap", "fun")
     where = f"chunked_vmap({function_name(fun)})"
-    bound = None if chunk_size is None else positive_int(chunk_size, where, "chunk_size")
-    limit = checked_limit(memory_limit, where)
-    shown = checked_progress(progress, where)
-    given_shards = checked_shards(shards, where)
-    size = None if axis_size is None else axis_length(axis_size, where)
-    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
-    check_axes(in_axes, where, "in_axes")
-    check_axes(out_axes, where, "out_axes")
+    options = options_of(
+        where,
+        chunk_size=chunk_size,
+        checkpoint=checkpoint,
+        memory_limit=memory_limit,
+        progress=progress,
+        shards=shards,
+    )
+    axes = checked_axes(where, in_axes, axis_size, out_axes, axis_name)
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        mapping = resolve_arguments(fun, where, args, kwargs, in_axes, size)
-        parts = None if bound is limit is None else mapping.parts(given_shards, where)
-        part = mapping if parts is None else mapping.part(parts)
-        most = bound
-        if limit is not None and mapping.length:
-            item = item_program(fun, mapping, out_axes, axis_name)
-            most = _chunk_within(limit, item, part, bound, where, checkpoint=checkpoint)
-        # With a bound of 1 even a single item is a chunk, so that branches are always branches.
-        if most is None or not mapping.length or part.length <= most != 1:
-            whole = _in_one_chunk(fun, mapping, in_axes, out_axes, axis_name)
-            return whole(*args, **kwargs)
-        with told(shown, function_name(fun), 1 if parts is None else parts.count) as passed_on:
-            item = item_program(fun, mapping, out_axes, axis_name)
-            if parts is not None and has_order(item.closed):
-                parts, part = None, mapping
-            tile = best_tile(item.closed) if tiles_matter() else None
-            chunks = split_into_tiles(part.length, most, tile or most)
-            walk = LevelWalk(
-                LoopSpec(chunks, mapping.mapped_axes, checkpoint=checkpoint, progress=passed_on)
-            )
-            if parts is None:
-                outs = walk.run(item, mapping.mapped)
-            else:
-                outs = walk.in_parts(item, mapping.mapped, parts)
-            return jax.tree.unflatten(item.out_tree, outs)
+        return run(bind_axes(fun, where, args, kwargs, axes), options)
 
     return mapped
-
-
-# How it is done: one trace of an item, then one loop over the chunks (`map_chunks`).
-
-
-def _in_one_chunk(
-    fun: Callable[..., Any],
-    mapping: ArgumentMapping,
-    in_axes: Any,
-    out_axes: Any,
-    axis_name: Hashable | None,
-) -> Callable[..., Any]:
-    """Return `jax.vmap` of ``fun``, but for the errors."""
-    returned = False
-
-    @functools.wraps(fun)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal returned
-        out = fun(*args, **kwargs)
-        checked_output_axes(fun, out, out_axes)
-        returned = True
-        return out
-
-    vmapped = jax.vmap(checked, in_axes, out_axes, axis_name=axis_name, axis_size=mapping.length)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return vmapped(*args, **kwargs)
-        except ValueError:
-            if returned and axis_name is None:  # all is well with `fun`, so it is traced again
-                item_program(fun, mapping, out_axes).check_unmapped_outputs()
-            raise
-
-    return call
-
-
-def _chunk_within(
-    limit: int | str,
-    item: ItemProgram,
-    mapping: ArgumentMapping,
-    bound: int | None,
-    where: str,
-    *,
-    checkpoint: bool,
-) -> int:
-    """Return the chunk size, of at most ``bound``, that keeps to a memory limit."""
-    axes = mapping.mapped_axes
-    shapes = [shape_of(leaf) for leaf in mapping.mapped]
-
-    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
-        chunks = split_into_chunks(mapping.length, chunk_size)
-
-        def whole(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            of_item = item.with_constants(consts)
-            if chunks.steps == 1 != chunk_size:
-                return of_item.on_chunk(axes, chunks.size)(*leaves)
-            return map_in_chunks(of_item, leaves, LoopSpec(chunks, axes, checkpoint=checkpoint))
-
-        return chunks.size, whole, shapes
-
-    most = mapping.length if bound is None else min(bound, mapping.length)
-    of_call = tuple((shape.shape, shape.dtype) for shape in shapes), axes, item.out_axes
-    task = Task(where, limit, (mapping.length,), most, with_gradient=checkpoint)
-    return fit_to_limit(task, item.closed, item.closed.consts, program, of_call).chunk_size

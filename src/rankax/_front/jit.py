@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import is_staged
 from rankax._base.trees import leaves_with_names
-from rankax._call.bind import Kernel, is_array, is_number
+from rankax._call.arguments import check_method, is_array, is_number
+from rankax._call.bind import bind, rebind
+from rankax._call.kernel import Kernel
+from rankax._call.run import parts_of, run
 from rankax._devices.parts import Parts
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._options import Options
@@ -61,7 +64,7 @@ class JitKernel:
             return self._run(frame, arrays)
 
         call.__name__ = kernel.name  # what a profile and an HLO dump show
-        compiler = kernel.own.compiler_options
+        compiler = kernel.preset.compiler_options
         self._jitted = jax.jit(
             call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
         )
@@ -69,9 +72,7 @@ class JitKernel:
     def __reduce__(self) -> Any:
         return JitKernel, (self._kernel,)  # a copy compiles for itself
 
-    # `self` is positional-only, for a kernel may be called with an argument of that name.
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
         if is_staged():  # the outer program compiles it, and is left without a call of ours
@@ -83,9 +84,11 @@ class JitKernel:
             vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all
             raise
 
+    # `self` is positional-only because a kernel may be called with an argument of that name.
+
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        self._kernel.check_method("lower", args, kwargs)
+        check_method(self._kernel, "lower", args, kwargs)
         frame, arrays = self._split(args, kwargs, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
@@ -93,8 +96,8 @@ class JitKernel:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
     ) -> tuple[_Frame, list[Any]]:
         """Part a bound call into what is traced and what is static."""
-        call = self._kernel.bind(args, kwargs, shapes_only=shapes_only)
-        arguments = call.bound.arguments
+        call = bind(self._kernel, args, kwargs, shapes_only=shapes_only)
+        arguments = call.arguments.arguments
         others, rest, rest_tree = (), [], _NOTHING
         if len(arguments) > len(call.names):
             others = tuple([name for name in arguments if name not in call.names])
@@ -108,7 +111,7 @@ class JitKernel:
         traced = tuple([x is not None for x in inputs])
 
         options = self._kernel.options()
-        parts = self._kernel.parts(call, options)
+        parts = parts_of(call, options)
 
         def frame(static: tuple[Any, ...], kinds: tuple[Any, ...]) -> _Frame:
             of_arrays = call.names, call.treedef, others, rest_tree, traced
@@ -156,9 +159,8 @@ class JitKernel:
         leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
         count = frame.treedef.num_leaves
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
-        call = self._kernel.rebind(frame.names, leaves[:count], frame.treedef, dict(others))
-        arguments = call.bound.args, call.bound.kwargs
-        return self._kernel.run(call, frame.options, *arguments, frame.parts)
+        call = rebind(self._kernel, frame.names, leaves[:count], frame.treedef, dict(others))
+        return run(call, frame.options, frame.parts)
 
 
 def _as_input(leaf: Any, shapes_only: bool) -> Any:

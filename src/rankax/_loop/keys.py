@@ -21,7 +21,7 @@ from rankax._base.arrays import counted, scalar
 from rankax._plan.levels import Level, Shape
 from rankax._plan.splits import Split
 
-__all__ = ["PLACE", "along", "item_key", "number_items", "vmap_level"]
+__all__ = ["PLACE", "add_places", "item_key", "number_items", "vmap_level"]
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"
@@ -114,7 +114,7 @@ def _times(place: Any, stride: Any) -> Any:
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # of symbolic shapes
 
 
-def along(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
+def add_places(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
     """Return the axes of a numbered level: it passes on the places along the levels around it."""
     return (*in_axes, *(None,) * levels_around)
 
@@ -123,7 +123,7 @@ def vmap_level(
     fun: Callable[..., Any],
     in_axes: Sequence[int | None],
     size: int,
-    out_axes: int = 0,
+    out_axes: Any = 0,
     *,
     numbered: bool,
 ) -> Callable[..., Any]:

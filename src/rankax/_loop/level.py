@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from rankax._loop.keys import PLACE, vmap_level
@@ -18,14 +17,21 @@ __all__ = ["map_level", "trace_level"]
 
 
 def map_level(fun: Callable[..., Any], spec: LoopSpec) -> Callable[..., Any]:
-    """Return ``fun``, which takes arrays and returns a list of them, mapped over one level."""
-    if not spec.is_loop:
-        return vmap_level(fun, spec.in_axes, spec.chunks.length, numbered=spec.numbered)
+    """Return ``fun``, which takes arrays and returns a list of them, mapped over one level.
 
-    def mapped(*leaves: Any) -> Any:
-        item = trace_level(fun, leaves, spec)
-        outs = map_chunks(item, [jnp.asarray(x) for x in spec.mapped(leaves)], spec)
-        return jax.tree.unflatten(item.out_tree, outs)
+    A program of one item that takes what the level maps, and nothing else, is not traced again.
+    """
+    program = fun if isinstance(fun, ItemProgram) else None
+    if not spec.is_loop:
+        out_axes = 0 if program is None else list(program.out_axes)
+        size = spec.chunks.length
+        return vmap_level(fun, spec.in_axes, size, out_axes, numbered=spec.numbered)
+    if None in spec.in_axes or spec.numbered:
+        program = None
+
+    def mapped(*leaves: Any) -> list[Any]:
+        item = program or trace_level(fun, leaves, spec)
+        return map_chunks(item, [jnp.asarray(x) for x in spec.mapped(leaves)], spec)
 
     return mapped
 

@@ -16,7 +16,9 @@ from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
 
-__all__ = ["Nesting", "PlannedReduction", "plan_nesting"]
+__all__ = ["InAxes", "Nesting", "PlannedReduction", "plan_axis", "plan_nesting"]
+
+InAxes = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +34,17 @@ class PlannedReduction:
 class Nesting:
     """A plan, and what follows from it for the arrays of a call.
 
-    Arrays are meant by their position among all leaves of the call.
+    Arrays are identified by their leaf position.
     """
 
     plan: BatchPlan
     sizes: Mapping[str, int]  # of the named core dimensions
     mapped: tuple[int, ...]  # the arrays that some level maps
-    in_axes: tuple[tuple[int | None, ...], ...]  # per level, for the mapped arrays
-    reshaped: tuple[tuple[int, Shape], ...]  # array, and its shape without stretched axes
+    cores: tuple[Shape, ...]  # of one item of each of them
+    batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch
+    in_axes: tuple[InAxes, ...]  # per level, for the mapped arrays
+    loops: tuple[bool, ...]  # per level, whether its chunks are evaluated one after another
+    reshaped: tuple[tuple[int, Shape], ...] = ()  # array, and its shape without stretched axes
     splits: tuple[Split, ...] = ()  # the keys of which each item gets its own
 
 
@@ -62,7 +67,7 @@ def plan_nesting(
     chunk_size : int or None
         How many items may be in flight.
     untouched : callable
-        Returns path and shape of the arrays without a rank; asked for an error only.
+        Returns path and shape of the arrays without a rank; called for an error only.
     reduction : PlannedReduction, optional
         What is reduced.
     best_tile : int, optional
@@ -78,20 +83,89 @@ def plan_nesting(
     leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
     batch_shape, sizes = _agreed(fun, leaves, [rank for *_, rank in arrays], untouched)
     batches = tuple(leaf.batch_axes for leaf in leaves)
+    plan = _batch_plan(fun, leaves, batches, batch_shape, chunk_size, reduction, best_tile)
+    positions = [position for position, *_ in arrays]
+    in_order = sorted(plan.levels, key=lambda level: level.axes)
+    batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
+    mapped = [i for i, shape in enumerate(batch) if shape]
+    return Nesting(
+        plan,
+        sizes,
+        tuple(positions[i] for i in mapped),
+        tuple(leaves[i].core_shape for i in mapped),
+        tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
+        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
+        _loops(plan, chunk_size),
+        tuple(
+            (position, shape + leaf.core_shape)
+            for position, shape, leaf in zip(positions, batch, leaves, strict=True)
+            if shape != leaf.batch_axes
+        ),
+        plan_splits(fun, leaves, positions, batch_shape),
+    )
+
+
+def plan_axis(
+    fun: Callable[..., Any],
+    length: int,
+    arrays: Sequence[tuple[int, Shape, int]],
+    chunk_size: int | None,
+    reduction: PlannedReduction | None = None,
+    best_tile: int | None = None,
+) -> Nesting:
+    """Plan a call that maps one axis of ``length`` items.
+
+    Parameters
+    ----------
+    arrays : sequence of (position, shape, axis)
+        Each array that is mapped.
+    fun, chunk_size, reduction, best_tile
+        As in `plan_nesting`.
+    """
+    shape = (length,)
+    batches = (shape,) * len(arrays)
+    plan = _batch_plan(fun, (), batches, shape, chunk_size, reduction, best_tile)
+    return Nesting(
+        plan,
+        {},
+        tuple(position for position, *_ in arrays),
+        tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
+        tuple((axis,) for *_, axis in arrays),
+        (tuple(axis for *_, axis in arrays),),
+        _loops(plan, chunk_size),
+    )
+
+
+def _batch_plan(
+    fun: Callable[..., Any],
+    leaves: tuple[LeafPlan, ...],
+    batches: tuple[Shape, ...],
+    batch_shape: Shape,
+    chunk_size: int | None,
+    reduction: PlannedReduction | None,
+    best_tile: int | None,
+) -> BatchPlan:
     if reduction is None:
         levels = plan_levels(batches, batch_shape, chunk_size, best_tile=best_tile)
-        plan = BatchPlan(function_name(fun), batch_shape, leaves, levels)
-    else:
-        axes = reduced_axes(fun, reduction.axis, batch_shape)
-        levels = plan_levels(
-            batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes, best_tile
-        )
-        plan = BatchPlan(
-            function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
-        )
-    positions = [position for position, *_ in arrays]
-    splits = plan_splits(fun, leaves, positions, batch_shape)
-    return dataclasses.replace(_enter(plan, sizes, positions), splits=splits)
+        return BatchPlan(function_name(fun), batch_shape, leaves, levels)
+    axes = reduced_axes(fun, reduction.axis, batch_shape)
+    levels = plan_levels(
+        batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes, best_tile
+    )
+    return BatchPlan(
+        function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
+    )
+
+
+def _loops(plan: BatchPlan, chunk_size: int | None) -> tuple[bool, ...]:
+    """Say which levels are loops.
+
+    With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    """
+    return tuple(
+        level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
+        for level in plan.levels
+    )
 
 
 def _agreed(
@@ -131,26 +205,16 @@ def reduced_axes(
     return axes
 
 
-def _enter(plan: BatchPlan, sizes: Mapping[str, int], positions: Sequence[int]) -> Nesting:
-    reshaped: list[tuple[int, Shape]] = []
-    mapped: list[int] = []
-    in_order = sorted(plan.levels, key=lambda level: level.axes)
-    for i, (leaf, position) in enumerate(zip(plan.leaves, positions, strict=True)):
-        batch = tuple(level.size for level in in_order if level.mapped[i])
-        if batch:
-            mapped.append(i)
-        if batch != leaf.batch_axes:
-            reshaped.append((position, batch + leaf.core_shape))
-    return Nesting(
-        plan,
-        sizes,
-        tuple(positions[i] for i in mapped),
-        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
-        tuple(reshaped),
+def _batch_axes(leaf: Shape, batch_shape: Shape) -> InAxes:
+    """Return where a leaf with these batch axes has each axis of the batch."""
+    absent = len(batch_shape) - len(leaf)
+    return tuple(
+        axis - absent if axis >= absent and leaf[axis - absent] == size else None
+        for axis, size in enumerate(batch_shape)
     )
 
 
-def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> tuple[int | None, ...]:
+def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> InAxes:
     """Return where each leaf has the first of these levels, while those inside are there too."""
     first, *inside = levels
     return tuple(

@@ -15,7 +15,10 @@ from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.checks import check_bool
-from rankax._call.bind import Call, Kernel, is_array
+from rankax._call.arguments import check_method, is_array
+from rankax._call.bind import BoundKernel, bind, rebind
+from rankax._call.kernel import Kernel
+from rankax._call.run import plan_of, run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
@@ -69,14 +72,14 @@ def tuned(
         As ``kernel.tune`` takes them.
     """
     where = f"{kernel.name}.tune"
-    kernel.check_method("tune", args, kwargs)
+    check_method(kernel, "tune", args, kwargs)
     given = checked_limit(memory_limit, where)
     limit = given or kernel.options().memory_limit
     limit = None if limit is None else limit_in_bytes(limit, free_bytes)
     check_bool(gradient, where, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
-    call = kernel.bind(args, kwargs)
+    call = bind(kernel, args, kwargs)
     if is_staged() or any(
         isinstance(x, core.Tracer) for x in [*call.leaves, *jax.tree.leaves(_others(call))]
     ):
@@ -132,16 +135,16 @@ def _as_given(options: Options, own: Options) -> dict[str, Any]:
     return given
 
 
-def _others(call: Call) -> dict[str, Any]:
+def _others(call: BoundKernel) -> dict[str, Any]:
     """Return the arguments without a rank."""
-    return {name: v for name, v in call.bound.arguments.items() if name not in call.names}
+    return {name: v for name, v in call.arguments.arguments.items() if name not in call.names}
 
 
 class _Measure:
     """The programs of one kernel for arguments like these, and the slice that they are run on."""
 
     def __init__(
-        self, kernel: Kernel, call: Call, bound: int | None, *, gradient: bool, where: str
+        self, kernel: Kernel, call: BoundKernel, bound: int | None, *, gradient: bool, where: str
     ) -> None:
         self.kernel, self.call, self.bound, self.gradient = kernel, call, bound, gradient
         self.own = dataclasses.replace(kernel.options(), memory_limit=None)
@@ -150,12 +153,12 @@ class _Measure:
         self.traced = [
             i
             for i, leaf in enumerate([*call.leaves, *self.others])
-            if (i < len(ranks) and ranks[i] is not None) or (kernel.own.jit and is_array(leaf))
+            if (i < len(ranks) and ranks[i] is not None) or (kernel.preset.jit and is_array(leaf))
         ]
         self.floating = [
             i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
         ]
-        self.batch = kernel.planned(call, self.with_(None)).plan.batch_shape
+        self.batch = call.plan(self.with_(None)).plan.batch_shape
         self.items = math.prod(self.batch)
         if not self.items or not self.batch:
             what = "no batch axes" if not self.batch else "an empty batch"
@@ -174,7 +177,7 @@ class _Measure:
         leaves = self.slice_for(chosen[0], seconds / (len(chosen) * 2 * _FEWEST_ROUNDS))
         programs: list[_Measured] = []
         for options in chosen:
-            plan = self.kernel.planned(self.call, options).plan
+            plan = plan_of(self.call, options)
             whole = self.compiled(options, self.call.leaves)
             bytes_needed = whole.memory_analysis().temp_size_in_bytes
             run = None
@@ -190,7 +193,7 @@ class _Measure:
         sizes = [self.own.chunk_size, *(n for n in _SIZES if n <= most), bound]
         found: dict[Any, Options] = {}
         for options in [self.with_(size) for size in sizes]:
-            plan = self.kernel.planned(self.call, options).plan
+            plan = plan_of(self.call, options)
             found.setdefault((plan.levels, options.compiler_options), options)
         if self.own.jit and tiles_matter(dict(self.own.compiler_options or ())):
             for size in dict.fromkeys([bound, *(n for n in _SIZES_ALONE if n <= most)]):
@@ -261,8 +264,8 @@ class _Measure:
     def run(self, options: Options, values: Sequence[Any]) -> Any:
         count = len(self.call.leaves)
         others = self.others_tree.unflatten(values[count:])
-        call = self.kernel.rebind(self.call.names, list(values[:count]), self.call.treedef, others)
-        return self.kernel.run(call, options, call.bound.args, call.bound.kwargs)
+        leaves = list(values[:count])
+        return run(rebind(self.kernel, self.call.names, leaves, self.call.treedef, others), options)
 
     def gradients(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
         def value(floats: Sequence[Any]) -> Any:
@@ -302,12 +305,12 @@ def _in_turns(runs: Sequence[Callable[[], Any] | None], seconds: float) -> list[
     for turn in range(_MOST_ROUNDS + 1):
         if not alive or (turn > _FEWEST_ROUNDS and time.perf_counter() > deadline):
             break
-        for i, run in alive.items():
+        for i, timed in alive.items():
             if turn == 1:
                 times[i].clear()
             if turn == 0:  # warms up
-                run()
-            times[i].append(_timed(run))
+                timed()
+            times[i].append(_timed(timed))
         # The shortest: what else a machine does can only add to a time.
         shortest = {i: min(times[i]) for i in alive}
         most = _GIVE_UP[min(turn, len(_GIVE_UP) - 1)] * min(shortest.values())

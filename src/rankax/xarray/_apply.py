@@ -18,7 +18,9 @@ from rankax._base.nodes import children_of, is_leaf, names_fields
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._blocks.dtypes import checked_dtype, in_native_order
-from rankax._call.bind import Call, Kernel, is_number
+from rankax._call.arguments import is_number
+from rankax._call.bind import BoundKernel, flatten, rebind
+from rankax._call.kernel import Kernel
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves
 from rankax.xarray._dims import declared_names, dims_given, dims_of_argument, read_dims
@@ -108,7 +110,7 @@ def apply(
             f"rankax.xarray.apply: kernel must be decorated with rankax.auto_vmap, got {kernel!r}"
         )
     where = f"rankax.xarray.apply({own.name})"
-    call = own.flattened(args, kwargs)
+    call = flatten(own, args, kwargs)
     named = _Named(own, kernel, call, where, core_dims, reduce_dims)
     outs, treedef = jax.tree.flatten(named.outputs())
     if not outs:
@@ -142,7 +144,7 @@ class _Named:
         self,
         kernel: Kernel,
         mapped: Callable[..., Any],
-        call: Call,
+        call: BoundKernel,
         where: str,
         core_dims: Any,
         reduce_dims: Any,
@@ -175,11 +177,11 @@ class _Named:
         self._check_apart()
         self.reduced = self._reduced(reduce_dims)
         axes = tuple(range(-len(self.reduced), 0))
-        reduce = kernel.own.reduce is not None
+        reduce = kernel.preset.reduce is not None
         self.mapped: Any = mapped.with_options(reduce_axis=axes) if reduce else mapped  # pyright: ignore
 
     def _check_untouched(self) -> None:
-        for name, value in self.call.bound.arguments.items():
+        for name, value in self.call.arguments.arguments.items():
             if name not in self.call.names and blocks_of(value) == "xarray":
                 raise TypeError(
                     f"{self.where}: {name} is an object of xarray, but it has no rank; give it "
@@ -239,7 +241,7 @@ class _Named:
 
     def _reduced(self, given: Any) -> tuple[str, ...]:
         """Return the dimensions that are reduced, which come behind the other batch dimensions."""
-        options = self.kernel.own
+        options = self.kernel.preset
         if options.reduce is None:
             if given is not None:
                 raise TypeError(
@@ -305,13 +307,14 @@ class _Named:
         return data[(Ellipsis, *index, *(slice(None) for _ in leaf.dims))]
 
     def _called(self, leaves: Sequence[Any], mapped: Any = None) -> Any:
-        call = self.kernel.rebind(
+        call = rebind(
+            self.kernel,
             self.call.names,
             list(leaves),
             self.call.treedef,
-            {k: v for k, v in self.call.bound.arguments.items() if k not in self.call.names},
+            {k: v for k, v in self.call.arguments.arguments.items() if k not in self.call.names},
         )
-        return (mapped or self.mapped)(*call.bound.args, **call.bound.kwargs)
+        return (mapped or self.mapped)(*call.arguments.args, **call.arguments.kwargs)
 
     # The outputs.
 
@@ -374,7 +377,7 @@ class _Named:
 
     def _is_kept(self, out: Any) -> list[bool]:
         """Say which outputs are not reduced, though the kernel reduces."""
-        reductions = self.kernel.own.reduce
+        reductions = self.kernel.preset.reduce
         if reductions is None or all(entry is not None for entry in reductions.entries):
             return [False] * len(jax.tree.leaves(out))
         return [entry is None for entry in reductions.of_outputs(out)]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: MIT
+"""From the arguments of a call to the parameters of a kernel, and what an array may be."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._base.blocks import blocks_of, in_blocks
+from rankax._base.functions import caller_level, unwrapped
+from rankax._base.trees import leaves_with_names
+from rankax._base.words import shortened
+from rankax._call.kernel import Kernel
+from rankax._declare.dims import Rank
+from rankax._options import DEFAULTS
+from rankax._plan.levels import Shape
+
+__all__ = [
+    "arrays_of",
+    "bind_arguments",
+    "check_key",
+    "check_method",
+    "converted",
+    "is_array",
+    "is_number",
+    "rebind_arguments",
+]
+
+
+def bind_arguments(
+    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Bind arguments to parameters; a default with a rank counts as passed."""
+    try:
+        bound = kernel.declaration.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _not_bound(kernel, error, kwargs) from None
+    if not kernel.defaults.keys() <= bound.arguments.keys():
+        bound = rebind_arguments(kernel, {**kernel.defaults, **bound.arguments})
+    if kernel.silent:
+        _warn_of_arrays(kernel, bound)
+    return bound
+
+
+def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.BoundArguments:
+    """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
+    signature = kernel.declaration.signature
+    ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
+    return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
+
+
+def _not_bound(kernel: Kernel, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
+    options = DEFAULTS.keys() & kwargs.keys()
+    unknown = sorted(options - kernel.declaration.signature.parameters.keys())
+    if not unknown:
+        return TypeError(f"{kernel.name}() {error}")
+    (option, *_) = unknown
+    return TypeError(
+        f"{kernel.name}() got {option} among its arguments, but it is an option: "
+        f"{kernel.name}.with_options({option}={kwargs[option]!r})(...)"
+    )
+
+
+def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse ``obj.method.plan(...)``: Python hands ``obj`` to a call of the method only."""
+    signature = kernel.declaration.signature
+    if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
+        return
+    owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
+    owner = owner.rpartition(".")[2].replace("<locals>", "")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        lacks_object = not args or owner not in {c.__name__ for c in type(args[0]).__mro__}
+    else:  # arguments with defaults may hide that one is missing
+        lacks_object = is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
+    if lacks_object:
+        raise TypeError(
+            f"{kernel.name}.{what}() lacks the object of the method, which Python does not hand "
+            "on here; ask the class, with the object first: "
+            f"{owner or 'type(obj)'}.{kernel.name}.{what}(obj, ...)"
+        )
+
+
+def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
+    """Warn, once for each parameter, of arrays whose annotation could not give them a rank."""
+    for name in tuple(kernel.silent):
+        if arrays := arrays_of(bound.arguments.get(name), name):
+            paths = shortened([f"{path} {shape}" for path, shape in arrays])
+            warnings.warn(
+                f"{kernel.name}(): the annotation of {name} declares no rank, so it goes whole "
+                f"to every item of the batch, with its arrays {paths}; give auto_vmap a rank "
+                f"for it, or {name}=None if that is meant",
+                stacklevel=caller_level(),
+            )
+            kernel.silent.discard(name)
+
+
+# Leaves.
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether JAX takes this leaf for an array as it stands."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
+    return isinstance(leaf, (int, float, complex))
+
+
+def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
+    """Return path and shape of every array inside ``value`` that has axes."""
+    if value is None or isinstance(value, (int, float, complex, str)):
+        return []
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
+        return []
+    if not any(map(_has_axes, leaves)):  # much faster than making the paths
+        return []
+    named = leaves_with_names(value, path)
+    return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]
+
+
+def _has_axes(leaf: Any) -> bool:
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
+
+
+def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any:
+    """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
+    if hasattr(leaf, "__jax_array__"):
+        return jnp.asarray(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        if shapes_only:
+            return leaf
+        raise TypeError(
+            f"{kernel.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
+            f"through jax.eval_shape({kernel.name}, ...), or to {kernel.name}.plan(...)"
+        )
+    if package := blocks_of(leaf):
+        raise in_blocks(package, kernel.name, path)
+    came = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else repr(leaf)
+    raise TypeError(
+        f"{kernel.name}(): {path} has a rank, so it must be an array or a number, but it is "
+        f"{type(leaf).__name__} ({came:.60}); a parameter that takes other objects has rank "
+        "None"
+    )
+
+
+def check_key(kernel: Kernel, leaf: Any, path: str, rank: Rank | None) -> None:
+    """Refuse a raw key, whose numbers would be taken for a batch of keys."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return
+    is_split = rank is not None and rank.is_split
+    declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
+    if is_number(leaf):
+        raise TypeError(
+            f"{kernel.name}(): {path} {declared}, but it is the number {leaf!r}; make a key of "
+            f"it: jax.random.key({leaf!r})"
+        )
+    raise TypeError(
+        f"{kernel.name}(): {path} {declared}, but it is an array of dtype "
+        f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
+        f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
+    )

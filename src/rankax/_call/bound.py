@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""A bound call: what every front end hands on, and all that planning, tracing and running know.
+
+`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. They differ in
+nothing else.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from rankax._call.over_parts import Layout
+from rankax._devices.parts import Parts
+from rankax._fit.memory import shape_of
+from rankax._loop.keys import PLACE, item_key
+from rankax._options import Options
+from rankax._plan.nesting import Nesting, PlannedReduction
+from rankax._reduce.row import most_lanes
+from rankax._trace.item import ItemProgram, trace_item, with_shape
+
+__all__ = ["Bound", "planned_reduction"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound(abc.ABC):
+    """A call whose arguments are checked.
+
+    Attributes
+    ----------
+    fun : callable
+        The kernel, for its name, and for its source line in errors.
+    name : str
+        The kernel's name.
+    where : str
+        The call, for errors: ``energy()``, ``chunked_vmap(energy)``.
+    leaves : list
+        Arrays, numbers, other objects; `jax.ShapeDtypeStruct` where only a plan is wanted.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    where: str
+    leaves: list[Any]
+
+    @property
+    def out_axes(self) -> Any:
+        """Where outputs have the mapped axis, where there is one level only."""
+        return 0
+
+    @property
+    def axis_name(self) -> Hashable | None:
+        """What collectives in the kernel might call the mapped axis."""
+        return None
+
+    @abc.abstractmethod
+    def plan(self, options: Options, tile: int | None = None) -> Nesting:
+        """Plan the call, from shapes alone, with a bound of ``options.chunk_size``."""
+
+    @abc.abstractmethod
+    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        """Call the kernel with other leaves, such as those of one item."""
+
+    @abc.abstractmethod
+    def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
+        """Return what evaluates a call that is neither in loops nor reduced, if not nested maps."""
+
+    def layout(self, plan: Nesting, parts: tuple[Parts, ...]) -> Layout:
+        """Return how the mapped leaves lie on devices, by the plan of the whole call."""
+        return Layout(plan.plan.batch_shape, parts, plan.batch_axes, plan.plan.reduced)
+
+    def part(self, plan: Nesting, layout: Layout) -> Self:
+        """Return the call of one part, of which the mapped leaves are shapes only."""
+        leaves = list(self.leaves)
+        for i, axes in zip(plan.mapped, layout.axes, strict=True):
+            leaves[i] = shape_of(leaves[i], layout.shape_of_part(leaves[i].shape, axes))
+        return dataclasses.replace(self, leaves=leaves)
+
+    def on_item(self, plan: Nesting) -> Callable[..., Any]:
+        """Return the kernel as a function of one item of each mapped leaf, then of numbers."""
+        whole = list(self.leaves)
+        for position, shape in plan.reshaped:
+            if position not in plan.mapped:
+                whole[position] = jnp.reshape(whole[position], shape)
+
+        @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
+        def on_item(*items: Any) -> Any:
+            leaves = list(whole)  # a copy, because the items must not outlive their trace in it
+            numbers = items[len(plan.mapped) :]
+            for position, item in zip(plan.mapped, items, strict=False):
+                leaves[position] = item
+            for split, number in zip(plan.splits, numbers, strict=True):
+                leaves[split.position] = item_key(leaves[split.position], number)
+            return self.evaluate(leaves, plan)
+
+        return on_item
+
+    def trace(self, plan: Nesting) -> ItemProgram:
+        """Trace the kernel for one item; everything that a loop does is done with this program."""
+        avals = [
+            with_shape(jax.typeof(self.leaves[i]), core)
+            for i, core in zip(plan.mapped, plan.cores, strict=True)
+        ]
+        avals += [PLACE for _ in plan.splits]
+        return trace_item(
+            self.on_item(plan), lambda *items: (items, {}), avals, self.out_axes, self.axis_name
+        )
+
+
+def planned_reduction(options: Options) -> PlannedReduction | None:
+    """Return what a plan has to know of the reduction, if there is one."""
+    if options.reduce is None:
+        return None
+    return PlannedReduction(str(options.reduce), options.reduce_axis, most_lanes())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: MIT
+"""A decorated kernel: its function, its declaration, its options, and what calls leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rankax._base.functions import function_name
+from rankax._declare.ranks import Declaration
+from rankax._options import Options, resolve
+
+__all__ = ["Kernel", "keep"]
+
+_MOST_KEPT = 1024  # structures per kernel, and plans per structure
+
+
+class Kernel:
+    """One decorated kernel, which `bind` and `run` know how to call."""
+
+    def __init__(
+        self, fun: Callable[..., Any], declaration: Declaration, explicit: Mapping[str, Any]
+    ) -> None:
+        self.fun = fun
+        self.name = function_name(fun)
+        self.declaration = declaration
+        self.explicit = dict(explicit)  # the options that somebody set
+        self.preset = Options(**explicit)
+        self.structures: dict[Any, Any] = {}
+        self.silent = set(declaration.silent)  # the parameters without a warning so far
+        self.defaults = {
+            name: parameter.default
+            for name, parameter in declaration.signature.parameters.items()
+            if parameter.default is not parameter.empty
+            # A positional-only one can be passed only if those before it are, ranked or not.
+            and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What earlier calls left need not be picklable, and a copy fills its own again.
+        return {**vars(self), "structures": {}}
+
+    def options(self) -> Options:
+        """Return the options of a call that is made now."""
+        return resolve(self.explicit, self.preset)
+
+
+def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Remember ``value``, within bounds."""
+    if len(cache) >= _MOST_KEPT:
+        cache.clear()
+    cache[key] = value

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: MIT
+"""The path of every call: plan, trace, fit, run.
+
+A call without a loop is nested maps around the kernel itself, and leaves what nesting by hand
+leaves. Otherwise the kernel is traced once, for one item, and everything that follows (the memory
+limit, the tile, the loops, the devices) works on that program. `prepare` is all that `plan` prints
+and a call carries out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from rankax._call.bind import BoundKernel
+from rankax._call.bound import Bound
+from rankax._call.nest import Nest, nest_of
+from rankax._call.over_parts import (
+    Begins,
+    Layout,
+    map_parts,
+    mergeable_parts,
+    plan_of_all,
+    reduce_parts,
+)
+from rankax._devices.parts import Parts, find_parts, is_spread
+from rankax._fit.cpu import best_tile, tiles_matter
+from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
+from rankax._options import Options
+from rankax._plan.batch import BatchPlan
+from rankax._plan.budget import MemoryFit
+from rankax._plan.nesting import Nesting
+from rankax._progress.report import told
+from rankax._reduce.run import Reduced, Reductions
+from rankax._trace.item import ItemProgram, has_order
+
+__all__ = ["parts_of", "plan_of", "prepare", "run"]
+
+
+class Prepared(NamedTuple):
+    """What a call will do."""
+
+    plan: Nesting  # of one part, where there are parts
+    options: Options  # with the chunk size that keeps to the memory limit
+    whole: Nesting  # the plan of the whole batch, without chunks
+    item: ItemProgram | None = None  # the kernel of one item, where there is a loop
+    parts: tuple[Parts, ...] = ()
+    memory: MemoryFit | None = None
+
+
+def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
+    """Evaluate a bound call; its parts, if they are known already, need not be looked for."""
+    ready = prepare(bound, options, parts)
+    if ready.item is None:
+        return _in_one_piece(bound, ready.plan, ready.options)
+    layout = bound.layout(ready.whole, ready.parts)
+    # The kernels that are called inside do not see this loop, and are not to report as well.
+    shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
+    with told(shown, bound.name, layout.count) as progress:
+        nest = nest_of(
+            ready.plan,
+            ready.whole.mapped,
+            ready.options,
+            progress,
+            splits=ready.whole.splits,  # by numbers of the whole batch
+            by_index=bool(ready.parts),
+        )
+        leaves = [bound.leaves[i] for i in ready.whole.mapped]
+        if ready.parts:
+            return _over_parts(nest, ready.item, leaves, layout, options.reduce)
+        return _walk(nest, ready.item, leaves, options.reduce)
+
+
+def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
+    """Return what `run` would do; the arguments may be shapes."""
+    ready = _prepare_shapes(bound, options)
+    batch_plan = ready.plan.plan
+    if ready.parts:
+        batch_plan = plan_of_all(batch_plan, ready.whole.plan, ready.parts)
+    return dataclasses.replace(batch_plan, untouched=bound.untouched(), memory=ready.memory)
+
+
+def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
+    """Prepare a call of which some arguments may be shapes: for a trace, tracers stand for them."""
+    parts = parts_of(bound, options)
+    shapes, fill = bound.stand_ins()
+    if not shapes:
+        return prepare(bound, options, parts)
+    prepared: list[Prepared] = []
+    jax.eval_shape(lambda arrays: prepared.append(prepare(fill(arrays), options, parts)), shapes)
+    return prepared[0]
+
+
+def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
+    """Plan a call, trace its kernel if there is a loop or a limit, and fit the plan to both."""
+    parts = parts_of(bound, options) if parts is None else parts
+    limited, options = options, dataclasses.replace(options, memory_limit=None)
+    planned = bound.plan(options)
+    if not parts and limited.memory_limit is None and not any(planned.loops):
+        return Prepared(planned, options, planned)
+    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
+    if not whole.plan.levels or not whole.plan.evaluations:
+        return Prepared(whole, options, whole)
+    part = bound.part(whole, bound.layout(whole, parts)) if parts else bound
+    item = bound.trace(whole)
+    if parts and has_order(item.closed):
+        parts, part = (), bound
+    compiler_options = dict(options.compiler_options or ())
+    tile = best_tile(item.closed) if tiles_matter(compiler_options) else None
+    memory = None
+    if limited.memory_limit is not None:
+        memory = _fit(part, limited, whole.mapped, item, tile)
+        options = dataclasses.replace(options, chunk_size=memory.chunk_size)
+    planned = part.plan(options, tile)
+    # Several reduced axes become one, of which parts may be no runs.
+    if not any(planned.loops) and not (parts and len(whole.plan.reduced) > 1):
+        # Each device has all of its items in flight.
+        return Prepared(whole, options, whole, memory=memory)
+    return Prepared(planned, options, whole, item, parts, memory)
+
+
+def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
+    """Return the parts in which the batch of a call is sharded; none where `jax.vmap` will do."""
+    if options.shards is None and not any(map(is_spread, bound.leaves)):
+        return ()
+    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
+    in_chunks = options.chunk_size is not None or options.memory_limit is not None
+    if not in_chunks and len(whole.plan.reduced) < 2:
+        return ()
+    leaves = [bound.leaves[i] for i in whole.mapped]
+    shape = whole.plan.batch_shape
+    parts = find_parts(
+        options.shards, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks
+    )
+    is_asked = options.shards is not None
+    return mergeable_parts(parts, whole.plan, options.reduce, bound.where, given=is_asked)
+
+
+def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
+    """Evaluate a call that has no loop."""
+    nest = nest_of(plan, plan.mapped, options)
+    leaves = [bound.leaves[i] for i in plan.mapped]
+    if options.reduce is not None:
+        return nest.reduce(bound.on_item(plan), leaves, options.reduce).assembled()
+    if (call := bound.in_one_piece(plan)) is not None:
+        return call()
+    trees: list[Any] = []
+    on_item = bound.on_item(plan)
+
+    # Only leaves pass through the maps: a class need not take what a level makes of them.
+    def flat(*items: Any) -> list[Any]:
+        outs, tree = jax.tree.flatten(on_item(*items))
+        trees.append(tree)
+        return outs
+
+    outs = nest.map(flat, leaves)
+    return jax.tree.unflatten(trees[-1], outs)
+
+
+def _walk(
+    nest: Nest, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions | None
+) -> Any:
+    """Evaluate a call by the program of one item."""
+    if reductions is None:
+        return item.out_tree.unflatten(nest.map(item, leaves))
+    return nest.reduce(item.in_tree, leaves, reductions, where=item.where).assembled()
+
+
+def _over_parts(
+    nest: Nest,
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    layout: Layout,
+    reductions: Reductions | None,
+) -> Any:
+    """Evaluate a call by the program of one item, part by part, each on its device."""
+    if reductions is not None:
+
+        def reduce(
+            item: ItemProgram, leaves: Sequence[Any], begins: Begins, reductions: Reductions
+        ) -> Reduced:
+            return nest.reduce(item.in_tree, leaves, reductions, begins, item.where)
+
+        return reduce_parts(reduce, item, leaves, layout, reductions, nest)
+
+    def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
+        return nest.map(item, leaves, begins)
+
+    count = len(layout.shape)
+    own = [(axis,) if count == 1 else tuple(range(count)) for axis in item.out_axes]
+    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, own, nest))
+
+
+def _fit(
+    part: Bound,
+    options: Options,
+    inputs: tuple[int, ...],
+    item: ItemProgram,
+    tile: int | None,
+) -> MemoryFit:
+    """Return the chunk size that keeps to the memory limit, and what it was measured to need."""
+    limit = options.memory_limit
+    assert limit is not None
+    options = dataclasses.replace(options, memory_limit=None)
+
+    def plan(chunk_size: int | None, tile: int | None = None) -> Nesting:
+        return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tile)
+
+    loose = plan(None)
+    shapes = [shape_of(part.leaves[i]) for i in inputs]
+
+    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
+        planned = plan(chunk_size, tile)
+        nest = nest_of(planned, inputs, options)
+
+        def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
+            whole = _walk(nest, item.with_constants(consts), leaves, options.reduce)
+            return jax.tree.leaves(whole)
+
+        return planned.plan.in_flight, call, shapes
+
+    evaluations = loose.plan.evaluations
+    task = LimitedCall(
+        part.where,
+        limit,
+        tuple(level.size for level in plan(1).plan.levels),
+        min(options.chunk_size or evaluations, evaluations),
+        with_gradient=options.checkpoint,
+        compiler_options=options.compiler_options,
+    )
+    of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
+    how = of_leaves, loose.in_axes, loose.reshaped, item.out_axes, options.reduce
+    key = (*how, options.reduce_axis)
+    return fit_to_limit(task, item.closed, item.closed.consts, program, key)
