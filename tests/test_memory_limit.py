@@ -358,7 +358,7 @@ UNDERSTOOD = (
         ("0.1 B", ValueError, "'0.1 B'"),
         (0, ValueError, "0"),
         (-1, ValueError, "-1"),
-        (True, TypeError, "bool True"),
+        (True, TypeError, "True"),
         (2e9, TypeError, "float 2000000000.0"),
     ],
 )

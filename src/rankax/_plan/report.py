@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Why the shapes of one call do not fit, in words: a table and a sentence for every problem."""
+"""Errors about the shapes of one call: a table, and a sentence for each problem."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
-from rankax._declare.dims import Dim, Rank
-from rankax._declare.expressions import CannotComputeError, for_sizes
+from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._plan.broadcast import Clash, bind_sizes, broadcast
 from rankax._plan.leaves import LeafPlan
@@ -19,16 +18,16 @@ from rankax._plan.text import untouched_line
 
 __all__ = ["call_error", "clash_sentence", "output_error"]
 
-_MOST_ROWS = 16  # of a table; with more, the rows that clash and some context are shown
-_EXAMPLES = 4  # of each side of a clash, where not all rows are shown
+_MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
+_EXAMPLES = 4  # of each side of a clash, if not all rows are shown
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """One sentence of an error, and the rows of the table that it is about."""
+    """One sentence of an error, and the table rows that it refers to."""
 
     error: type[ValueError]
-    groups: Sequence[Sequence[int]]  # of leaves that agree among themselves
+    groups: Sequence[Sequence[int]]  # of leaves that agree with each other
     sentence: str
 
 
@@ -40,28 +39,33 @@ def call_error(
     sizes: Mapping[str, int],
     untouched: Sequence[tuple[str, Shape]],
 ) -> ValueError:
-    """Word all that is wrong with the shapes of a call.
+    """Return the error that describes all problems with the shapes of a call.
 
     Parameters
     ----------
     fun : callable
         The kernel.
     leaves, ranks : sequences of equal length
-        Every leaf that has a rank; one with fewer axes than that is a problem too.
+        Every leaf that has a rank; one with too few axes is a problem too.
     clashes : sequence of Clash
-        Of the others; its leaves are positions in ``leaves``.
+        Of the other leaves, by their positions in ``leaves``.
     sizes : dict
-        The named core dimensions.
+        Of the named core dimensions.
     untouched : sequence of (path, shape)
         The arrays without a rank.
 
     Returns
     -------
     RankError, CoreDimensionError, BatchShapeError
-        In this order of precedence; the text lists the problems of all three kinds.
+        The first of these with a problem; the text lists the problems of all three kinds.
     """
     short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
-    problems = [_too_few_axes(leaves, ranks, short, sizes)] if short else []
+    problems: list[_Problem] = []
+    if short:
+        sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
+        if (others := len(short) - _EXAMPLES) > 0:
+            sentences[_EXAMPLES:] = [f"And {plural(others, 'leaf')} more with too few axes."]
+        problems.append(_Problem(RankError, [short], "\n".join(sentences)))
     problems += [_problem(clash, leaves, sizes) for clash in clashes]
     kinds = list(dict.fromkeys(problem.error for problem in problems))
     sentences = [problem.sentence for problem in problems]
@@ -96,7 +100,7 @@ _SUMMARIES: dict[type[ValueError], str] = {
 def output_error(
     fun: Callable[..., Any], outputs: Sequence[tuple[LeafPlan, Rank]], sizes: Mapping[str, int]
 ) -> CoreDimensionError | None:
-    """Compare what a kernel returned for one item with what it declares."""
+    """Return the error of a kernel whose outputs differ from their declared ranks, if they do."""
     leaves = [leaf for leaf, _ in outputs]
     wrong = [i for i, leaf in enumerate(leaves) if len(leaf.shape) != leaf.rank]
     problems = [
@@ -121,57 +125,37 @@ def output_error(
 def _marked_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], groups: Sequence[Sequence[int]]
 ) -> str:
-    """Mark the rows that clash; of very many rows, show some of each side and count the others."""
+    """Mark the rows that clash; of very many rows, show some of each group and count the others."""
     marked = {i for group in groups for i in group}
-    shown = range(len(rows))
+    shown = list(range(len(rows)))
     if len(rows) > _MOST_ROWS:
         shown = sorted({i for group in groups for i in group[:_EXAMPLES]} | {0, len(rows) - 1})
-    position = {row: at for at, row in enumerate(shown)}
-    text = table(header, [rows[i] for i in shown], {position[i] for i in marked if i in position})
-    first, *lines = text.split("\n")
+    marks = [at for at, row in enumerate(shown) if row in marked]
+    first, *lines = table(header, [rows[i] for i in shown], marks).split("\n")
     body: list[str] = [first]
     for line, i, previous in zip(lines, shown, [-1, *shown], strict=False):
-        hidden = range(previous + 1, i)
-        if hidden:
-            clash = sum(row in marked for row in hidden)
-            part = f", {clash} of which clash" if clash else ""
-            also = " that clash" if clash == len(hidden) else part
-            body.append(f"    ... {len(hidden)} more{also}")
+        if hidden := range(previous + 1, i):
+            count = sum(row in marked for row in hidden)
+            which = f", {count} of which clash" if count else ""
+            which = " that clash" if count == len(hidden) else which
+            body.append(f"    ... {len(hidden)} more{which}")
         body.append(line)
     return "\n".join(body)
 
 
-def _too_few_axes(
-    leaves: Sequence[LeafPlan],
-    ranks: Sequence[Rank],
-    short: Sequence[int],
-    sizes: Mapping[str, int],
-) -> _Problem:
-    sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
-    if len(sentences) > _EXAMPLES:
-        count = len(sentences) - _EXAMPLES
-        rest = f"And {plural(count, 'leaf')} more with too few axes."
-        sentences = [*sentences[:_EXAMPLES], rest]
-    return _Problem(RankError, [short], "\n".join(sentences))
-
-
 def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:
     sentence = f"{_has_axes(leaf)} needs {leaf.rank}"
-    # A vector where a matrix is due most likely lacks an axis; a number could be a mistake of any
-    # kind, and has no [None].
-    one_missing = leaf.shape and leaf.rank - len(leaf.shape) == 1
-    if one_missing and _would_fit((1, *leaf.shape), rank, sizes):
-        return f"{sentence}; did you mean {leaf.path}[None]?"
+    # A vector in place of a matrix most likely lacks an axis. A number has no [None], and may be
+    # any kind of mistake.
+    if leaf.shape and leaf.rank - len(leaf.shape) == 1:
+        sized = zip((1, *leaf.shape), rank.dims or (), strict=rank.dims is not None)
+        if all(dim.fits(size, sizes) for size, dim in sized):
+            return f"{sentence}; did you mean {leaf.path}[None]?"
     return f"{sentence}."
 
 
 def _has_axes(leaf: LeafPlan) -> str:
     return f"{leaf.path} has {plural(len(leaf.shape), 'axis')}, but its rank {leaf.declared}"
-
-
-def _would_fit(core: Shape, rank: Rank, sizes: Mapping[str, int]) -> bool:
-    declared = zip(core, rank.dims or (), strict=rank.dims is not None)
-    return all(dim.fits(size, sizes) for size, dim in declared)
 
 
 def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int]) -> _Problem:
@@ -181,32 +165,31 @@ def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int])
 
 
 def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """Word one clash: the axis, each of its sizes, and the leaves that show it."""
+    """Describe one clash: the axis, each of its sizes, and the leaves of that size."""
     shown = listed(
         [
             f"{size} ({shortened([paths[i] for i in group]) or 'the arguments'})"
             for size, group in clash.leaves.items()
         ]
     )
-    if isinstance(clash.axis, int):
-        return f"Batch axis {clash.axis} is {shown}."
-    sentence = f"{_dimension(clash.axis, clash.expected)} is {shown}"
-    if isinstance(clash.expected, CannotComputeError):
-        known = for_sizes({name: sizes[name] for name in clash.axis.names})
-        sentence += f", but {clash.axis.expression} cannot be computed{known}: {clash.expected}"
-    return f"{sentence}."
-
-
-def _dimension(dim: Dim, expected: Any) -> str:
+    dim, expected = clash.axis, clash.expected
+    if isinstance(dim, int):
+        return f"Batch axis {dim} is {shown}."
     if dim.name is not None:
-        return f"Dimension {dim.name}"
+        return f"Dimension {dim.name} is {shown}."
     text = dim.text.lstrip("#")
-    is_said = isinstance(expected, CannotComputeError) or text.split("=")[-1] == str(expected)
-    return f"A dimension declared as {text}{'' if is_said else f' = {expected}'}"
+    if isinstance(expected, NoSize):
+        values = listed([f"{name} = {sizes[name]}" for name in dim.names])
+        return (
+            f"A dimension declared as {text} is {shown}, but {dim.expression} cannot be computed"
+            f"{values and f' for {values}'}: {expected.reason}."
+        )
+    value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
+    return f"A dimension declared as {text}{value} is {shown}."
 
 
 def _outer_product(leaves: Sequence[LeafPlan], clash: Clash) -> list[str]:
-    """Two leaves with one batch axis each were perhaps meant as an outer product."""
+    """Return a hint for two leaves with one batch axis each: an outer product may be meant."""
     involved = [i for group in clash.leaves.values() for i in group]
     if len(involved) != 2 or any(len(leaves[i].batch_axes) != 1 for i in involved):
         return []
