@@ -68,13 +68,35 @@ def bind_ranks(
             _refuse_option(name, many, known_options, where)
             items[f"[{name!r}]"] = rank
         else:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            known = ", ".join(parameters) or "no parameters"
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {known}"
+            hint = _hint(name, list(parameters), known_options)
             raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
     if many is not None and items:
         bound[many] = Items(items, bound.get(many, ANNOTATED))
     return bound
+
+
+_SYNONYMS = {  # in JAX and NumPy
+    "batch_size": "did you mean the option 'chunk_size'?",
+    "in_axes": (
+        "auto_vmap takes ranks in place of in_axes: the number of axes of each argument for one "
+        "item, as in auto_vmap(0, 1)"
+    ),
+    "out_axes": "the batch axes of the outputs always come first; use jnp.moveaxis on the result",
+    "signature": (
+        "pass a gufunc signature as the first argument, as in auto_vmap('(n,3),(n)->()')"
+    ),
+}
+
+
+def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
+    """Return a hint for a name that is neither a parameter nor an option."""
+    known = [*parameters, *known_options, *_SYNONYMS]
+    close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if close is None:
+        return f"it has {', '.join(parameters) or 'no parameters'}"
+    if close in parameters:
+        return f"did you mean {close!r}?"
+    return _SYNONYMS.get(close, f"did you mean the option {close!r}?")
 
 
 def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class MemoryFit:
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         return (
-            f"memory limit {shown_bytes(self.limit)}: chunk_size {self.chunk_size}, forward "
+            f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}"
         )
 
@@ -161,12 +161,12 @@ def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
 
 def _too_much(cost: Cost, limit: int, where: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
-    hint = ""
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
-        if cost.forward <= limit:
-            hint = "; with checkpoint=False the gradient is not counted"
+    step = "split the item itself, such as with chunked_vmap inside the kernel"
+    if cost.forward <= limit:
+        step = "pass checkpoint=False if you need no gradient"
     return (
         f"{where}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
-        f"{shown_bytes(limit)}{hint}"
+        f"{shown_bytes(limit)}; raise it to at least {cost.most} bytes, or {step}"
     )

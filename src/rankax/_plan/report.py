@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from rankax._base.words import listed, plural, shortened, table
 from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._plan.broadcast import Clash, bind_sizes, broadcast
-from rankax._plan.leaves import LeafPlan
+from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
@@ -69,8 +70,14 @@ def call_error(
     problems += [_problem(clash, leaves, sizes) for clash in clashes]
     kinds = list(dict.fromkeys(problem.error for problem in problems))
     sentences = [problem.sentence for problem in problems]
-    if len(problems) == 1 and kinds == [BatchShapeError]:
-        sentences += _outer_product(leaves, clashes[0])
+    if not short:
+        # A hint applies to whole parameters, but not to those that also hold untouched arrays.
+        mixed = {_parameter(path) for path, _ in untouched}
+        names = [leaf.path for leaf in leaves]
+        names = [path if _parameter(path) in mixed else _parameter(path) for path in names]
+        sentences += _last_axis_first(leaves, ranks, clashes, names)
+        if len(problems) == 1 and kinds == [BatchShapeError]:
+            sentences += _outer_product(leaves, clashes[0], names)
     rows = [
         (
             leaf.path,
@@ -188,13 +195,80 @@ def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int])
     return f"A dimension declared as {text}{value} is {shown}."
 
 
-def _outer_product(leaves: Sequence[LeafPlan], clash: Clash) -> list[str]:
-    """Return a hint for two leaves with one batch axis each: an outer product may be meant."""
-    involved = [i for group in clash.leaves.values() for i in group]
-    if len(involved) != 2 or any(len(leaves[i].batch_axes) != 1 for i in involved):
+def _last_axis_first(
+    leaves: Sequence[LeafPlan],
+    ranks: Sequence[Rank],
+    clashes: Sequence[Clash],
+    names: Sequence[str],
+) -> list[str]:
+    """Return a hint for arguments whose batch axis may be the last one: the call would then fit."""
+    candidates = [
+        (clash, _arguments(by, group))
+        for clash in clashes
+        for group in clash.leaves.values()
+        for by in (names, [leaf.path for leaf in leaves])
+    ]
+    for clash, arguments in candidates:
+        moved = {i for ids in arguments.values() for i in ids}
+        shared_core = any(len(leaves[i].shape) > 1 and not leaves[i].batch_axes for i in moved)
+        if shared_core or len(arguments) > _EXAMPLES or not any(leaves[i].rank for i in moved):
+            continue
+        alone = all(moved.issuperset(group) for group in clash.leaves.values())
+        if alone and isinstance(clash.axis, int):
+            continue  # the batch axes would agree only with each other
+        shapes = [leaf.shape for leaf in leaves]
+        shapes = [(*s[-1:], *s[:-1]) if i in moved else s for i, s in enumerate(shapes)]
+        again = [leaf_plan("", s, rank) for s, rank in zip(shapes, ranks, strict=True)]
+        cores = [(i, leaf.core_shape, ranks[i]) for i, leaf in enumerate(again)]
+        batches = [(i, leaf.batch_axes) for i, leaf in enumerate(again)]
+        if not bind_sizes(cores, {}) and not broadcast(batches)[1]:
+            code = "jnp.moveaxis({}, -1, 0)"
+            return [
+                f"Batch axes come first; if the last axis of {listed(list(arguments))} is the "
+                f"batch axis, pass {_applied(code, leaves, arguments)}."
+            ]
+    return []
+
+
+def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> list[str]:
+    """Return a hint for arguments with one batch axis each: an outer product may be meant."""
+    groups = list(clash.leaves.values())
+    sides = [_arguments(names, group) for group in groups]
+    if len({argument for side in sides for argument in side}) < sum(map(len, sides)):
+        if any(len(group) > 1 for group in groups):
+            return []  # one parameter is on two sides, with others
+        sides = [_arguments([leaf.path for leaf in leaves], group) for group in groups]
+    batches = [leaf.batch_axes for leaf in leaves]
+    codes: list[str] = []
+    for number, side in enumerate(sides, 1 - len(sides)):
+        for i in (i for ids in side.values() for i in ids):
+            if len(leaves[i].batch_axes) != 1:
+                return []
+            batches[i] += (1,) * -number
+        if number:
+            codes.append(_applied(f"{{}}[:{', None' * -number}]", leaves, side))
+    if broadcast(enumerate(batches))[1] or sum(map(len, sides)) > _EXAMPLES:
         return []
-    first, second = (leaves[i] for i in involved)
-    apart = [(*leaf.batch_axes, 1) if leaf is first else leaf.batch_axes for leaf in leaves]
-    if broadcast(enumerate(apart))[1]:
-        return []
-    return [f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."]
+    first, *others = [f"every {listed(list(side))}" for side in sides]
+    return [f"To combine {first} with {listed(others)}, pass {listed(codes)}."]
+
+
+def _parameter(path: str) -> str:
+    return re.split(r"\W", path)[0]
+
+
+def _arguments(names: Sequence[str], group: Sequence[int]) -> dict[str, list[int]]:
+    """Return the arguments that a group of leaves belongs to, each with all of its leaves."""
+    return {names[i]: [j for j, name in enumerate(names) if name == names[i]] for i in group}
+
+
+def _applied(code: str, leaves: Sequence[LeafPlan], arguments: Mapping[str, Sequence[int]]) -> str:
+    """Return ``code`` for each argument: for its only leaf, or for each leaf of its tree."""
+    return listed(
+        [
+            code.format(leaves[ids[0]].path)
+            if len(ids) == 1
+            else f"jax.tree.map(lambda x: {code.format('x')}, {argument})"
+            for argument, ids in arguments.items()
+        ]
+    )
