@@ -336,7 +336,7 @@ def test_trees_that_may_be_meant_for_an_outer_product(decorate):
 def test_several_arguments_that_may_be_meant_for_an_outer_product(decorate):
     f = decorate(0, 1, scale=0)(untraced)
     assert hints_of(f, jnp.ones(4), jnp.ones((5, 3)), scale=jnp.ones(4)) == [
-        "To combine every mass and scale with every pos, pass mass[:, None] and scale[:, None]."
+        "To combine every pos with every mass and scale, pass pos[:, None]."
     ]
     assert hints_of(f, jnp.ones(4), jnp.ones((5, 3)), scale=jnp.ones(6)) == [
         "To combine every mass with every pos and every scale, pass mass[:, None, None] and "
@@ -360,6 +360,9 @@ def test_a_batch_axis_that_is_the_last_one(decorate):
         "Batch axes come first; if the last axis of pos is the batch axis, pass "
         "jnp.moveaxis(pos, -1, 0).",
         "To combine every mass with every pos, pass mass[:, None].",
+    ]
+    assert hints_of(f, jnp.ones(3), jnp.ones((5, 3))) == [  # rather five vectors of three
+        "To combine every mass with every pos, pass mass[:, None]."
     ]
     f = decorate({"x": 1, "m": 0}, 1)(untraced)
     body = {"x": jnp.ones((2, 9)), "m": jnp.ones(9)}

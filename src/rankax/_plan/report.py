@@ -214,8 +214,9 @@ def _last_axis_first(
         if shared_core or len(arguments) > _EXAMPLES or not any(leaves[i].rank for i in moved):
             continue
         alone = all(moved.issuperset(group) for group in clash.leaves.values())
-        if alone and isinstance(clash.axis, int):
-            continue  # the batch axes would agree only with each other
+        wide = all(max(leaves[i].shape) == leaves[i].shape[-1] for i in moved if leaves[i].shape)
+        if isinstance(clash.axis, int) and (alone or not wide):
+            continue  # that the batch axes would agree is no evidence then
         shapes = [leaf.shape for leaf in leaves]
         shapes = [(*s[-1:], *s[:-1]) if i in moved else s for i, s in enumerate(shapes)]
         again = [leaf_plan("", s, rank) for s, rank in zip(shapes, ranks, strict=True)]
@@ -238,6 +239,7 @@ def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str
         if any(len(group) > 1 for group in groups):
             return []  # one parameter is on two sides, with others
         sides = [_arguments([leaf.path for leaf in leaves], group) for group in groups]
+    sides.sort(key=len)  # the last side stays as it is
     batches = [leaf.batch_axes for leaf in leaves]
     codes: list[str] = []
     for number, side in enumerate(sides, 1 - len(sides)):
