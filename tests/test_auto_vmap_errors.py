@@ -191,6 +191,16 @@ def test_names_that_are_options_elsewhere(option, hint):
     assert str(caught.value) == f"auto_vmap(kernel): the kernel has no parameter {name!r}; {hint}"
 
 
+def test_in_axes_is_no_rank_of_an_item():
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(0, in_axes=0)(lambda x, **kwargs: x)
+    assert str(caught.value) == (
+        "auto_vmap(<lambda>): 'in_axes' would be the rank of an item of **kwargs; auto_vmap takes "
+        "ranks in place of in_axes: the number of axes of each argument for one item, as in "
+        "auto_vmap(0, 1)"
+    )
+
+
 @pytest.mark.parametrize("case", DECORATION)
 def test_mistakes_known_when_decorating(case):
     decorate, kind, text = DECORATION[case]

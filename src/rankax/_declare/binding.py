@@ -76,7 +76,6 @@ def bind_ranks(
 
 
 _SYNONYMS = {  # in JAX and NumPy
-    "batch_size": "did you mean the option 'chunk_size'?",
     "in_axes": (
         "auto_vmap takes ranks in place of in_axes: the number of axes of each argument for one "
         "item, as in auto_vmap(0, 1)"
@@ -96,7 +95,7 @@ def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> s
         return f"it has {', '.join(parameters) or 'no parameters'}"
     if close in parameters:
         return f"did you mean {close!r}?"
-    return _SYNONYMS.get(close, f"did you mean the option {close!r}?")
+    return _SYNONYMS.get(close) or f"did you mean the option {close!r}?"
 
 
 def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
@@ -111,11 +110,10 @@ def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
 
 def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
     """Refuse a misspelled option, which would become the rank of an item that no call passes."""
-    if close := difflib.get_close_matches(name, known_options, n=1, cutoff=0.7):
-        raise TypeError(
-            f"{where}: {name!r} would be the rank of an item of **{many}; did you mean the option "
-            f"{close[0]!r}?"
-        )
+    close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
+    hint = f"did you mean the option {close[0]!r}?" if close else _SYNONYMS.get(name)
+    if hint is not None:
+        raise TypeError(f"{where}: {name!r} would be the rank of an item of **{many}; {hint}")
 
 
 def lacks_rest(rank: Any) -> bool:
