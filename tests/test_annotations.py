@@ -48,6 +48,7 @@ from typing_extensions import TypeAliasType
 
 from helpers import assert_same
 from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
+from rankax._base.cache import Kept
 from rankax._declare import annotations
 
 Vector = Float[Array, "3"]
@@ -665,13 +666,11 @@ def test_type_aliases_of_typing_extensions():
     )
 
 
-def test_classes_that_no_longer_are_kept_are_read_again(monkeypatch):
-    monkeypatch.setattr(annotations, "_MOST_KEPT", 1)
-    monkeypatch.setattr(annotations, "_kept", {})
+def test_classes_that_left_the_cache_are_read_again(monkeypatch):
+    monkeypatch.setattr(annotations, "_class_trees", Kept(1))
     for _ in range(2):
         assert ranks(Pose, Pose(matrix, matrix)) == {"x.rotation": 2, "x.translation": 1}
         assert ranks(Tree, Tree([], matrix)) == {"x.at": 1}
-        assert list(annotations._kept) == [Tree]
 
 
 # Where a name cannot be found.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rankax import BatchShapeError, RankError, auto_vmap
+from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
 
 
 def kernel(mass, pos, *, scale=1.0):
@@ -147,9 +147,9 @@ DECORATION = {
         "by annotation (None leaves it untouched)",
     ),
     "options that are no option": (
-        lambda: auto_vmap(0, 1, chunks=3)(kernel),
+        lambda: auto_vmap(0, 1, donate=True)(kernel),
         TypeError,
-        "auto_vmap(kernel): the kernel has no parameter 'chunks'; it has mass, pos, scale",
+        "auto_vmap(kernel): the kernel has no parameter 'donate'; it has mass, pos, scale",
     ),
     "signature and names": (
         lambda: auto_vmap("(),(n)->()", scale=0)(kernel),
@@ -157,6 +157,48 @@ DECORATION = {
         "auto_vmap(kernel): a gufunc signature declares every rank; drop the named ones",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ({"chunksize": 10}, "did you mean the option 'chunk_size'?"),
+        ({"chunks": 10}, "did you mean the option 'chunk_size'?"),
+        ({"batch_size": 10}, "did you mean the option 'chunk_size'?"),
+        ({"batchsize": 10}, "did you mean the option 'chunk_size'?"),
+        ({"reduce_axes": 0}, "did you mean the option 'reduce_axis'?"),
+        (
+            {"in_axes": (0, None)},
+            "auto_vmap takes ranks in place of in_axes: the number of axes of each argument for "
+            "one item, as in auto_vmap(0, 1)",
+        ),
+        (
+            {"out_axes": 1},
+            "the batch axes of the outputs always come first; use jnp.moveaxis on the result",
+        ),
+        (
+            {"signature": "(),(n)->()"},
+            "pass a gufunc signature as the first argument, as in auto_vmap('(n,3),(n)->()')",
+        ),
+        ({"scales": 0}, "did you mean 'scale'?"),
+    ],
+    ids=str,
+)
+def test_names_that_are_options_elsewhere(option, hint):
+    (name,) = option
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(0, 1, **option)(kernel)
+    assert str(caught.value) == f"auto_vmap(kernel): the kernel has no parameter {name!r}; {hint}"
+
+
+def test_in_axes_is_no_rank_of_an_item():
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(0, in_axes=0)(lambda x, **kwargs: x)
+    assert str(caught.value) == (
+        "auto_vmap(<lambda>): 'in_axes' would be the rank of an item of **kwargs; auto_vmap takes "
+        "ranks in place of in_axes: the number of axes of each argument for one item, as in "
+        "auto_vmap(0, 1)"
+    )
 
 
 @pytest.mark.parametrize("case", DECORATION)
@@ -275,6 +317,90 @@ def test_batch_axes_that_clash(decorate):
         "Batch axis -1 is 4 (mass) and 5 (pos).\n"
         "To combine every mass with every pos, pass mass[:, None]."
     )
+
+
+def hints_of(f, *args, **kwargs) -> list[str]:
+    """Return the sentences below the table, without those that say what clashes."""
+    sentences = text_of(BatchShapeError, f, *args, **kwargs).split("\n\n")[-1].split("\n")
+    return [line for line in sentences if not line.startswith("Batch axis")]
+
+
+def test_trees_that_may_be_meant_for_an_outer_product(decorate):
+    f = decorate(0, 1, scale={"x": 0, "y": 1})(untraced)
+    orbit = {"x": jnp.ones(5), "y": jnp.ones((5, 2))}
+    assert hints_of(f, 1.0, jnp.ones((4, 3)), scale=orbit) == [
+        "To combine every pos with every scale, pass pos[:, None]."
+    ]
+    f = decorate({"x": 0, "y": 1}, 1)(untraced)
+    assert hints_of(f, orbit, jnp.ones((4, 3))) == [
+        "To combine every mass with every pos, pass jax.tree.map(lambda x: x[:, None], mass)."
+    ]
+    shared = {"x": jnp.ones(5), "y": jnp.ones(2)}  # jax.tree.map would add a core axis to y
+    assert hints_of(f, shared, jnp.ones((4, 3))) == []
+    f = decorate({"x": 0, "y": None}, 1)(untraced)  # and here, to an untouched array
+    assert hints_of(f, orbit, jnp.ones((4, 3))) == [
+        "To combine every mass['x'] with every pos, pass mass['x'][:, None]."
+    ]
+
+
+def test_several_arguments_that_may_be_meant_for_an_outer_product(decorate):
+    f = decorate(0, 1, scale=0)(untraced)
+    assert hints_of(f, jnp.ones(4), jnp.ones((5, 3)), scale=jnp.ones(4)) == [
+        "To combine every pos with every mass and scale, pass pos[:, None]."
+    ]
+    assert hints_of(f, jnp.ones(4), jnp.ones((5, 3)), scale=jnp.ones(6)) == [
+        "To combine every mass with every pos and every scale, pass mass[:, None, None] and "
+        "pos[:, None]."
+    ]
+    mapped = auto_vmap(0, 1, scale=0)(kernel)
+    args = jnp.ones(4)[:, None, None], jnp.ones((5, 3))[:, None]
+    assert mapped(*args, scale=jnp.ones(6)).shape == (4, 5, 6)
+
+
+def test_items_of_args_that_may_be_meant_for_an_outer_product(decorate):
+    f = decorate(xs=0)(lambda *xs: untraced(*xs))
+    assert hints_of(f, jnp.ones(4), jnp.ones(5)) == [
+        "To combine every xs[0] with every xs[1], pass xs[0][:, None]."
+    ]
+
+
+def test_a_batch_axis_that_is_the_last_one(decorate):
+    f = decorate(0, 1)(untraced)
+    assert hints_of(f, jnp.ones(9), jnp.ones((3, 9))) == [
+        "Batch axes come first; if the last axis of pos is the batch axis, pass "
+        "jnp.moveaxis(pos, -1, 0).",
+        "To combine every mass with every pos, pass mass[:, None].",
+    ]
+    assert hints_of(f, jnp.ones(3), jnp.ones((5, 3))) == [  # rather five vectors of three
+        "To combine every mass with every pos, pass mass[:, None]."
+    ]
+    f = decorate({"x": 1, "m": 0}, 1)(untraced)
+    body = {"x": jnp.ones((2, 9)), "m": jnp.ones(9)}
+    assert hints_of(f, body, jnp.ones((9, 3))) == [
+        "Batch axes come first; if the last axis of mass is the batch axis, pass "
+        "jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), mass)."
+    ]
+    f = decorate(xs=1)(lambda *xs: untraced(*xs))
+    assert hints_of(f, jnp.ones((9, 2)), jnp.ones((3, 9)))[:1] == [
+        "Batch axes come first; if the last axis of xs[1] is the batch axis, pass "
+        "jnp.moveaxis(xs[1], -1, 0)."
+    ]
+    assert hints_of(f, jnp.ones((4, 3)), jnp.ones((5, 3))) == [
+        "To combine every xs[0] with every xs[1], pass xs[0][:, None]."
+    ]
+
+
+def test_a_core_dimension_that_is_the_batch_axis(decorate):
+    f = decorate("", "3")(untraced)
+    text = text_of(CoreDimensionError, f, 1.0, jnp.ones((3, 9)))
+    assert text.endswith(
+        "\n\nA dimension declared as 3 is 9 (pos).\n"
+        "Batch axes come first; if the last axis of pos is the batch axis, pass "
+        "jnp.moveaxis(pos, -1, 0)."
+    )
+    f = decorate("n", "n m")(untraced)
+    text = text_of(CoreDimensionError, f, jnp.ones(3), jnp.ones((9, 4, 5)))
+    assert text.endswith("\n\nDimension n is 3 (mass) and 4 (pos).")
 
 
 def test_every_clash_is_reported_at_once(decorate):

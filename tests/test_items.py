@@ -95,8 +95,8 @@ def test_items_take_trees_and_dimension_strings():
         "args[1]": 1,
         "kwargs['m']": 1,
     }
-    message = "auto_vmap(apply): args[1]: the dimension 'k' could never be checked: "
-    with pytest.raises(ValueError, match=re.escape(message.replace("'k'", "'k+1'"))):
+    message = "auto_vmap(apply): args: the dimension 'k+1' could never be checked: "
+    with pytest.raises(ValueError, match=re.escape(message)):
         auto_vmap(None, "n", "k+1")(apply)
     with pytest.raises(ValueError, match=re.escape("auto_vmap(apply): kwargs['m']: a rank is")):
         auto_vmap(None, m=-1)(apply)

@@ -466,7 +466,7 @@ def test_a_rank_given_by_hand_overrides_the_annotation():
 
 
 SENTENCE = (
-    "SplitKey stands behind the type of a single key, as in "
+    "SplitKey annotates the type of a single key, as in "
     "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A hashable value that travels through pytrees as structure, not as a leaf."""
+"""A hashable value that is part of a pytree's structure instead of a leaf."""
 
 import dataclasses
 from typing import Generic, TypeVar
@@ -20,8 +20,8 @@ class Static(Generic[T]):
         jax.jit(lambda x, s: f(x, s.value))(x, Static(n))
 
     A ``Static`` has no leaves, so `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.grad` and
-    `auto_vmap` carry it as part of the tree's structure. A function compiled by `jax.jit` is
-    compiled again for every different value, and finds the plain Python value inside.
+    `auto_vmap` carry it as part of the tree's structure. A function under `jax.jit` is compiled
+    again for each new value, and sees the plain Python value.
 
     Parameters
     ----------

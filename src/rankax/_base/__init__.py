@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Words, checks, names and trees: what every stage uses, and what knows nothing of them."""
+"""Words, checks, names and trees: helpers that every other room uses."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small arrays, made so that they fit where they are made: in a program, or in a call made now."""
+"""Small arrays: literals inside a traced program, explicit transfers in an eager call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["counted", "is_staged", "scalar", "zeros"]
 
 
 class _StagedError(Exception):
-    """Raised in place of adding a step to a program that is being traced."""
+    """Raised instead of adding a step to a program that is being traced."""
 
 
 _probe = jax.extend.core.Primitive("rankax_probe")
-_probe.multiple_results = True  # none at all, which other tracers (those of Quax, say) rely on
+_probe.multiple_results = True  # it returns none; tracers of other packages (Quax) need this
 _probe.def_impl(list)
 
 
@@ -29,11 +29,11 @@ def _() -> Any:
 
 
 def is_staged() -> bool:
-    """Whether what is called now becomes part of an outer program, as inside `jax.jit`.
+    """Return whether an outer program is being traced, as inside `jax.jit`.
 
-    It does not under a bare `jax.vmap` or `jax.grad`. The abstract value of a primitive is asked
-    for only where it would become a step of a program; everywhere else it is simply run.
-    (``jax.jit(inline=True)`` would do, if every version of JAX inlined while it traces.)
+    A bare `jax.vmap` or `jax.grad` traces no program. JAX asks for the abstract value of a
+    primitive only when it adds the primitive to a program; otherwise it runs the primitive.
+    (``jax.jit(inline=True)`` would also tell, but not every version of JAX inlines while tracing.)
     """
     try:
         _probe.bind()
@@ -43,20 +43,21 @@ def is_staged() -> bool:
 
 
 def scalar(value: Any, dtype: Any) -> jax.Array:
-    """Return a number: by an explicit transfer, which `jax.transfer_guard` permits, where eager.
+    """Return a number as an array.
 
-    Inside a program that is traced it is a literal, so that the program holds no array.
+    In a traced program it is a literal, so that the program holds no array. In an eager call it is
+    transferred explicitly, which `jax.transfer_guard` permits.
     """
     return lax.full((), value, dtype) if is_staged() else jax.device_put(np.asarray(value, dtype))
 
 
 def counted(count: int, dtype: Any) -> jax.Array:
-    """Return `jax.numpy.arange`, made as `scalar` is."""
+    """Return ``jnp.arange(count)``, made like `scalar`."""
     return lax.iota(dtype, count) if is_staged() else jax.device_put(np.arange(count, dtype=dtype))
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return `jax.numpy.zeros`, made as `scalar` is; PRNG keys too."""
+    """Return ``jnp.zeros(shape)``, made like `scalar`; ``dtype`` may be that of PRNG keys."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.zeros(shape, dtype)
     return lax.broadcast(scalar(0, dtype), shape)

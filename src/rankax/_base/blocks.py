@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Arrays of other packages: those that are evaluated block by block, and those with named axes.
+"""Arrays of other packages: evaluated block by block (dask, cubed), or with named axes (xarray).
 
-No such package is imported here: an array of one can only come once its package is there.
+None of these packages is imported here. An array of a package can only arrive after the caller has
+imported that package.
 """
 
 from __future__ import annotations
@@ -19,27 +20,25 @@ _CLASSES = {
 
 
 def blocks_of(leaf: Any) -> str | None:
-    """Name the package that a leaf is an array of; None if it is none of those."""
-    for package, (module, names) in _CLASSES.items():
-        found = sys.modules.get(module)
-        if found is None:
-            continue
-        classes = tuple(getattr(found, name) for name in names if hasattr(found, name))
-        if isinstance(leaf, classes):
+    """Return the name of the package whose array a leaf is, or None."""
+    for package, (path, names) in _CLASSES.items():
+        module = sys.modules.get(path)  # `getattr` copes with one that is only half imported
+        if isinstance(leaf, tuple(getattr(module, n) for n in names if hasattr(module, n))):
             return package
     return None
 
 
 class InBlocksError(TypeError):
-    """An array in blocks came where an array of JAX or NumPy is due.
+    """An array in blocks arrived where a JAX or NumPy array is expected.
 
-    Raised while the arguments of a call are bound, and caught by the decorated kernel itself, so
-    that a call with other arrays pays nothing. Elsewhere, as in ``kernel.plan``, it is the error.
+    It is raised while the arguments of a call are bound. The decorated kernel catches it and
+    evaluates the call block by block, so that calls with other arrays pay nothing. Elsewhere, as in
+    ``kernel.plan``, the user sees it.
     """
 
 
 def in_blocks(package: str, name: str, path: str) -> InBlocksError:
-    """Say why a function of ours cannot take such an array as it stands."""
+    """Return the error that says why a function cannot take an array of ``package`` directly."""
     if package == "xarray":
         what = (
             f"an object of xarray; call rankax.xarray.apply({name}, ...), which finds the core "

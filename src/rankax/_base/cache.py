@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Values that are kept, within bounds."""
+"""A bounded cache."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ V = TypeVar("V")
 
 
 class Kept(Generic[V]):
-    """Some values by their keys: those that were used last."""
+    """A thread-safe LRU cache of at most ``most`` values."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._found: OrderedDict[Hashable, V] = OrderedDict()
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value that is kept, or else a new one, which two threads may make at once."""
+        """Return the value of a key, made if it is missing; two threads may both make it."""
         with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-                return self._found[key]
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
         value = make()
         with self._lock:
-            value = self._found.setdefault(key, value)
-            if len(self._found) > self._most:
-                self._found.popitem(last=False)
+            value = self._values.setdefault(key, value)
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
         return value

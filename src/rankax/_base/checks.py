@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a caller passed, checked before anything is traced."""
+"""Checks of arguments, before anything is traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_bool", "check_callable", "checked_int", "common_length", "posi
 
 
 def positive_int(value: Any, function: str, name: str) -> int:
-    """Return ``value`` as a positive ``int``, or say which parameter of which function is wrong."""
+    """Return ``value`` as a positive ``int``; the error names the function and the parameter."""
     return checked_int(value, f"{function}: {name} must be a positive int, got", least=1)
 
 
@@ -29,11 +29,11 @@ def checked_int(
     ----------
     value : object
     refusal : str
-        How the error begins, up to what came: the parameter and what it must be.
+        The beginning of the error: the parameter, what it must be, and "got".
     bools : bool
-        Whether ``True`` and ``False`` are ints, as they are to Python.
+        Whether ``True`` and ``False`` count as ints, as in Python.
     came : str
-        What came, in the error about a value of another type; by default its type and itself.
+        How the error describes a value of another type; by default by its type and ``repr``.
     """
     if isinstance(value, bool) and not bools:
         raise TypeError(f"{refusal} {value!r}")
@@ -48,47 +48,43 @@ def checked_int(
 
 
 def check_bool(value: Any, function: str, name: str) -> None:
-    """Refuse what is neither ``True`` nor ``False``."""
+    """Refuse a value that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
 
 
 def check_callable(value: Any, function: str, name: str) -> None:
-    """Refuse what cannot be called."""
+    """Refuse a value that is not callable."""
     if not callable(value):
         raise TypeError(f"{function}: {name} must be callable, got {type(value).__name__}")
 
 
 def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
-    """Return the length that every ``(name, leaf, axis)`` has along its own axis.
+    """Return the common length of the looped axes of all ``(name, leaf, axis)``.
 
     Raises
     ------
     ValueError
-        If a leaf has no such axis, or the lengths differ: a table of all leaves, the odd ones
-        marked. Nothing is ever cut to the shortest.
+        If a leaf lacks its axis, or the lengths differ. The error shows a table of all leaves with
+        the offending ones marked. No axis is ever cut to the shortest length.
     """
-    if short := [i for i, (_, leaf, axis) in enumerate(leaves) if not _has_axis(leaf, axis)]:
-        rows = [(name, str(np.shape(leaf)), str(axis)) for name, leaf, axis in leaves]
+    header = ("leaf", "shape", "axis", "length")
+    rows = [(name, str(np.shape(leaf)), str(axis)) for name, leaf, axis in leaves]
+    lacking = [
+        i for i, (_, leaf, axis) in enumerate(leaves) if not -np.ndim(leaf) <= axis < np.ndim(leaf)
+    ]
+    if lacking:
         raise ValueError(
-            f"{function}: {listed([leaves[i][0] for i in short])} "
-            f"{'lacks' if len(short) == 1 else 'lack'} the axis to loop over\n\n"
-            + table(("leaf", "shape", "axis"), rows, short)
+            f"{function}: {listed([leaves[i][0] for i in lacking])} "
+            f"{'lacks' if len(lacking) == 1 else 'lack'} the axis to loop over\n\n"
+            + table(header[:3], rows, lacking)
         )
     lengths = [np.shape(leaf)[axis] for _, leaf, axis in leaves]
     usual = Counter(lengths).most_common(1)[0][0]
     if odd := [i for i, length in enumerate(lengths) if length != usual]:
-        rows = [
-            (name, str(np.shape(leaf)), str(axis), str(length))
-            for (name, leaf, axis), length in zip(leaves, lengths, strict=True)
-        ]
         raise ValueError(
             f"{function}: the looped axes must have one length, got "
             f"{listed([str(n) for n in dict.fromkeys(lengths)])}\n\n"
-            + table(("leaf", "shape", "axis", "length"), rows, odd)
+            + table(header, [(*row, str(n)) for row, n in zip(rows, lengths, strict=True)], odd)
         )
     return usual
-
-
-def _has_axis(leaf: Any, axis: int) -> bool:
-    return -np.ndim(leaf) <= axis < np.ndim(leaf)

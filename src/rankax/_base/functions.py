@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a callable is called, and where it was written."""
+"""Names and locations of callables, for error messages and warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["caller_level", "function_location", "function_name", "unwrapped"]
 
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that a user wrote, from inside partials and wrappers."""
+    """Return the function inside partials and wrappers."""
     while True:
         if isinstance(fun, functools.partial):
             fun = fun.func
@@ -24,13 +24,13 @@ def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def function_name(fun: Callable[..., Any]) -> str:
-    """Name a callable as its author does; never a ``repr`` with a memory address."""
+    """Return the name of a callable; never a ``repr`` with a memory address."""
     fun = unwrapped(fun)
     return getattr(fun, "__name__", None) or type(fun).__name__
 
 
 def function_location(fun: Callable[..., Any]) -> str:
-    """``name() at file:line``, or just ``name()`` where no source is known."""
+    """Return ``name() at file:line``, or just ``name()`` if the source is unknown."""
     name = function_name(fun)
     fun = unwrapped(fun)
     if not hasattr(fun, "__code__"):
@@ -43,8 +43,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def caller_level() -> int:
-    """Return the ``stacklevel`` by which a warning shows the line that called this library."""
+    """Return the ``stacklevel`` with which a warning shows the line that called this library."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    return level  # the frame of this function stands for that of `warnings.warn`
+    return level  # this function's frame takes the place of that of `warnings.warn`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paths and prefixes of pytrees, in the caller's words."""
+"""Paths and prefixes of pytrees, and errors that name places as the caller writes them."""
 
 from __future__ import annotations
 
@@ -12,81 +12,62 @@ import jax
 import numpy as np
 
 from rankax._base.functions import function_location
-from rankax._base.nodes import (
-    Child,
-    children_of,
-    field_names,
-    is_leaf,
-    keyed_children,
-    names_fields,
-)
+from rankax._base.nodes import Child, children_of, field_names, is_leaf, keyed_children
 from rankax._base.words import listed, plural, with_article
 
 __all__ = [
     "ByKey",
-    "ForEach",
     "Items",
     "Node",
     "check_outputs",
     "entries",
     "leaves_with_names",
-    "parts_with_entries",
     "spread_prefix",
+    "subtrees_with_entries",
 ]
+
+# The keys of `entries` below are those that JAX prints in a path: "[0]", "['mass']", ".rotation".
 
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A prefix for a container of any size, some of whose children have an entry of their own."""
+    """A prefix for a container of any size: some children have an entry, ``rest`` is for others."""
 
-    entries: Mapping[str, Any]  # by the key as a path prints it: "[0]", "['mass']"
-    rest: Any  # for each of the others
+    entries: Mapping[str, Any]
+    rest: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
     """A prefix for one container of exactly this type and these children.
 
-    It stands for an instance of ``cls`` that holds the entries, which its class may not accept.
+    It replaces an instance of ``cls`` that holds the entries, which the class might not accept.
     """
 
     cls: type
-    entries: Mapping[str, Any]  # by the key as a path prints it: ".rotation", "['mass']"
+    entries: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ByKey:
-    """A prefix for an instance of ``cls`` that is known by its fields, without making one.
-
-    A field without an entry has ``None``.
-    """
+    """A prefix for any instance of ``cls``, by field; a field without an entry has ``None``."""
 
     cls: type
-    entries: Mapping[str, Any]  # by the key as a path prints it: ".rotation", "['mass']"
-    of_subclass: Callable[[type], Mapping[str, Any]]  # the entries, where a subclass came
-
-
-@dataclasses.dataclass(frozen=True)
-class ForEach:
-    """A prefix for a container of any size: one entry governs each of its children."""
-
-    entry: Any
+    entries: Mapping[str, Any]
+    of_subclass: Callable[[type], Mapping[str, Any]]  # returns the entries for a subclass
 
 
 def entries(prefix: Any) -> Iterator[Any]:
-    """Yield the entries of a prefix, in any order; one that holds itself is looked at once."""
+    """Yield the entries of a prefix in any order; a recursive prefix is visited once."""
     seen: set[int] = set()
     waiting = [prefix]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (ByKey, Node)):
+        if isinstance(node, (ByKey, Items, Node)):
             if id(node) not in seen:
                 waiting += node.entries.values()
+                waiting += [node.rest] if isinstance(node, Items) else []
             seen.add(id(node))
-        elif isinstance(node, ForEach):
-            waiting.append(node.entry)
-        elif isinstance(node, Items):
-            waiting += [*node.entries.values(), node.rest]
         elif node is None or is_leaf(node):
             yield node
         else:
@@ -98,7 +79,7 @@ def leaves_with_names(
 ) -> list[tuple[str, Any]]:
     """Flatten ``tree`` into ``(name, leaf)`` pairs: ``pose.rotation``, ``params['k'][0]``.
 
-    ``stops`` tells what is a leaf besides the leaves of JAX.
+    ``stops`` is the ``is_leaf`` of `jax.tree.leaves`.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]
     if any(isinstance(k, jax.tree_util.FlattenedIndexKey) for path, _ in pairs for k in path):
@@ -106,8 +87,18 @@ def leaves_with_names(
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
 
 
+def _named_leaves(
+    tree: Any, name: str, stops: Callable[[Any], bool] | None
+) -> Iterator[tuple[str, Any]]:
+    if is_leaf(tree) or (stops is not None and stops(tree)):
+        yield name, tree
+        return
+    for child in children_of(tree):
+        yield from _named_leaves(child.value, name + child.name, stops)
+
+
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
-    """Refuse what a kernel returned where it holds anything but arrays and numbers."""
+    """Refuse outputs of a kernel other than arrays and numbers."""
     if all(isinstance(leaf, jax.Array) or _is_value(leaf) for leaf in jax.tree.leaves(out)):
         return
     name, leaf = next(pair for pair in leaves_with_names(out, "output") if not _is_value(pair[1]))
@@ -127,46 +118,34 @@ def _is_value(leaf: Any) -> bool:
     return True
 
 
-def _named_leaves(
-    tree: Any, name: str, stops: Callable[[Any], bool] | None
-) -> Iterator[tuple[str, Any]]:
-    if is_leaf(tree) or (stops is not None and stops(tree)):
-        yield name, tree
-        return
-    for child in children_of(tree):
-        yield from _named_leaves(child.value, name + child.name, stops)
-
-
 def spread_prefix(
     prefix: Any, tree: Any, name: str, *, is_entry: Callable[[Any], bool], what: str
 ) -> list[Any]:
-    """Return the entry of ``prefix`` that governs each leaf of ``tree``, in order of the leaves.
+    """Return the entry of ``prefix`` that applies to each leaf of ``tree``, in leaf order.
 
-    Equivalent to `jax.tree.broadcast`, but a tree that does not fit is a ``ValueError`` that names
-    the place; ``None`` in ``tree`` fits anything (it has no leaves to govern).
+    Equivalent to `jax.tree.broadcast`, but if the two do not match, a ``ValueError`` names the
+    place. ``None`` in ``tree`` matches any prefix because it has no leaves.
 
     Parameters
     ----------
     prefix, tree : pytree
-        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey`, `ForEach`,
-        `Items` and `Node`.
+        ``prefix`` ends at or above the leaves of ``tree``; it may hold `ByKey`, `Items` and `Node`.
     name : str
-        How the caller knows ``tree``, for error messages.
+        The caller's name of ``tree``, for error messages.
     is_entry : callable
         Tells an entry (an int, ``None``) from a container of entries.
     what : str
         What an entry is, for error messages: ``"rank"``, ``"in_axes"``.
     """
+    subtrees = subtrees_with_entries(prefix, tree, name, is_entry=is_entry, what=what)
     return [
         entry
-        for _, subtree, entry in parts_with_entries(
-            prefix, tree, name, is_entry=is_entry, what=what
-        )
+        for _, subtree, entry in subtrees
         for _ in range(jax.tree.structure(subtree).num_leaves)
     ]
 
 
-def parts_with_entries(
+def subtrees_with_entries(
     prefix: Any,
     tree: Any,
     name: str,
@@ -175,15 +154,15 @@ def parts_with_entries(
     what: str,
     by_field: bool = False,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield ``(name, subtree, entry)`` for each part of ``tree`` that one entry governs.
+    """Yield ``(name, subtree, entry)`` for each subtree of ``tree`` that has one entry.
 
-    With ``by_field`` a dict in ``prefix`` is also one for a class that has fields of those names.
+    With ``by_field``, a dict in ``prefix`` also matches a class with fields of those names.
     """
     if is_entry(prefix) or tree is None:
         yield name, tree, prefix
         return
     for at, child, entry in _paired(prefix, tree, name, what, by_field):
-        yield from parts_with_entries(
+        yield from subtrees_with_entries(
             entry, child, name + at, is_entry=is_entry, what=what, by_field=by_field
         )
 
@@ -191,36 +170,27 @@ def parts_with_entries(
 def _paired(
     prefix: Any, tree: Any, name: str, what: str, by_field: bool
 ) -> list[tuple[str, Any, Any]]:
-    """Pair each child of ``tree`` with its part of ``prefix``."""
+    """Pair each child of ``tree`` with its entry or subtree of ``prefix``."""
     children = children_of(tree)
-    if isinstance(prefix, ForEach):
-        return [(child.name, child.value, prefix.entry) for child in children]
     if isinstance(prefix, Items):
-        own = prefix.entries
-        return [(child.name, child.value, own.get(child.key, prefix.rest)) for child in children]
+        return [(c.name, c.value, prefix.entries.get(c.key, prefix.rest)) for c in children]
+    fields = field_names(tree, children)
     if isinstance(prefix, ByKey):
-        if not isinstance(tree, prefix.cls) or not names_fields(tree, children):
+        if not isinstance(tree, prefix.cls) or fields is None:
             raise ValueError(_not_an_instance(prefix.cls, tree, children, name))
-        is_same = type(tree) is prefix.cls or isinstance(tree, dict)
-        fields = prefix.entries if is_same else prefix.of_subclass(type(tree))
-        return [(child.name, child.value, fields.get(child.name)) for child in children]
+        exact = type(tree) is prefix.cls or isinstance(tree, dict)
+        by_name = prefix.entries if exact else prefix.of_subclass(type(tree))
+        return [(c.name, c.value, by_name.get(c.name)) for c in children]
     if not isinstance(prefix, Node):
         prefix = Node(type(prefix), keyed_children(prefix))
-    if by_field and prefix.cls is dict and _is_object(tree, children):
-        fields = {f".{key.strip(_QUOTES)}": entry for key, entry in prefix.entries.items()}
-        if fields.keys() != {child.name for child in children}:
-            raise ValueError(_other_fields(fields, tree, children, name, what))
-        return [(child.name, child.value, fields[child.name]) for child in children]
-    if prefix.cls is not type(tree) or prefix.entries.keys() != {child.key for child in children}:
+    if by_field and prefix.cls is dict and fields and not isinstance(tree, dict):
+        by_name = {key.strip("[']"): entry for key, entry in prefix.entries.items()}
+        if by_name.keys() != set(fields):
+            raise ValueError(_other_fields(by_name, tree, fields, name, what))
+        return [(c.name, c.value, by_name[at]) for c, at in zip(children, fields, strict=True)]
+    if prefix.cls is not type(tree) or prefix.entries.keys() != {c.key for c in children}:
         raise ValueError(_misfit(prefix, tree, children, name, what))
-    return [(child.name, child.value, prefix.entries[child.key]) for child in children]
-
-
-_QUOTES = "[']"  # around a field in the path of a dict
-
-
-def _is_object(tree: Any, children: list[Child]) -> bool:
-    return not isinstance(tree, dict) and bool(children) and names_fields(tree, children)
+    return [(c.name, c.value, prefix.entries[c.key]) for c in children]
 
 
 def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> str:
@@ -241,7 +211,7 @@ def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> 
 
 
 def _kind(tree: Any) -> str:
-    """Name the type of a value; that of an array would be one of JAX's own."""
+    """Return the name of a value's type, or the shape of an array, whose type is JAX's."""
     is_array = isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
     return f"an array of shape {tree.shape}" if is_array else type(tree).__name__
 
@@ -256,12 +226,11 @@ def _misfit(prefix: Node, tree: Any, children: list[Child], name: str, what: str
     keys = {child.key for child in children}
     missing = [name + key for key in prefix.entries if key not in keys]
     extra = [name + child.name for child in children if child.key not in prefix.entries]
-    sentences: list[str] = []
+    sentences = _no_entry(extra, name, what)
     if missing:
-        sentences.append(
-            f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
-        )
-    return "; ".join([*sentences, *_no_entry(extra, name, what)])
+        absent = f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
+        sentences = [absent, *sentences]
+    return "; ".join(sentences)
 
 
 def _no_entry(extra: list[str], name: str, what: str) -> list[str]:
@@ -271,17 +240,16 @@ def _no_entry(extra: list[str], name: str, what: str) -> list[str]:
 
 
 def _other_fields(
-    fields: Mapping[str, Any], tree: Any, children: list[Child], name: str, what: str
+    by_name: Mapping[str, Any], tree: Any, fields: list[str], name: str, what: str
 ) -> str:
-    known = field_names(children)
     sentences: list[str] = []
-    for field in [field.removeprefix(".") for field in fields]:
-        if field not in known:
-            close = difflib.get_close_matches(field, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(known)}"
+    for field in by_name:
+        if field not in fields:
+            close = difflib.get_close_matches(field, fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(fields)}"
             sentences.append(
                 f"the {what} of {name} has an entry for {field!r}, which is no field of "
                 f"{_kind(tree)} that holds arrays; {hint}"
             )
-    extra = [name + child.name for child in children if child.name not in fields]
+    extra = [f"{name}.{field}" for field in fields if field not in by_name]
     return "; ".join([*sentences, *_no_entry(extra, name, what)])

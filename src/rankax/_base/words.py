@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Counts, lists and tables as a sentence holds them."""
+"""Counts, lists and tables, worded for messages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["listed", "plural", "shortened", "table", "with_article"]
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 axis``, ``2 axes``, ``3 leaves``: counts read aloud."""
+    """Return a count with its noun: ``1 axis``, ``2 axes``, ``3 leaves``."""
     irregular = {"axis": "axes", "leaf": "leaves", "entry": "entries"}
     return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"
 
 
 def listed(items: Sequence[str], conjunction: str = "and") -> str:
-    """Join words as a sentence does: ``a, b and c``."""
+    """Join words into a list: ``a, b and c``."""
     if len(items) <= 1:
         return "".join(items)
     return f"{', '.join(items[:-1])} {conjunction} {items[-1]}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collection[int]) -> str:
-    """Align rows under a header; marked rows begin with ``>`` so that the eye finds them."""
+    """Align rows under a header; marked rows begin with ``>``."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(lead: str, cells: Sequence[str]) -> str:
@@ -34,12 +34,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collecti
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Join names by commas; of many, a few and how many more."""
+    """Join names by commas; after the first few, give only the number of the others."""
     if len(names) <= 6:
         return ", ".join(names)
     return f"{', '.join(names[:4])} and {len(names) - 4} more"
 
 
 def with_article(noun: str) -> str:
-    """Put the article before a noun: ``a str``, ``an object``."""
+    """Return a noun with its article: ``a str``, ``an object``."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

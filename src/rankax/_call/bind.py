@@ -30,7 +30,7 @@ from rankax._call.arguments import (
 from rankax._call.bound import Bound, planned_reduction
 from rankax._call.kernel import Kernel, keep
 from rankax._declare.dims import Rank
-from rankax._declare.ranks import parts_with_ranks, ranks_of_leaves
+from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._options import Options
 from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Shape
@@ -226,7 +226,7 @@ def _new_structure(kernel: Kernel, names: tuple[str, ...], values: list[Any]) ->
 
 def _with_ranks(kernel: Kernel, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
     try:
-        return parts_with_ranks(kernel.declaration.ranks.get(name), value, name)
+        return subtrees_with_ranks(kernel.declaration.ranks.get(name), value, name)
     except ValueError as error:
         raise ValueError(f"{function_location(kernel.fun)}: {error}") from None
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Declare: a kernel, its rank declarations and annotations -> the ranks of its parameters."""
+"""Declare: a kernel, its ranks and annotations -> one `Declaration`."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Ranks from annotations: jaxtyping's array types, and the containers that hold them."""
+"""Ranks from annotations: jaxtyping's array types, and containers of them."""
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +15,8 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.trees import ByKey, ForEach, entries
+from rankax._base.cache import Kept
+from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, parse_dims
 from rankax._declare.hints import (
@@ -29,33 +31,41 @@ from rankax._declare.hints import (
 )
 from rankax._declare.split_key import SplitKey, key_rank, marked
 
-__all__ = ["Unpacked", "UnresolvedError", "annotated_ranks"]
+__all__ = ["Unpacked", "annotated_ranks"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unpacked:
-    """The rank tree of all of ``*args`` or ``**kwargs`` together: ``**kwargs: Unpack[Options]``."""
+    """The rank tree of ``*args`` or ``**kwargs`` as a whole: ``**kwargs: Unpack[Options]``."""
 
     tree: Any
 
 
-def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict[str, Any]:
-    """Read a rank tree from every annotation of ``fun``, by parameter name and ``"return"``.
+def annotated_ranks(
+    fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, where: str
+) -> dict[str, Any]:
+    """Read a rank tree from each annotation of ``fun``, by parameter name and ``"return"``.
 
-    Annotations without arrays are absent. One that cannot be resolved has an `UnresolvedError` in
-    its place, because it matters only where no explicit rank stands in for it. A return annotation
-    that declares no one rank is absent too: it would only be checked.
+    Annotations without arrays are absent. So is a return annotation without one rank, because no
+    explicit rank could override it.
 
     Parameters
     ----------
     fun : callable
     skip : collection of str
-        Names whose annotation is not read, for another declaration overrides it.
+        Names whose annotations are not read because explicit ranks override them.
+    signature : inspect.Signature
+        Of ``fun``.
+    where : str
+        The beginning of error messages.
 
     Raises
     ------
     ValueError
-        If an annotation holds dimensions that cannot be read, or a union of two ranks.
+        If an annotation has dimensions that cannot be read, or is a union of two ranks.
+    TypeError
+        If a parameter's annotation cannot be resolved. With any explicit ranks, such an annotation
+        declares no rank instead.
     """
     hints, names = hints_and_names(fun)
     ranks: dict[str, Any] = {}
@@ -65,11 +75,16 @@ def annotated_ranks(fun: Callable[..., Any], skip: Collection[str] = ()) -> dict
         try:
             rank = _Reader().rank(hint, names)
         except UnresolvedError as error:
-            rank = UnresolvedError(f"the annotation of {name}: {error}")
+            if skip or name not in signature.parameters:
+                continue
+            raise TypeError(
+                f"{where}: the annotation of {name}: {error}; give the parameter its rank "
+                f"explicitly ({name}=None leaves it untouched)"
+            ) from None
         except ValueError as error:
             if name == "return":
                 continue
-            raise ValueError(f"the annotation of {name}: {error}") from None
+            raise ValueError(f"{where}: the annotation of {name}: {error}") from None
         if rank is not None:
             ranks[name] = rank
     return ranks
@@ -79,40 +94,30 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
 _KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
 _ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
-_MOST_KEPT = 256
-_kept: dict[type, ByKey | None] = {}  # a class is read once however many kernels take it
-
-
-@dataclasses.dataclass(frozen=True)
-class _Variadic:
-    """A named variadic in a field of a class: ``"*batch"``, alone or before core dimensions."""
-
-    word: str
-    alone: bool
-
-    @property
-    def name(self) -> str:
-        return self.word.lstrip("#*")
+_class_trees: Kept[ByKey | None] = Kept(256)  # shared by all kernels that take a class
 
 
 class _Reader:
     """Turns one annotation into a rank tree.
 
-    Only jaxtyping's introspection (`jaxtyping.AbstractArray` and its ``dim_str``, ``leaftype`` of
-    `jaxtyping.PyTree`) and `typing`'s are used.
+    It uses the introspection of `typing`, and of jaxtyping only `jaxtyping.AbstractArray` with its
+    ``dim_str``, and the ``leaftype`` of `jaxtyping.PyTree`.
     """
 
     def __init__(self) -> None:
-        self.aliases: set[Any] = set()  # being read: none may come again inside itself
-        self.classes: dict[type, ByKey] = {}  # being read: one that comes again is its own entry
-        self.variadics: list[list[_Variadic]] = []  # met so far, for each class being read
+        # Aliases and classes being read. An alias must not contain itself. A class that contains
+        # itself is its own entry.
+        self.aliases: set[Any] = set()
+        self.classes: dict[type, ByKey] = {}
+        # For each class being read, the variadics of the current field, and whether each is alone.
+        self.variadics: list[list[tuple[str, bool]]] = []
 
     def rank(self, hint: Any, names: Names) -> Any:
-        """Return the rank tree of an annotation; None where it declares no rank."""
+        """Return the rank tree of an annotation; None if it declares no rank."""
         hint = stripped(resolved(hint, names))
         if hint is SplitKey or marked(hint):
             return self._split_key(hint, names)
-        if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        if _is_subclass(hint, jaxtyping.AbstractArray):
             rank = self._array(hint.dim_str)
             if rank is None or hint.dtypes != _ONE_KEY.dtypes:
                 return rank
@@ -131,26 +136,26 @@ class _Reader:
         cls: Any = origin or hint
         if _has_fields(cls):
             return self._class(cls, names, dict(zip(_type_parameters(cls), args, strict=False)))
-        if isinstance(origin, type) and issubclass(origin, collections.abc.Collection):
-            tree = self._collection(origin, args, names)
+        if _is_subclass(origin, collections.abc.Collection):
+            tree = self._collection(cls, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
 
     def _split_key(self, hint: Any, names: Names) -> Rank:
-        """Read ``Annotated[PRNGKeyArray, SplitKey]``, whose first part must be a key, or any."""
+        """Read ``Annotated[PRNGKeyArray, SplitKey]``, also with `Any` in place of the key type."""
         if marked(hint):
             base = self.rank(typing.get_args(hint)[0], names)
             if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
                 return key_rank()
         raise ValueError(
-            "SplitKey stands behind the type of a single key, as in "
+            "SplitKey annotates the type of a single key, as in "
             "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
         )
 
     def _array(self, dims: str) -> Rank | None:
         first, *core = dims.split() or [""]
         if self.variadics and first.lstrip("#").startswith("*"):
-            self.variadics[-1].append(_Variadic(first, alone=not core))
+            self.variadics[-1].append((first, not core))
         return parse_dims(dims)
 
     def _pytree(self, leaf: Any, names: Names) -> Rank | None:
@@ -182,19 +187,19 @@ class _Reader:
         return None if variable.__bound__ is None else self.rank(variable.__bound__, names)
 
     def _union(self, members: Sequence[Any], names: Names) -> Any:
-        """Find one rank for all array types of a union; what holds no array has no say."""
+        """Return the one rank of all array types of a union; other members are ignored."""
         members = [stripped(resolved(member, names)) for member in members]
-        if all(key in members for key in _KEYS):  # by `==`, for not every type can be hashed
+        if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
             # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
             members = [m for m in members if m not in _KEYS] + [_ONE_KEY]
         ranks: list[Any] = []
         for member in members:
             rank = self.rank(member, names)
-            if rank is not None or member in _ARRAYS or _is_array_type(member):
+            is_array = member in _ARRAYS or _is_subclass(member, jaxtyping.AbstractArray)
+            if rank is not None or is_array:
                 ranks.append(rank)
-        numbers = [member for member in members if _is_number(member)]
         if any(isinstance(rank, Rank) and rank.rank for rank in ranks):
-            ranks += [Rank(0) for _ in numbers]
+            ranks += [Rank(0) for member in members if _is_subclass(member, _NUMBERS)]
         return _common(ranks)
 
     def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
@@ -204,62 +209,58 @@ class _Reader:
         is_mapping = issubclass(origin, collections.abc.Mapping)
         entry = self.rank(args[-1] if is_mapping else args[0], names)
         spreads = isinstance(entry, Rank) and (is_mapping or issubclass(origin, tuple))
-        # A rank alone spreads by itself, but over a list of numbers it would mean an array.
-        return entry if entry is None or spreads else ForEach(entry)
+        # One rank applies to all leaves below it, but a list under one rank means an array.
+        return entry if entry is None or spreads else Items({}, entry)
 
     def _class(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
         if cls in self.classes:
             return self.classes[cls]
-        if cls in _kept and not bound:
-            return _kept[cls]
+        if self.classes or bound:  # inside a recursive class a tree may be incomplete
+            return self._fields(cls, names, bound)
+        return _class_trees.find(cls, lambda: self._fields(cls, names, bound))
+
+    def _fields(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
         node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
         self.classes[cls] = node
         hints = field_hints(cls, names)
-        self.variadics.append([])
-        owners: list[str] = []  # the field of each variadic
+        variadics: list[tuple[str, str, bool]] = []
         for name in _field_names(cls, hints):
             hint, scope = hints[name]
+            self.variadics.append([])
             try:
                 entry = self.rank(_substituted(resolved(hint, scope), bound), scope)
-            except UnresolvedError as error:
-                raise UnresolvedError(f"{cls.__name__}.{name}: {error}") from None
-            except ValueError as error:
-                raise ValueError(f"{cls.__name__}.{name}: {error}") from None
+            except (UnresolvedError, ValueError) as error:
+                raise type(error)(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
                 fields[f"['{name}']" if is_dict else f".{name}"] = entry
-            owners += [name] * (len(self.variadics[-1]) - len(owners))
-        _check_variadics(cls, owners, self.variadics.pop())
+            variadics += [(name, word, alone) for word, alone in self.variadics.pop()]
+        _check_variadics(cls, variadics)
         del self.classes[cls]
-        result = node if any(entry is not None for entry in entries(node)) else None
-        if not self.classes and not bound:
-            if len(_kept) >= _MOST_KEPT:
-                _kept.clear()
-            _kept[cls] = result
-        return result
+        return node if any(entry is not None for entry in entries(node)) else None
 
 
-def _check_variadics(cls: type, owners: Sequence[str], variadics: Sequence[_Variadic]) -> None:
+def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> None:
     """Refuse a variadic that only ever stands alone in the fields of a class.
 
-    On a parameter ``"*batch"`` is a number for each item. A class says what one value of it holds:
+    On a parameter, ``"*batch"`` is a number for each item. A class describes one value of itself:
     in one with ``"*batch"`` and ``"*batch 3"`` the variadic is the batch, but a lone ``"*shape"``
-    may as well be an array of any rank, which as a number would be torn into its components.
+    could also be an array of any rank, which would be torn into its components as a number.
     """
-    batch = {variadic.name for variadic in variadics if not variadic.alone}
-    for owner, variadic in zip(owners, variadics, strict=True):
-        if variadic.name not in batch:
+    batch = {word.lstrip("#*") for _, word, alone in variadics if not alone}
+    for field, word, _ in variadics:
+        if word.lstrip("#*") not in batch:
             raise ValueError(
-                f"{cls.__name__}.{owner}: {variadic.word!r} alone could be the batch axes of a "
-                "number, or an array of any rank; write '' for a number and '...' for what is "
-                "untouched, or give the parameter a rank explicitly"
+                f"{cls.__name__}.{field}: {word!r} alone could be the batch axes of a number, or "
+                "an array of any rank; write '' for a number and '...' for what is untouched, or "
+                "give the parameter a rank explicitly"
             )
 
 
 def _fields_of_subclass(cls: type) -> dict[str, Any]:
-    """Read the class that came in place of the annotated one: it may have more fields."""
+    """Read a subclass that was passed for the annotated class; it may have more fields."""
     tree = _Reader().rank(cls, Names({}, {}, dict))
     return {} if tree is None else dict(tree.entries)
 
@@ -268,12 +269,8 @@ def _unpacked(tree: Any) -> Unpacked | None:
     return None if tree is None else Unpacked(tree)
 
 
-def _is_array_type(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
-
-
-def _is_number(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, _NUMBERS)
+def _is_subclass(hint: Any, classes: type | tuple[type, ...]) -> bool:
+    return isinstance(hint, type) and issubclass(hint, classes)
 
 
 def _type_parameters(generic: Any) -> tuple[Any, ...]:
@@ -281,7 +278,7 @@ def _type_parameters(generic: Any) -> tuple[Any, ...]:
 
 
 def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
-    """Put the arguments of a generic class or alias in place of its type variables."""
+    """Replace the type variables of a generic class or alias by its arguments."""
     if not bound:
         return hint
     if isinstance(hint, typing.TypeVar):
@@ -293,11 +290,9 @@ def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
 
 
 def _has_fields(cls: Any) -> bool:
-    return isinstance(cls, type) and (
-        dataclasses.is_dataclass(cls)
-        or typing.is_typeddict(cls)
-        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-    )
+    is_named_tuple = _is_subclass(cls, tuple) and hasattr(cls, "_fields")
+    is_dataclass = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    return is_named_tuple or is_dataclass or typing.is_typeddict(cls)
 
 
 def _field_names(cls: Any, hints: Collection[str]) -> list[str]:
@@ -325,4 +320,4 @@ def _common(ranks: list[Any]) -> Any:
             "give the parameter one rank explicitly, or write two kernels"
         )
     same = all(rank == ranks[0] for rank in ranks)
-    return ranks[0] if same else Rank(ranks[0].rank)  # "n" | "m": how many, but not which
+    return ranks[0] if same else Rank(ranks[0].rank)  # "n" | "m": one axis of unknown name

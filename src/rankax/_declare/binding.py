@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which parameter, or item of ``*args`` and ``**kwargs``, each rank of the decorator is for."""
+"""Assign each rank of the decorator to a parameter, or to an item of ``*args`` or ``**kwargs``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,27 @@ from rankax._base.trees import Items
 from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked
 
-__all__ = ["ANNOTATED", "bind_ranks", "items_of_args", "leaves_rest", "with_rest"]
+__all__ = [
+    "ANNOTATED",
+    "bind_ranks",
+    "items_of_args",
+    "lacks_rest",
+    "positional_names",
+    "with_rest",
+]
 
 Parameter = inspect.Parameter
-ANNOTATED = object()  # the rank of the other items, where the annotation says it
+ANNOTATED = object()  # placeholder for the rank of the other items, which the annotation declares
+
+
+def positional_names(parameters: Sequence[Parameter], count: int) -> list[str]:
+    """Return the names of positional parameters; ``*args`` is repeated to make ``count`` names."""
+    kinds = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    positional = [parameter for parameter in parameters if parameter.kind not in kinds]
+    names = [parameter.name for parameter in positional]
+    if positional and positional[-1].kind is Parameter.VAR_POSITIONAL:
+        names += names[-1:] * (count - len(names))
+    return names
 
 
 def bind_ranks(
@@ -25,50 +42,64 @@ def bind_ranks(
     where: str,
     known_options: Collection[str],
 ) -> dict[str, Any]:
-    """Give each rank its parameter, as a call would bind arguments."""
+    """Assign ranks to parameters, as a call would bind arguments."""
     parameters = signature.parameters
-    positional = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    ]
-    count = len(positional)
-    if positional and parameters[positional[-1]].kind is Parameter.VAR_POSITIONAL:
-        positional += positional[-1:] * (len(ranks) - count)
+    positional = positional_names(list(parameters.values()), len(ranks))
     if len(ranks) > len(positional):
         raise TypeError(
             f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
-            f"{plural(count, 'positional parameter')}"
+            f"{plural(len(positional), 'positional parameter')}"
             + (f" ({', '.join(positional)})" if positional else "")
         )
     bound = items_of_args(positional[: len(ranks)], ranks)
     many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
     items: dict[str, Any] = {}  # of **kwargs
     for name, rank in named.items():
-        if name not in parameters and many is not None:
-            _refuse_option(name, many, known_options, where)
-            items[f"[{name!r}]"] = rank
-            continue
-        if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            known = ", ".join(parameters) or "no parameters"
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {known}"
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
-        if name in bound:
+        if name in parameters and name in bound:
             first = bound[name]
             first = tuple(first.entries.values()) if isinstance(first, Items) else first
             raise TypeError(
                 f"{where}: parameter {name!r} has two ranks, {first!r} by position and {rank!r} by "
                 "name"
             )
-        bound[name] = rank
+        if name in parameters:
+            bound[name] = rank
+        elif many is not None:
+            _refuse_option(name, many, known_options, where)
+            items[f"[{name!r}]"] = rank
+        else:
+            hint = _hint(name, list(parameters), known_options)
+            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
     if many is not None and items:
         bound[many] = Items(items, bound.get(many, ANNOTATED))
     return bound
 
 
+_SYNONYMS = {  # in JAX and NumPy
+    "in_axes": (
+        "auto_vmap takes ranks in place of in_axes: the number of axes of each argument for one "
+        "item, as in auto_vmap(0, 1)"
+    ),
+    "out_axes": "the batch axes of the outputs always come first; use jnp.moveaxis on the result",
+    "signature": (
+        "pass a gufunc signature as the first argument, as in auto_vmap('(n,3),(n)->()')"
+    ),
+}
+
+
+def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
+    """Return a hint for a name that is neither a parameter nor an option."""
+    known = [*parameters, *known_options, *_SYNONYMS]
+    close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if close is None:
+        return f"it has {', '.join(parameters) or 'no parameters'}"
+    if close in parameters:
+        return f"did you mean {close!r}?"
+    return _SYNONYMS.get(close) or f"did you mean the option {close!r}?"
+
+
 def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
-    """Pair names and ranks; where ``*args`` comes more than once, each of its items has its own."""
+    """Pair names and ranks; if ``*args`` occurs more than once, each of its items has a rank."""
     bound = dict(zip(names, ranks, strict=True))
     first = names.index(names[-1]) if names else 0
     if len(names) - first > 1:
@@ -78,22 +109,21 @@ def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
-    """Keep a misspelled option from becoming the rank of an item that no call passes."""
-    if close := difflib.get_close_matches(name, known_options, n=1, cutoff=0.7):
-        raise TypeError(
-            f"{where}: {name!r} would be the rank of an item of **{many}; did you mean the option "
-            f"{close[0]!r}?"
-        )
+    """Refuse a misspelled option, which would become the rank of an item that no call passes."""
+    close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
+    hint = f"did you mean the option {close[0]!r}?" if close else _SYNONYMS.get(name)
+    if hint is not None:
+        raise TypeError(f"{where}: {name!r} would be the rank of an item of **{many}; {hint}")
 
 
-def leaves_rest(rank: Any) -> bool:
-    """Whether some items of ``*args`` or ``**kwargs`` have ranks, and the others the annotated."""
+def lacks_rest(rank: Any) -> bool:
+    """Return whether only some items of ``*args`` or ``**kwargs`` have explicit ranks."""
     return isinstance(rank, Items) and rank.rest is ANNOTATED
 
 
 def with_rest(rank: Any, annotated: Any) -> Any:
-    """Give items that have no rank of their own that of the annotation."""
-    if not leaves_rest(rank):
+    """Give the items without an explicit rank that of the annotation."""
+    if not lacks_rest(rank):
         return rank
-    # Unpack[...] says what all items are together, which single ones override as a whole.
+    # Unpack[...] declares all items together, so explicit ranks override it as a whole.
     return Items(rank.entries, None if isinstance(annotated, Unpacked) else annotated)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Core dimensions: how a rank is written, and which sizes it allows."""
+"""Core dimensions: how a rank is written, and which sizes it allows.
+
+``"*batch"`` alone is rank 0, ``"..."`` is no rank. A named variadic means the batch axes. If it
+meant "no rank", ``m: Float[Array, "*batch"]`` beside ``x: Float[Array, "*batch n 3"]`` would be
+passed whole.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,24 @@ import ast
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rankax._declare.expressions import (
-    CannotComputeError,
-    evaluated,
-    free_names,
-    why_never_checked,
-)
+__all__ = ["Dim", "NoSize", "Rank", "parse_dims"]
 
-__all__ = ["Dim", "Rank", "check_comparable", "parse_dims"]
+_FUNCTIONS = {"abs": abs, "int": int, "max": max, "min": min, "round": round}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoSize:
+    """The reason why an expression of dimensions has no value for the sizes of one call."""
+
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One core dimension: of a fixed size, of a named one, an expression of names, or free."""
+    """One core dimension: a fixed size, a name, an expression of names, or free."""
 
     text: str
     size: int | None = None
@@ -32,19 +39,17 @@ class Dim:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names that its expression is made of."""
-        return () if self.expression is None else free_names(self.expression)
+        """The names in its expression."""
+        nodes = ast.walk(ast.parse(self.expression or "0", mode="eval"))
+        names = (node.id for node in nodes if isinstance(node, ast.Name))
+        return tuple(dict.fromkeys(name for name in names if name not in _FUNCTIONS))
 
     def expected(self, sizes: Mapping[str, int]) -> Any:
-        """Return the size this dimension must have, or None where nothing says so.
+        """Return the size that this dimension must have, or None if any size will do.
 
-        That of an expression is compared by ``==``, as jaxtyping does, so that ``n/2`` is 2 for
-        n = 4. Nothing says so where this call does not bind all names of an expression.
-
-        Raises
-        ------
-        CannotComputeError
-            If the expression fails for these sizes.
+        The value of an expression is compared by ``==``, as in jaxtyping, so that ``n/2`` is 2 for
+        n = 4. An expression is not checked if the call does not bind all of its names. If it fails,
+        the result is a `NoSize`, which equals no size.
         """
         if self.name is not None:
             return sizes.get(self.name)
@@ -52,24 +57,25 @@ class Dim:
             return self.size
         if any(name not in sizes for name in self.names):
             return None
-        return evaluated(self.expression, sizes)
+        try:
+            # The kernel's author wrote the text, and jaxtyping evaluates it in the same way.
+            return eval(self.expression, {"__builtins__": _FUNCTIONS}, dict(sizes))
+        except Exception as error:
+            return NoSize(f"{type(error).__name__}: {error}")
 
     def fits(self, size: int, sizes: Mapping[str, int]) -> bool:
-        """Whether this dimension may have this size, as far as the other sizes say."""
-        try:
-            return self.expected(sizes) in (None, size)
-        except CannotComputeError:
-            return False
+        """Return whether the other sizes allow this size."""
+        return self.expected(sizes) in (None, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What is declared for one leaf: how many core dimensions, and which where that is known."""
+    """The declaration of one leaf: the number of core dimensions, and the dimensions if known."""
 
     rank: int
     dims: tuple[Dim, ...] | None = None
     is_key: bool = False  # of typed PRNG keys
-    is_split: bool = False  # a key of which each item gets its own
+    is_split: bool = False  # a key that is split, one for each item
 
     def __str__(self) -> str:
         if self.is_split:
@@ -83,17 +89,17 @@ _ANY_SHAPE = ("...", "*_")
 _FIXED = re.compile(r"(?:[A-Za-z_]\w*=)?(\d+)")
 
 
-@functools.lru_cache(maxsize=1024)  # pure, and the same few strings come again and again
+@functools.lru_cache(maxsize=1024)  # pure, and called again and again with the same few strings
 def parse_dims(text: str) -> Rank | None:
     """Read a dimension string: ``"n 3"``, ``""``, ``"*batch n 3"``, ``"... 3"``.
 
-    The words are jaxtyping's. A leading variadic stands for the batch axes and counts for nothing,
+    The syntax is jaxtyping's. A leading variadic means the batch axes and adds nothing to the rank,
     so that ``"*batch"`` is a scalar. ``"..."`` alone means that no rank is declared (``None``).
 
     Raises
     ------
     ValueError
-        If a word cannot be a dimension, or a variadic does not come first.
+        If a word is not a dimension, or a variadic does not come first.
     """
     words = text.split()
     if len(words) == 1 and words[0] in _ANY_SHAPE:
@@ -122,55 +128,21 @@ def _parse_dim(word: str, text: str) -> Dim:
     if fixed := _FIXED.fullmatch(bare):
         return Dim(word, size=int(fixed[1]), stretches=stretches)
     if bare.isidentifier():
-        # "?n" differs from leaf to leaf of a pytree, so nothing can be compared across leaves.
+        # "?n" may differ between the leaves of a pytree, so it is not compared between leaves.
         return Dim(word) if "?" in marks else Dim(word, name=bare, stretches=stretches)
+    unreadable = f"the dimensions {text!r} cannot be read at {word!r}:"
     if ("," in bare and "(" not in bare) or not bare:
-        raise ValueError(
-            f"the dimensions {text!r} cannot be read at {word!r}: separate names and sizes by "
-            "spaces, as in 'n 3'"
-        )
+        raise ValueError(f"{unreadable} separate names and sizes by spaces, as in 'n 3'")
     expression = bare.split("=", 1)[1] if re.match(r"[A-Za-z_]\w*=[^=]", bare) else bare
     if re.fullmatch(r"-\d+", expression):
-        raise ValueError(
-            f"the dimensions {text!r} cannot be read at {word!r}: a size is not negative"
-        )
-    # jaxtyping puts the value of an argument in place of "{k}" and "{self.k}". Those are values,
-    # not sizes, so the dimension is left to it.
-    by_value = "{" in expression
+        raise ValueError(f"{unreadable} a size is not negative")
     try:
         ast.parse(expression.replace("{", "(").replace("}", ")"), mode="eval")
     except SyntaxError:
         raise ValueError(
-            f"the dimensions {text!r} cannot be read at {word!r}: a dimension is a name, a size, "
-            "'_', or an expression of names without spaces such as 'n+1'"
+            f"{unreadable} a dimension is a name, a size, '_', or an expression of names without "
+            "spaces such as 'n+1'"
         ) from None
-    if by_value:
-        return Dim(word)
-    return Dim(word, expression=expression, stretches=stretches)
-
-
-def check_comparable(rank: Rank, bound: Collection[str]) -> None:
-    """Refuse a dimension of an explicit string that no call could compare with a size.
-
-    Annotations are not held to this: jaxtyping evaluates any Python there, with names that it may
-    know from elsewhere.
-
-    Parameters
-    ----------
-    rank : Rank
-    bound : collection of str
-        The names that some argument of the kernel binds.
-
-    Raises
-    ------
-    ValueError
-        If an expression is an integer for no sizes, or has a name that no argument binds.
-    """
-    for dim in rank.dims or ():
-        problem = None
-        if "{" in dim.text:
-            problem = "the value of an argument is not looked up; name the size, or write '_'"
-        elif dim.expression is not None:
-            problem = why_never_checked(dim.expression, bound)
-        if problem is not None:
-            raise ValueError(f"the dimension {dim.text!r} could never be checked: {problem}")
+    # jaxtyping replaces "{k}" and "{self.k}" by the values of arguments. Only jaxtyping can check
+    # such a dimension.
+    return Dim(word) if "{" in expression else Dim(word, expression=expression, stretches=stretches)

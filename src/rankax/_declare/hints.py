@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What an annotation written as a string means, where it was written."""
+"""Annotations as written, and the values of those that are strings."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _QUALIFIERS = {
 
 
 class UnresolvedError(Exception):
-    """An annotation is a string that cannot be evaluated where it was written."""
+    """An annotation is a string that cannot be evaluated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Where the names of an annotation are looked up."""
+    """The scopes in which the names of an annotation are looked up."""
 
     module: dict[str, Any]
-    own: Mapping[str, Any]  # of the class body, and type parameters
-    around: Callable[[], Mapping[str, Any]]  # of the functions around; only asked when needed
+    local: Mapping[str, Any]  # the class body and type parameters
+    enclosing: Callable[[], Mapping[str, Any]]  # the enclosing functions; called only when needed
 
 
 def hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], Names]:
-    """Return the annotations of a kernel as written, and where their names are looked up."""
+    """Return the annotations of a kernel as written, and the scopes of their names."""
     target: Any = fun.func if isinstance(fun, functools.partial) else fun
     if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
         target = type(target).__call__
@@ -58,18 +58,18 @@ def hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], Names]:
     names = Names(
         getattr(written, "__globals__", {}),
         {parameter.__name__: parameter for parameter in getattr(written, "__type_params__", ())},
-        functools.cache(functools.partial(_names_around, written)),
+        functools.cache(functools.partial(_enclosing_names, written)),
     )
     return getattr(target, "__annotations__", {}), names
 
 
-def _names_around(fun: Any) -> dict[str, Any]:
-    """Collect the local names that ``fun`` could see where it was defined.
+def _enclosing_names(fun: Any) -> dict[str, Any]:
+    """Collect the local names of the functions that enclose ``fun``.
 
-    Those that its body uses are kept by Python; the others are still there while a decorator is
-    applied, in the frame of each function (or class body) that encloses it. Kept, for else a kernel
-    in a function could not use a class of that function under ``from __future__ import
-    annotations``; REASON
+    Python keeps those that the body of ``fun`` uses. While a decorator is applied, the others are
+    still in the frame of each enclosing function or class body. These frames are searched so that a
+    kernel defined inside a function can annotate with a local class under ``from __future__ import
+    annotations``.
     """
     code = getattr(fun, "__code__", None)
     names: dict[str, Any] = {}
@@ -90,10 +90,10 @@ def _names_around(fun: Any) -> dict[str, Any]:
 
 
 def alias_of(hint: Any) -> Any:
-    """Return the ``type X = ...`` statement that a hint names; None where it names none.
+    """Return the ``type X = ...`` statement that a hint names, or None.
 
-    It is known by its class (`typing_extensions` has one of its own), since Python evaluates the
-    statement as soon as anyone asks for its value, and that may fail.
+    The name of its class tells, because `typing_extensions` has a class of its own. Accessing the
+    value would evaluate the statement, which may fail.
     """
     alias = typing.get_origin(hint) or hint
     return alias if type(alias).__name__ == "TypeAliasType" else None
@@ -105,7 +105,7 @@ def value_of(alias: Any) -> Any:
     Raises
     ------
     UnresolvedError
-        If that fails.
+        If it cannot be evaluated.
     """
     try:
         return alias.__value__
@@ -114,53 +114,43 @@ def value_of(alias: Any) -> Any:
 
 
 def field_hints(cls: type, names: Names) -> dict[str, tuple[Any, Names]]:
-    """Return the annotation of each field of a class, with where its names are looked up."""
+    """Return the annotation of each field of a class, with the scopes of its names."""
     hints: dict[str, tuple[Any, Names]] = {}
     for base in reversed(cls.__mro__):
         annotations = inspect.get_annotations(base)
         if annotations:
             module = sys.modules.get(base.__module__)
             parameters = {p.__name__: p for p in getattr(base, "__type_params__", ())}
-            own = collections.ChainMap(dict(vars(base)), parameters)
-            scope = Names(vars(module) if module else {}, own, names.around)
+            local = collections.ChainMap(dict(vars(base)), parameters)
+            scope = Names(vars(module) if module else {}, local, names.enclosing)
             hints.update({name: (hint, scope) for name, hint in annotations.items()})
     return hints
 
 
 def resolved(hint: Any, names: Names) -> Any:
-    """Evaluate an annotation that is a string, or a forward reference, as Python would have.
+    """Evaluate an annotation that is a string or a forward reference, as Python would.
 
     Raises
     ------
     UnresolvedError
-        If a name in it is not known.
+        If it cannot be evaluated.
     """
     while isinstance(hint, (str, typing.ForwardRef)):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
         try:
-            hint = eval(text, names.module, names.own)
-        except NameError:
-            hint = _evaluated_locally(text, names)
+            try:
+                hint = eval(text, names.module, names.local)
+            except NameError:
+                hint = eval(text, names.module, {**names.enclosing(), **names.local})
         except Exception as error:
-            raise _unresolved(text, error) from None
+            raise UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
     return hint
 
 
-def _evaluated_locally(text: str, names: Names) -> Any:
-    try:
-        return eval(text, names.module, collections.ChainMap({**names.around(), **names.own}))
-    except Exception as error:
-        raise _unresolved(text, error) from None
-
-
-def _unresolved(text: str, error: Exception) -> UnresolvedError:
-    return UnresolvedError(f"{text!r} cannot be resolved ({error})")
-
-
 def stripped(hint: Any) -> Any:
-    """Look through what says nothing about shapes: ``Annotated``, ``NewType``, ``Final``.
+    """Strip wrappers without meaning for shapes: ``Annotated``, ``NewType``, ``Final``.
 
-    ``Annotated[..., SplitKey]`` does say something, and stays.
+    ``Annotated[..., SplitKey]`` stays.
     """
     while not marked(hint):
         if typing.get_origin(hint) in _QUALIFIERS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ranks read off an example of one item."""
+"""Ranks of an example of one item."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.nodes import children_of, field_names, is_leaf, names_fields
+from rankax._base.nodes import children_of, field_names, flatten_once, is_leaf
 
 __all__ = ["ranks_like"]
 
@@ -21,26 +21,25 @@ def ranks_like(item: Any) -> Any:
 
         jax.tree.map(lambda leaf: leaf.ndim, item)
 
-    with rank 0 for a Python number, and None for a leaf that is no array and passes through
-    untouched.
+    with rank 0 for a Python number, and None for any other leaf, which passes through untouched.
 
     Parameters
     ----------
     item : pytree
-        One item, without batch axes: arrays, or `jax.ShapeDtypeStruct` in their place. Only their
-        numbers of axes are looked at.
+        One item without batch axes, of arrays or `jax.ShapeDtypeStruct`. Only their numbers of
+        axes count.
 
     Returns
     -------
     pytree of int and None
         In the containers of ``item``. A class that does not accept ints as its children is
-        stood for by a dict of its fields, which says the same to `auto_vmap`.
+        replaced by a dict of its fields, which means the same to `auto_vmap`.
 
     Raises
     ------
     ValueError
-        If ``item`` holds an instance of a class that neither accepts ints nor has fields that
-        JAX, or its attributes, could name.
+        If ``item`` holds an instance of a class that does not accept ints and whose children have
+        no names, neither in JAX nor as attributes.
 
     Examples
     --------
@@ -68,8 +67,8 @@ def _ranks(item: Any, name: str) -> Any:
     rebuilt = _rebuilt(item, ranks)
     if rebuilt is not None or item is None:
         return rebuilt
-    if names_fields(item, children):
-        return dict(zip(field_names(children), ranks, strict=True))
+    if (fields := field_names(item, children)) is not None:
+        return dict(zip(fields, ranks, strict=True))
     raise ValueError(
         f"ranks_like: {name} is {type(item).__name__}, which accepts no ints in place of its "
         "arrays and has no field names; give one rank for all of it, or None"
@@ -85,13 +84,12 @@ def _rank(leaf: Any) -> int | None:
 
 
 def _rebuilt(item: Any, ranks: list[Any]) -> Any:
-    """Put the ranks in the container of ``item``; None where its class refuses or converts them."""
-    treedef = jax.tree.structure(item, is_leaf=lambda part: part is not item)
+    """Put the ranks in the container of ``item``; None if its class refuses or converts them."""
     try:
-        tree = treedef.unflatten(ranks)
-        kept = jax.tree.leaves(tree, is_leaf=lambda part: part is None)
-    except Exception:  # a class may check what it is made of
+        tree = flatten_once(item)[1].unflatten(ranks)
+        inside = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    except Exception:  # a class may check its children
         return None
-    given = jax.tree.leaves(ranks, is_leaf=lambda part: part is None)
-    is_kept = len(kept) == len(given) and all(a is b for a, b in zip(kept, given, strict=True))
-    return tree if is_kept else None
+    leaves = jax.tree.leaves(ranks, is_leaf=lambda x: x is None)
+    same = len(inside) == len(leaves) and all(a is b for a, b in zip(inside, leaves, strict=True))
+    return tree if same else None

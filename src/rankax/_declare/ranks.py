@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""What a kernel declares: every way of writing ranks, reduced to one normal form.
+"""The declaration of a kernel: every way of writing ranks, reduced to one normal form.
 
-The normal form is a tree per parameter whose entries are `Rank` or ``None`` (untouched). It is made
-and checked once, when the kernel is decorated.
+The normal form is a tree per parameter whose entries are `Rank` or ``None`` (untouched). It is
+built and checked once, when the kernel is decorated.
+
+A return annotation is checked only if it has one rank, because no explicit rank could override it.
+An option that shares its name with a parameter is accepted only if the parameter has a rank from
+elsewhere. Otherwise the call would be ambiguous.
 """
 
 from __future__ import annotations
@@ -15,15 +19,16 @@ from typing import Any
 from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
-from rankax._base.trees import ForEach, Items, Node, entries, parts_with_entries, spread_prefix
-from rankax._declare.annotations import Unpacked, UnresolvedError, annotated_ranks
-from rankax._declare.binding import ANNOTATED, bind_ranks, items_of_args, leaves_rest, with_rest
-from rankax._declare.dims import Rank, check_comparable, parse_dims
+from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
+from rankax._base.words import listed
+from rankax._declare.annotations import Unpacked, annotated_ranks
+from rankax._declare.binding import ANNOTATED, bind_ranks, lacks_rest, with_rest
+from rankax._declare.dims import Dim, Rank, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.silent import silent_parameters
 from rankax._declare.split_key import SplitKey, key_rank
 
-__all__ = ["Declaration", "declare", "parts_with_ranks", "ranks_of_leaves"]
+__all__ = ["Declaration", "declare", "ranks_of_leaves", "subtrees_with_ranks"]
 
 Parameter = inspect.Parameter
 
@@ -37,11 +42,11 @@ class Declaration:
     signature : inspect.Signature
         Of the kernel as it was written.
     ranks : dict
-        Rank tree by parameter, without the parameters that are passed through untouched.
+        Rank trees by parameter, without the parameters that are passed through untouched.
     outputs : pytree of Rank or None
-        What the kernel says it returns; None where it says nothing.
+        The declared ranks of the outputs, if any.
     silent : frozenset of str
-        Parameters that have no rank only because their annotation says nothing of arrays.
+        Parameters without a rank whose annotations have nothing to do with arrays.
     """
 
     signature: inspect.Signature
@@ -55,57 +60,53 @@ def declare(
     ranks: tuple[Any, ...],
     named_ranks: Mapping[str, Any],
     options: Mapping[str, Any],
-    known_options: Collection[str] = (),
+    known_options: Collection[str],
 ) -> Declaration:
-    """Reduce whatever declares the ranks of ``fun`` to the normal form.
+    """Reduce all declared ranks of ``fun`` to the normal form.
 
     Parameters
     ----------
     fun : callable
     ranks, named_ranks
-        As given to `auto_vmap`.
+        As passed to `auto_vmap`.
     options : dict
-        The options that were given by name, which a parameter may share its name with.
+        The options passed by name; a parameter may have the same name.
     known_options : collection of str
-        All options, for one may be misspelled.
+        The names of all options, to recognize misspelled ones.
     """
     where = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, where)
     outputs: Any = None
-    texts: dict[str, Rank] = {}  # dimension strings, by where they stand
     if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
         if named_ranks:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        groups, outputs = from_gufunc(ranks[0], signature, where)
-        bound = items_of_args([name for name, _ in groups], [rank for _, rank in groups])
+        bound, outputs = from_gufunc(ranks[0], signature, where)
     else:
         bound = bind_ranks(ranks, named_ranks, signature, where, known_options)
-    explicit = {
-        name: _normal_bound(rank, f"{where}: {name}", texts) for name, rank in bound.items()
-    }
-    overridden = {name for name, rank in explicit.items() if not leaves_rest(rank)}
+    explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
+    overridden = {name for name, rank in explicit.items() if not lacks_rest(rank)}
     overridden |= {"return"} if outputs is not None else set()
-    annotated = _from_annotations(fun, overridden, signature, where)
+    annotated = annotated_ranks(fun, overridden, signature, where)
     explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
-    _check_texts(texts, {**annotated, **explicit})
-    _check_options(options, {**annotated, **explicit}, signature, where)
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
         for name, parameter in signature.parameters.items()
     }
+    _check_names(explicit, trees, where)
+    _check_options(options, annotated.keys() | explicit.keys(), signature, where)
     if not explicit and not any(tree is not None for tree in trees.values()):
         raise TypeError(
             f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
             "parameters with jaxtyping"
         )
-    # Whoever gave one rank by hand knows that what has none is untouched.
-    alone = all(rank is None for rank in explicit.values())
-    unsaid = [name for name, tree in trees.items() if tree is None and name not in explicit]
+    # With any explicit rank, a missing one is taken as deliberate.
+    implicit = all(rank is None for rank in explicit.values())
+    unranked = [name for name, tree in trees.items() if tree is None and name not in explicit]
     return Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         outputs if outputs is not None else annotated.get("return"),
-        silent_parameters(fun, unsaid) if alone else frozenset(),
+        silent_parameters(fun, unranked) if implicit else frozenset(),
     )
 
 
@@ -119,15 +120,15 @@ def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
         ) from None
 
 
-def parts_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
-    """Cut an argument into ``(path, part, rank)``, each part under one rank."""
+def subtrees_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
+    """Return ``(path, subtree, rank)`` for each subtree of an argument under one rank."""
     return list(
-        parts_with_entries(tree, value, name, is_entry=_is_rank, what="rank", by_field=True)
+        subtrees_with_entries(tree, value, name, is_entry=_is_rank, what="rank", by_field=True)
     )
 
 
 def ranks_of_leaves(tree: Any, value: Any, name: str) -> list[Rank | None]:
-    """Spread a rank tree over the leaves of an argument."""
+    """Return the rank of each leaf of an argument."""
     return spread_prefix(tree, value, name, is_entry=_is_rank, what="rank")
 
 
@@ -136,103 +137,78 @@ def _is_rank(entry: Any) -> bool:
 
 
 def _for_parameter(tree: Any, parameter: Parameter) -> Any:
-    """``*args`` and ``**kwargs`` arrive as one container, and a rank holds for each item."""
+    """Return the rank tree of the one container that ``*args`` or ``**kwargs`` arrive in."""
     if isinstance(tree, Unpacked):
         return tree.tree
-    if isinstance(tree, Items):
-        return tree
     many = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return ForEach(tree) if many and not _is_rank(tree) else tree
+    return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
-# Ranks given to the decorator, in normal form.
-
-
-def _normal_bound(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
-    if not isinstance(rank, Items):
-        return _normal(rank, where, texts)
-    entries = {key: _normal(entry, where + key, texts) for key, entry in rank.entries.items()}
-    rest = rank.rest if rank.rest is ANNOTATED else _normal(rank.rest, where, texts)
-    return Items(entries, rest)
-
-
-def _normal(rank: Any, where: str, texts: dict[str, Rank]) -> Any:
-    """Turn one rank, or a tree of them, into a tree of `Rank` and None; collect the strings."""
-    if rank is None or isinstance(rank, Rank):
+def _normal(rank: Any, where: str) -> Any:
+    """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
+    if rank is None or rank is ANNOTATED or isinstance(rank, Rank):
         return rank
     if rank is SplitKey:
         return key_rank()
     if isinstance(rank, str):
-        dims = _dims(rank, where)
-        if dims is not None:
-            texts[where] = dims
-        return dims
+        return _dims(rank, where)
+    if isinstance(rank, Items):
+        items = {key: _normal(entry, where + key) for key, entry in rank.entries.items()}
+        return Items(items, _normal(rank.rest, where))
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
         return Rank(checked_int(rank, f"{where}: {expected}; got", least=0))
-    children = children_of(rank)
-    # The class of a container may accept ranks, but not what stands for them here.
-    return Node(type(rank), {c.key: _normal(c.value, where + c.name, texts) for c in children})
+    # The class of a container may not accept `Rank` objects as children.
+    return Node(type(rank), {c.key: _normal(c.value, where + c.name) for c in children_of(rank)})
 
 
-def _dims(text: str, at: str) -> Rank | None:
+def _dims(text: str, where: str) -> Rank | None:
     if "(" in text or "->" in text:
         raise ValueError(
-            f"{at}: {text!r} looks like a gufunc signature, which stands alone: "
+            f"{where}: {text!r} looks like a gufunc signature, which stands alone: "
             "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
         )
     try:
         return parse_dims(text)
     except ValueError as error:
-        raise ValueError(f"{at}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _check_texts(texts: Mapping[str, Rank], declared: Mapping[str, Any]) -> None:
-    """Refuse what no call could compare, now that it is known which names the parameters bind."""
-    bound = {
-        dim.name
-        for name, tree in declared.items()
-        if name != "return"
-        for rank in entries(tree.tree if isinstance(tree, Unpacked) else tree)
-        for dim in getattr(rank, "dims", None) or ()
-        if dim.name is not None
-    }
-    for at, rank in texts.items():
-        try:
-            check_comparable(rank, bound)
-        except ValueError as error:
-            raise ValueError(f"{at}: {error}") from None
+def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: str) -> None:
+    """Refuse expressions in explicit ranks with a name that no parameter declares.
+
+    Annotations may have them: jaxtyping evaluates any Python there.
+    """
+    declared = {dim.name for tree in trees.values() for dim in _dims_in(tree)}
+    for parameter, tree in explicit.items():
+        for dim in _dims_in(tree):
+            problem = None
+            if "{" in dim.text:
+                problem = "the value of an argument is not looked up; name the size, or write '_'"
+            elif unknown := [repr(name) for name in dim.names if name not in declared]:
+                problem = f"no argument has a dimension named {listed(unknown, 'or')}"
+            if problem is not None:
+                raise ValueError(
+                    f"{where}: {parameter}: the dimension {dim.text!r} could never be checked: "
+                    f"{problem}"
+                )
+
+
+def _dims_in(tree: Any) -> list[Dim]:
+    ranks = [rank for rank in entries(tree) if isinstance(rank, Rank)]
+    return [dim for rank in ranks for dim in rank.dims or ()]
 
 
 def _check_options(
     options: Mapping[str, Any],
-    declared: Mapping[str, Any],
+    ranked: Collection[str],
     signature: inspect.Signature,
     where: str,
 ) -> None:
     for name, value in options.items():
-        if name in signature.parameters and name not in declared:
+        if name in signature.parameters and name not in ranked:
             raise TypeError(
                 f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
                 f"parameter {name!r} too; give that parameter its rank by position, in a "
                 "signature or by annotation (None leaves it untouched)"
             )
-
-
-def _from_annotations(
-    fun: Callable[..., Any], overridden: Collection[str], signature: inspect.Signature, where: str
-) -> dict[str, Any]:
-    try:
-        annotated = annotated_ranks(fun, skip=overridden)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    for name, rank in list(annotated.items()):
-        if not isinstance(rank, UnresolvedError):
-            continue
-        if not overridden and name in signature.parameters:
-            raise TypeError(
-                f"{where}: {rank}; give the parameter its rank explicitly "
-                f"({name}=None leaves it untouched)"
-            )
-        del annotated[name]
-    return annotated

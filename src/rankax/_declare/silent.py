@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Annotations without a rank: whether their author meant that, or could not have known."""
+"""Annotations without a rank whose author may not have meant to pass arrays untouched."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["silent_parameters"]
 
 
 def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
-    """Return which of ``names`` are annotated with a type that says nothing of arrays.
+    """Return those of ``names`` whose annotations have nothing to do with arrays.
 
-    Such a type may still hold them, as a class of another library does. An array type without
-    dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, and no annotation at all are
-    taken for what they say: no rank.
+    A value of such a type, such as a class of another library, may still hold arrays. An array type
+    without dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, or no annotation at all
+    mean what they say: no rank.
     """
     hints, scope = hints_and_names(fun)
     return frozenset(name for name in names if name in hints and not _is_meant(hints[name], scope))
@@ -41,7 +41,7 @@ _ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Cal
 
 
 def _is_meant(hint: Any, names: Names) -> bool:
-    """Whether a type speaks of arrays, or of anything, or is a container of what does."""
+    """Return whether a type is for arrays or for any value, or is a container of such a type."""
     try:
         hint = stripped(resolved(hint, names))
     except UnresolvedError:

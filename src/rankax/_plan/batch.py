@@ -4,11 +4,12 @@
 import dataclasses
 import math
 
+from rankax._base.words import plural
 from rankax._plan.budget import MemoryFit
 from rankax._plan.html import plan_html
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
-from rankax._plan.text import plan_text
+from rankax._plan.text import leaf_table, legend, level_sentence, untouched_line
 
 __all__ = ["BatchPlan"]
 
@@ -67,7 +68,39 @@ class BatchPlan:
         return math.prod(level.steps for level in self.levels)
 
     def __str__(self) -> str:
-        return plan_text(self)
+        lines = [self._summary()]
+        if self.leaves:
+            lines += leaf_table(self.leaves, self.batch_shape)
+        below = [level_sentence(level, self.leaves) for level in self.levels]
+        below += [*legend(self.leaves, self.batch_shape), *self._notes()]
+        return "\n".join([*lines, *(f"  {line}" for line in below)])
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        text = self._summary().removeprefix(self.kernel)
+        return plan_html(
+            self.kernel, text, self.batch_shape, self.leaves, self.levels, self._notes()
+        )
+
+    def _summary(self) -> str:
+        if not self.leaves or not self.batch_shape:
+            lacking = "batch axes" if self.leaves else "argument with a rank"
+            return f"{self.kernel}: no {lacking}, so the kernel is simply called"
+        return (
+            f"{self.kernel}: batch shape {self.batch_shape}, "
+            f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
+            f"{' in each part' if self.parts else ''}, "
+            f"{plural(self.steps, 'step')}"
+        )
+
+    def _notes(self) -> list[str]:
+        """Describe the parts, the reduction, the measured memory, and arrays without a rank."""
+        notes = [
+            f"axis {axis}: {count} parts of {self.batch_shape[axis] // count}, side by side"
+            for axis, count in self.parts
+        ]
+        if self.reduced:
+            kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)
+            notes.append(f"reduced by {self.reduce}, to {kept}")
+        if self.memory is not None:
+            notes.append(str(self.memory))
+        return notes + untouched_line(self.untouched)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Whether the sizes of one call agree: batch axes by NumPy's rules, core dimensions by name.
 
-What does not agree is returned as data; `rankax._plan.report` words it.
+Disagreements are returned as data; `rankax._plan.report` words them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rankax._declare.dims import Dim, Rank
-from rankax._declare.expressions import CannotComputeError
 from rankax._plan.levels import Shape
 
 __all__ = ["Clash", "bind_sizes", "broadcast"]
@@ -19,15 +18,15 @@ __all__ = ["Clash", "bind_sizes", "broadcast"]
 
 @dataclasses.dataclass(frozen=True)
 class Clash:
-    """One axis that has several sizes, or one size that is not the declared one."""
+    """An axis with several sizes, or with a size other than the declared one."""
 
     axis: int | Dim  # a batch axis, counted from the right; or a core dimension
-    leaves: dict[int, list[int]]  # those that show each size, by position
-    expected: Any = None  # of a dimension without a name: its size, or why it has none
+    leaves: dict[int, list[int]]  # the leaves of each size, by position
+    expected: Any = None  # of a dimension without a name: its size, or a `NoSize`
 
 
 def broadcast(batches: Iterable[tuple[int, Shape]]) -> tuple[Shape, list[Clash]]:
-    """Return the batch shape, and a clash for every axis that has two lengths.
+    """Return the batch shape, and a clash for each axis that has two lengths.
 
     Parameters
     ----------
@@ -61,32 +60,19 @@ def bind_sizes(cores: Iterable[tuple[int, Shape, Rank]], sizes: dict[str, int]) 
         (leaf, size, dim)
         for leaf, core, rank in cores
         for size, dim in zip(core, rank.dims or (), strict=bool(rank.dims))
+        if not (dim.stretches and size == 1)
     ]
-    return _bind_names(declared, sizes) + _check_others(declared, sizes)
-
-
-def _bind_names(declared: list[tuple[int, int, Dim]], sizes: dict[str, int]) -> list[Clash]:
-    found: dict[str, Clash] = {}
+    named: dict[str, Clash] = {}
     for leaf, size, dim in declared:
-        if dim.name is not None and not (dim.stretches and size == 1):
-            clash = found.setdefault(dim.name, Clash(dim, {}))
-            clash.leaves.setdefault(size, []).append(leaf)
-    for name, clash in found.items():
+        if dim.name is not None:
+            named.setdefault(dim.name, Clash(dim, {})).leaves.setdefault(size, []).append(leaf)
+    for name, clash in named.items():
         size = sizes.setdefault(name, next(iter(clash.leaves)))
-        clash.leaves.setdefault(size, [])  # where an earlier leaf has it, which is not among these
-    return [clash for clash in found.values() if len(clash.leaves) > 1]
-
-
-def _check_others(declared: list[tuple[int, int, Dim]], sizes: Mapping[str, int]) -> list[Clash]:
-    found: dict[tuple[str, int], Clash] = {}
+        clash.leaves.setdefault(size, [])  # the size may be known from leaves other than these
+    others: dict[tuple[str, int], Clash] = {}  # expressions need all names bound
     for leaf, size, dim in declared:
-        if dim.name is not None or (dim.stretches and size == 1):
-            continue
-        try:
-            expected = dim.expected(sizes)
-        except CannotComputeError as error:
-            expected = error
-        if expected is not None and expected != size:
-            clash = found.setdefault((dim.text.lstrip("#"), size), Clash(dim, {}, expected))
+        if dim.name is None and not dim.fits(size, sizes):
+            clash = Clash(dim, {}, dim.expected(sizes))
+            clash = others.setdefault((dim.text.lstrip("#"), size), clash)
             clash.leaves.setdefault(size, []).append(leaf)
-    return list(found.values())
+    return [*(clash for clash in named.values() if len(clash.leaves) > 1), *others.values()]

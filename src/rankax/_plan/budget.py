@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""A memory limit: how it is written, and which chunk keeps to it.
+"""A memory limit: how it is written, and the search for the largest chunk within it.
 
-What a chunk needs is measured by others (`_map/cost.py`); here are the words and the search.
+`rankax._fit.memory` measures a chunk, by compiling the whole call. Only a chunk size that was
+itself measured to be within the limit is chosen. The line through two small chunks only tells where
+to measure next.
 """
 
 import dataclasses
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rankax._base.checks import checked_int
 from rankax._plan.chunks import even_chunk_size
 
 __all__ = ["Cost", "MemoryFit", "checked_limit", "fit_chunk", "limit_in_bytes", "shown_bytes"]
@@ -28,24 +30,14 @@ _UNDERSTOOD = (
 
 
 def checked_limit(value: Any, where: str) -> int | str | None:
-    """Return a limit in normal form: bytes, or a share as ``"50%"``; or say what is understood."""
+    """Return a limit in normal form: a number of bytes, or a share such as ``"50%"``."""
     refusal = f"{where}: memory_limit must be {_UNDERSTOOD}, got"
     if value is None:
         return None
     if not isinstance(value, str):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool):
-            raise TypeError(f"{refusal} {type(value).__name__} {value!r}")
-        if number < 1:
-            raise ValueError(f"{refusal} {number}")
-        return number
+        return checked_int(value, refusal, least=1)
     match = _PATTERN.fullmatch(value)
-    if match is None:
-        raise ValueError(f"{refusal} {value!r}")
-    amount, unit = float(match[1]), match[2].lower()
+    amount, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
     if unit == "%" and 0 < amount <= 100:
         return f"{amount:g}%"
     count = int(amount * _UNITS.get(unit, 0))
@@ -55,12 +47,12 @@ def checked_limit(value: Any, where: str) -> int | str | None:
 
 
 def limit_in_bytes(limit: int | str, free: Callable[[], int]) -> int:
-    """Return a limit in normal form in bytes; a share is one of what is ``free``."""
+    """Return the bytes of a limit in normal form; a share refers to the bytes that are ``free``."""
     return limit if isinstance(limit, int) else int(free() * float(limit[:-1]) / 100)
 
 
 def shown_bytes(count: int) -> str:
-    """Word a number of bytes with three digits: ``1.23 MB``."""
+    """Return a number of bytes in words, with three digits: ``1.23 MB``."""
     size, unit = float(count), 0
     while size >= 999.5 and unit < len(_PREFIXES) - 1:
         size, unit = size / 1000, unit + 1
@@ -69,33 +61,33 @@ def shown_bytes(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The temporaries of one call in bytes, as the compiler says."""
+    """The temporaries of one call in bytes, as reported by the compiler."""
 
     in_flight: int
     forward: int
-    gradient: int | None  # where there is one
+    gradient: int | None
 
     @property
     def most(self) -> int:
-        """Return the larger of the two."""
+        """The larger of the two."""
         return max(self.forward, self.gradient or 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFit:
-    """What was chosen for a memory limit.
+    """The chunk size chosen for a memory limit.
 
     Attributes
     ----------
     limit : int
         The limit in bytes.
     chunk_size : int
-        The largest ``chunk_size`` that was found to keep to it.
+        The largest ``chunk_size`` that was measured to be within the limit.
     forward : int
-        Temporaries of the call in bytes, as the compiler says.
+        Temporaries of the call in bytes, as reported by the compiler.
     gradient : int or None
-        Those of its gradient. None where there is none, or where it is not bounded by chunks, as
-        with ``checkpoint=False``.
+        Those of its gradient. None if there is no gradient, or if chunks do not bound its memory,
+        as with ``checkpoint=False``.
     """
 
     limit: int
@@ -106,53 +98,55 @@ class MemoryFit:
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         return (
-            f"memory limit {shown_bytes(self.limit)}: chunk_size {self.chunk_size}, forward "
+            f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}"
         )
 
 
 _SMALL, _MIDDLE = 8, 64  # chunk sizes of the first measurements
 _MOST_MEASURED = 8
-_ENOUGH = 0.5  # of the limit: no more is looked for
+_ENOUGH = 0.5  # the share of the limit at which the search ends
+_AIM = 0.97  # the share of the limit that a guess aims at
 
 
 def fit_chunk(
     measure: Callable[[int], Cost], sizes: Sequence[int], most: int, limit: int, where: str
 ) -> MemoryFit:
-    """Return a chunk size of at most ``most`` that was measured to keep to ``limit``.
+    """Return a chunk size of at most ``most`` that was measured to be within ``limit``.
 
-    Memory is taken to be a line: through two small chunks at first, then through what was measured
-    nearest to the limit. Where it is one, the third measurement is the last. Chunks that divide the
-    batch (of levels of such ``sizes``) are preferred, for others need a copy of the outputs in the
-    gradient, which is no matter of lines.
+    Memory is assumed to be linear in the chunk size: at first through two small chunks, then
+    through the measurements nearest to the limit. If it is linear, the third measurement is the
+    last. Chunks that divide the batch (of levels of such ``sizes``) are preferred because others
+    copy the outputs in the gradient, which is not linear.
 
     Raises
     ------
     ValueError
-        If a chunk of one item does not keep to the limit.
+        If a chunk of one item exceeds the limit.
     """
     measured: dict[int, Cost] = {}
+    low = 0  # the largest chunk within the limit
     candidate = even_chunk_size(sizes, min(_SMALL, most))
     while len(measured) < _MOST_MEASURED:
         measured[candidate] = measure(candidate)
-        fits = [size for size, cost in measured.items() if cost.most <= limit]
-        low = max(fits, default=0)
+        low = max((size for size, cost in measured.items() if cost.most <= limit), default=0)
         high = min((size for size in measured if size > low), default=most + 1)
         if high <= low + 1 or (low and measured[low].most >= _ENOUGH * limit):
             break
         guess = _guess(measured, low, high, limit)
         even = even_chunk_size(sizes, guess)
         candidate = even if even > low else guess
-    if low := max((size for size, cost in measured.items() if cost.most <= limit), default=0):
-        return MemoryFit(limit, low, measured[low].forward, measured[low].gradient)
-    one = measured.get(1) or measure(1)
-    if one.most > limit:
-        raise ValueError(_too_much(one, limit, where))
-    return MemoryFit(limit, 1, one.forward, one.gradient)
+    if not low:
+        low = 1
+        if low not in measured:
+            measured[low] = measure(low)
+        if measured[low].most > limit:
+            raise ValueError(_too_much(measured[low], limit, where))
+    return MemoryFit(limit, low, measured[low].forward, measured[low].gradient)
 
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
-    """Return the chunk size between ``low`` and ``high`` that may need nearly the limit."""
+    """Return a chunk size between ``low`` and ``high`` that should need nearly the limit."""
     if len(measured) == 1 and low:
         return min(_MIDDLE, high - 1)
     near = sorted(measured.values(), key=lambda cost: abs(cost.most - limit))[:2]
@@ -165,17 +159,14 @@ def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-_AIM = 0.97  # of the limit
-
-
 def _too_much(cost: Cost, limit: int, where: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
-    hint = ""
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
-        if cost.forward <= limit:
-            hint = "; with checkpoint=False the gradient is not counted"
+    step = "split the item itself, such as with chunked_vmap inside the kernel"
+    if cost.forward <= limit:
+        step = "pass checkpoint=False if you need no gradient"
     return (
         f"{where}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
-        f"{shown_bytes(limit)}{hint}"
+        f"{shown_bytes(limit)}; raise it to at least {cost.most} bytes, or {step}"
     )

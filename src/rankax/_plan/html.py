@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: MIT
 """A plan as a small picture, for a notebook.
 
-A table without scripts: its colours are translucent over whatever background the notebook has, and
-its text takes the notebook's colour, so that it is readable on a light and on a dark page.
+It is a table without scripts. Its colours are translucent and its text has the notebook's colour,
+so that it is readable on a light and on a dark page.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from rankax._plan.leaves import LeafPlan
-from rankax._plan.levels import Level
-from rankax._plan.text import Plan, axis_cells, level_how, notes, summary
+from rankax._plan.levels import Level, Shape
+from rankax._plan.text import axis_cells, level_how
 
 __all__ = ["plan_html"]
 
-# JupyterLab aligns the cells of tables to the right, stripes rows and greys code, by selectors of
-# up to two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
-# The same class three times outranks those, and leaves !important to the user.
+# JupyterLab right-aligns the cells of tables, stripes rows and greys code, with selectors of up to
+# two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
+# Three times the same class outranks those, and leaves !important to the user.
 _ROOT = ".rankax-plan" * 3
 _STYLE = """
 ROOT { max-width: 100%; overflow-x: auto; color: inherit; font-size: 13px; line-height: 1.35; }
@@ -51,50 +52,52 @@ ROOT p.key .item span { display: inline-block; min-width: 16px; text-align: cent
 """.replace("ROOT", _ROOT)
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(
+    kernel: str,
+    summary: str,
+    batch_shape: Shape,
+    leaves: Sequence[LeafPlan],
+    levels: Sequence[Level],
+    notes: Sequence[str],
+) -> str:
     """Draw a plan: a row per leaf with its batch axes as aligned columns, the levels below."""
-    parts = [f"<p>{_summary(plan)}</p>"]
-    if plan.leaves:
-        parts.append(_table(plan))
-    if plan.batch_shape:
-        parts.append(_key(plan))
-    for line in notes(plan):
-        parts.append(f'<p class="key">{escape(line)}</p>')
-    return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(parts)}</div>'
-
-
-def _summary(plan: Plan) -> str:
-    return f"<code>{escape(plan.kernel)}</code>{escape(summary(plan)[len(plan.kernel) :])}"
-
-
-def _table(plan: Plan) -> str:
-    axes = len(plan.batch_shape)
-    over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
-    head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
-    rows = [_leaf_row(leaf, plan.batch_shape) for leaf in plan.leaves]
+    blocks = [f"<p><code>{escape(kernel)}</code>{escape(summary)}</p>"]
+    axes = len(batch_shape)
+    if leaves:
+        over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
+        head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
+        rows = [_leaf_row(leaf, batch_shape) for leaf in leaves]
+        if axes:
+            sizes = "".join(f'<td class="axis">{size}</td>' for size in batch_shape)
+            rows.append(f'<tr class="batch"><th scope="row">batch</th>{sizes}<td></td></tr>')
+        rows += [_level_row(level, axes) for level in levels]
+        body = "".join(rows)
+        blocks.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
     if axes:
-        sizes = "".join(f'<td class="axis">{size}</td>' for size in plan.batch_shape)
-        rows.append(f'<tr class="batch"><th scope="row">batch</th>{sizes}<td></td></tr>')
-    rows += [_level_row(level, axes) for level in plan.levels]
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        blocks.append(_key([_axis_cells(leaf, batch_shape) for leaf in leaves]))
+    blocks += [f'<p class="key">{escape(line)}</p>' for line in notes]
+    return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(blocks)}</div>'
 
 
-def _leaf_row(leaf: LeafPlan, batch_shape: tuple[int, ...]) -> str:
-    cells = "".join(_axis_cell(text) for text in axis_cells(leaf, batch_shape))
+def _leaf_row(leaf: LeafPlan, batch_shape: Shape) -> str:
+    cells = _axis_cells(leaf, batch_shape)
     core = f"<code>{escape(str(leaf.core_shape))}</code>"
-    if leaf.declared.startswith('"') and leaf.declared != '""':  # names say more than the count
+    if leaf.declared.startswith('"') and leaf.declared != '""':  # names say more than a count
         core += f" <code>{escape(leaf.declared)}</code>"
     return f'<tr><th scope="row"><code>{escape(leaf.path)}</code></th>{cells}<td>{core}</td></tr>'
 
 
-def _axis_cell(text: str) -> str:
+def _axis_cells(leaf: LeafPlan, batch_shape: Shape) -> str:
     kinds = {"-": "absent", "*": "stretched", "/": "split"}
-    kind = kinds.get(text[-1], "mapped")
-    return f'<td class="axis {kind}">{escape(text.rstrip("*").replace("-", "–"))}</td>'
+    return "".join(
+        f'<td class="axis {kinds.get(text[-1], "mapped")}">'
+        f"{escape(text.rstrip('*').replace('-', '–'))}</td>"
+        for text in axis_cells(leaf, batch_shape)
+    )
 
 
 def _level_row(level: Level, axes: int) -> str:
-    """Bracket the axes that one map covers, and say how."""
+    """Bracket the axes that one level covers, and describe it."""
     first, last = level.axes[0], level.axes[-1]
     how = f"{level_how(level)}, reduced" if level.reduced else level_how(level)
     before, after = "<td></td>" * first, "<td></td>" * (axes - 1 - last)
@@ -102,20 +105,17 @@ def _level_row(level: Level, axes: int) -> str:
     return f"<tr><th></th>{before}{span}{after}<td>{how}</td></tr>"
 
 
-def _key(plan: Plan) -> str:
-    """Explain the kinds of cell that this plan shows."""
+def _key(cells: Sequence[str]) -> str:
+    """Explain the kinds of cell that occur."""
     kinds = {
         "mapped": ("n", "mapped"),
         "stretched": ("1", "stretched, not copied"),
         "absent": ("–", "absent, not copied"),
         "split": ("/", "split, a key for each item"),
     }
-    cells = "".join(
-        _axis_cell(c) for leaf in plan.leaves for c in axis_cells(leaf, plan.batch_shape)
-    )
     shown = [
         f'<span class="item"><span class="{kind}">{sign}</span> {meaning}</span>'
         for kind, (sign, meaning) in kinds.items()
-        if f"axis {kind}" in cells
+        if any(f"axis {kind}" in cell for cell in cells)
     ]
     return f'<p class="key">{" ".join(shown)}</p>'

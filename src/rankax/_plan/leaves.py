@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One array of a call, and how its rank parts its axes."""
+"""One array of a call, its axes divided by its rank."""
 
 import dataclasses
 
@@ -16,19 +16,18 @@ class LeafPlan:
     Attributes
     ----------
     path : str
-        Where it is, in the caller's words: ``pose.rotation``.
+        Its name, as the caller writes it: ``pose.rotation``.
     shape : tuple of int
-        As it was passed.
     rank : int
-        How many core axes are declared for it.
+        The declared number of core axes.
     core_shape : tuple of int
         ``shape`` without its leading batch axes.
     batch_axes : tuple of int
-        ``shape`` with those axes only.
+        The lengths of those axes.
     declared : str
-        The rank as it was written; not compared, since it says the same in other words.
+        The rank as it was written; ignored in comparisons.
     is_split : bool
-        Whether it is a key, or keys, of which each item gets its own, by `SplitKey`.
+        Whether its rank is `SplitKey`.
     """
 
     path: str
@@ -41,6 +40,6 @@ class LeafPlan:
 
 
 def leaf_plan(path: str, shape: Shape, rank: Rank) -> LeafPlan:
-    """Part a shape by its rank; one with too few axes has no batch axes."""
+    """Divide a shape by its rank; one with too few axes has no batch axes."""
     batch = max(0, len(shape) - rank.rank)
     return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], str(rank), rank.is_split)

@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: MIT
-"""Why the shapes of one call do not fit, in words: a table and a sentence for every problem."""
+"""Errors about the shapes of one call: a table, and a sentence for each problem."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
-from rankax._declare.dims import Dim, Rank
-from rankax._declare.expressions import CannotComputeError, for_sizes
+from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._plan.broadcast import Clash, bind_sizes, broadcast
-from rankax._plan.leaves import LeafPlan
+from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
 __all__ = ["call_error", "clash_sentence", "output_error"]
 
-_MOST_ROWS = 16  # of a table; with more, the rows that clash and some context are shown
-_EXAMPLES = 4  # of each side of a clash, where not all rows are shown
+_MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
+_EXAMPLES = 4  # of each side of a clash, if not all rows are shown
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """One sentence of an error, and the rows of the table that it is about."""
+    """One sentence of an error, and the table rows that it refers to."""
 
     error: type[ValueError]
-    groups: Sequence[Sequence[int]]  # of leaves that agree among themselves
+    groups: Sequence[Sequence[int]]  # of leaves that agree with each other
     sentence: str
 
 
@@ -40,33 +40,44 @@ def call_error(
     sizes: Mapping[str, int],
     untouched: Sequence[tuple[str, Shape]],
 ) -> ValueError:
-    """Word all that is wrong with the shapes of a call.
+    """Return the error that describes all problems with the shapes of a call.
 
     Parameters
     ----------
     fun : callable
         The kernel.
     leaves, ranks : sequences of equal length
-        Every leaf that has a rank; one with fewer axes than that is a problem too.
+        Every leaf that has a rank; one with too few axes is a problem too.
     clashes : sequence of Clash
-        Of the others; its leaves are positions in ``leaves``.
+        Of the other leaves, by their positions in ``leaves``.
     sizes : dict
-        The named core dimensions.
+        Of the named core dimensions.
     untouched : sequence of (path, shape)
         The arrays without a rank.
 
     Returns
     -------
     RankError, CoreDimensionError, BatchShapeError
-        In this order of precedence; the text lists the problems of all three kinds.
+        The first of these with a problem; the text lists the problems of all three kinds.
     """
     short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
-    problems = [_too_few_axes(leaves, ranks, short, sizes)] if short else []
+    problems: list[_Problem] = []
+    if short:
+        sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
+        if (others := len(short) - _EXAMPLES) > 0:
+            sentences[_EXAMPLES:] = [f"And {plural(others, 'leaf')} more with too few axes."]
+        problems.append(_Problem(RankError, [short], "\n".join(sentences)))
     problems += [_problem(clash, leaves, sizes) for clash in clashes]
     kinds = list(dict.fromkeys(problem.error for problem in problems))
     sentences = [problem.sentence for problem in problems]
-    if len(problems) == 1 and kinds == [BatchShapeError]:
-        sentences += _outer_product(leaves, clashes[0])
+    if not short:
+        # A hint applies to whole parameters, but not to those that also hold untouched arrays.
+        mixed = {_parameter(path) for path, _ in untouched}
+        names = [leaf.path for leaf in leaves]
+        names = [path if _parameter(path) in mixed else _parameter(path) for path in names]
+        sentences += _last_axis_first(leaves, ranks, clashes, names)
+        if len(problems) == 1 and kinds == [BatchShapeError]:
+            sentences += _outer_product(leaves, clashes[0], names)
     rows = [
         (
             leaf.path,
@@ -96,7 +107,7 @@ _SUMMARIES: dict[type[ValueError], str] = {
 def output_error(
     fun: Callable[..., Any], outputs: Sequence[tuple[LeafPlan, Rank]], sizes: Mapping[str, int]
 ) -> CoreDimensionError | None:
-    """Compare what a kernel returned for one item with what it declares."""
+    """Return the error of a kernel whose outputs differ from their declared ranks, if they do."""
     leaves = [leaf for leaf, _ in outputs]
     wrong = [i for i, leaf in enumerate(leaves) if len(leaf.shape) != leaf.rank]
     problems = [
@@ -121,57 +132,37 @@ def output_error(
 def _marked_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], groups: Sequence[Sequence[int]]
 ) -> str:
-    """Mark the rows that clash; of very many rows, show some of each side and count the others."""
+    """Mark the rows that clash; of very many rows, show some of each group and count the others."""
     marked = {i for group in groups for i in group}
-    shown = range(len(rows))
+    shown = list(range(len(rows)))
     if len(rows) > _MOST_ROWS:
         shown = sorted({i for group in groups for i in group[:_EXAMPLES]} | {0, len(rows) - 1})
-    position = {row: at for at, row in enumerate(shown)}
-    text = table(header, [rows[i] for i in shown], {position[i] for i in marked if i in position})
-    first, *lines = text.split("\n")
+    marks = [at for at, row in enumerate(shown) if row in marked]
+    first, *lines = table(header, [rows[i] for i in shown], marks).split("\n")
     body: list[str] = [first]
     for line, i, previous in zip(lines, shown, [-1, *shown], strict=False):
-        hidden = range(previous + 1, i)
-        if hidden:
-            clash = sum(row in marked for row in hidden)
-            part = f", {clash} of which clash" if clash else ""
-            also = " that clash" if clash == len(hidden) else part
-            body.append(f"    ... {len(hidden)} more{also}")
+        if hidden := range(previous + 1, i):
+            count = sum(row in marked for row in hidden)
+            which = f", {count} of which clash" if count else ""
+            which = " that clash" if count == len(hidden) else which
+            body.append(f"    ... {len(hidden)} more{which}")
         body.append(line)
     return "\n".join(body)
 
 
-def _too_few_axes(
-    leaves: Sequence[LeafPlan],
-    ranks: Sequence[Rank],
-    short: Sequence[int],
-    sizes: Mapping[str, int],
-) -> _Problem:
-    sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
-    if len(sentences) > _EXAMPLES:
-        count = len(sentences) - _EXAMPLES
-        rest = f"And {plural(count, 'leaf')} more with too few axes."
-        sentences = [*sentences[:_EXAMPLES], rest]
-    return _Problem(RankError, [short], "\n".join(sentences))
-
-
 def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:
     sentence = f"{_has_axes(leaf)} needs {leaf.rank}"
-    # A vector where a matrix is due most likely lacks an axis; a number could be a mistake of any
-    # kind, and has no [None].
-    one_missing = leaf.shape and leaf.rank - len(leaf.shape) == 1
-    if one_missing and _would_fit((1, *leaf.shape), rank, sizes):
-        return f"{sentence}; did you mean {leaf.path}[None]?"
+    # A vector in place of a matrix most likely lacks an axis. A number has no [None], and may be
+    # any kind of mistake.
+    if leaf.shape and leaf.rank - len(leaf.shape) == 1:
+        sized = zip((1, *leaf.shape), rank.dims or (), strict=rank.dims is not None)
+        if all(dim.fits(size, sizes) for size, dim in sized):
+            return f"{sentence}; did you mean {leaf.path}[None]?"
     return f"{sentence}."
 
 
 def _has_axes(leaf: LeafPlan) -> str:
     return f"{leaf.path} has {plural(len(leaf.shape), 'axis')}, but its rank {leaf.declared}"
-
-
-def _would_fit(core: Shape, rank: Rank, sizes: Mapping[str, int]) -> bool:
-    declared = zip(core, rank.dims or (), strict=rank.dims is not None)
-    return all(dim.fits(size, sizes) for size, dim in declared)
 
 
 def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int]) -> _Problem:
@@ -181,37 +172,105 @@ def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int])
 
 
 def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """Word one clash: the axis, each of its sizes, and the leaves that show it."""
+    """Describe one clash: the axis, each of its sizes, and the leaves of that size."""
     shown = listed(
         [
             f"{size} ({shortened([paths[i] for i in group]) or 'the arguments'})"
             for size, group in clash.leaves.items()
         ]
     )
-    if isinstance(clash.axis, int):
-        return f"Batch axis {clash.axis} is {shown}."
-    sentence = f"{_dimension(clash.axis, clash.expected)} is {shown}"
-    if isinstance(clash.expected, CannotComputeError):
-        known = for_sizes({name: sizes[name] for name in clash.axis.names})
-        sentence += f", but {clash.axis.expression} cannot be computed{known}: {clash.expected}"
-    return f"{sentence}."
-
-
-def _dimension(dim: Dim, expected: Any) -> str:
+    dim, expected = clash.axis, clash.expected
+    if isinstance(dim, int):
+        return f"Batch axis {dim} is {shown}."
     if dim.name is not None:
-        return f"Dimension {dim.name}"
+        return f"Dimension {dim.name} is {shown}."
     text = dim.text.lstrip("#")
-    is_said = isinstance(expected, CannotComputeError) or text.split("=")[-1] == str(expected)
-    return f"A dimension declared as {text}{'' if is_said else f' = {expected}'}"
+    if isinstance(expected, NoSize):
+        values = listed([f"{name} = {sizes[name]}" for name in dim.names])
+        return (
+            f"A dimension declared as {text} is {shown}, but {dim.expression} cannot be computed"
+            f"{values and f' for {values}'}: {expected.reason}."
+        )
+    value = "" if text.split("=")[-1] == str(expected) else f" = {expected}"
+    return f"A dimension declared as {text}{value} is {shown}."
 
 
-def _outer_product(leaves: Sequence[LeafPlan], clash: Clash) -> list[str]:
-    """Two leaves with one batch axis each were perhaps meant as an outer product."""
-    involved = [i for group in clash.leaves.values() for i in group]
-    if len(involved) != 2 or any(len(leaves[i].batch_axes) != 1 for i in involved):
+def _last_axis_first(
+    leaves: Sequence[LeafPlan],
+    ranks: Sequence[Rank],
+    clashes: Sequence[Clash],
+    names: Sequence[str],
+) -> list[str]:
+    """Return a hint for arguments whose batch axis may be the last one: the call would then fit."""
+    candidates = [
+        (clash, _arguments(by, group))
+        for clash in clashes
+        for group in clash.leaves.values()
+        for by in (names, [leaf.path for leaf in leaves])
+    ]
+    for clash, arguments in candidates:
+        moved = {i for ids in arguments.values() for i in ids}
+        shared_core = any(len(leaves[i].shape) > 1 and not leaves[i].batch_axes for i in moved)
+        if shared_core or len(arguments) > _EXAMPLES or not any(leaves[i].rank for i in moved):
+            continue
+        alone = all(moved.issuperset(group) for group in clash.leaves.values())
+        wide = all(max(leaves[i].shape) == leaves[i].shape[-1] for i in moved if leaves[i].shape)
+        if isinstance(clash.axis, int) and (alone or not wide):
+            continue  # that the batch axes would agree is no evidence then
+        shapes = [leaf.shape for leaf in leaves]
+        shapes = [(*s[-1:], *s[:-1]) if i in moved else s for i, s in enumerate(shapes)]
+        again = [leaf_plan("", s, rank) for s, rank in zip(shapes, ranks, strict=True)]
+        cores = [(i, leaf.core_shape, ranks[i]) for i, leaf in enumerate(again)]
+        batches = [(i, leaf.batch_axes) for i, leaf in enumerate(again)]
+        if not bind_sizes(cores, {}) and not broadcast(batches)[1]:
+            code = "jnp.moveaxis({}, -1, 0)"
+            return [
+                f"Batch axes come first; if the last axis of {listed(list(arguments))} is the "
+                f"batch axis, pass {_applied(code, leaves, arguments)}."
+            ]
+    return []
+
+
+def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> list[str]:
+    """Return a hint for arguments with one batch axis each: an outer product may be meant."""
+    groups = list(clash.leaves.values())
+    sides = [_arguments(names, group) for group in groups]
+    if len({argument for side in sides for argument in side}) < sum(map(len, sides)):
+        if any(len(group) > 1 for group in groups):
+            return []  # one parameter is on two sides, with others
+        sides = [_arguments([leaf.path for leaf in leaves], group) for group in groups]
+    sides.sort(key=len)  # the last side stays as it is
+    batches = [leaf.batch_axes for leaf in leaves]
+    codes: list[str] = []
+    for number, side in enumerate(sides, 1 - len(sides)):
+        for i in (i for ids in side.values() for i in ids):
+            if len(leaves[i].batch_axes) != 1:
+                return []
+            batches[i] += (1,) * -number
+        if number:
+            codes.append(_applied(f"{{}}[:{', None' * -number}]", leaves, side))
+    if broadcast(enumerate(batches))[1] or sum(map(len, sides)) > _EXAMPLES:
         return []
-    first, second = (leaves[i] for i in involved)
-    apart = [(*leaf.batch_axes, 1) if leaf is first else leaf.batch_axes for leaf in leaves]
-    if broadcast(enumerate(apart))[1]:
-        return []
-    return [f"To combine every {first.path} with every {second.path}, pass {first.path}[:, None]."]
+    first, *others = [f"every {listed(list(side))}" for side in sides]
+    return [f"To combine {first} with {listed(others)}, pass {listed(codes)}."]
+
+
+def _parameter(path: str) -> str:
+    return re.split(r"\W", path)[0]
+
+
+def _arguments(names: Sequence[str], group: Sequence[int]) -> dict[str, list[int]]:
+    """Return the arguments that a group of leaves belongs to, each with all of its leaves."""
+    return {names[i]: [j for j, name in enumerate(names) if name == names[i]] for i in group}
+
+
+def _applied(code: str, leaves: Sequence[LeafPlan], arguments: Mapping[str, Sequence[int]]) -> str:
+    """Return ``code`` for each argument: for its only leaf, or for each leaf of its tree."""
+    return listed(
+        [
+            code.format(leaves[ids[0]].path)
+            if len(ids) == 1
+            else f"jax.tree.map(lambda x: {code.format('x')}, {argument})"
+            for argument, ids in arguments.items()
+        ]
+    )

@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.functions import function_location
-from rankax._base.trees import check_outputs, leaves_with_names, parts_with_entries, spread_prefix
+from rankax._base.trees import (
+    check_outputs,
+    leaves_with_names,
+    spread_prefix,
+    subtrees_with_entries,
+)
 from rankax._base.words import listed
 from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
@@ -353,7 +358,7 @@ def _parts(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]
     """Cut what one item returned into the parts of the reductions, and lift them."""
     try:
         found = list(
-            parts_with_entries(
+            subtrees_with_entries(
                 reductions.prefix, out, "output", is_entry=_is_entry, what="reduction"
             )
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of
-from rankax._base.nodes import children_of, is_leaf, names_fields
+from rankax._base.nodes import children_of, field_names, is_leaf
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._blocks.dtypes import checked_dtype, in_native_order
@@ -453,7 +453,7 @@ def _assembled(tree: Any) -> Any:
     if isinstance(tree, (xr.DataArray, xr.Dataset, xr.Variable)):
         return tree
     children = children_of(tree)
-    if not names_fields(tree, children):
+    if field_names(tree, children) is None:
         return tuple(_assembled(child.value) for child in children)
     named = {"_".join(re.findall(r"\w+", path)): leaf for path, leaf in leaves_with_names(tree, "")}
     if all(isinstance(leaf, xr.DataArray) for leaf in named.values()):
