@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Arrays of other packages: those that are evaluated block by block, and those with named axes.
+"""Arrays of other packages: those evaluated block by block, and those with named axes.
 
-No such package is imported here: an array of one can only come once its package is there.
+No such package is imported here; before one of its arrays can arrive, it has been imported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 __all__ = ["InBlocksError", "blocks_of", "in_blocks"]
 
+# The module and the classes of each package. The arrays of `_blocks/on_<package>.py` are here too.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
     "cubed": ("cubed", ("Array",)),
@@ -19,30 +20,27 @@ _CLASSES = {
 
 
 def blocks_of(leaf: Any) -> str | None:
-    """Name the package that a leaf is an array of; None if it is none of those."""
+    """Return the name of the package whose array a leaf is; None for anything else."""
     for package, (module, names) in _CLASSES.items():
-        found = sys.modules.get(module)
-        if found is None:
-            continue
-        classes = tuple(getattr(found, name) for name in names if hasattr(found, name))
-        if isinstance(leaf, classes):
+        imported = sys.modules.get(module)
+        if isinstance(leaf, tuple(getattr(imported, name, ()) for name in names)):
             return package
     return None
 
 
 class InBlocksError(TypeError):
-    """An array in blocks came where an array of JAX or NumPy is due.
+    """An array in blocks was passed where a JAX or NumPy array is expected.
 
-    Raised while the arguments of a call are bound, and caught by the decorated kernel itself, so
-    that a call with other arrays pays nothing. Elsewhere, as in ``kernel.plan``, it is the error.
+    It is raised while the arguments of a call are bound, and the decorated kernel catches it, so
+    that calls with other arrays pay nothing. Elsewhere, as in ``kernel.plan``, users see it.
     """
 
 
 def in_blocks(package: str, name: str, path: str) -> InBlocksError:
-    """Say why a function of ours cannot take such an array as it stands."""
+    """Return the error that says why a function cannot take such an array."""
     if package == "xarray":
         what = (
-            f"an object of xarray; call rankax.xarray.apply({name}, ...), which finds the core "
+            f"an xarray object; call rankax.xarray.apply({name}, ...), which finds the core "
             "dimensions by name, or pass its .data"
         )
     else:
