@@ -155,23 +155,23 @@ def test_a_kernel_is_compiled_once_for_all_blocks_and_calls():
 
 
 def test_the_bound_on_memory_holds_in_a_block():
-    seen = []
+    lengths = []
+
+    def squared(v):
+        lengths.append(v.shape[0])
+        return np.sum(v * v, axis=-1)
 
     @auto_vmap(v=1)
     def norm(v):
-        jax.debug.callback(lambda x: seen.append(x.shape), v, ordered=False)
-        return v @ v
+        out = jax.ShapeDtypeStruct((), v.dtype)
+        return jax.pure_callback(squared, out, v, vmap_method="expand_dims")
 
-    x = da.from_array(np.ones((6, 3), "float32"), chunks=(6, 3))
+    x = np.ones((6, 3), "float32")
     with rankax.options(chunk_size=2):
-        lazy = norm(x)
-    # What the scope said is kept, though the blocks come later.
-    assert_same(computed(lazy), norm(np.ones((6, 3), "float32")))
-    programs = importlib.import_module("rankax._blocks.programs")
-    program = next(reversed(programs._programs._found.values()))
-    assert program.setup.options["chunk_size"] == 2
-    text = program.compiled.lower([np.ones((6, 3), "float32")], []).as_text()
-    assert "stablehlo.while" in text
+        lazy = norm(da.from_array(x, chunks=(6, 3)))
+    # The scope has ended, but its options hold for the blocks.
+    assert_same(computed(lazy), np.sum(x * x, -1))
+    assert lengths == [2, 2, 2]
 
 
 REDUCTIONS = {
@@ -288,8 +288,8 @@ def test_blocks_are_computed_as_jax_was_set_where_the_call_was_made():
     assert value.dtype == np.float64
     np.testing.assert_allclose(value, x / 3, rtol=1e-12)
     assert refusal(TypeError, lambda: half(da.from_array(x, chunks=2))) == (
-        "<lambda>(): x is a dask array of dtype float64, and JAX computes with float32 unless it "
-        "is told otherwise, which would lose digits unseen; call jax.config.update("
+        "<lambda>(): x is a dask array of dtype float64, but JAX computes with float32 by "
+        "default, which would silently lose digits; call jax.config.update("
         '"jax_enable_x64", True) first, or pass x.astype("float32")'
     )
 
@@ -323,18 +323,22 @@ def test_a_method_takes_its_object_along():
     assert_same(computed(body.energy(da.from_array(V, chunks=(2, 3)))), body.energy(V))
 
 
+@auto_vmap(v=1, by=0, reduce="sum")
+def scaled(v, by):
+    TRACES.append(1)
+    return v @ v * by
+
+
 def test_a_program_is_found_again_by_its_pickle():
-    lazy = auto_vmap(v=1)(lambda v: v @ v)(da.from_array(V, chunks=(2, 3)))
-    programs = importlib.import_module("rankax._blocks.programs")
-    program = next(reversed(programs._programs._found.values()))
-    fun = programs.OnBlocks.of(program, (2.0,))
-    again = pickle.loads(pickle.dumps(fun))
-    assert again._program is program
-    assert again._numbers == (2.0,)
-    assert again.__dask_tokenize__() == fun.__dask_tokenize__()
-    other = programs.OnBlocks.of(program, (3.0,))
-    assert other.__dask_tokenize__() != fun.__dask_tokenize__()
-    assert_same(computed(lazy), np.sum(V * V, 1))
+    x = da.from_array(V, chunks=(2, 3))
+    lazy, equal, other = scaled(x, 2.0), scaled(x, 2.0), scaled(x, 3.0)
+    assert lazy.name == equal.name != other.name
+    computed(lazy)
+    TRACES.clear()
+    assert_same(computed(pickle.loads(pickle.dumps(lazy))), np.sum(V * V) * 2, rtol=1e-6)
+    assert_same(computed(equal), np.sum(V * V) * 2, rtol=1e-6)
+    assert_same(computed(other), np.sum(V * V) * 3, rtol=1e-6)
+    assert TRACES == []
 
 
 def test_a_kernel_that_nothing_can_pickle_still_works_in_this_process():
@@ -358,7 +362,7 @@ def test_a_core_axis_that_is_cut(package):
     v = in_blocks(package, np.ones((4, 2, 3), "float32"), (4, 1, 3))
     assert norm_error(ValueError, v) == (
         '<lambda>(): v has shape (4, 2, 3) and rank "n 3", but its core axis 1 is cut into 2 '
-        "chunks, and one item needs it whole; pass v.rechunk({1: 2})"
+        "chunks, and one item needs all of it; pass v.rechunk({1: 2})"
     )
 
 
@@ -371,8 +375,8 @@ def test_shapes_are_checked_as_in_every_call():
 
 def test_arrays_that_no_kernel_takes():
     assert refusal(TypeError, lambda: NORM(da.ones((4, 2, 3), dtype="M8[s]"), W)) == (
-        "<lambda>(): v is a dask array of dtype datetime64[s], which JAX has not; convert it to "
-        "numbers"
+        "<lambda>(): v is a dask array of dtype datetime64[s], which JAX does not support; "
+        "convert it to numbers"
     )
     x = da.from_array(np.arange(6, dtype="float32"), chunks=3)
     assert refusal(ValueError, lambda: auto_vmap(x=0)(lambda x: x)(x[x > 2])) == (
@@ -380,14 +384,14 @@ def test_arrays_that_no_kernel_takes():
         "x.compute_chunk_sizes() first"
     )
     assert refusal(TypeError, lambda: auto_vmap(x=0, y=None)(lambda x, y: x)(x, {"a": x})) == (
-        "<lambda>(): y['a'] is a dask array, but it has no rank, so it would go whole to every "
-        "item; give it a rank, or compute it first"
+        "<lambda>(): y['a'] is a dask array, but it has no rank, so every item would receive all "
+        "of it; give it a rank, or compute it first"
     )
     assert refusal(
         TypeError, lambda: auto_vmap(x=0, y=0)(lambda x, y: x)(x, cubed.ones(6, dtype=np.float32))
     ) == (
-        "<lambda>(): x is of dask and y is of cubed, and one call is evaluated by one of them; "
-        "convert one"
+        "<lambda>(): x is a dask array and y is a cubed array, but one package has to evaluate "
+        "the call; convert one"
     )
 
 
@@ -411,7 +415,7 @@ def test_cubed_arrays_that_are_cut_differently():
         ),
     ) == (
         "<lambda>(): along batch axis 0, x has chunks of 4 and y of 5, and cubed would have to "
-        "store one of them anew; rechunk one of them"
+        "store one of them again; rechunk one of them"
     )
 
 
@@ -428,8 +432,8 @@ def test_progress_is_the_schedulers():
     assert refusal(
         TypeError, lambda: auto_vmap(x=0, progress="mean")(lambda x: x)(da.ones(3, dtype="f4"))
     ) == (
-        "<lambda>(): progress='mean' cannot be told from blocks, which are evaluated elsewhere; "
-        "use the progress bar or the dashboard of the scheduler, and "
+        "<lambda>(): progress='mean' cannot be reported from blocks, which are evaluated "
+        "elsewhere; use the progress bar or the dashboard of the scheduler, and "
         "<lambda>.with_options(progress=False)"
     )
 
@@ -492,7 +496,7 @@ def test_a_key_that_would_be_split_in_each_block_is_refused(package):
         draw(blocks, key)
     assert str(caught.value) == (
         f"draw(): key has the rank SplitKey, but {package} evaluates block by block, and each "
-        "block would count its items from 0 and draw the same; pass a key for each item: "
+        "block would count its items from 0 and draw the same numbers; pass a key for each item: "
         "jax.random.split(key, (6,))"
     )
     assert_same(jnp.asarray(draw(blocks, jax.random.split(key, 6)).compute()), draw(x, key))

@@ -13,13 +13,32 @@ import pytest
 from helpers import assert_same, slow
 from rankax import auto_vmap, load_tuning, options
 
-SHORT = 0.005  # seconds
+SHORT = 0.005  # seconds, enough for little more than the options as they are
+ENOUGH = 0.3  # seconds of `Clock`, enough for everything
 X = jnp.sin(jnp.arange(40 * 8 * 3.0)).reshape(40, 8, 3)
 
 needs_library = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
     reason="elsewhere there is no such library",
 )
+
+
+class Clock:
+    """A clock that stands still, except for a millisecond at each reading."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1e-3
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
 
 
 def distances(points):
@@ -37,34 +56,34 @@ def tiles(tuning):
 # What is tried.
 
 
-def test_sizes_are_tried_and_the_options_as_they_are_come_first():
-    tuning = kernel.tune(X, seconds=SHORT).tuning
+def test_sizes_are_tried_and_the_options_as_they_are_come_first(clock):
+    tuning = kernel.tune(X, seconds=ENOUGH).tuning
     assert tiles(tuning) == [40, 1, 2, 4, 8, 14]
     assert [c.options["chunk_size"] for c in tuning.candidates] == [None, 1, 2, 4, 8, 16]
     assert all(c.seconds > 0 and c.temporaries >= 0 for c in tuning.candidates)
 
 
-def test_a_chunk_size_is_a_bound_unless_a_limit_is_given():
+def test_a_chunk_size_is_a_bound_unless_a_limit_is_given(clock):
     chunked = kernel.with_options(chunk_size=8)
-    assert tiles(chunked.tune(X, seconds=SHORT).tuning) == [8, 1, 2, 4]
-    free = chunked.tune(X, seconds=SHORT, memory_limit=10**9).tuning
+    assert tiles(chunked.tune(X, seconds=ENOUGH).tuning) == [8, 1, 2, 4]
+    free = chunked.tune(X, seconds=ENOUGH, memory_limit=10**9).tuning
     assert sorted(tiles(free)) == [1, 2, 4, 8, 14, 40]
     with options(chunk_size=4):
-        assert tiles(kernel.tune(X, seconds=SHORT).tuning) == [4, 1, 2]
-        assert tiles(chunked.tune(X, seconds=SHORT).tuning) == [8, 1, 2, 4]
+        assert tiles(kernel.tune(X, seconds=ENOUGH).tuning) == [4, 1, 2]
+        assert tiles(chunked.tune(X, seconds=ENOUGH).tuning) == [8, 1, 2, 4]
 
 
 @needs_library
-def test_where_jit_is_ours_xla_is_tried_without_its_library():
+def test_where_jit_is_ours_xla_is_tried_without_its_library(clock):
     given = {"xla_embed_ir_in_executable": True}
     jitted = kernel.with_options(jit=True, compiler_options=given)
     off = {**given, "xla_cpu_experimental_ynn_fusion_type": ""}
-    tried = [c.options for c in jitted.tune(X, seconds=SHORT).tuning.candidates]
+    tried = [c.options for c in jitted.tune(X, seconds=ENOUGH).tuning.candidates]
     assert [o for o in tried if "compiler_options" in o] == [
         {"chunk_size": None, "compiler_options": off},
         {"chunk_size": 16, "compiler_options": off},
     ]
-    without = kernel.with_options(jit=True, compiler_options=off).tune(X, seconds=SHORT)
+    without = kernel.with_options(jit=True, compiler_options=off).tune(X, seconds=ENOUGH)
     assert len(without.tuning.candidates) == 6
 
 
@@ -76,7 +95,7 @@ def test_where_jit_is_ours_xla_is_tried_without_its_library():
 @pytest.mark.parametrize("gradient", [False, slow(True)])
 def test_what_is_much_faster_is_chosen(gradient):
     x = jnp.tile(X, (500, 1, 1))
-    tuning = kernel.tune(x, seconds=0.5, gradient=gradient).tuning
+    tuning = kernel.tune(x, seconds=20, gradient=gradient).tuning
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
     assert chosen.seconds < tuning.candidates[0].seconds / 1.5
@@ -111,12 +130,12 @@ def test_a_tuned_jitted_kernel_shares_what_is_compiled():
 
 
 @pytest.mark.slow
-def test_a_gradient_is_also_tried_without_checkpoints():
+def test_a_gradient_is_also_tried_without_checkpoints(clock):
     x = jnp.linspace(0.0, 1.0, 300 * 3).reshape(300, 3)
     wave = auto_vmap(1)(lambda v: jnp.sin(v).sum())
 
     def stored(kernel, **options):
-        tuning = kernel.tune(x, seconds=SHORT, **options).tuning
+        tuning = kernel.tune(x, seconds=ENOUGH, **options).tuning
         return [c.options for c in tuning.candidates if "checkpoint" in c.options]
 
     found = [{"chunk_size": 256, "checkpoint": False}]
@@ -127,27 +146,27 @@ def test_a_gradient_is_also_tried_without_checkpoints():
     assert stored(wave) == []
 
 
-def test_a_limit_excludes_what_needs_more():
+def test_a_limit_excludes_what_needs_more(clock):
     def sort(x):
         return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]
 
     x = jnp.arange(64.0)
-    tuning = auto_vmap(0)(sort).tune(x, memory_limit=60_000, seconds=SHORT).tuning
+    tuning = auto_vmap(0)(sort).tune(x, memory_limit=60_000, seconds=ENOUGH).tuning
     above = [c for c in tuning.candidates if c.temporaries > 60_000]
     assert above
     assert {c.tile for c in above} == {c.tile for c in tuning.candidates if c.tile >= 16}
     assert {(c.seconds, c.note) for c in above} == {(None, "above the limit of 60 kB")}
     assert tuning.candidates[tuning.chosen].tile <= 8
-    by_option = auto_vmap(0, memory_limit="60 kB")(sort).tune(x, seconds=SHORT).tuning
+    by_option = auto_vmap(0, memory_limit="60 kB")(sort).tune(x, seconds=ENOUGH).tuning
     assert [c.note for c in by_option.candidates if c.seconds is None] == [c.note for c in above]
-    both = auto_vmap(0, chunk_size=8, memory_limit="60 kB")(sort).tune(x, seconds=SHORT).tuning
+    both = auto_vmap(0, chunk_size=8, memory_limit="60 kB")(sort).tune(x, seconds=ENOUGH).tuning
     assert sorted(tiles(both)) == [1, 2, 4, 8]
     text = (
-        r"sort.tune: no chunk size keeps to the memory_limit of 100 B; the least that was found "
+        r"sort.tune: no chunk size keeps to the memory_limit of 100 B; the smallest one tried "
         r"needs [\d.]+ k?B besides arguments and results"
     )
     with pytest.raises(ValueError, match=f"^{text}$"):
-        auto_vmap(0)(sort).tune(x, memory_limit=100, seconds=SHORT)
+        auto_vmap(0)(sort).tune(x, memory_limit=100, seconds=ENOUGH)
 
 
 # Any arguments.
@@ -164,7 +183,7 @@ class Body:
 @pytest.mark.parametrize(
     ("jit", "gradient"), [(True, True), slow(True, False), slow(False, True), slow(False, False)]
 )
-def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient):
+def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, clock):
     @auto_vmap({"a": 1, "n": None}, 0, 0, None, None, jit=jit)
     def model(tree, scale, key, table, power):
         noise = jax.random.normal(key, tree["a"].shape)
@@ -174,44 +193,94 @@ def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient):
         *({"a": jnp.ones((3, 1, 2)), "n": 2}, 2.0),
         *(jax.random.split(jax.random.key(0), 5), np.ones(4, np.float32), 2),
     )
-    tuned = model.tune(*args, seconds=SHORT, gradient=gradient)
+    tuned = model.tune(*args, seconds=ENOUGH, gradient=gradient)
     assert tiles(tuned.tuning)[:4] == [15, 1, 2, 3]
     assert_same(tuned(*args), model(*args))
 
 
-def test_reductions():
+def test_reductions(clock):
     summed = kernel.with_options(reduce="sum")
-    tuned = summed.tune(X, seconds=SHORT)
+    tuned = summed.tune(X, seconds=ENOUGH)
     assert tiles(tuned.tuning) == [40, 1, 2, 4, 8, 14]
     assert_same(tuned(X), jax.vmap(distances)(X).sum(), rtol=1e-4)
 
 
-def watched(seconds):
-    """A kernel of two numbers that takes so long, and the lengths that its second one came in."""
+def watched(clock, seconds_of_call, seconds_of_trace=0.0):
+    """A kernel of two numbers whose calls and traces take this long, and the lengths of calls.
+
+    Parameters
+    ----------
+    clock : Clock
+    seconds_of_call : callable
+        From the length of the second argument to seconds.
+    seconds_of_trace : float
+        Stands for the time to compile.
+    """
     lengths = []
 
-    def wait(a, b):  # looks at no value, which a callback must not wait for
+    def wait(a, b):  # must not read values: a callback cannot wait for other computations
         lengths.append(b.size)
-        time.sleep(seconds)
+        clock.now += seconds_of_call(b.size)
         return np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32)
 
+    @auto_vmap(0, 0)
     def kernel(a, b):
-        return jax.pure_callback(wait, a, a, b, vmap_method="expand_dims")
+        clock.now += seconds_of_trace
+        steps = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
+        return jax.pure_callback(wait, a, a, b, vmap_method="expand_dims") + steps
 
-    return auto_vmap(0, 0)(kernel), lengths
+    return kernel, lengths
 
 
-def test_of_a_large_batch_a_slice_is_run():
-    kernel, lengths = watched(0.0)
-    tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(400.0), seconds=1e-9).tuning
-    assert tuning.candidates[0].tile == 1200
+def measured(tuning):
+    return [c.tile for c in tuning.candidates if c.seconds is not None]
+
+
+def test_of_a_large_batch_a_slice_is_run(clock):
+    kernel, lengths = watched(clock, lambda n: 1e-4 * n)
+    tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(4000.0), seconds=2).tuning
+    assert tuning.candidates[0].tile == 12000
     assert max(lengths) == 342  # three rows, and 1024 items
 
 
-def test_of_slow_items_few_are_run():
-    kernel, lengths = watched(0.012)
-    kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=1e-9)
+def test_of_slow_items_few_are_run(clock):
+    kernel, lengths = watched(clock, lambda n: 0.01)
+    kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=0.1)
     assert max(lengths) == 16
+
+
+@pytest.mark.parametrize("seconds", [1, 3])
+def test_tuning_ends_in_time(clock, seconds):
+    """It took 60 to 90 seconds instead of 3, and 15 instead of 1."""
+    kernel, lengths = watched(clock, lambda n: 0.002 + 1e-6 * n, seconds_of_trace=0.1)
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(20000.0), seconds=seconds).tuning
+    assert clock.now < seconds + 0.5
+    assert measured(tuning)[0] == 20000
+    left_out = [c for c in tuning.candidates if c.seconds is None]
+    assert len(left_out) > 3
+    assert {(c.note, c.temporaries) for c in left_out} == {("not tried", None)}
+    assert str(tuning).count("  -              -            not tried") == len(left_out)
+    assert min(lengths) >= 16  # none that would have taken longer than all the time
+
+
+def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock):
+    kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
+    chunked = kernel.with_options(chunk_size=8)
+    x = jnp.float32(1), jnp.arange(60.0)
+    assert measured(chunked.tune(*x, seconds=1, memory_limit="1 GB").tuning) == [8, 60]
+    assert measured(chunked.tune(*x, seconds=1).tuning) == [8]
+
+
+def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
+    def seconds_of_call(n):
+        return 1e-5 if n == 1100 else 1e-5 * n if 50 < n <= 64 else 5e-4 * n
+
+    kernel, lengths = watched(clock, seconds_of_call)
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(1100.0), seconds=10).tuning
+    assert tuning.options == {"chunk_size": None}
+    assert 1100 in lengths
+    notes = [c.note for c in tuning.candidates]
+    assert notes.count("slower on all items") == 1
 
 
 def test_methods():
@@ -250,19 +319,19 @@ def test_inside_a_trace_it_is_refused(transform):
         (
             lambda: kernel.tune(X[0]),
             ValueError,
-            "distances.tune: there is nothing to tune, for the arguments have no batch axes; pass "
-            "arguments as large as those of the calls that are to be fast",
+            "distances.tune: the arguments have no batch axes, so there is nothing to tune; pass "
+            "arguments as large as those of the calls that should be fast",
         ),
         (
             lambda: kernel.tune(X[:0]),
             ValueError,
-            "distances.tune: there is nothing to tune, for the arguments have an empty batch; pass "
-            "arguments as large as those of the calls that are to be fast",
+            "distances.tune: the arguments have an empty batch, so there is nothing to tune; pass "
+            "arguments as large as those of the calls that should be fast",
         ),
         (
             lambda: auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True),
             TypeError,
-            "abs.tune: gradient=True, but no argument with a rank holds floating numbers",
+            "abs.tune: gradient=True, but no argument with a rank holds floating-point numbers",
         ),
         (
             lambda: kernel.tune(X, seconds=0),
@@ -345,6 +414,29 @@ def test_static_values_are_part_of_what_is_found(tmp_path):
     saved = load_tuning(tmp_path / "t")
     assert saved.find(power, x, 2) is not None
     assert saved.find(power, x, 3) is None
+
+
+def test_candidates_that_were_not_tried_are_saved(tmp_path, clock):
+    kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=1).tuning
+    tuning.save(tmp_path / "t")
+    assert list(load_tuning(tmp_path / "t")) == [tuning]
+    assert "<td>not tried</td>" in tuning._repr_html_()
+
+
+def test_a_file_of_the_first_release_is_read(tmp_path):
+    candidate = {"options": {"chunk_size": 4}, "tile": 4, "seconds": 1e-6, "temporaries": 8}
+    facts = {"kernel": "a.b", "arguments": {}, "gradient": False, "device": "cpu", "jax": "0.9"}
+    tuning = {
+        "measured_for": facts,
+        "candidates": [{**candidate, "note": "given up early"}, {**candidate, "note": ""}],
+        "chosen": 1,
+    }
+    file = {"format": "rankax tunings, 1", "tunings": [tuning]}
+    (tmp_path / "t").write_text(json.dumps(file))
+    (read,) = load_tuning(tmp_path / "t")
+    assert read.options == {"chunk_size": 4}
+    assert read.measured_for == facts
 
 
 @pytest.mark.parametrize(

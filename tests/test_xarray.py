@@ -207,16 +207,16 @@ def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
     )
     assert refusal(ValueError, auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W) == (
         f"{WHERE}(mean): p has rank 1, which does not name its core axes, and p has the dimensions "
-        "'level'; say which are meant, and in which order: core_dims={'p': ('level',)}"
+        "'level'; name the core dimensions in order: core_dims={'p': ('level',)}"
     )
     assert refusal(ValueError, profile, P, T.chunk(level=2)) == (
         f"{WHERE}(profile): t is cut into 2 chunks along its core dimension 'level', and one item "
-        "needs it whole; pass t.chunk({'level': -1})"
+        "needs all of it; pass t.chunk({'level': -1})"
     )
     trace = auto_vmap("n n")(jnp.trace)
     assert refusal(ValueError, trace, T.rename(x="n")) == (
-        f'{WHERE}(trace): a has rank "n n", but no array of xarray has two dimensions of one name; '
-        "say which are meant: core_dims={'a': ('level', 'n')}"
+        f'{WHERE}(trace): a has rank "n n", but no xarray object has two dimensions of one name; '
+        "name the core dimensions: core_dims={'a': ('level', 'n')}"
     )
 
 
@@ -231,8 +231,7 @@ def test_wrong_names():
     )
     unnamed = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
     assert refusal(ValueError, unnamed, P, T) == (
-        f"{WHERE}(<lambda>): output has 1 core axis, which nothing names; write "
-        "output_dims=('dim0',)"
+        f"{WHERE}(<lambda>): output has 1 core axis, but no names; write output_dims=('dim0',)"
     )
     assert refusal(ValueError, unnamed, P, T, output_dims=("a", "b")) == (
         f"{WHERE}(<lambda>): output has 1 core axis, but output_dims names 2 dimensions: a and b"
@@ -250,8 +249,8 @@ def test_wrong_names():
 
 def test_arrays_that_cannot_be_taken():
     assert refusal(TypeError, profile, P, T.astype("float64")) == (
-        f"{WHERE}(profile): t is an array of dtype float64, and JAX computes with float32 unless "
-        "it is told otherwise, which would lose digits unseen; call jax.config.update("
+        f"{WHERE}(profile): t is an array of dtype float64, but JAX computes with float32 by "
+        "default, which would silently lose digits; call jax.config.update("
         '"jax_enable_x64", True) first, or pass t.astype("float32")'
     )
     assert refusal(TypeError, profile, P, T.values) == (
@@ -263,7 +262,7 @@ def test_arrays_that_cannot_be_taken():
         "itself"
     )
     assert refusal(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (
-        f"{WHERE}(<lambda>): t is an object of xarray, but it has no rank; give it one, or pass "
+        f"{WHERE}(<lambda>): t is an xarray object, but it has no rank; give it one, or pass "
         "its values"
     )
     assert refusal(TypeError, len, P).startswith(
@@ -272,21 +271,21 @@ def test_arrays_that_cannot_be_taken():
     with pytest.raises(TypeError) as info:
         profile(P, T)
     assert str(info.value) == (
-        "profile(): p is an object of xarray; call rankax.xarray.apply(profile, ...), which finds "
+        "profile(): p is an xarray object; call rankax.xarray.apply(profile, ...), which finds "
         "the core dimensions by name, or pass its .data"
     )
 
 
 def test_reduced_dimensions_that_cannot_be():
     assert refusal(TypeError, profile, P, T, reduce_dims="time") == (
-        f"{WHERE}(profile): reduce_dims='time' needs a kernel with reduce, by what to reduce"
+        f"{WHERE}(profile): reduce_dims='time' needs a kernel with the option reduce"
     )
     total = profile.with_options(reduce="sum", reduce_axis=0)
     assert refusal(ValueError, total, P, T) == (
-        f"{WHERE}(profile): profile has reduce_axis=0, but the batch dimensions have names; say "
-        "which are reduced: reduce_dims=('x',)"
+        f"{WHERE}(profile): profile has reduce_axis=0, but the batch dimensions have names; name "
+        "those to reduce: reduce_dims=('x',)"
     )
     assert refusal(ValueError, total, P, T, reduce_dims="level") == (
-        f"{WHERE}(profile): reduce_dims names 'level', which is no batch dimension: there are "
+        f"{WHERE}(profile): reduce_dims names 'level', which is not a batch dimension; these are "
         "'time' and 'x'"
     )

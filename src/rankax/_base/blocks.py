@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = ["InBlocksError", "blocks_of", "in_blocks"]
 
+# The module and the classes of each package. The arrays of `_blocks/on_<package>.py` are here too.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
     "cubed": ("cubed", ("Array",)),
@@ -41,7 +42,7 @@ def in_blocks(package: str, name: str, path: str) -> InBlocksError:
     """Return the error that says why a function cannot take an array of ``package`` directly."""
     if package == "xarray":
         what = (
-            f"an object of xarray; call rankax.xarray.apply({name}, ...), which finds the core "
+            f"an xarray object; call rankax.xarray.apply({name}, ...), which finds the core "
             "dimensions by name, or pass its .data"
         )
     else:

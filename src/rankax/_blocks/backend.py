@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""What a package that evaluates arrays in blocks has to do."""
+"""What a package that evaluates arrays block by block has to provide, and helpers for it.
+
+A new backend takes two files:
+
+1. ``_blocks/on_<package>.py``, with an object ``BACKEND`` that implements `Backend`. The module is
+   imported at the first call with arrays of the package, so it may import the package.
+2. ``_base/blocks.py``, where one line of the table ``_CLASSES`` names the package and the class of
+   its arrays.
+
+The arrays need ``shape``, ``dtype`` and ``chunks`` (the block lengths along each axis), and a
+``rechunk`` method for the advice in error messages. Everything else is the backend's own: all
+checks, all shapes and all programs are the same for every package. A program for blocks
+(`OnBlocks`) takes NumPy arrays, returns NumPy arrays and can be pickled; it may run in any process.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +22,62 @@ from typing import Any, NamedTuple, Protocol
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
-__all__ = ["Backend", "Chunks", "Input"]
+__all__ = ["Backend", "BatchChunks", "Input", "blockwise_arguments", "gufunc_signature"]
 
-Chunks = tuple[tuple[int, ...], ...]
+BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
 
 class Input(NamedTuple):
-    """One array of a call, cut as the batch is."""
+    """One array of a call, chunked like the batch."""
 
     array: Any
-    batch: int  # how many batch axes it has
-    core: tuple[int, ...]  # with what the data of a PRNG key add
+    batch: int  # the number of its batch axes, which are the last ones of the batch
+    core: tuple[int, ...]  # its core shape, including the axes of the data of a PRNG key
 
 
 class Backend(Protocol):
-    """A package, as `_blocks/call.py` knows it."""
+    """The operations that differ between packages.
 
-    cuts_freely: bool  # whether an array can be cut anew without being stored
-    packs: bool  # whether several outputs have to be packed into one
+    Attributes
+    ----------
+    can_rechunk : bool
+        Whether an array can be rechunked without being stored.
+    has_one_output : bool
+        Whether an operation has one output only. Several outputs then come packed into bytes.
+    """
 
-    def cut(self, value: Any, chunks: Chunks, like: Any) -> Any:
-        """Return an array of the package's, cut so; ``like`` is one that came."""
+    can_rechunk: bool
+    has_one_output: bool
+
+    def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
+        """Return an array of the package with these chunks along all its axes.
+
+        Parameters
+        ----------
+        value : array
+            Of the package, or a NumPy array.
+        chunks : tuple of tuple of int
+        like : array
+            Any array of the package among the arguments of the call.
+        """
         ...
 
     def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: Chunks
+        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: BatchChunks
     ) -> list[Any]:
-        """Return arrays that have the batch in front, and items of this layout."""
+        """Apply ``fun`` to each block, once.
+
+        Parameters
+        ----------
+        fun : callable
+            Takes one block of each input. Returns one array, or a tuple for several; with
+            ``has_one_output``, several are one array of bytes, packed by ``layout``.
+        inputs : sequence of Input
+        layout : Packing
+            The shape and dtype of one item of each output.
+        chunks : tuple of tuple of int
+            Those of the batch, which all outputs have in front.
+        """
         ...
 
     def reduce(
@@ -45,17 +87,38 @@ class Backend(Protocol):
         inputs: Sequence[Input],
         axes: tuple[int, ...],
         size: int,
-        chunks: Chunks,
-        like: Any,
+        chunks: BatchChunks,
     ) -> Any:
-        """Return packed states of so many bytes, merged along axes of the batch in a tree."""
+        """Reduce the batch along some axes, by a tree of merges.
+
+        Parameters
+        ----------
+        state : callable
+            Takes one block of each input, then the indices of the block along each reduced axis;
+            see `blockwise_arguments`. Returns states as bytes: the batch axes, of which the reduced
+            ones have length 1, and an axis of length ``size``.
+        merge : callable
+            Takes adjacent states as one array of bytes, with ``axis`` and ``keepdims``, and merges
+            them along these axes in their order.
+        inputs : sequence of Input
+        axes : tuple of int
+            The reduced axes of the batch.
+        size : int
+        chunks : tuple of tuple of int
+            Those of the batch.
+
+        Returns
+        -------
+        array of uint8
+            The batch axes that are kept, and an axis of length ``size``.
+        """
         ...
 
 
 def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dict[str, int]]:
-    """Return a signature in which each core axis has a name of its own, and the sizes of outputs.
+    """Return a gufunc signature that names each core axis differently, and the output sizes.
 
-    That core axes of one name agree is checked before, in better words.
+    Whether core axes of one name agree has been checked before, with a better message.
     """
     cores = [[f"i{n}_{axis}" for axis in range(len(i.core))] for n, i in enumerate(inputs)]
     outs = [[f"o{n}_{axis}" for axis in range(len(s))] for n, s in enumerate(layout.shapes)]
@@ -68,12 +131,20 @@ def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dic
     return "->".join(sides), sizes
 
 
-def block_indices(inputs: Sequence[Input], count: int) -> list[tuple[int, ...]]:
-    """Name the axes of each array by ints: those of the batch first, then each core axis."""
-    names: list[tuple[int, ...]] = []
-    new = count
-    for given in inputs:
-        core = tuple(range(new, new + len(given.core)))
-        names.append(tuple(range(count - given.batch, count)) + core)
-        new += len(core)
-    return names
+def blockwise_arguments(
+    inputs: Sequence[Input], indices: Sequence[Any], axes: Sequence[int], count: int
+) -> tuple[list[Any], int]:
+    """Return each array followed by its axes, as ``blockwise`` takes them, and an unused axis.
+
+    Axes are ints: first the ``count`` axes of the batch, then the core axes of each input. Each
+    array in ``indices`` has one axis of the batch, that in ``axes``.
+    """
+    arguments: list[Any] = []
+    unused = count
+    for array, batch, core in inputs:
+        core_axes = range(unused, unused + len(core))
+        arguments += [array, (*range(count - batch, count), *core_axes)]
+        unused += len(core)
+    for index, axis in zip(indices, axes, strict=True):
+        arguments += [index, (axis,)]
+    return arguments, unused

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Arrays of dask, on whatever scheduler they are computed."""
+"""Dask arrays, on any scheduler."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from rankax._blocks.backend import Chunks, Input, block_indices, gufunc_signature
+from rankax._blocks.backend import BatchChunks, Input, blockwise_arguments, gufunc_signature
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
 __all__ = ["BACKEND"]
 
-# Not by `import`, for a type checker need not have it.
+# Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")
 
 
 class _Dask:
-    cuts_freely = True
-    packs = False
+    can_rechunk = True
+    has_one_output = False
 
-    def cut(self, value: Any, chunks: Chunks, like: Any) -> Any:
+    def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
         del like
         if not isinstance(value, da.Array):
             return da.from_array(value, chunks=chunks)
         return value if value.chunks == chunks else value.rechunk(chunks)
 
     def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: Chunks
+        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: BatchChunks
     ) -> list[Any]:
         del chunks
         signature, sizes = gufunc_signature(inputs, layout)
-        one = len(layout.dtypes) == 1
-        found = da.apply_gufunc(
+        is_single = len(layout.dtypes) == 1
+        outs = da.apply_gufunc(
             fun,
             signature,
-            *(given.array for given in inputs),
-            output_dtypes=layout.dtypes[0] if one else list(layout.dtypes),
+            *(i.array for i in inputs),
+            output_dtypes=layout.dtypes[0] if is_single else list(layout.dtypes),
             output_sizes=sizes,
         )
-        return [found] if one else list(found)
+        return [outs] if is_single else list(outs)
 
     def reduce(
         self,
@@ -51,29 +51,24 @@ class _Dask:
         inputs: Sequence[Input],
         axes: tuple[int, ...],
         size: int,
-        chunks: Chunks,
-        like: Any,
+        chunks: BatchChunks,
     ) -> Any:
-        del like
         count = len(chunks)
         indices = [da.arange(sum(chunks[axis]), chunks=(chunks[axis],)) for axis in axes]
-        names = block_indices(inputs, count)
-        last = 1 + max((name for own in names for name in own), default=count)
-        pairs = [*zip([given.array for given in inputs], names, strict=True)]
-        pairs += [(index, (axis,)) for index, axis in zip(indices, axes, strict=True)]
+        arguments, bytes_axis = blockwise_arguments(inputs, indices, axes, count)
         states = da.blockwise(
             state,
-            (*range(count), last),
-            *(value for pair in pairs for value in pair),
+            (*range(count), bytes_axis),
+            *arguments,
             adjust_chunks={axis: (1,) * len(chunks[axis]) for axis in axes},
-            new_axes={last: size},
+            new_axes={bytes_axis: size},
             concatenate=True,
             dtype=np.uint8,
             meta=np.empty((0,) * (count + 1), np.uint8),
         )
         return da.reduction(
             states,
-            _as_it_is,
+            _unchanged,
             merge,
             axis=axes,
             dtype=np.uint8,
@@ -81,7 +76,7 @@ class _Dask:
         )
 
 
-def _as_it_is(block: Any, **_: Any) -> Any:
+def _unchanged(block: Any, **_: Any) -> Any:
     return block
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Tune: options are measured, and what was found is kept as a table."""
+"""``kernel.tune``: options are timed on this machine, and the results kept as a table."""

@@ -1,55 +1,54 @@
 # SPDX-License-Identifier: MIT
-"""``kernel.tune``: time sets of options on this machine, and take the best."""
+"""``kernel.tune``: time sets of options on this machine, and choose the fastest.
+
+Everything counts towards ``seconds``: tracing, compiling and running. The options that the kernel
+has come first, then plain `jax.vmap` unless a bound forbids it; these two are always measured. The
+other candidates follow in the order of promise: a few sizes far apart, then those closest to the
+fastest so far. Each is tried only if the time left is enough to compile it and to run it twice; the
+table lists the others as "not tried". In the time that remains, the fastest candidates are run in
+turns.
+
+A run cannot be interrupted, so it has to be short. A few items are timed first; they tell how many
+items run in a small share of the time, and this slice is what all candidates run. If it is less
+than the whole batch, the winner is compared with the first two on all items, if time is left.
+
+A tuned kernel is an object of its own, which shares its compiled programs with the kernel that
+`with_options` returns for the same options. So its measurements are not seen by code that merely
+asks for equal options.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import core
 
-from rankax._base.arrays import is_staged
 from rankax._base.checks import check_bool
-from rankax._call.arguments import check_method, is_array
-from rankax._call.bind import BoundKernel, bind, rebind
+from rankax._call.arguments import check_method
 from rankax._call.kernel import Kernel
-from rankax._call.run import plan_of, run
-from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
-from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
+from rankax._plan.levels import Level
 from rankax._tune.table import Candidate, Tuning, measured_for
+from rankax._tune.workload import Workload
 
 __all__ = ["tuned"]
 
-_SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
-_SIZES_ALONE = (16, 256)  # of chunks without the library, beside all items at once
-_SIZES_STORED = (256, 1024, 4096)  # of chunks whose intermediates a gradient stores
-_FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that tell how long an item takes
-_LONG = 0.01  # seconds, for which few items are enough to tell
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
-_GIVE_UP = (
-    4.0,
-    2.0,
-    2.0,
-    1.5,
-)  # times the best, after so many rounds; the first one does not count
-_WORTH = 0.97  # of the time with the options as they are, or with a smaller chunk, or these stay
-
-
-class _Measured(NamedTuple):
-    """One candidate: its options, the plan, and the compiled programs."""
-
-    options: Options
-    plan: BatchPlan
-    temporaries: int
-    run: Callable[[], Any] | None  # on the slice; None where it exceeds the limit
+_FIRST_SIZES = (256, 16, 4096)
+_FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that show how long an item takes
+_LONG = 0.01  # seconds, from which on the time of a run is reliable
+_RUN, _RUN_OF_SLICE = 1 / 30, 1 / 60  # the share of the time that one run may take
+_PROBES = 1 / 4  # after this share of the time, a second slice is not compiled
+_TRIALS = 0.7  # the share of the time in which candidates are tried, before those run in turns
+_COMPARISON = 0.4  # the share of the time for a comparison on all items, after the slice
+_MOST_ROUNDS = 50
+_GIVE_UP = (4.0, 2.0, 2.0, 1.5)  # times the fastest, by the number of rounds
+_WORTH = 0.97  # a candidate must take less than this share of the time of those before it
 
 
 def tuned(
@@ -61,7 +60,7 @@ def tuned(
     gradient: bool,
     seconds: Any,
 ) -> Tuning:
-    """Measure, and say what was found.
+    """Measure the candidates.
 
     Parameters
     ----------
@@ -71,248 +70,235 @@ def tuned(
     memory_limit, gradient, seconds
         As ``kernel.tune`` takes them.
     """
+    begin = time.perf_counter()
     where = f"{kernel.name}.tune"
     check_method(kernel, "tune", args, kwargs)
-    given = checked_limit(memory_limit, where)
-    limit = given or kernel.options().memory_limit
+    explicit = checked_limit(memory_limit, where)
+    limit = explicit or kernel.options().memory_limit
     limit = None if limit is None else limit_in_bytes(limit, free_bytes)
     check_bool(gradient, where, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
-    call = bind(kernel, args, kwargs)
-    if is_staged() or any(
-        isinstance(x, core.Tracer) for x in [*call.leaves, *jax.tree.leaves(_others(call))]
-    ):
-        raise TypeError(
-            f"{where}: it runs the kernel to time it, so it cannot be called inside jax.jit, "
-            "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
-        )
-    # A limit that is given takes the place of the kernel's chunk size; its own stands beside it.
-    bound = kernel.options().chunk_size if given is None else None
-    measure = _Measure(kernel, call, bound, gradient=gradient, where=where)
-    programs = measure.programs(limit, seconds)
-    times = _in_turns([p.run for p in programs], seconds)
-    candidates = [
-        Candidate(
-            _as_given(p.options, kernel.options()),
-            p.plan.in_flight,
-            min(found) / measure.items if found else None,
-            p.temporaries,
-            _note(p, found, max(map(len, times)), limit),
-        )
-        for p, found in zip(programs, times, strict=True)
-    ]
-    facts = measured_for(fun, args, kwargs, gradient=gradient)
-    return Tuning(facts, tuple(candidates), _best(candidates, where, limit))
-
-
-def _note(program: _Measured, times: Sequence[float], rounds: int, limit: int | None) -> str:
-    if program.run is None:
-        return f"above the limit of {shown_bytes(limit or 0)}"
-    return "given up early" if len(times) < rounds else ""
-
-
-def _best(candidates: Sequence[Candidate], where: str, limit: int | None) -> int:
-    """Return the position of the first that is hardly slower than the fastest."""
-    timed = [(c.seconds, i) for i, c in enumerate(candidates) if c.seconds is not None]
-    if not timed:
-        least = min(c.temporaries for c in candidates)
+    # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
+    bound = kernel.options().chunk_size if explicit is None else None
+    workload = Workload(kernel, args, kwargs, bound, gradient, where)
+    search = _Search(workload, limit, begin, seconds)
+    winner = search.winner()
+    if winner is None:
+        least = min(t.temporaries for t in search.trials if t.temporaries is not None)
         raise ValueError(
             f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit or 0)}; the "
-            f"least that was found needs {shown_bytes(least)} besides arguments and results"
+            f"smallest one tried needs {shown_bytes(least)} besides arguments and results"
         )
-    fastest, _ = min(timed)
-    return next(i for seconds, i in timed if fastest > _WORTH * seconds)
+    candidates = tuple(
+        Candidate(
+            workload.changes(trial.options),
+            trial.tile,
+            trial.shortest / search.items if trial.times else None,
+            trial.temporaries,
+            trial.note,
+        )
+        for trial in search.trials
+    )
+    facts = measured_for(fun, args, kwargs, gradient=gradient)
+    return Tuning(facts, candidates, search.trials.index(winner))
 
 
-def _as_given(options: Options, own: Options) -> dict[str, Any]:
-    """Return what differs by candidate, as `with_options` takes it."""
-    given: dict[str, Any] = {"chunk_size": options.chunk_size}
-    if options.checkpoint != own.checkpoint:
-        given["checkpoint"] = options.checkpoint
-    if options.compiler_options != own.compiler_options:
-        given["compiler_options"] = dict(options.compiler_options or ())
-    return given
+@dataclasses.dataclass(eq=False)
+class _Trial:
+    """A candidate, and what has been measured."""
+
+    options: Options
+    tile: int
+    note: str = "not tried"
+    levels: tuple[Level, ...] | None = None  # of its plan, once it is tried
+    temporaries: int | None = None
+    run: Callable[[], Any] | None = None  # None where it exceeds the limit
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def shortest(self) -> float:
+        """The shortest time: other work of the machine can only add to a time."""
+        return min(self.times, default=math.inf)
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        return self.options.compiler_options, self.options.checkpoint
 
 
-def _others(call: BoundKernel) -> dict[str, Any]:
-    """Return the arguments without a rank."""
-    return {name: v for name, v in call.arguments.arguments.items() if name not in call.names}
+class _Search:
+    """The candidates for one workload, tried until the time is over."""
 
+    def __init__(self, workload: Workload, limit: int | None, begin: float, seconds: float) -> None:
+        self.workload, self.limit = workload, limit
+        self.begin, self.seconds = begin, seconds
+        self.programs: dict[Any, tuple[Any, Callable[[], Any]]] = {}
+        self.trials = [_Trial(o, self._size(o, workload.items)) for o in workload.candidates()]
+        plain = workload.with_chunk(None) if workload.bound is None else None
+        self.baselines = [t for t in self.trials if t is self.trials[0] or t.options == plain]
+        self._choose_slice()
+        self.is_slice = self.items < workload.items
+        self.until = 1.0
+        for trial in list(self.baselines):
+            if trial is self.trials[0] or self._is_distinct(trial):
+                self._try(trial)
+        cost = self._cost_on_all_items(1 + len(self.baselines), self.trials[0])
+        if self.is_slice and cost < _COMPARISON:
+            self.until = 1 - _COMPARISON
+        self._try_others()
+        self._take_turns()
 
-class _Measure:
-    """The programs of one kernel for arguments like these, and the slice that they are run on."""
+    def winner(self) -> _Trial | None:
+        """Return the first candidate that is hardly slower than the fastest; None without any."""
+        timed = [t for t in self.trials if t.times]
+        fastest = min((t.shortest for t in timed), default=0.0)
+        best = next((t for t in timed if fastest > _WORTH * t.shortest), None)
+        return self._compared_on_all_items(best) if best and self.is_slice else best
 
-    def __init__(
-        self, kernel: Kernel, call: BoundKernel, bound: int | None, *, gradient: bool, where: str
-    ) -> None:
-        self.kernel, self.call, self.bound, self.gradient = kernel, call, bound, gradient
-        self.own = dataclasses.replace(kernel.options(), memory_limit=None)
-        self.others, self.others_tree = jax.tree.flatten(_others(call))
-        ranks = call.structure.ranks
-        self.traced = [
-            i
-            for i, leaf in enumerate([*call.leaves, *self.others])
-            if (i < len(ranks) and ranks[i] is not None) or (kernel.preset.jit and is_array(leaf))
-        ]
-        self.floating = [
-            i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
-        ]
-        self.batch = call.plan(self.with_(None)).plan.batch_shape
-        self.items = math.prod(self.batch)
-        if not self.items or not self.batch:
-            what = "no batch axes" if not self.batch else "an empty batch"
-            raise ValueError(
-                f"{where}: there is nothing to tune, for the arguments have {what}; pass arguments "
-                "as large as those of the calls that are to be fast"
-            )
-        if gradient and not self.floating:
-            raise TypeError(
-                f"{where}: gradient=True, but no argument with a rank holds floating numbers"
-            )
+    def _elapsed(self) -> float:
+        """Return the share of the time that is over."""
+        return (time.perf_counter() - self.begin) / self.seconds
 
-    def programs(self, limit: int | None, seconds: float) -> list[_Measured]:
-        """Compile every candidate for all items, and for a slice that is run in the time given."""
-        chosen = self.candidates()
-        leaves = self.slice_for(chosen[0], seconds / (len(chosen) * 2 * _FEWEST_ROUNDS))
-        programs: list[_Measured] = []
-        for options in chosen:
-            plan = plan_of(self.call, options)
-            whole = self.compiled(options, self.call.leaves)
-            bytes_needed = whole.memory_analysis().temp_size_in_bytes
-            run = None
-            if limit is None or bytes_needed <= limit:
-                run = self.runner(options, leaves, whole)
-            programs.append(_Measured(options, plan, bytes_needed, run))
-        return programs
+    def _program(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
+        """Return the compiled program for a slice, and a function that runs it."""
+        leaves, items = self.workload.sliced(items)
+        if (options, items) not in self.programs:
+            self.programs[options, items] = self.workload.compiled(options, leaves)
+        return self.programs[options, items]
 
-    def candidates(self) -> list[Options]:
-        """Return the options as they are, then others; of those that do the same, one."""
-        bound = self.bound
-        most = min(bound or self.items, self.items - 1)
-        sizes = [self.own.chunk_size, *(n for n in _SIZES if n <= most), bound]
-        found: dict[Any, Options] = {}
-        for options in [self.with_(size) for size in sizes]:
-            plan = plan_of(self.call, options)
-            found.setdefault((plan.levels, options.compiler_options), options)
-        if self.own.jit and tiles_matter(dict(self.own.compiler_options or ())):
-            for size in dict.fromkeys([bound, *(n for n in _SIZES_ALONE if n <= most)]):
-                found[size] = self.with_(size, **{NO_LIBRARY: ""})
-        # What chunks store grows with the batch, so not for someone who bounds chunks, not memory.
-        if self.gradient and self.own.checkpoint and bound is None:
-            for size in (n for n in _SIZES_STORED if n <= most):
-                found["stored", size] = dataclasses.replace(self.with_(size), checkpoint=False)
-        return list(found.values())
+    def _size(self, options: Options, items: int) -> int:
+        return min(options.chunk_size or items, items)
 
-    def with_(self, chunk_size: int | None, **compiler: str) -> Options:
-        options = dataclasses.replace(self.own, chunk_size=chunk_size)
-        if not compiler:
-            return options
-        both = {**dict(self.own.compiler_options or ()), **compiler}
-        return dataclasses.replace(options, compiler_options=tuple(sorted(both.items())))
-
-    def slice_for(self, options: Options, seconds: float) -> list[Any]:
-        """Return leaves with the first part of the longest batch axis, that take so long."""
-        found = 0.0
-        for items in (_FEW_ITEMS, _SOME_ITEMS):
-            run = self.runner(options, self.sliced(items), None)
-            found = min(_timed(run) for _ in range(_FEWEST_ROUNDS))
-            if found > _LONG:
+    def _choose_slice(self) -> None:
+        """Choose how many items are run: all, or as many as take a small share of the time."""
+        self.few_seconds = math.inf
+        options, seconds = self.trials[0].options, 0.0
+        for few in (_FEW_ITEMS, _SOME_ITEMS):
+            before = time.perf_counter()
+            _, self.items = self.workload.sliced(few)
+            _, run = self._program(options, few)
+            self.compile_seconds = time.perf_counter() - before
+            seconds = _timed(run)
+            if seconds < _LONG:
+                seconds = min(_timed(run), _timed(run))
+            self.few_seconds = min(self.few_seconds, seconds)
+            is_all = self.items == self.workload.items
+            if seconds > _LONG or is_all or self._elapsed() > _PROBES:
                 break
-        return self.sliced(max(_FEW_ITEMS, int(seconds * self.items / found)))
+        if len(self.baselines) == 1 and self._elapsed() > 1:
+            return  # nothing to compare with
+        affordable = _RUN * self.seconds * self.items / max(seconds, 1e-9)
+        if affordable < self.workload.items:
+            affordable *= _RUN_OF_SLICE / _RUN
+        if not self.items / 2 < affordable < self.items:  # else the last slice will do
+            _, self.items = self.workload.sliced(max(int(affordable), _FEW_ITEMS))
 
-    def sliced(self, items: int) -> list[Any]:
-        """Return leaves with about so many items, and count them."""
-        length = max(self.batch)
-        axis = self.batch.index(length) - len(self.batch)
-        others = math.prod(self.batch) // length
-        part = min(length, -(-items // others))
-        self.items = part * others
-        return [
-            _first(leaf, rank.rank, axis, length, part) if rank is not None else leaf
-            for leaf, rank in zip(self.call.leaves, self.call.structure.ranks, strict=True)
-        ]
+    def _try(self, trial: _Trial) -> None:
+        """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
+        before, compiled = time.perf_counter(), len(self.programs)
+        plan = self.workload.plan(trial.options)
+        if any(t.levels == plan.levels and t.variant == trial.variant for t in self.trials):
+            self.trials.remove(trial)
+            self.baselines = [t for t in self.baselines if t is not trial]
+            return
+        trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
+        if self.limit is not None or not self.is_slice:
+            whole, _ = self._program(trial.options, self.workload.items)
+            trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
+            if self.limit is not None and needed > self.limit:
+                trial.note = f"above the limit of {shown_bytes(self.limit)}"
+                return
+        _, trial.run = self._program(trial.options, self.items)
+        if len(self.programs) > compiled:
+            self.compile_seconds = time.perf_counter() - before
+        fastest = min(t.shortest for t in self.trials)
+        trial.times = [_timed(trial.run)]
+        if trial.shortest < _GIVE_UP[0] * fastest and self._elapsed() < 1:
+            trial.times = [_timed(trial.run)]  # without what only a first run does
 
-    def runner(self, options: Options, leaves: Sequence[Any], whole: Any) -> Callable[[], Any]:
-        is_whole = all(a is b for a, b in zip(leaves, self.call.leaves, strict=True))
-        compiled = whole if is_whole and whole is not None else self.compiled(options, leaves)
-        arrays = self.inputs(leaves)
-        return lambda: compiled(*arrays)
+    def _try_others(self) -> None:
+        pending = [t for t in self.trials if t not in self.baselines]
+        while pending:
+            is_timed = any(t.times for t in self.trials)
+            if not is_timed and self._elapsed() > 1:  # only a smaller chunk can keep to the limit
+                tried = [self._size(t.options, self.items) for t in self.trials if t.levels]
+                pending = [t for t in pending if self._size(t.options, self.items) < min(tried)]
+            if not pending:
+                break
+            trial = min(pending, key=self._rank)
+            pending.remove(trial)
+            if not is_timed or (self._is_distinct(trial) and self._is_affordable(trial)):
+                self._try(trial)
 
-    # The program. It takes a number for the cotangents, lest they are constants, and all arrays.
+    def _rank(self, trial: _Trial) -> tuple[float, ...]:
+        """Return a key that orders candidates by promise."""
+        size = self._size(trial.options, self.items)
+        is_variant = trial.variant != self.trials[0].variant
+        if size in _FIRST_SIZES and not is_variant:
+            return 0, _FIRST_SIZES.index(size)
+        if trial.options.chunk_size is None:  # all items at once, by other means
+            return 0, 0.5
+        fastest = min(self.trials, key=lambda t: t.shortest)
+        distance = abs(math.log2(size / self._size(fastest.options, self.items)))
+        return 1, distance + 0.5 * is_variant
 
-    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        values = [*leaves, *self.others]
-        return [jnp.float32(1), *(values[i] for i in self.traced)]
+    def _is_distinct(self, trial: _Trial) -> bool:
+        """Whether the slice, which may fit into one chunk, can tell a candidate from others."""
+        key = self._size(trial.options, self.items), trial.variant
+        others = [t for t in self.trials if t.times]
+        return not self.is_slice or all(
+            key != (self._size(t.options, self.items), t.variant) for t in others
+        )
 
-    def compiled(self, options: Options, leaves: Sequence[Any]) -> Any:
-        compiler = None if options.compiler_options is None else dict(options.compiler_options)
+    def _is_affordable(self, trial: _Trial) -> bool:
+        """Whether the time left is enough to compile a candidate and to run it twice."""
+        size = self._size(trial.options, self.items)
+        tried = [(self._size(t.options, self.items), t.shortest) for t in self.trials if t.times]
+        # A step takes no longer than a run of a few items, nor than a step of more items.
+        estimates = [seconds * n / size for n, seconds in tried if n > size]
+        steps = -(-self.items // size)
+        estimates.append(min(seconds for _, seconds in tried) + self.few_seconds * steps)
+        cost = self.compile_seconds + 2 * min(estimates)
+        return self._elapsed() + cost / self.seconds < _TRIALS * self.until
 
-        def program(scale: Any, *arrays: Any) -> Any:
-            values = [*leaves, *self.others]
-            for i, x in zip(self.traced, arrays, strict=True):
-                values[i] = x
-            return (
-                self.gradients(options, scale, values)
-                if self.gradient
-                else self.run(options, values)
-            )
+    def _take_turns(self) -> None:
+        """Time candidates in turns, so that slow moments affect all; drop clear losers."""
+        alive = [t for t in self.trials if t.times]
+        for turn in range(_MOST_ROUNDS if alive else 0):
+            most = _GIVE_UP[min(turn, len(_GIVE_UP) - 1)] * min(t.shortest for t in alive)
+            for trial in [t for t in alive if t.shortest > most]:
+                trial.note = "given up early"
+                alive.remove(trial)
+            for trial in alive if len(alive) > 1 or turn < len(_GIVE_UP) else ():
+                if self._elapsed() + trial.shortest / self.seconds > self.until:
+                    return
+                trial.times.append(_timed(trial.run))
 
-        inputs = self.inputs(leaves)
-        return jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
+    def _cost_on_all_items(self, count: int, like: _Trial) -> float:
+        """Return the share of the time that it takes to compare so many candidates."""
+        run = like.shortest * self.workload.items / self.items
+        return count * (self.compile_seconds + 2 * run) / self.seconds
 
-    def run(self, options: Options, values: Sequence[Any]) -> Any:
-        count = len(self.call.leaves)
-        others = self.others_tree.unflatten(values[count:])
-        leaves = list(values[:count])
-        return run(rebind(self.kernel, self.call.names, leaves, self.call.treedef, others), options)
-
-    def gradients(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
-        def value(floats: Sequence[Any]) -> Any:
-            full = list(values)
-            for i, x in zip(self.floating, floats, strict=True):
-                full[i] = x
-            outs = [x for x in jax.tree.leaves(self.run(options, full)) if _is_floating(x)]
-            return sum((jnp.sum(x).astype(scale.dtype) * scale for x in outs), scale * 0)
-
-        return jax.value_and_grad(value)([values[i] for i in self.floating])
-
-
-def _is_floating(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.floating)
-
-
-def _first(leaf: Any, rank: int, axis: int, length: int, part: int) -> Any:
-    """Return the first items of a leaf along a batch axis, counted from the last; if it has it."""
-    batch = jnp.shape(leaf)[: jnp.ndim(leaf) - rank]
-    if part == length or -axis > len(batch) or batch[axis] != length:
-        return leaf
-    return leaf[(slice(None),) * (len(batch) + axis) + (slice(part),)]
+    def _compared_on_all_items(self, best: _Trial) -> _Trial:
+        """Return the faster of a candidate and the baselines on all items, if time is left."""
+        finalists = [t for t in dict.fromkeys([*self.baselines, best]) if not t.levels or t.run]
+        cost = self._cost_on_all_items(len(finalists), best)
+        if len(finalists) < 2 or self._elapsed() + cost > 1:
+            return best
+        times: list[float] = []
+        for trial in finalists:
+            whole, run = self._program(trial.options, self.workload.items)
+            trial.temporaries = whole.memory_analysis().temp_size_in_bytes
+            times.append(min(_timed(run), _timed(run)))
+            trial.times = trial.times or [times[-1] * self.items / self.workload.items]
+        fastest = finalists[next(i for i, t in enumerate(times) if min(times) > _WORTH * t)]
+        if fastest is not best:
+            best.note = "slower on all items"
+        return fastest
 
 
-def _timed(run: Callable[[], Any]) -> float:
+def _timed(run: Callable[[], Any] | None) -> float:
+    assert run is not None
     begin = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - begin
-
-
-def _in_turns(runs: Sequence[Callable[[], Any] | None], seconds: float) -> list[list[float]]:
-    """Time each in turns, so that a slow moment of the machine falls on all; drop clear losers."""
-    times: list[list[float]] = [[] for _ in runs]
-    alive = {i: run for i, run in enumerate(runs) if run is not None}
-    deadline = time.perf_counter() + seconds
-    for turn in range(_MOST_ROUNDS + 1):
-        if not alive or (turn > _FEWEST_ROUNDS and time.perf_counter() > deadline):
-            break
-        for i, timed in alive.items():
-            if turn == 1:
-                times[i].clear()
-            if turn == 0:  # warms up
-                timed()
-            times[i].append(_timed(timed))
-        # The shortest: what else a machine does can only add to a time.
-        shortest = {i: min(times[i]) for i in alive}
-        most = _GIVE_UP[min(turn, len(_GIVE_UP) - 1)] * min(shortest.values())
-        alive = {i: run for i, run in alive.items() if shortest[i] <= most}
-    return times

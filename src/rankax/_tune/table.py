@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What `tune` found: a table, and how it is saved and found again."""
+"""The result of `tune`: a table that can be saved in a file of JSON and looked up there."""
 
 import dataclasses
 import inspect
@@ -25,41 +25,42 @@ _HEADER = ("items at once", "options", "time per item", "temporaries", "")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One set of options, and what it took.
+    """One set of options, and its measurements.
 
     Attributes
     ----------
     options : dict
         For ``with_options``.
     tile : int
-        How many items are evaluated at once.
+        The number of items evaluated at once.
     seconds : float or None
-        The shortest time of one item that was found; None where it was not run.
-    temporaries : int
-        The bytes that the compiled call of all items needs besides arguments and results.
+        The shortest measured time per item; None if it was not run.
+    temporaries : int or None
+        The bytes that a call with all items needs besides arguments and results, as compiled; None
+        if it was not compiled for all items.
     note : str
-        Why it was given up early, or not run at all.
+        Why it was given up early or not run; ``"not tried"`` if the time was not enough.
     """
 
     options: dict[str, Any]
     tile: int
     seconds: float | None
-    temporaries: int
+    temporaries: int | None
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What ``kernel.tune(...)`` measured: printed by ``print(kernel.tuning)``.
+    """The result of ``kernel.tune(...)``, which ``print(kernel.tuning)`` shows as a table.
 
     Attributes
     ----------
     measured_for : dict
-        The kernel, its arguments by shape and dtype, the device and the version of JAX.
+        The kernel, the shapes and dtypes of its arguments, the device and the version of JAX.
     candidates : tuple of Candidate
-        In the order in which they were made; the first has the options that the kernel had.
+        The first has the options that the kernel had.
     chosen : int
-        The position of the one that is used.
+        The position of the fastest candidate.
     """
 
     measured_for: dict[str, Any]
@@ -68,19 +69,16 @@ class Tuning:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was chosen: ``kernel.with_options(**kernel.tuning.options)`` says it by hand."""
+        """The chosen options, for ``kernel.with_options(**kernel.tuning.options)``."""
         return dict(self.candidates[self.chosen].options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Add this to a file of JSON, in place of what was measured for the same before."""
-        place = Path(path)
-        entries = list(_read(place)) if place.exists() else []
-        entries = [entry for entry in entries if entry.measured_for != self.measured_for]
-        whole = {
-            "format": _FORMAT,
-            "tunings": [dataclasses.asdict(entry) for entry in [*entries, self]],
-        }
-        place.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        """Add this to a JSON file, in place of an earlier measurement of the same call."""
+        file = Path(path)
+        entries = _read(file) if file.exists() else ()
+        entries = [*(e for e in entries if e.measured_for != self.measured_for), self]
+        content = {"format": _FORMAT, "tunings": [dataclasses.asdict(e) for e in entries]}
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         return f"{self._title()}\n{table(_HEADER, self._rows(), {self.chosen})}"
@@ -110,7 +108,7 @@ class Tuning:
                 str(c.tile),
                 ", ".join(f"{name}={value!r}" for name, value in c.options.items()),
                 "-" if c.seconds is None else _time(c.seconds),
-                shown_bytes(c.temporaries),
+                "-" if c.temporaries is None else shown_bytes(c.temporaries),
                 "chosen" if i == self.chosen else c.note,
             )
             for i, c in enumerate(self.candidates)
@@ -126,7 +124,7 @@ def _time(seconds: float) -> str:
 def measured_for(
     kernel: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, gradient: bool
 ) -> dict[str, Any]:
-    """Say for what a measurement holds, in words and numbers that JSON has."""
+    """Return a JSON-serializable description of the measured call."""
     bound = inspect.signature(kernel).bind(*args, **kwargs)
     arguments: dict[str, str] = {}
     for name, value in bound.arguments.items():
@@ -145,16 +143,13 @@ def measured_for(
 def _kind(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
-    if isinstance(leaf, (bool, int, str)):  # which may decide how much work there is
+    if isinstance(leaf, (bool, int, str)):  # may decide how much work there is
         return repr(leaf)
     return type(leaf).__name__
 
 
 class Tunings:
-    """What a file of `Tuning.save` holds.
-
-    Iterate over it for every `Tuning`.
-    """
+    """The contents of a file that `Tuning.save` wrote: an iterable of `Tuning`."""
 
     def __init__(self, tunings: tuple[Tuning, ...]) -> None:
         self._tunings = tunings
@@ -168,19 +163,20 @@ class Tunings:
     def find(
         self, kernel: Callable[..., Any], *args: Any, gradient: bool = False, **kwargs: Any
     ) -> Tuning | None:
-        """Return what was measured for this kernel and arguments like these, or None.
+        """Return the `Tuning` for this kernel and arguments like these, or None.
 
-        Only where all agrees: the name of the kernel and its module, the shapes and dtypes, the
-        kind of device, and the version of JAX. The arguments may be `jax.ShapeDtypeStruct`.
+        All of these must agree: the name of the kernel and its module, the shapes and dtypes of the
+        arguments, the kind of device, and the version of JAX. The arguments may be
+        `jax.ShapeDtypeStruct`.
         """
         facts = measured_for(kernel, args, kwargs, gradient=gradient)
         return next((t for t in self._tunings if t.measured_for == facts), None)
 
 
 def load_tuning(path: str | os.PathLike[str]) -> Tunings:
-    """Read what `Tuning.save` wrote.
+    """Read a file that `Tuning.save` wrote.
 
-    Equivalent to ``json.load``, with a check of what was read. Nothing in the file is executed.
+    Equivalent to ``json.load``, with a check of the contents. Nothing in the file is executed.
 
     Parameters
     ----------
@@ -190,15 +186,15 @@ def load_tuning(path: str | os.PathLike[str]) -> Tunings:
     Returns
     -------
     Tunings
-        ``find(kernel, *args)`` returns the `Tuning` for exactly this kernel, such arguments, this
+        ``find(kernel, *args)`` returns the `Tuning` for this kernel, arguments like these, this
         kind of device and this version of JAX, or None.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        The file does not exist.
     ValueError
-        If it holds anything else.
+        The file holds anything else.
 
     Examples
     --------
@@ -220,16 +216,16 @@ def load_tuning(path: str | os.PathLike[str]) -> Tunings:
 def _read(path: Path) -> tuple[Tuning, ...]:
     refusal = f"{path}: not a file that Tuning.save wrote"
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if whole["format"] != _FORMAT:
-            raise ValueError(f"{refusal} (its format is {whole['format']!r}, not {_FORMAT!r})")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"{refusal} (its format is {content['format']!r}, not {_FORMAT!r})")
         return tuple(
             Tuning(
                 entry["measured_for"],
                 tuple(Candidate(**candidate) for candidate in entry["candidates"]),
                 entry["chosen"],
             )
-            for entry in whole["tunings"]
+            for entry in content["tunings"]
         )
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{refusal} ({type(error).__name__}: {error})") from None

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""The programs of one kernel that `tune` times, for all items or for a slice of them.
+
+They are compiled with `jax.jit` whether or not the kernel has ``jit=True``, because that is how a
+fast program runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core
+
+from rankax._base.arrays import is_staged
+from rankax._call.arguments import is_array
+from rankax._call.bind import bind, rebind
+from rankax._call.kernel import Kernel
+from rankax._call.run import plan_of, run
+from rankax._fit.cpu import NO_LIBRARY, tiles_matter
+from rankax._options import Options
+from rankax._plan.batch import BatchPlan
+
+__all__ = ["Workload"]
+
+_SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
+_SIZES_WITHOUT_LIBRARY = (16, 256)  # besides all items at once
+_SIZES_STORED = (256, 1024, 4096)  # of chunks whose intermediates a gradient stores
+
+
+class Workload:
+    """A kernel and the arguments that it is tuned for.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    args, kwargs
+        Of the call.
+    bound : int, optional
+        The largest chunk that may be used.
+    gradient : bool
+        Whether the value is differentiated.
+    where : str
+        How an error message begins.
+    """
+
+    def __init__(
+        self, kernel: Kernel, args: Any, kwargs: Any, bound: int | None, gradient: bool, where: str
+    ) -> None:
+        self.kernel, self.bound, self.gradient = kernel, bound, gradient
+        self.call = call = bind(kernel, args, kwargs)
+        others = {name: v for name, v in call.arguments.arguments.items() if name not in call.names}
+        self.others, self.others_tree = jax.tree.flatten(others)
+        if is_staged() or any(isinstance(x, core.Tracer) for x in [*call.leaves, *self.others]):
+            raise TypeError(
+                f"{where}: it runs the kernel to time it, so it cannot be called inside jax.jit, "
+                "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
+            )
+        self.defaults = dataclasses.replace(kernel.options(), memory_limit=None)
+        ranks = call.structure.ranks
+        self.traced = [
+            i
+            for i, leaf in enumerate([*call.leaves, *self.others])
+            if (i < len(ranks) and ranks[i] is not None) or (kernel.preset.jit and is_array(leaf))
+        ]
+        self.floating = [
+            i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
+        ]
+        self.batch = call.plan(self.with_chunk(None)).plan.batch_shape
+        self.items = math.prod(self.batch)
+        if not self.items or not self.batch:
+            what = "no batch axes" if not self.batch else "an empty batch"
+            raise ValueError(
+                f"{where}: the arguments have {what}, so there is nothing to tune; pass arguments "
+                "as large as those of the calls that should be fast"
+            )
+        if gradient and not self.floating:
+            raise TypeError(
+                f"{where}: gradient=True, but no argument with a rank holds floating-point numbers"
+            )
+
+    def candidates(self) -> list[Options]:
+        """Return the options to compare: first those that the kernel has."""
+        bound = self.bound
+        most = min(bound or self.items, self.items - 1)
+        sizes = [self.defaults.chunk_size, *(n for n in _SIZES if n <= most), bound]
+        options = [self.with_chunk(size) for size in sizes]
+        if self.defaults.jit and tiles_matter(dict(self.defaults.compiler_options or ())):
+            sizes = [bound, *(n for n in _SIZES_WITHOUT_LIBRARY if n <= most)]
+            compiler = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
+            pairs = tuple(sorted(compiler.items()))
+            options += [
+                dataclasses.replace(self.with_chunk(size), compiler_options=pairs) for size in sizes
+            ]
+        # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
+        if self.gradient and self.defaults.checkpoint and bound is None:
+            sizes = [n for n in _SIZES_STORED if n <= most]
+            options += [
+                dataclasses.replace(self.with_chunk(size), checkpoint=False) for size in sizes
+            ]
+        return list(dict.fromkeys(options))
+
+    def with_chunk(self, chunk_size: int | None) -> Options:
+        return dataclasses.replace(self.defaults, chunk_size=chunk_size)
+
+    def changes(self, options: Options) -> dict[str, Any]:
+        """Return the options in which a candidate may differ, as `with_options` takes them."""
+        changes: dict[str, Any] = {"chunk_size": options.chunk_size}
+        if options.checkpoint != self.defaults.checkpoint:
+            changes["checkpoint"] = options.checkpoint
+        if options.compiler_options != self.defaults.compiler_options:
+            changes["compiler_options"] = dict(options.compiler_options or ())
+        return changes
+
+    def plan(self, options: Options) -> BatchPlan:
+        """Return the plan of the call; it may trace the kernel."""
+        return plan_of(self.call, options)
+
+    def sliced(self, items: int) -> tuple[list[Any], int]:
+        """Return leaves with at least ``items`` items, if there are so many; and their number.
+
+        The longest batch axis is cut.
+        """
+        length = max(self.batch)
+        axis = self.batch.index(length) - len(self.batch)
+        others = self.items // length
+        part = min(length, -(-items // others))
+        leaves: list[Any] = []
+        for leaf, rank in zip(self.call.leaves, self.call.structure.ranks, strict=True):
+            batch = () if rank is None else jnp.shape(leaf)[: jnp.ndim(leaf) - rank.rank]
+            if part < length and -axis <= len(batch) and batch[axis] == length:
+                leaf = leaf[(slice(None),) * (len(batch) + axis) + (slice(part),)]
+            leaves.append(leaf)
+        return leaves, part * others
+
+    def compiled(self, options: Options, leaves: Sequence[Any]) -> tuple[Any, Callable[[], Any]]:
+        """Compile the program for these leaves; return it, and a function that runs it."""
+        values = [*leaves, *self.others]
+        evaluate = self._gradients if self.gradient else self._outputs
+
+        def program(scale: Any, *arrays: Any) -> Any:
+            traced = dict(zip(self.traced, arrays, strict=True))
+            return evaluate(
+                options, scale, [traced.get(i, value) for i, value in enumerate(values)]
+            )
+
+        # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
+        inputs = [jnp.float32(1), *(values[i] for i in self.traced)]
+        compiler = None if options.compiler_options is None else dict(options.compiler_options)
+        compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
+        return compiled, lambda: compiled(*inputs)
+
+    def _outputs(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
+        del scale
+        count = len(self.call.leaves)
+        others = self.others_tree.unflatten(values[count:])
+        leaves = list(values[:count])
+        return run(rebind(self.kernel, self.call.names, leaves, self.call.treedef, others), options)
+
+    def _gradients(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
+        def value(floats: Sequence[Any]) -> Any:
+            full = list(values)
+            for i, x in zip(self.floating, floats, strict=True):
+                full[i] = x
+            outs = jax.tree.leaves(self._outputs(options, scale, full))
+            sums = [jnp.sum(x).astype(scale.dtype) * scale for x in outs if _is_floating(x)]
+            return sum(sums, scale * 0)
+
+        return jax.value_and_grad(value)([values[i] for i in self.floating])
+
+
+def _is_floating(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.floating)

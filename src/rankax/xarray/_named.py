@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: MIT
+"""The arguments of a call with named arrays: their core, batch and reduced dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._base.blocks import blocks_of
+from rankax._base.words import listed, plural
+from rankax._blocks.dtypes import checked_dtype, in_native_order
+from rankax._call.arguments import is_number
+from rankax._call.bind import BoundKernel
+from rankax._call.kernel import Kernel
+from rankax._declare.dims import Rank
+from rankax.xarray._dims import Dims, dims_given, dims_of_argument, read_dims
+
+__all__ = ["NamedLeaf", "batch_dims", "named_leaves", "reduced_dims", "xr"]
+
+# Imported by name because a type checker need not have xarray installed.
+xr: Any = importlib.import_module("xarray")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedLeaf:
+    """One leaf of the arguments: a named array with its core dimensions, or anything else."""
+
+    value: Any
+    path: str
+    rank: Rank | None
+    core: Dims | None = None  # None: not a named array
+
+    @property
+    def variables(self) -> list[tuple[str, Any]]:
+        """The arrays of a named array, with their paths: those of a Dataset, or itself."""
+        if isinstance(self.value, xr.Dataset):
+            return [(f"{self.path}[{name!r}]", v) for name, v in self.value.data_vars.items()]
+        return [] if self.core is None else [(self.path, self.value)]
+
+    def present(self, reduced: Dims, where: str) -> Dims:
+        """Return the reduced dimensions that all variables have; they must be the same in all."""
+        every = [tuple(d for d in reduced if d in v.dims) for _, v in self.variables]
+        for dims, (path, _) in zip(every, self.variables, strict=True):
+            if dims != every[0]:
+                raise ValueError(
+                    f"{where}: the reduced dimensions of {path} are {listed(dims) or 'none'}, but "
+                    f"those of the other variables are {listed(every[0]) or 'none'}"
+                )
+        return every[0] if every else ()
+
+    def aligned(self, data: Any, reduced: Dims, where: str) -> Any:
+        """Return the data of a named array with an axis for each reduced dimension it lacks."""
+        if isinstance(data, np.ndarray):
+            data = in_native_order(data)
+        present = self.present(reduced, where)
+        index = [slice(None) if dim in present else None for dim in reduced]
+        return data[(..., *index, *(slice(None) for _ in self.core or ()))]
+
+    def shape(self, reduced: Dims) -> jax.ShapeDtypeStruct | None:
+        """Return shape and dtype with the reduced and core axes only; None for other objects."""
+        if self.core is not None:
+            _, variable = self.variables[0]
+            sizes = [variable.sizes.get(dim, 1) for dim in reduced]
+            sizes += [variable.sizes[dim] for dim in self.core]
+            return jax.ShapeDtypeStruct(sizes, variable.dtype.newbyteorder("="))
+        if self.rank is None or is_number(self.value):
+            return None
+        dtype = jax.dtypes.canonicalize_dtype(self.value.dtype)
+        return jax.ShapeDtypeStruct(self.value.shape, dtype)
+
+
+def named_leaves(kernel: Kernel, call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
+    """Return the leaves of a call, with the core dimensions of the named arrays."""
+    ranks = [*zip(call.structure.paths, call.leaves, call.structure.ranks, strict=True)]
+    others = [(n, v, None) for n, v in call.arguments.arguments.items() if n not in call.names]
+    for path, value, rank in [*others, *ranks]:
+        if rank is None and blocks_of(value) == "xarray":
+            raise TypeError(
+                f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
+                "its values"
+            )
+    leaves = [_leaf(value, path, rank, core_dims, where) for path, value, rank in ranks]
+    if all(leaf.core is None for leaf in leaves):
+        raise TypeError(
+            f"{where}: no argument with a rank is a DataArray or a Dataset; call {kernel.name} "
+            "itself"
+        )
+    return leaves
+
+
+def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) -> NamedLeaf:
+    if rank is None:
+        return NamedLeaf(value, path, rank)
+    if blocks_of(value) != "xarray":
+        if not is_number(value) and jnp.ndim(value) != rank.rank:
+            raise TypeError(
+                f"{where}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
+                "axes, but they have no names; pass an xarray.DataArray"
+            )
+        return NamedLeaf(value, path, rank)
+    given = dims_given(core_dims, path, where)
+    parameter = re.split(r"[.\[]", path)[0]
+    core: Dims = ()
+    for at, variable in NamedLeaf(value, path, rank, ()).variables:
+        core = dims_of_argument(rank, given, variable.dims, at, parameter, where)
+        checked_dtype(variable.dtype, f"{where}: {at} is an array", at)
+        for dim in core:
+            if (number := len(variable.chunksizes.get(dim, ()))) > 1:
+                raise ValueError(
+                    f"{where}: {at} is cut into {plural(number, 'chunk')} along its core dimension "
+                    f"{dim!r}, and one item needs all of it; pass {at}.chunk({{{dim!r}: -1}})"
+                )
+    return NamedLeaf(value, path, rank, core)
+
+
+def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
+    """Return all batch dimensions; refuse one that is a core dimension of another array."""
+    first: dict[str, NamedLeaf] = {}  # the first leaf with each batch dimension
+    for leaf in leaves:
+        for _, variable in leaf.variables:
+            for dim in variable.dims:
+                if dim not in (leaf.core or ()):
+                    first.setdefault(dim, leaf)
+    for leaf in leaves:
+        for dim in leaf.core or ():
+            if dim in first:
+                raise ValueError(
+                    f"{where}: {dim!r} is a core dimension of {leaf.path}, but a batch dimension "
+                    f"of {first[dim].path}, whose rank is {first[dim].rank}; rename it in one of "
+                    "them, or declare it as core in both"
+                )
+    return tuple(first)
+
+
+def reduced_dims(kernel: Kernel, given: Any, batch: Dims, where: str) -> Dims:
+    """Return the dimensions that are reduced, which follow the other batch dimensions."""
+    options = kernel.preset
+    if options.reduce is None:
+        if given is not None:
+            raise TypeError(f"{where}: reduce_dims={given!r} needs a kernel with the option reduce")
+        return ()
+    if given is None:
+        if options.reduce_axis is not None:
+            raise ValueError(
+                f"{where}: {kernel.name} has reduce_axis={options.reduce_axis}, but the batch "
+                f"dimensions have names; name those to reduce: reduce_dims={batch[-1:]}"
+            )
+        return batch
+    names = read_dims(given, f"{where}: reduce_dims")
+    if absent := [name for name in names if name not in batch]:
+        raise ValueError(
+            f"{where}: reduce_dims names {absent[0]!r}, which is not a batch dimension; these are "
+            f"{listed([repr(dim) for dim in batch]) or 'none'}"
+        )
+    return names
