@@ -26,7 +26,8 @@ from rankax._call.over_parts import (
     plan_of_all,
     reduce_parts,
 )
-from rankax._devices.parts import Parts, find_parts, is_spread
+from rankax._devices.find import find_parts, is_spread
+from rankax._devices.parts import Parts
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._options import Options
