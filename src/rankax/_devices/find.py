@@ -10,6 +10,7 @@ Axes of type ``Manual`` never count: inside `jax.shard_map`, each device maps it
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,12 @@ import jax
 from jax import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rankax._base.arrays import is_staged
 from rankax._base.checks import positive_int
 from rankax._base.words import listed
 from rankax._devices.parts import Parts, entry_names, type_of_axis
 
-__all__ = ["Shards", "checked_shards", "find_parts", "is_spread"]
+__all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
 
 Shards = int | PartitionSpec | None
 
@@ -89,6 +91,20 @@ def is_spread(leaf: Any) -> bool:
     if not isinstance(sharding, NamedSharding):
         return False
     return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    shardings = [_sharding(leaf) for leaf in leaves]
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            mesh: Any = sharding.mesh
+            if isinstance(mesh, jax.sharding.AbstractMesh) or is_staged():
+                return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:
