@@ -485,7 +485,7 @@ def errors(mesh):
     unfit(
         P("d"),
         (X, W),
-        "names axes of a mesh, but no argument lies on one here; give the number of parts, or call "
+        "names axes of a mesh, but no argument is on one here; give the number of parts, or call "
         "it with jax.set_mesh(mesh)",
     )
     fold = rd.Fold(jnp.float32(0), lambda y: y, jnp.add)
@@ -503,16 +503,17 @@ def errors(mesh):
     with inside(explicit):
         refused(
             ValueError,
-            "chunked_vmap(<lambda>): one argument lies along the mesh axes ('d',) where it is "
-            "mapped, another along ('e',); use jax.sharding.reshard, so that they lie alike",
+            "chunked_vmap(<lambda>): one argument is sharded along the mesh axes ('d',) where it "
+            "is mapped, another along ('e',); use jax.sharding.reshard to shard them alike",
             chunked_vmap(lambda x, b: x * b, 7),
             put(explicit, X, "d"),
             put(explicit, X, "e"),
         )
         refused(
             ValueError,
-            "chunked_vmap(<lambda>): items of one argument lie along the mesh axes ('e',), but a "
-            "loop over chunks needs each of them whole on a device; use jax.sharding.reshard",
+            "chunked_vmap(<lambda>): items of one argument are sharded along the mesh axes "
+            "('e',), but a loop over chunks needs each of them whole on a device; use "
+            "jax.sharding.reshard",
             chunked_vmap(lambda x: x * 2, 7),
             put(explicit, data(N, 4), "d", "e"),
         )

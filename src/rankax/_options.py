@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
-from rankax._devices.parts import Shards, checked_shards
+from rankax._devices.find import Shards, checked_shards
 from rankax._plan.budget import checked_limit
 from rankax._progress.report import checked_progress
 from rankax._reduce.run import Reductions, read_reductions

@@ -107,7 +107,7 @@ class Bound(abc.ABC):
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)
         ]
-        avals += [PLACE for _ in plan.splits]
+        avals += [with_shape(PLACE, ()) for _ in plan.splits]
         return trace_item(
             self.on_item(plan), lambda *items: (items, {}), avals, self.out_axes, self.axis_name
         )

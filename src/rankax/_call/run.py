@@ -26,7 +26,8 @@ from rankax._call.over_parts import (
     plan_of_all,
     reduce_parts,
 )
-from rankax._devices.parts import Parts, find_parts, is_spread
+from rankax._devices.find import find_parts, is_spread, on_mesh
+from rankax._devices.parts import Parts
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._options import Options
@@ -53,6 +54,11 @@ class Prepared(NamedTuple):
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
     """Evaluate a bound call; its parts, if they are known already, need not be looked for."""
+    with on_mesh(bound.leaves):
+        return _run(bound, options, parts)
+
+
+def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any:
     ready = prepare(bound, options, parts)
     if ready.item is None:
         return _in_one_piece(bound, ready.plan, ready.options)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Devices: a sharded axis -> parts that devices walk side by side."""
+"""Devices: find the sharded axes of a batch, and cut them into one part for each device."""

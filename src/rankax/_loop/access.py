@@ -160,7 +160,10 @@ def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
     """
     if chunk.shape[axis] != size:
         return chunk
-    return lax.reshape(lax.optimization_barrier(lax.reshape(chunk, (1, chunk.size))), chunk.shape)
+    # In two steps each way, because JAX has no sharding for both at once on explicit meshes.
+    flat = lax.reshape(lax.reshape(chunk, (chunk.size,)), (1, chunk.size))
+    flat = lax.reshape(lax.optimization_barrier(flat), (chunk.size,))
+    return lax.reshape(flat, chunk.shape)
 
 
 def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.reuse import map_chunks
 from rankax._loop.spec import LoopSpec
-from rankax._trace.item import ItemProgram, trace_item, with_axis
+from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
 __all__ = ["map_level", "trace_level"]
 
@@ -42,7 +42,7 @@ def trace_level(
     """Trace ``fun`` for one item of a level, with the leaves that the level does not map."""
     pairs = zip(spec.mapped(leaves), spec.axes, strict=True)
     avals = [with_axis(jnp.asarray(x), axis) for x, axis in pairs]
-    avals += [PLACE] if spec.numbered else []
+    avals += [with_shape(PLACE, ())] if spec.numbered else []
     return trace_item(
         fun, lambda *items: (tuple(spec.with_items(leaves, items)), {}), avals, out_axes
     )

@@ -236,7 +236,7 @@ class RowProgram(NamedTuple):
     ) -> RowProgram:
         """Trace the kernel for one item, and check that its outputs can be reduced."""
         avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
-        avals += [PLACE for level in levels if level.numbered]
+        avals += [with_shape(PLACE, ()) for level in levels if level.numbered]
         found: list[list[tuple[str, Any]]] = []
 
         def lifted(*items: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
@@ -229,25 +229,45 @@ def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
     )
 
 
+# Types of items and chunks. On a mesh with explicit axes, or inside `jax.shard_map`, they need the
+# mesh: without it they do not fit the programs inside a kernel (`jit`, `scan`), nor their carries.
+
+
 def with_axis(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf with ``axis`` of another size, or without it."""
-    return with_shape(leaf, (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :]))
+    """Return the type of a leaf with ``axis`` of another size, or without it."""
+    shape = (*leaf.shape[:axis], *size, *leaf.shape[axis + 1 :])
+    spec = _spec(leaf)
+    return _typed(leaf, shape, (*spec[:axis], *(None for _ in size), *spec[axis + 1 :]))
 
 
 def with_shape(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf with another shape."""
+    """Return the type of a leaf with another shape, which no device has only a part of."""
+    return _typed(leaf, shape, _spec(leaf) if shape == leaf.shape else ())
+
+
+def _typed(leaf: Any, shape: tuple[int, ...], spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
     weak_type = getattr(leaf, "weak_type", False)  # PRNG keys have none
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type, **_among_devices(leaf))
+    on_mesh = _on_mesh(leaf, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak_type, **on_mesh)
 
 
-def _among_devices(leaf: Any) -> dict[str, Any]:
-    """Return what a type says of the devices inside `jax.shard_map`: whether they differ in it."""
-    if jax.sharding.AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    """Return the mesh axes that shard each axis of a leaf, as its type says."""
+    sharding = getattr(getattr(leaf, "aval", leaf), "sharding", None)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return (*spec, *(None for _ in leaf.shape[len(spec) :]))
+
+
+def _on_mesh(leaf: Any, spec: PartitionSpec) -> dict[str, Any]:
+    """Return what the mesh adds to a type: a sharding, and whether devices differ in the value."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        return {"sharding": NamedSharding(mesh, spec)}
+    if AxisType.Manual not in mesh.axis_types:
         return {}
     aval = getattr(leaf, "aval", leaf)
     if (vma := getattr(aval, "vma", None)) is not None:  # JAX 0.7
         return {"vma": vma}
-    if (found := getattr(aval, "manual_axis_type", None)) is not None:
-        whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-        return {"manual_axis_type": found, "sharding": whole}
+    if (varying := getattr(aval, "manual_axis_type", None)) is not None:
+        return {"manual_axis_type": varying, "sharding": NamedSharding(mesh, PartitionSpec())}
     return {}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: MIT
+"""Which axes of a batch are sharded: as the arrays show it, or as the option ``shards=`` gives it.
+
+An array that exists shows its sharding; a tracer shows it only on a mesh with explicit axes, where
+shardings belong to types. So inside a caller's own ``jit``, ``shards=`` names the sharded axes.
+
+Axes of a mesh with one device count if they are explicit, because JAX refuses to loop over them.
+Axes of type ``Manual`` never count: inside `jax.shard_map`, each device maps its items as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rankax._base.arrays import is_staged
+from rankax._base.checks import positive_int
+from rankax._base.words import listed
+from rankax._devices.parts import Parts, entry_names, type_of_axis
+
+__all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
+
+Shards = int | PartitionSpec | None
+
+
+def checked_shards(value: Any, where: str) -> Shards:
+    """Return a valid value of the option ``shards``, or raise."""
+    if value is None or isinstance(value, PartitionSpec):
+        return value
+    if isinstance(value, (str, tuple, list)):
+        raise TypeError(
+            f"{where}: shards must be a positive int, a jax.sharding.PartitionSpec, or None, got "
+            f"{value!r}; the axes of a mesh are named by PartitionSpec"
+            f"{value if isinstance(value, tuple) else f'({value!r})'}"
+        )
+    return positive_int(value, where, "shards")
+
+
+def find_parts(
+    shards: Shards,
+    leaves: Sequence[Any],
+    axes: Sequence[Sequence[int | None]],
+    shape: Sequence[int],
+    where: str,
+    *,
+    in_chunks: bool = True,
+) -> tuple[Parts, ...]:
+    """Return the parts of each batch axis that is sharded.
+
+    Parameters
+    ----------
+    shards : int, PartitionSpec or None
+        The option; None takes the shardings of the leaves.
+    leaves : sequence
+        Arrays, tracers or `jax.ShapeDtypeStruct`.
+    axes : sequence of sequences
+        For each leaf, its axis for each axis of the batch.
+    shape : sequence of int
+        The batch shape.
+    where : str
+        The called function, for errors.
+    in_chunks : bool, default True
+        Whether a loop walks the batch, which needs each item whole on one device.
+    """
+    if shards is None and not any(map(is_spread, leaves)):
+        return ()
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return ()
+    if isinstance(shards, PartitionSpec):
+        return _named_parts(shards, leaves, shape, where)
+    if in_chunks:
+        _check_items(leaves, axes, where)
+    by_axis = [
+        _sharded_parts(leaves, [leaf_axes[axis] for leaf_axes in axes], axis, size, where)
+        for axis, size in enumerate(shape)
+    ]
+    if shards is None:
+        return tuple(parts for parts in by_axis if parts is not None)
+    return _counted_parts(shards, by_axis, leaves, shape, where)
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
+    sharding = _sharding(leaf)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    shardings = [_sharding(leaf) for leaf in leaves]
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            mesh: Any = sharding.mesh
+            if isinstance(mesh, jax.sharding.AbstractMesh) or is_staged():
+                return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
+
+
+def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:
+    """Refuse items that explicit types shard; JAX's own error would name a reshape."""
+    for leaf, leaf_axes in zip(leaves, axes, strict=True):
+        sharding = _sharding(leaf)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        core_axes = [axis for axis in range(len(leaf.shape)) if axis not in leaf_axes]
+        names = [name for axis in core_axes for name in _mesh_axes(sharding, axis)]
+        explicit = tuple(n for n in names if type_of_axis(sharding.mesh, n) == AxisType.Explicit)
+        if explicit:
+            raise ValueError(
+                f"{where}: items of one argument are sharded along the mesh axes {explicit}, but a "
+                "loop over chunks needs each of them whole on a device; use jax.sharding.reshard"
+            )
+
+
+def _sharded_parts(
+    leaves: Sequence[Any], axes: Sequence[int | None], axis: int, size: int, where: str
+) -> Parts | None:
+    """Return the parts of one batch axis, from the first leaf that is sharded along it evenly."""
+    candidates: list[Parts] = []
+    for leaf, leaf_axis in zip(leaves, axes, strict=True):
+        sharding = _sharding(leaf)
+        if leaf_axis is None or not isinstance(sharding, NamedSharding):
+            continue
+        if names := _mesh_axes(sharding, leaf_axis):
+            count = math.prod(sharding.mesh.shape[name] for name in names)
+            candidates.append(Parts(axis, count, names, sharding.mesh))
+    first = next((parts for parts in candidates if not size % parts.count), None)
+    if first is not None and first.is_explicit:
+        others = [parts.names for parts in candidates if parts.names != first.names]
+        if others:
+            raise ValueError(
+                f"{where}: one argument is sharded along the mesh axes {first.names} where it is "
+                f"mapped, another along {others[0]}; use jax.sharding.reshard to shard them alike"
+            )
+    return first if size else None
+
+
+def _counted_parts(
+    count: int, by_axis: Sequence[Parts | None], leaves: Sequence[Any], shape: Any, where: str
+) -> tuple[Parts, ...]:
+    """Return ``count`` parts of axis 0, on mesh axes of that size if only they can be meant."""
+    if count == 1:
+        return ()
+    if not shape or shape[0] % count:
+        there = f"are {shape[0]} items" if shape else "is no batch axis"
+        raise ValueError(
+            f"{where}: shards={count} needs a batch whose axis 0 it divides, but there {there}"
+        )
+    if not shape[0]:
+        return ()
+    if by_axis[0] is not None and by_axis[0].count == count:
+        return (by_axis[0],)
+    mesh = _mesh(leaves)
+    sizes = {} if mesh is None else {name: n for name, n in mesh.shape.items() if n > 1}
+    if list(sizes.values()) == [count]:
+        return (Parts(0, count, tuple(sizes), mesh),)
+    return (Parts(0, count),)
+
+
+def _named_parts(
+    spec: PartitionSpec, leaves: Sequence[Any], shape: Sequence[int], where: str
+) -> tuple[Parts, ...]:
+    """Return the parts that a spec names, one entry for each axis of the batch."""
+    mesh = _mesh(leaves)
+    if mesh is None:
+        raise ValueError(
+            f"{where}: shards={spec} names axes of a mesh, but no argument is on one here; give "
+            "the number of parts, or call it with jax.set_mesh(mesh)"
+        )
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{where}: shards={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
+        )
+    parts: list[Parts] = []
+    for axis, (entry, size) in enumerate(zip(spec, shape, strict=False)):
+        names = entry_names(entry)
+        if unknown := [name for name in names if name not in mesh.shape]:
+            raise ValueError(
+                f"{where}: shards={spec} names {unknown[0]!r}, but the mesh has the axes "
+                f"{listed([repr(name) for name in mesh.shape])}"
+            )
+        count = math.prod(mesh.shape[name] for name in names)
+        if size % count:
+            raise ValueError(
+                f"{where}: shards={spec} cuts axis {axis} of the batch in {count} parts, where "
+                f"there are {size} items, which {count} does not divide"
+            )
+        if count > 1 and size:
+            parts.append(Parts(axis, count, names, mesh))
+    return tuple(parts)
+
+
+def _sharding(leaf: Any) -> Any:
+    """Return the sharding of an array; of a tracer, the one in its type."""
+    if isinstance(leaf, core.Tracer):
+        return getattr(jax.typeof(leaf), "sharding", None)
+    return getattr(leaf, "sharding", None)
+
+
+def _mesh(leaves: Sequence[Any]) -> Any:
+    """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
+    shardings = [_sharding(leaf) for leaf in leaves]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+def _mesh_axes(sharding: NamedSharding, axis: int) -> tuple[str, ...]:
+    """Return the axes of the mesh that shard an axis of an array, as far as they count here."""
+    mesh = sharding.mesh
+    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+    types = {name: type_of_axis(mesh, name) for name in entry_names(entry)}
+    return tuple(
+        name
+        for name, kind in types.items()
+        if kind == AxisType.Explicit or (kind == AxisType.Auto and mesh.shape[name] > 1)
+    )
