@@ -11,7 +11,7 @@ from jax import lax
 
 from rankax._base.functions import function_name
 from rankax._plan.chunks import split_into_chunks
-from rankax._progress.report import checked_progress, told
+from rankax._progress.bars import checked_progress, progress_of_call
 from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_arguments
 from rankax._scan.body import Step, trace_body
 from rankax._scan.loops import Loop, run_layout
@@ -123,7 +123,7 @@ def checkpoint_chunked_scan(
 
     cut_evenly = not sizes or length <= sizes[0] or split_into_chunks(length, sizes[0]).even
     options: Any = {"in_place": not cut_evenly}
-    with told(shown if length else False, function_name(f)) as options["progress"]:
+    with progress_of_call(shown if length else False, function_name(f)) as options["progress"]:
         body, operands = trace_body(where, f, init, xs)
         carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
     return body.rebuilt(carry, ys)

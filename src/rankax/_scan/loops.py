@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._progress.report import Progress, Reports
+from rankax._progress.bars import Progress
+from rankax._progress.report import Reports
 from rankax._scan.body import Body, Operands, Step
 from rankax._scan.steps import cut_steps
 from rankax._trace.derivatives import call_with_derivative_of
@@ -80,8 +81,6 @@ def run_layout(
         layout = _reporting(layout, reports)
 
     def sliced(operands: Operands) -> tuple[Any, Any]:
-        if reports is not None:
-            operands = reports.behind_the_way_back(operands)
         loop = Loop(body.step(operands.consts), reverse, unroll)
         return layout(loop, operands.init, operands.xs)
 
@@ -112,9 +111,9 @@ def _reporting(
     def counted(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
             carry, done = state
-            reports.at(done)
-            out = reports.on_the_way_back(done, loop.step(carry, x))
-            return (out[0], done + 1), out[1]
+            reports.step(done)
+            carry, y = loop.step(carry, x)
+            return (carry, done + 1), y
 
         none_done = scalar(0, jnp.int32 if reports.length < 2**31 else jnp.int64)
         (carry, done), ys = layout(dataclasses.replace(loop, step=step), (carry, none_done), items)

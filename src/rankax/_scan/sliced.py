@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.functions import function_name
-from rankax._progress.report import checked_progress, told
+from rankax._progress.bars import checked_progress, progress_of_call
 from rankax._scan.arguments import is_debugging, name_of_call, scan_arguments, slice_bounds
 from rankax._scan.body import trace_body
 from rankax._scan.loops import Loop, run_layout
@@ -152,7 +152,7 @@ def sliced_scan(
         return _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
 
     options: Any = {"in_place": not kept.all}
-    with told(shown if length else False, function_name(f)) as options["progress"]:
+    with progress_of_call(shown if length else False, function_name(f)) as options["progress"]:
         body, operands = trace_body(where, f, init, xs)
         carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
     if window.step is not None and window.step < 0:
