@@ -8,11 +8,24 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.experimental
 import numpy as np
 
 from rankax._base.words import listed, table
 
-__all__ = ["check_bool", "check_callable", "checked_int", "common_length", "positive_int"]
+__all__ = [
+    "check_bool",
+    "check_callable",
+    "check_no_ref",
+    "checked_int",
+    "common_length",
+    "positive_int",
+]
+
+
+# JAX 0.7 has no `jax.Ref` yet. The fallback may go with it.
+_REF: Any = getattr(jax, "Ref", None) or getattr(jax.experimental, "MutableArray", ())
 
 
 def positive_int(value: Any, function: str, name: str) -> int:
@@ -57,6 +70,14 @@ def check_callable(value: Any, function: str, name: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise TypeError(f"{function}: {name} must be callable, got {type(value).__name__}")
+
+
+def check_no_ref(value: Any, function: str, name: str) -> None:
+    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return."""
+    if isinstance(value, _REF):
+        raise TypeError(
+            f"{function}: {name} is a jax.Ref, not an array; read it, {name}[...], before the call"
+        )
 
 
 def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
