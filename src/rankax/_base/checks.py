@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.experimental
 import numpy as np
 
 from rankax._base.words import listed, table
@@ -22,10 +20,6 @@ __all__ = [
     "common_length",
     "positive_int",
 ]
-
-
-# JAX 0.7 has no `jax.Ref` yet. The fallback may go with it.
-_REF: Any = getattr(jax, "Ref", None) or getattr(jax.experimental, "MutableArray", ())
 
 
 def positive_int(value: Any, function: str, name: str) -> int:
@@ -73,10 +67,13 @@ def check_callable(value: Any, function: str, name: str) -> None:
 
 
 def check_no_ref(value: Any, function: str, name: str) -> None:
-    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return."""
-    if isinstance(value, _REF):
+    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return.
+
+    It is known by its type in JAX, because JAX 0.7 has no `jax.Ref`.
+    """
+    if type(getattr(value, "aval", None)).__name__ == "AbstractRef":
         raise TypeError(
-            f"{function}: {name} is a jax.Ref, not an array; read it, {name}[...], before the call"
+            f"{function}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
         )
 
 
