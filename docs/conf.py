@@ -43,6 +43,8 @@ folders = [str(HERE.parent / "examples"), str(BENCHMARKS), os.environ.get("PYTHO
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show its figures
+# On a loaded machine a worker of dask logs late heartbeats, and stderr of a cell fails the build.
+os.environ["DASK_LOGGING__DISTRIBUTED"] = "critical"
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_execution_mode = "force"

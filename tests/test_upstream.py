@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from rankax import auto_vmap, chunked_vmap
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap
 
 pytestmark = pytest.mark.optimized
 
@@ -96,6 +96,59 @@ class TestForgottenRules:
         second = jax.jvp(jax.grad(lambda x: mapped(x).sum()), (x,), (t,))[1]
         forgets = loops == "lax.map" and jax.__version_info__ < (0, 12)
         np.testing.assert_allclose(second, self.forgotten if forgets else self.kept, rtol=1e-5)
+
+
+class TestRefInCheckpointedBody:
+    """JAX loses the derivative of what a checkpointed loop body adds to a `jax.Ref`.
+
+    The section of docs/limits.md: "Of scans".
+    """
+
+    @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="before jax.Ref")
+    def test_the_gradient_is_zero(self):
+        def total(x, wrap):
+            ref = jax.new_ref(jnp.float32(0))
+
+            def body(carry, x):
+                ref[...] += jnp.sin(x)
+                return carry, None
+
+            lax.scan(wrap(body), 0.0, x)
+            return ref[...]
+
+        x = jnp.arange(3.0)
+        np.testing.assert_allclose(jax.grad(total)(x, lambda body: body), jnp.cos(x), rtol=1e-6)
+        np.testing.assert_array_equal(jax.grad(total)(x, jax.checkpoint), 0 * x)
+
+
+class TestChecksOfNestedScans:
+    """With `jax_enable_checks`, JAX refuses a program of its own making, of loops in checkpoints.
+
+    The section of docs/limits.md: "Of scans".
+    """
+
+    @pytest.mark.parametrize("scan", ["jax.lax.scan", "checkpoint_chunked_scan"])
+    def test_batched_gradient_of_a_scan_in_a_checkpoint_in_a_scan(self, scan):
+        def decay(carry, x):
+            return jnp.sin(carry * x), None
+
+        def chunk(carry, xs):
+            return lax.scan(decay, carry, xs)
+
+        def end(init, xs):
+            if scan == "jax.lax.scan":
+                return lax.scan(jax.checkpoint(chunk), init, xs.reshape(2, 5))[0]
+            return checkpoint_chunked_scan(decay, init, xs, chunk_size=5)[0]
+
+        def gradients():
+            with jax.enable_checks(True):
+                return jax.vmap(jax.grad(end), (0, None))(jnp.ones(3), jnp.linspace(0.5, 1, 10))
+
+        if jax.__version_info__ < (0, 12):
+            with pytest.raises(TypeError, match="_check_closed_call"):
+                gradients()
+        else:
+            assert gradients().shape == (3,)
 
 
 @pytest.mark.skipif(

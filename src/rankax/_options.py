@@ -21,7 +21,7 @@ from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._devices.find import Shards, checked_shards
 from rankax._plan.budget import checked_limit
-from rankax._progress.report import checked_progress
+from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "options_of", "resolve"]

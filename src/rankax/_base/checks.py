@@ -12,7 +12,14 @@ import numpy as np
 
 from rankax._base.words import listed, table
 
-__all__ = ["check_bool", "check_callable", "checked_int", "common_length", "positive_int"]
+__all__ = [
+    "check_bool",
+    "check_callable",
+    "check_no_ref",
+    "checked_int",
+    "common_length",
+    "positive_int",
+]
 
 
 def positive_int(value: Any, function: str, name: str) -> int:
@@ -57,6 +64,17 @@ def check_callable(value: Any, function: str, name: str) -> None:
     """Refuse a value that is not callable."""
     if not callable(value):
         raise TypeError(f"{function}: {name} must be callable, got {type(value).__name__}")
+
+
+def check_no_ref(value: Any, function: str, name: str) -> None:
+    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return.
+
+    It is known by its type in JAX, because JAX 0.7 has no `jax.Ref`.
+    """
+    if type(getattr(value, "aval", None)).__name__ == "AbstractRef":
+        raise TypeError(
+            f"{function}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
+        )
 
 
 def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:

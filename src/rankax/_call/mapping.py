@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import common_length, positive_int
+from rankax._base.checks import check_no_ref, common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
@@ -166,6 +166,8 @@ def bind_axes(
         )
     if axis_size is not None:
         table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
+    for name, x, _ in table:
+        check_no_ref(x, where, name)
     length = common_length(table, where)
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]

@@ -26,7 +26,7 @@ from rankax._plan.chunks import Chunks
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.splits import Split
-from rankax._progress.report import Progress
+from rankax._progress.bars import Progress
 from rankax._reduce.run import Reduced, Reductions, reduce_row
 
 __all__ = ["Nest", "nest_of"]

@@ -34,7 +34,7 @@ from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.nesting import Nesting
-from rankax._progress.report import told
+from rankax._progress.bars import progress_of_call
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram, has_order
 
@@ -65,7 +65,7 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
     layout = bound.layout(ready.whole, ready.parts)
     # The kernels that are called inside do not see this loop, and are not to report as well.
     shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
-    with told(shown, bound.name, layout.count) as progress:
+    with progress_of_call(shown, bound.name, layout.count) as progress:
         nest = nest_of(
             ready.plan,
             ready.whole.mapped,

@@ -287,15 +287,14 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     a fitting size divides the batch, the gradient copies the outputs, and this copy counts. What a
     program around the call keeps is not seen. Of an outer `jax.vmap`, one item counts.
 
-    *Progress.* One bar for a call, however many axes it loops over and whatever `jax.vmap` is
-    around it; kernels that are called inside have none. A reverse pass has its own, "(reverse)", or
-    the function hears 0 again; the gradient of some reductions walks more than twice. Where nothing
-    is chunked there is no loop, and nothing is shown. Updates are a tenth of a second apart or
-    more, and a report costs about a fifth of a millisecond, with at most 200 for each pass. The
-    function runs on another thread and must not call JAX; what it raises ends the call. A bar is
-    closed when the call fails; inside a `jax.jit` of your own, when the next call of its label
-    begins. Of several processes the first one shows it. Give the same function at each call, for
-    compiled programs are found by it.
+    *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
+    called by the kernel have none. A gradient shows its forward pass; that of some reductions makes
+    two, and a new bar begins (the function receives 0 again). A call in one chunk has no loop and
+    shows nothing. Updates are at least a tenth of a second apart. A pass reports at most 50 times,
+    and a report costs less than a millisecond. The function runs on another thread and must not
+    call JAX; an exception in it ends the call. The bar is closed when the call fails; inside your
+    own `jax.jit`, when the next call with the same label begins. Only the first of several
+    processes shows it. Pass the same function at each call, because a new one compiles anew.
 
     *Blocks.* Where an argument with a rank is an array of dask or cubed, so is what is returned,
     and nothing is computed: each block is evaluated by the kernel, compiled, with its own bound on

@@ -63,7 +63,7 @@ def chunked_reduce(
         ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
-        `auto_vmap`. The gradient of some reductions walks more than twice.
+        `auto_vmap`. The gradient of some reductions makes two forward passes.
     shards : int or PartitionSpec, optional
         In how many parts the mapped axis lies on as many devices, or along which axes of a mesh;
         needed only where it cannot be seen, inside a `jax.jit` of your own. 1: walk it as one. See

@@ -19,7 +19,7 @@ from rankax._call.run import parts_of, run
 from rankax._devices.parts import Parts
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._options import Options
-from rankax._progress.report import until_done
+from rankax._progress.bars import wait_for_reports
 
 __all__ = ["JitKernel"]
 
@@ -78,7 +78,7 @@ class JitKernel:
         if is_staged():  # the outer program compiles it, and is left without a call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            with until_done(frame.options.progress, self._kernel.name):
+            with wait_for_reports(frame.options.progress, self._kernel.name):
                 return self._jitted(frame, *arrays)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all

@@ -182,12 +182,9 @@ def _loop(body: Body, walk: _Loop, operands: _Operands) -> list[Any]:
         start, held = carry
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
-            reports.at(start)
-            held, rows = reports.on_the_way_back(start, (held, rows))
+            reports.step(start)
         return (next_start(start, chunks), held), rows
 
-    if reports is not None:
-        operands = reports.behind_the_way_back(operands)
     init = first_start(chunks), carried_with(sink.start(), operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = sink.end(held, rows)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankax._plan.chunks import Chunks
-from rankax._progress.report import Progress
+from rankax._progress.bars import Progress
 
 __all__ = ["LoopSpec"]
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Progress: what a loop reports, and the bars that show it."""
+"""Progress: reports from a running loop (`report`), and the bars that show them (`bars`)."""

@@ -1,52 +1,90 @@
 # SPDX-License-Identifier: MIT
-"""What both scans are given: checked before the body is traced."""
+"""The arguments of both scans, checked before the body is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 
-from rankax._base.checks import check_callable, checked_int, common_length, positive_int
+from rankax._base.checks import (
+    check_callable,
+    check_no_ref,
+    checked_int,
+    common_length,
+    positive_int,
+)
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
 
 __all__ = [
+    "ScanCall",
     "check_leaves",
     "chunk_sizes",
     "is_debugging",
     "name_of_call",
-    "scan_arguments",
+    "scan_call",
     "slice_bounds",
     "type_name",
 ]
+
+
+class ScanCall(NamedTuple):
+    """The arguments of `jax.lax.scan`, checked; ``where`` is the call as errors name it."""
+
+    where: str
+    f: Callable[..., Any]
+    init: Any
+    xs: Any
+    length: int
+    reverse: bool
+    unroll: int | bool
+
+    def plain(self) -> tuple[Any, Any]:
+        """Run `jax.lax.scan`."""
+        return lax.scan(self.f, self.init, self.xs, self.length, self.reverse, self.unroll)
+
+
+def scan_call(
+    where: str, f: Any, init: Any, xs: Any, length: Any, reverse: bool, unroll: Any
+) -> ScanCall:
+    """Check the arguments; convert leaves to arrays and ``unroll`` to what every JAX accepts."""
+    check_callable(f, where, "f")
+    if not isinstance(unroll, bool):
+        unroll = _checked_int(where, "unroll", unroll, "a bool or a non-negative int", least=0)
+        unroll = unroll or True  # 0 unrolls the entire loop, but some versions of JAX refuse it
+    check_leaves(where, init, "init")
+    check_leaves(where, xs, "xs")
+    init, xs = jax.tree.map(jnp.asarray, (init, xs))
+    return ScanCall(where, f, init, xs, _scan_length(where, xs, length), reverse, unroll)
 
 
 def name_of_call(function: str, f: Any) -> str:
     return f"{function}({function_name(f)})" if callable(f) else function
 
 
-def slice_bounds(where: str, **bounds: Any) -> list[int | None]:
-    """Check ``start``, ``stop`` and ``step``; any integer but a step of 0 is legal."""
+def slice_bounds(where: str, **bounds: Any) -> slice:
+    """Check ``start``, ``stop`` and ``step``; any integer is legal, except a step of 0."""
     for name, bound in bounds.items():
         if bound is not None:
-            bounds[name] = _int(where, name, bound, "an int or None", bools=True)
+            bounds[name] = _checked_int(where, name, bound, "an int or None", bools=True)
     if bounds["step"] == 0:
         raise ValueError(f"{where}: step must not be 0")
-    return list(bounds.values())
+    return slice(bounds["start"], bounds["stop"], bounds["step"])
 
 
-def _int(where: str, name: str, value: Any, expected: str, **options: Any) -> int:
+def _checked_int(where: str, name: str, value: Any, expected: str, **options: Any) -> int:
     came = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
     return checked_int(value, f"{where}: {name} must be {expected}, got", came=came, **options)
 
 
 def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
-    """Return the nested chunk sizes, outermost first; none at all for ``None``."""
+    """Return the nested chunk sizes, outermost first; none for ``None``."""
     if chunk_size is None:
         return ()
     if not isinstance(chunk_size, Sequence):
@@ -56,25 +94,10 @@ def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
     return tuple(positive_int(size, where, f"chunk_size[{i}]") for i, size in enumerate(chunk_size))
 
 
-def scan_arguments(
-    where: str, f: Any, init: Any, xs: Any, length: Any, unroll: Any
-) -> tuple[Any, Any, int, int | bool]:
-    """Check what `jax.lax.scan` takes; return arrays, the number of steps and a positive unroll."""
-    check_callable(f, where, "f")
-    if not isinstance(unroll, bool):
-        unroll = _int(where, "unroll", unroll, "a bool or a non-negative int", least=0)
-        unroll = unroll or True  # 0 unrolls the entire loop, also in versions of JAX that refuse it
-    init, xs = _as_arrays(where, init, "init"), _as_arrays(where, xs, "xs")
-    return init, xs, _scan_length(where, xs, length), unroll
-
-
-def _as_arrays(where: str, tree: Any, name: str) -> Any:
-    check_leaves(where, tree, name)
-    return jax.tree.map(jnp.asarray, tree)
-
-
 def check_leaves(where: str, tree: Any, name: str) -> None:
+    """Refuse a leaf that is not an array or a scalar."""
     for path, leaf in leaves_with_names(tree, name):
+        check_no_ref(leaf, where, path)
         try:
             jnp.asarray(leaf)
         except TypeError:
@@ -85,7 +108,7 @@ def check_leaves(where: str, tree: Any, name: str) -> None:
 
 def _scan_length(where: str, xs: Any, length: Any) -> int:
     if length is not None:
-        length = _int(where, "length", length, "a non-negative int", least=0)
+        length = _checked_int(where, "length", length, "a non-negative int", least=0)
     leaves = leaves_with_names(xs, "xs")
     if not leaves:
         if length is None:
@@ -102,12 +125,12 @@ def _scan_length(where: str, xs: Any, length: Any) -> int:
 
 
 def is_debugging() -> bool:
-    """Whether `jax.disable_jit` is on, so that the body itself must run, step by step on values."""
+    """Whether `jax.disable_jit` is on: then the body itself runs, step by step, on values."""
     return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def type_name(value: Any) -> str:
-    """``float32[3]`` for an array, the name of its type for anything else."""
+    """Return ``float32[3]`` for an array and the name of its type for anything else."""
     if hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__name__

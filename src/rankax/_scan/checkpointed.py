@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax import lax
 
-from rankax._base.functions import function_name
 from rankax._plan.chunks import split_into_chunks
-from rankax._progress.report import checked_progress, told
-from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_arguments
-from rankax._scan.body import Step, trace_body
-from rankax._scan.loops import Loop, run_layout
+from rankax._progress.bars import checked_progress
+from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_call
+from rankax._scan.body import Step
+from rankax._scan.loops import Loop, run_scan
 
 __all__ = ["checkpoint_chunked_scan"]
 
@@ -113,26 +111,24 @@ def checkpoint_chunked_scan(
     sizes = chunk_sizes(where, chunk_size)
     if policy is not None and not callable(policy):
         raise TypeError(f"{where}: policy must be callable or None, got {type(policy).__name__}")
-    shown = checked_progress(progress, where)
-    init, xs, length, unroll = scan_arguments(where, f, init, xs, length, unroll)
+    progress = checked_progress(progress, where)
+    call = scan_call(where, f, init, xs, length, reverse, unroll)
     if is_debugging():
-        return lax.scan(f, init, xs, length, reverse, unroll)
+        return call.plain()
+
+    steps = call.length  # `layout` must not hold `call`, see `run_scan`
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-        return _scan_checkpointed(loop, carry, items, length, sizes or (length,), policy)
+        return _scan_checkpointed(loop, carry, items, steps, sizes or (steps,), policy)
 
-    cut_evenly = not sizes or length <= sizes[0] or split_into_chunks(length, sizes[0]).even
-    options: Any = {"in_place": not cut_evenly}
-    with told(shown if length else False, function_name(f)) as options["progress"]:
-        body, operands = trace_body(where, f, init, xs)
-        carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
-    return body.rebuilt(carry, ys)
+    is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
+    return run_scan(call, layout, in_place=not is_even, progress=progress)
 
 
 def _scan_checkpointed(
     loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any
 ) -> tuple[Any, Any]:
-    """Checkpoint chunks of ``sizes[0]`` steps, and inside each of them those of ``sizes[1:]``."""
+    """Checkpoint chunks of ``sizes[0]`` steps and, inside each, chunks of ``sizes[1:]``."""
     if not sizes:
         return loop.run(carry, items, length)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""One step in nested `jax.lax.scan` loops.
+"""A scan as nested `jax.lax.scan` loops around one step.
 
-A layout only cuts the items it is given, and hands them to the step. So `run_layout` can choose
-what they are: nothing, where the step reads ``xs`` in place by a running index, as long as nobody
-differentiates; slices of ``xs``, whose cotangents form one array, in a derivative.
+A *layout* arranges the loops. It only cuts the items that it receives and passes them on to the
+step, so `run_scan` can choose what the items are. In a derivative they are slices of ``xs``, whose
+cotangents form one array. Otherwise they can be nothing at all: the step reads ``xs`` in place, by
+a running index.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._progress.report import Progress, Reports
-from rankax._scan.body import Body, Operands, Step
+from rankax._base.functions import function_name
+from rankax._progress.bars import progress_of_call
+from rankax._progress.report import Reports
+from rankax._scan.arguments import ScanCall
+from rankax._scan.body import Operands, Step, trace_body
 from rankax._scan.steps import cut_steps
 from rankax._trace.derivatives import call_with_derivative_of
 
-__all__ = ["Loop", "run_layout"]
+__all__ = ["Loop", "run_scan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A step and how it is looped, which is alike in all parts of a layout."""
+    """A step, and how every loop of a layout runs it."""
 
     step: Step
     reverse: bool
@@ -38,6 +42,7 @@ class Loop:
         return lax.scan(self.step, carry, items, length, self.reverse, self.unroll)
 
     def skip(self, carry: Any, items: Any, length: int) -> Any:
+        """Return the carry after ``length`` steps, without outputs."""
         if not length:
             return carry
         only_carry = dataclasses.replace(self, step=lambda c, x: (self.step(c, x)[0], None))
@@ -53,72 +58,71 @@ class Loop:
         return cut_steps(items, begin, end, reverse=self.reverse)
 
     def join(self, ys: Any, later: Any) -> Any:
-        """Join the outputs of two successive parts; a reversed loop writes backwards."""
-        parts = (later, ys) if self.reverse else (ys, later)
-        return jax.tree.map(lambda *leaves: lax.concatenate(leaves, 0), *parts)
+        """Join the outputs of two successive loops; a reversed loop writes backwards."""
+        pieces = (later, ys) if self.reverse else (ys, later)
+        return jax.tree.map(lambda *leaves: lax.concatenate(leaves, 0), *pieces)
 
 
-def run_layout(
-    layout: Callable[[Loop, Any, Any], tuple[Any, Any]],
-    body: Body,
-    operands: Operands,
-    length: int,
-    reverse: bool,
-    unroll: int | bool,
-    *,
-    in_place: bool,
-    progress: Progress | None = None,
-) -> tuple[Any, Any]:
-    """Run a layout of the body, and read ``xs`` in place where the layout would copy parts of it.
+Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]  # takes a loop, the first carry and the items
 
-    Reading by index copies nothing, but transposed, each inner loop would begin with a cotangent as
-    large as ``xs`` and end with adding all of it. So a derivative, of any order, is that of the
-    layout which slices ``xs``.
+
+def run_scan(call: ScanCall, layout: Layout, *, in_place: bool, progress: Any) -> tuple[Any, Any]:
+    """Trace the body and run it in a layout.
+
+    ``in_place`` is for a layout that copies parts of ``xs``: reading ``xs`` by index copies
+    nothing. Transposed, however, each inner loop would begin with a cotangent as large as ``xs``
+    and end by adding all of it. So derivatives, of every order, are those of the layout that
+    slices ``xs``.
     """
-    reports = progress and Reports(progress, length, 1, length)
-    if reports is not None:
-        layout = _reporting(layout, reports)
+    # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
+    length, reverse, unroll = call.length, call.reverse, call.unroll
+    with progress_of_call(progress if length else False, function_name(call.f)) as shown:
+        body, operands = trace_body(call)
+        if shown is not None:
+            layout = _with_reports(layout, Reports(shown, length, 1, length))
 
-    def sliced(operands: Operands) -> tuple[Any, Any]:
-        if reports is not None:
-            operands = reports.behind_the_way_back(operands)
-        loop = Loop(body.step(operands.consts), reverse, unroll)
-        return layout(loop, operands.init, operands.xs)
+        def sliced(operands: Operands) -> tuple[Any, Any]:
+            loop = Loop(body.step(operands.consts), reverse, unroll)
+            return layout(loop, operands.init, operands.xs)
 
-    def indexed(operands: Operands) -> tuple[Any, Any]:
-        body_step = body.step(operands.consts)
+        def indexed(operands: Operands) -> tuple[Any, Any]:
+            body_step = body.step(operands.consts)
 
-        def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
-            carry, done = state
-            at = length - 1 - done if reverse else done
-            take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-            carry, y = body_step(carry, jax.tree.map(take, operands.xs))
-            return (carry, done + 1), y
+            def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
+                carry, done = state
+                at = length - 1 - done if reverse else done
+                take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
+                carry, y = body_step(carry, jax.tree.map(take, operands.xs))
+                return (carry, done + 1), y
 
-        none_done = scalar(0, jnp.int32 if length < 2**31 else jnp.int64)
-        (carry, _), ys = layout(Loop(step, reverse, unroll), (operands.init, none_done), None)
-        return carry, ys
+            loop = Loop(step, reverse, unroll)
+            (carry, _), ys = layout(loop, (operands.init, _no_steps(length)), None)
+            return carry, ys
 
-    if not in_place or not operands.xs:
-        return sliced(operands)
-    return call_with_derivative_of(sliced, indexed, operands)
+        if in_place and operands.xs:
+            carry, ys = call_with_derivative_of(sliced, indexed, operands)
+        else:
+            carry, ys = sliced(operands)
+        return body.unflatten(carry, ys)
 
 
-def _reporting(
-    layout: Callable[[Loop, Any, Any], tuple[Any, Any]], reports: Reports
-) -> Callable[[Loop, Any, Any], tuple[Any, Any]]:
-    """Let each step of a layout count, in the carry, and report."""
+def _with_reports(layout: Layout, reports: Reports) -> Layout:
+    """Return a layout whose steps count themselves, in the carry, and report."""
 
-    def counted(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+    def reporting(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
             carry, done = state
-            reports.at(done)
-            out = reports.on_the_way_back(done, loop.step(carry, x))
-            return (out[0], done + 1), out[1]
+            reports.step(done)
+            carry, y = loop.step(carry, x)
+            return (carry, done + 1), y
 
-        none_done = scalar(0, jnp.int32 if reports.length < 2**31 else jnp.int64)
-        (carry, done), ys = layout(dataclasses.replace(loop, step=step), (carry, none_done), items)
+        start = carry, _no_steps(reports.length)
+        (carry, done), ys = layout(dataclasses.replace(loop, step=step), start, items)
         reports.end(done, (carry, ys))
         return carry, ys
 
-    return counted
+    return reporting
+
+
+def _no_steps(length: int) -> jax.Array:
+    return scalar(0, jnp.int32 if length < 2**31 else jnp.int64)

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.functions import function_name
-from rankax._progress.report import checked_progress, told
-from rankax._scan.arguments import is_debugging, name_of_call, scan_arguments, slice_bounds
-from rankax._scan.body import trace_body
-from rankax._scan.loops import Loop, run_layout
+from rankax._progress.bars import checked_progress
+from rankax._scan.arguments import is_debugging, name_of_call, scan_call, slice_bounds
+from rankax._scan.loops import Loop, run_scan
 from rankax._scan.steps import KeptSteps, find_kept_steps
 
 __all__ = ["sliced_scan"]
@@ -138,39 +136,38 @@ def sliced_scan(
     True
     """
     where = name_of_call("sliced_scan", f)
-    window = slice(*slice_bounds(where, start=start, stop=stop, step=step))
-    shown = checked_progress(progress, where)
-    init, xs, length, unroll = scan_arguments(where, f, init, xs, length, unroll)
+    window = slice_bounds(where, start=start, stop=stop, step=step)
+    progress = checked_progress(progress, where)
+    call = scan_call(where, f, init, xs, length, reverse, unroll)
     if is_debugging():
-        carry, ys = lax.scan(f, init, xs, length, reverse, unroll)
+        carry, ys = call.plain()
         return carry, jax.tree.map(lambda y: y[window], ys)
-    kept = find_kept_steps(length, window, reverse=reverse)
+    steps = call.length  # `layout` must not hold `call`, see `run_scan`
+    kept = find_kept_steps(steps, window, reverse=reverse)
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         if kept.all and not checkpoint:
-            return loop.run(carry, items, length)
-        return _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
+            carry, ys = loop.run(carry, items, steps)
+        else:
+            carry, ys = _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
+        if window.step is not None and window.step < 0:
+            ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
+        return carry, ys
 
-    options: Any = {"in_place": not kept.all}
-    with told(shown if length else False, function_name(f)) as options["progress"]:
-        body, operands = trace_body(where, f, init, xs)
-        carry, ys = run_layout(layout, body, operands, length, reverse, unroll, **options)
-    if window.step is not None and window.step < 0:
-        ys = [lax.rev(y, (0,)) for y in ys]
-    return body.rebuilt(carry, ys)
+    return run_scan(call, layout, in_place=not kept.all, progress=progress)
 
 
 def _scan_kept(
     loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
-    """Walk the parts of `KeptSteps` one after the other; only kept steps have outputs."""
-    remember = jax.checkpoint if checkpoint else lambda fun: fun
+    """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
+    wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
     def stretch(carry: Any, begin: int, length: int) -> Any:
         if not length:
             return carry
         skip = functools.partial(loop.skip, length=length)
-        return remember(skip)(carry, loop.cut(items, begin, begin + length))
+        return wrap(skip)(carry, loop.cut(items, begin, begin + length))
 
     def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
         carry = loop.skip(carry, loop.cut(items, 0, kept.before), kept.before)
@@ -185,10 +182,10 @@ def _scan_kept(
     at = kept.lead + kept.blocks * kept.stride
     carry = stretch(carry, 0, kept.lead)
     blocks = loop.cut(items, kept.lead, at)
-    carry, ys = loop.blocks(remember(block), carry, blocks, kept.blocks, kept.stride)
+    carry, ys = loop.blocks(wrap(block), carry, blocks, kept.blocks, kept.stride)
     if kept.partial:
         end = at + kept.before + 1
-        carry, y = remember(up_to_kept)(carry, loop.cut(items, at, end))
+        carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
         ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
     return stretch(carry, at, kept.trail), ys

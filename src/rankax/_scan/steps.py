@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which steps of a loop are kept, and how they are cut from what it reads."""
+"""Which steps of a loop are kept, and the items that they read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["KeptSteps", "cut_steps", "find_kept_steps"]
 
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:
-    """Where the kept steps of a loop lie, in the order in which the steps are executed.
+    """The kept steps of a loop, in the order of execution.
 
-    First ``lead`` skipped steps; then ``blocks`` times a block of ``before`` skipped steps, one
-    that is kept and ``after`` skipped ones; then, if ``partial``, a last block that ends at its
-    kept step; then ``trail`` skipped steps.
+    First come ``lead`` skipped steps. Then come ``blocks`` blocks, each of ``before`` skipped
+    steps, a kept one and ``after`` skipped ones. If ``partial``, another block follows that ends
+    with its kept step. Last come ``trail`` skipped steps.
     """
 
     lead: int
@@ -40,9 +40,9 @@ class KeptSteps:
 
 
 def find_kept_steps(length: int, window: slice, *, reverse: bool) -> KeptSteps:
-    """Lay out the steps ``range(length)[window]`` of a loop that runs up, or down if ``reverse``.
+    """Find the steps ``range(length)[window]`` of a loop that runs up, or down if ``reverse``.
 
-    The blocks begin as early as they can, so that they tile the loop where the stride divides its
+    The blocks begin as early as possible, so that they tile the loop if the stride divides its
     length and no block is left out.
     """
     kept = range(length)[window]
@@ -63,7 +63,7 @@ def find_kept_steps(length: int, window: slice, *, reverse: bool) -> KeptSteps:
 def cut_steps(tree: Any, begin: int, end: int, *, reverse: bool) -> Any:
     """Cut the leading axis of every leaf to the steps from ``begin`` to ``end``.
 
-    Steps are counted in the order of a loop that starts at the last item if ``reverse``.
+    The steps are counted in the order of execution: if ``reverse``, from the last item.
     """
 
     def cut(leaf: jax.Array) -> jax.Array:
