@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """`SplitKey`: keys and draws of each item are those of `jax.random.split`, however it is walked."""
 
-import dataclasses
 import math
 import os
 import re
@@ -22,10 +21,11 @@ import rankax
 import sharded_keys
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
-from rankax._call.nest import Bounds, map_levels
+from rankax._call.nest import nest_of
 from rankax._declare.dims import Rank
 from rankax._declare.split_key import key_rank
 from rankax._loop.keys import item_key
+from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
 from rankax.reductions import Best, TopK
 from test_eager import compilations
@@ -140,15 +140,13 @@ def in_parts(axis, count, batch, chunk_size):
         return plan_nesting(noisy, arrays, chunk_size)
 
     whole = planned(batch, None)
-    nesting = dataclasses.replace(planned(shape, chunk_size), splits=whole.splits)
 
     def of_part(first, part, key):
         def on_item(x, number):
-            return noisy(x, item_key(key, number))
+            return list(noisy(x, item_key(key, number)))
 
-        bounds = Bounds(chunk_size, checkpoint=True)
-        part = part.reshape(dict(nesting.reshaped).get(0, part.shape))
-        return map_levels(on_item, [part], nesting, bounds, first={axis: first})
+        nest = nest_of(planned(shape, chunk_size), (0,), Options(), splits=whole.splits)
+        return nest.map(on_item, [part], {axis: first})
 
     x = jnp.arange(float(math.prod(batch))).reshape(batch)
     parts = jnp.stack(jnp.split(x, count, axis))

@@ -63,7 +63,6 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
     if ready.item is None:
         return _in_one_piece(bound, ready.plan, ready.options)
     layout = bound.layout(ready.whole, ready.parts)
-    # The kernels that are called inside do not see this loop, and are not to report as well.
     shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
     with progress_of_call(shown, bound.name, layout.count) as progress:
         nest = nest_of(
@@ -86,7 +85,10 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     batch_plan = ready.plan.plan
     if ready.parts:
         batch_plan = plan_of_all(batch_plan, ready.whole.plan, ready.parts)
-    return dataclasses.replace(batch_plan, untouched=bound.untouched(), memory=ready.memory)
+    untouched = bound.untouched()
+    if ready.memory is None and not untouched:
+        return batch_plan
+    return dataclasses.replace(batch_plan, untouched=untouched, memory=ready.memory)
 
 
 def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
@@ -111,7 +113,9 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if not whole.plan.levels or not whole.plan.evaluations:
         return Prepared(whole, options, whole)
     part = bound.part(whole, bound.layout(whole, parts)) if parts else bound
-    item = bound.trace(whole)
+    # Kernels that this one calls do not see its loop, and are not to report as well.
+    with progress_of_call(options.progress, bound.name):
+        item = bound.trace(whole)
     if parts and has_order(item.closed):
         parts, part = (), bound
     compiler_options = dict(options.compiler_options or ())

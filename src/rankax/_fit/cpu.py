@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 
 from rankax._trace.item import trace_item
+from rankax._trace.programs import Literal, subprograms
 
 __all__ = ["NO_LIBRARY", "best_tile", "tiles_matter", "with_tile"]
 
@@ -42,9 +42,6 @@ _PER_PRODUCT = 1.0  # of a tile, for each number of a matrix that all items shar
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 _LOOPS = ("scan", "while")
-
-Jaxpr = jax.extend.core.Jaxpr
-ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
 
 def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
@@ -104,7 +101,7 @@ class _Cost:
 def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
     """Count what depends on the item, for ``moving`` are the variables that do so."""
     for eqn in jaxpr.eqns:
-        flags = [not _is_literal(v) and v in moving for v in eqn.invars]
+        flags = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
         if not any(flags):
             continue
         moving.update(eqn.outvars)
@@ -112,7 +109,7 @@ def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
         if eqn.primitive.name in _LOOPS:
             steps *= eqn.params.get("length", 1)  # of a `while` nobody knows
             cost.per_tile += _PER_STEP * steps
-        inner = list(_programs(eqn))
+        inner = list(subprograms(eqn))
         for program in inner:
             inputs = _inputs_that_move(eqn, program, flags)
             _add(cost, program, inputs, steps)
@@ -148,20 +145,6 @@ def _add_reduction(cost: _Cost, numbers: int, results: int, times: int) -> None:
     elif numbers > results:
         cost.short_results += results * times
         cost.largest = max(cost.largest, numbers)
-
-
-def _is_literal(variable: Any) -> bool:
-    return isinstance(variable, jax.extend.core.Literal)
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    """Return the programs that an equation calls, of a branch all."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, ClosedJaxpr):
-                yield part.jaxpr
-            elif isinstance(part, Jaxpr):
-                yield part
 
 
 def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:

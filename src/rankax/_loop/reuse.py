@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Eager calls: the loop is compiled once, and found again by what the kernel does.
+"""Eager calls: a loop is compiled once, and found again by what the kernel computes.
 
-Called outside `jax.jit`, a kernel is traced at each call, for only so is it seen that a number, an
-array or a function that it uses has changed. That is cheap. But JAX compiles a new loop for a new
-trace, whatever is in it. So the program of one item is compared with those that were compiled
-before (`compare.py`), and where one is the same, its loop is run. Arrays that the kernel closes
-over are inputs of that loop: they may change, and are not kept alive.
+Outside `jax.jit`, a kernel is traced at each call: only a new trace sees that a number, an array or
+a function that the kernel uses has changed. Tracing is cheap, but JAX compiles a new loop for every
+new trace, because its caches identify programs by object. A key made of the kernel and its shapes
+would be stale as soon as a global changes. So the traced program of one item is compared with those
+compiled before (`_trace/fingerprint.py`), and if one is equal, its loop runs. Arrays that the
+kernel closes over are inputs of that loop: they may change, and are not kept alive.
 
-Each kept loop is a function of its own for `jax.jit`, so that all else on which its compilation
-depends (shapes, devices, contexts, the configuration of JAX) is JAX's to compare.
+Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
+compilation depends: shapes, devices, contexts, the configuration of JAX.
 
-Where a call is not eager, or its program cannot be compared, all is as if this file were not here.
+A call that is not eager, or whose program cannot be compared, takes the uncached path.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 from jax import core
 
 from rankax._base.arrays import is_staged
@@ -30,10 +30,12 @@ from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._trace.fingerprint import Unknown, fingerprint, opened, without_rules
 from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ClosedJaxpr
 
 __all__ = ["is_eager", "map_chunks", "run_kept"]
 
-ClosedJaxpr = jax.extend.core.ClosedJaxpr
+# A program as a function of the program of one item and of arrays.
+Program = Callable[[ItemProgram, list[Any]], Any]
 
 _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
@@ -41,63 +43,45 @@ _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 def map_chunks(
     item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None = None
 ) -> list[Any]:
-    """Do what `map_in_chunks` does; where the call is eager, by a loop that is kept."""
+    """Do what `map_in_chunks` does; if the call is eager, by a kept loop."""
     if not is_eager([*leaves, *item.closed.consts]):
         return map_in_chunks(item, leaves, spec, sink)
-    # Nothing differentiates an eager call, so there is nothing to recompute.
+    # An eager call is not differentiated, so nothing is ever recomputed.
     spec = dataclasses.replace(spec, checkpoint=False, linear=True)
-    closed = opened(item.closed)
+    bare = dataclasses.replace(item, out_tree=None)  # it may hold classes of the caller
     try:
-        key = _Key((fingerprint(closed), item.where, item.out_axes, spec, sink))
-        loop = _kept.find(key, lambda: _loop(item, closed.jaxpr, spec, sink))
+        loop, consts = _find(
+            lambda item, leaves: map_in_chunks(item, leaves, spec, sink), bare, (spec, sink)
+        )
     except Unknown:
         return map_in_chunks(item, leaves, spec, sink)
     try:
-        return loop([_on_device(const) for const in closed.consts], list(leaves))
+        return loop(consts, list(leaves))
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
         raise item.reuses_key() from error
 
 
-def run_kept(
-    program: Callable[[ItemProgram, list[Any]], Any],
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    key: Hashable,
-) -> Any:
-    """Return ``program(item, leaves)``; where the call is eager, compiled, and kept.
+def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Hashable) -> Any:
+    """Return ``program(item, leaves)``; if the call is eager, compiled and kept.
 
-    ``program`` holds nothing of the caller's, and does the same wherever ``key`` is the same. None:
-    nobody knows whether it does, so it is not kept.
+    ``program`` holds nothing of the caller, and does the same wherever ``key`` is the same. With
+    None it is compiled, but not kept.
     """
     if not _is_evaluated([*leaves, *item.closed.consts]):
         return program(item, list(leaves))
-    closed = opened(item.closed)
-
-    def compiled(jaxpr: Any, of: ItemProgram) -> Any:
-        return jax.jit(
-            lambda consts, leaves: program(
-                dataclasses.replace(of, closed=ClosedJaxpr(jaxpr, consts)), leaves
-            )
-        )
-
     try:
-        outside = item.where, item.out_axes, item.out_tree, key
-        # Without a key, as with a program that cannot be compared, nothing is found again.
-        whole = _Key((fingerprint(closed), [] if key is None else outside))
-        bare = dataclasses.replace(item, closed=None)
-        run = _kept.find(whole, lambda: compiled(without_rules(closed.jaxpr), bare))
+        run, consts = _find(program, item, key)
     except Unknown:
-        closed = item.closed
-        run = compiled(closed.jaxpr, item)
-    return run([_on_device(const) for const in closed.consts], list(leaves))
+        run, consts = _compiled(program, item, item.closed.jaxpr), _on_device(item.closed.consts)
+    return run(consts, list(leaves))
 
 
 def is_eager(arrays: Sequence[Any]) -> bool:
-    """Whether a call with these arrays is evaluated now, and by nobody else."""
+    """Whether a call with these arrays is evaluated now, and not transformed."""
     if not _is_evaluated(arrays):
         return False
-    # Where axes of a mesh are explicit, `jax.jit` gives types to what is made inside it that arrays
-    # from outside lack.
+    # With explicit axes of a mesh, `jax.jit` gives what is made inside it types that arrays from
+    # outside lack.
     return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
 
 
@@ -105,24 +89,28 @@ def _is_evaluated(arrays: Sequence[Any]) -> bool:
     return not (any(isinstance(x, core.Tracer) for x in arrays) or is_staged())
 
 
-def _loop(item: ItemProgram, jaxpr: Any, spec: LoopSpec, sink: Sink | None) -> Any:
-    """Return the loop as a function of constants and inputs.
-
-    It holds nothing of the caller's but whom it tells of its progress.
-    """
-    jaxpr = without_rules(jaxpr)
-    bare = dataclasses.replace(item, closed=None, out_tree=None)
-
-    def chunks_of(consts: list[Any], leaves: list[Any]) -> list[Any]:
-        item = dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts))
-        return map_in_chunks(item, leaves, spec, sink)
-
-    return jax.jit(chunks_of)
+def _find(program: Program, item: ItemProgram, key: Hashable) -> tuple[Any, list[jax.Array]]:
+    """Return the kept program as a function of constants and leaves, and the constants of now."""
+    if key is None:
+        raise Unknown
+    closed = opened(item.closed)
+    whole = _Key((fingerprint(closed), item.where, item.out_axes, item.out_tree, key))
+    run = _kept.find(whole, lambda: _compiled(program, item, without_rules(closed.jaxpr)))
+    return run, _on_device(closed.consts)
 
 
-def _on_device(const: Any) -> jax.Array:
-    """Put an array of NumPy's on the device by an explicit transfer, which JAX's guard permits."""
-    return const if isinstance(const, jax.Array) else jax.device_put(const)
+def _compiled(program: Program, item: ItemProgram, jaxpr: Any) -> Any:
+    bare = dataclasses.replace(item, closed=None)  # without the constants
+
+    def run(consts: list[Any], leaves: list[Any]) -> Any:
+        return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)
+
+    return jax.jit(run)
+
+
+def _on_device(consts: Sequence[Any]) -> list[jax.Array]:
+    """Put NumPy arrays on the device explicitly, which the transfer guard of JAX permits."""
+    return [const if isinstance(const, jax.Array) else jax.device_put(const) for const in consts]
 
 
 class _Key:
@@ -132,7 +120,7 @@ class _Key:
         self._value = value
         try:
             self._hash = hash(value)
-        except TypeError:  # as of a sink that calls functions of the user's
+        except TypeError:  # as of a sink that calls functions of the caller
             raise Unknown from None
 
     def __hash__(self) -> int:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Calls whose derivative is ours to say, in every order and inside every loop.
+"""Derivatives that hold in every order and inside every loop: those of a kernel, and our own.
 
-JAX's own means, `jax.custom_jvp`, has two limits that make numbers wrong or programs fail:
+`jax.custom_jvp` has two limits that make numbers wrong or programs fail:
 
-* To linearise a `jax.lax.scan`, JAX before 0.12 evaluates the half of its body that does not depend
-  on the tangents once more in part, looking for what is the same at each step. There it puts the
-  body of a `jax.custom_jvp` function in place of the call. The rule is gone, and
-  ``jax.jvp(jax.grad(f))`` is the derivative of that body. `keep_rules` prevents it. Test:
-  ``tests/test_custom_rules.py``. It may go with JAX 0.11, the last that forgets.
-* Where `jax.vmap` maps such a call, its rule is first differentiated and then mapped (all
-  versions). A `jax.custom_vjp` function inside cannot be mapped then, and JAX raises "can't apply
-  forward-mode autodiff (jvp) to a custom_vjp function". `call_with_derivative_of` maps first. Test:
-  ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
+* When JAX before 0.12 linearizes a `jax.lax.scan`, it looks for values that are the same in every
+  step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in
+  place of the call. The rule is lost, and ``jax.jvp(jax.grad(f))`` is the derivative of that body.
+  `keep_rules` prevents it. Test: ``tests/test_custom_rules.py``. It may go with JAX 0.11, the last
+  version with this fault.
+* When `jax.vmap` maps such a call, its rule is differentiated first and mapped second (all
+  versions). A `jax.custom_vjp` function inside can then no longer be mapped, and JAX raises "can't
+  apply forward-mode autodiff (jvp) to a custom_vjp function". `call_with_derivative_of` maps first.
+  Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
-Both use one primitive, for JAX does not look into a primitive that it does not know. It leaves no
-trace in the compiled program.
+Both use one primitive, because JAX does not look inside a primitive that it does not know. The
+compiled program shows no trace of it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax import core
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["RULES", "call_of", "call_with_derivative_of", "keep_rules"]
+from rankax._trace.programs import (
+    ClosedJaxpr,
+    Literal,
+    evaluate,
+    mapped_program,
+    with_subprograms,
+)
 
-Jaxpr = jax.extend.core.Jaxpr
-ClosedJaxpr = jax.extend.core.ClosedJaxpr
+__all__ = ["RULES", "call_of", "call_with_derivative_of", "keep_rules"]
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -44,7 +48,7 @@ def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], 
     Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``.
 
     Both take and return the same pytrees of arrays, and close over no array. ``other`` is called
-    only where the result is differentiated. An argument that does not move is a constant there.
+    only if the result is differentiated; an argument without a tangent is a constant there.
     """
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
@@ -64,76 +68,48 @@ def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], 
 def keep_rules(closed: Any) -> Any:
     """Return a program equal to ``closed`` (a ``ClosedJaxpr``) whose rules JAX does not forget.
 
-    Unchanged, to the object, where there is none.
+    The same object if it has no rules.
     """
-    return _kept(closed) if _FORGETS else closed
+    return mapped_program(_with_kept_rules, closed) if _FORGETS else closed
 
 
-def call_of(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Any:
-    """Return an equation like ``eqn`` that calls a program, whose constants come first."""
+def _with_kept_rules(jaxpr: Any) -> Any:
+    """Put a call of our primitive around each equation with a rule, at any depth."""
+    eqns = [
+        _kept_equation(eqn, jaxpr)
+        if eqn.primitive.name in RULES
+        else with_subprograms(eqn, _with_kept_rules)
+        for eqn in jaxpr.eqns
+    ]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
+    inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
+    alone = {"invars": inputs, "outvars": eqn.outvars, "eqns": [eqn], "effects": eqn.effects}
+    return call_of(eqn, inputs, jaxpr, **alone)
+
+
+def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
+    """Return an equation like ``eqn`` in which our primitive calls ``jaxpr`` with ``changes``.
+
+    The constants of ``jaxpr`` become its first inputs.
+    """
+    whole = {"invars": [*jaxpr.constvars, *jaxpr.invars], "outvars": jaxpr.outvars, **changes}
     unnamed = {
-        "arg_names": ("",) * len(inputs),
-        "result_paths": ("",) * len(jaxpr.outvars),
+        "arg_names": ("",) * len(whole["invars"]),
+        "result_paths": ("",) * len(whole["outvars"]),
     }
-    jaxpr = jaxpr.replace(
-        constvars=[],
-        invars=[*jaxpr.constvars, *jaxpr.invars],
-        debug_info=jaxpr.debug_info._replace(**unnamed),
-    )
-    params = {"program": ClosedJaxpr(jaxpr, ()), "other": None}
+    debug_info = jaxpr.debug_info._replace(**unnamed)
+    program = jaxpr.replace(constvars=[], debug_info=debug_info, **whole)
+    params = {"program": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
 
-# From equations with rules to calls of ours.
-
-
-def _kept(program: Any) -> Any:
-    """Replace calls with rules in a ``Jaxpr`` or ``ClosedJaxpr``, and in all that it calls."""
-    if isinstance(program, ClosedJaxpr):
-        jaxpr = _kept(program.jaxpr)
-        return program if jaxpr is program.jaxpr else ClosedJaxpr(jaxpr, program.consts)
-    eqns = [_kept_equation(eqn, program) for eqn in program.eqns]
-    if all(new is old for new, old in zip(eqns, program.eqns, strict=True)):
-        return program
-    return program.replace(eqns=eqns)
-
-
-def _kept_equation(eqn: Any, program: Any) -> Any:
-    if eqn.primitive.name in RULES:
-        return _kept_call(eqn, program)
-    params = {name: _kept_param(value) for name, value in eqn.params.items()}
-    changed = any(params[name] is not value for name, value in eqn.params.items())
-    return eqn.replace(params=params) if changed else eqn
-
-
-def _kept_param(value: Any) -> Any:
-    """Keep the rules in the branches, bodies and callees of an equation."""
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        return _kept(value)
-    if isinstance(value, tuple) and any(isinstance(x, (Jaxpr, ClosedJaxpr)) for x in value):
-        kept = tuple(_kept_param(x) for x in value)
-        return value if all(a is b for a, b in zip(kept, value, strict=True)) else kept
-    return value
-
-
-def _kept_call(eqn: Any, program: Any) -> Any:
-    """Put a call of ours around one equation of ``program`` that has a rule."""
-    inputs = list({v: None for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)})
-    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
-    jaxpr = program.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        effects=eqn.effects,
-        debug_info=program.debug_info._replace(**unnamed),
-    )
-    params = {"program": ClosedJaxpr(jaxpr, ()), "other": None}
-    return eqn.replace(primitive=_call, invars=inputs, params=params)
-
-
-# The call: `program` is what runs; its derivatives are those of `other`, or else its own, in which
-# the rules of what it calls are kept.
+# The call evaluates `program`. Its derivatives are those of `other`, or without one those of
+# `program`, in which every rule is kept.
 
 _call = jax.extend.core.Primitive("rankax_call")
 _call.multiple_results = True
@@ -141,13 +117,13 @@ _call.multiple_results = True
 
 def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
     del other
-    return core.eval_jaxpr(program.jaxpr, program.consts, *args)
+    return evaluate(program.jaxpr, program.consts, *args)
 
 
 @_call.def_impl
 def _(*args: Any, program: Any, other: Any) -> list[Any]:
-    # One compiled program: step by step each number in it would be sent to the device on its own,
-    # which `jax.transfer_guard` may forbid.
+    # As one compiled program: evaluated step by step, it would send each number in it to the device
+    # by itself, which `jax.transfer_guard` may forbid.
     return jax.jit(functools.partial(_run, program=program, other=other))(*args)
 
 
@@ -163,7 +139,7 @@ mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 def _batched(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, program: Any, other: Any
 ) -> tuple[list[Any], list[int | None]]:
-    """Map the program, and what it is differentiated as, before anyone differentiates them."""
+    """Map the program, and the one that is differentiated, before either is differentiated."""
     uses_axis = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
     if not uses_axis and all(dim is None for dim in dims):
         out = _call.bind(*args, program=program, other=other)
@@ -195,12 +171,12 @@ def _differentiated(
     live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     directions = [tangents[i] for i in live]
     if other is None:
-        out, pushed = _linearised(program, primals, live, directions)
+        out, pushed = _linearized(program, primals, live, directions)
     else:
-        moving = [primals[i] for i in live]
-        out, pushed = jax.jvp(_of_some(other, primals, live), moving, directions)
+        live_primals = [primals[i] for i in live]
+        out, pushed = jax.jvp(_of_some(other, primals, live), live_primals, directions)
     return out, [
-        tangent if _moves(aval) else ad.Zero(aval.to_tangent_aval())
+        tangent if _has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
         for aval, tangent in zip(program.out_avals, pushed, strict=True)
     ]
 
@@ -208,10 +184,10 @@ def _differentiated(
 ad.primitive_jvps[_call] = _differentiated
 
 
-def _linearised(
+def _linearized(
     program: Any, primals: Sequence[Any], live: Sequence[int], directions: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Split the derivative: what its rules do to the primals is kept, the rest is linear."""
+    """Split the derivative into a program of the primals, with rules kept, and a linear one."""
     linear: list[Any] = []
 
     def nonlinear(*primals: Any) -> Any:
@@ -220,26 +196,28 @@ def _linearised(
 
         def push_inexact(*tangents: Any) -> list[Any]:
             pairs = zip(program.out_avals, push(*tangents), strict=True)
-            return [tangent for aval, tangent in pairs if _moves(aval)]
+            return [tangent for aval, tangent in pairs if _has_tangent(aval)]
 
         pushed = jax.make_jaxpr(push_inexact)(*directions)
         linear.append(pushed.jaxpr)
         return out, pushed.consts
 
-    found = _run(*primals, program=keep_rules(jax.make_jaxpr(nonlinear)(*primals)))
+    results = _run(*primals, program=keep_rules(jax.make_jaxpr(nonlinear)(*primals)))
     count = len(program.out_avals)
-    pushed = iter(core.eval_jaxpr(linear[0], found[count:], *directions))
-    return found[:count], [next(pushed) if _moves(aval) else None for aval in program.out_avals]
+    pushed = iter(evaluate(linear[0], results[count:], *directions))
+    return results[:count], [
+        next(pushed) if _has_tangent(aval) else None for aval in program.out_avals
+    ]
 
 
-def _moves(aval: Any) -> bool:
+def _has_tangent(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _of_some(
     fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]
 ) -> Callable[..., Any]:
-    """Return ``fun`` as a function of the arguments at ``positions``; the others are fixed."""
+    """Return ``fun`` as a function of its arguments at ``positions``, with the others fixed."""
 
     def of_some(*some: Any) -> Any:
         merged = list(args)
@@ -255,8 +233,8 @@ def _transposed(cotangents: Sequence[Any], *args: Any, program: Any, other: Any)
     fun = other or functools.partial(_run, program=program)
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     transpose = jax.linear_transpose(_of_some(fun, args, unknown), *(args[i].aval for i in unknown))
-    found = iter(transpose([ad.instantiate_zeros(ct) for ct in cotangents]))
-    return [next(found) if ad.is_undefined_primal(x) else None for x in args]
+    results = iter(transpose([ad.instantiate_zeros(ct) for ct in cotangents]))
+    return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
 ad.primitive_transposes[_call] = _transposed

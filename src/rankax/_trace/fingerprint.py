@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""Whether two traced programs do the same when they are evaluated.
+"""Whether two traced programs compute the same values.
 
-JAX has no equality of programs, and their text leaves things out. Here two programs have equal
-`fingerprint` only where they are the same equation by equation: the same primitives, the same
-variables in the same places (counted in order of appearance), equal shapes, dtypes, parameters and
-contexts, and the same bits of every number. What cannot be compared with certainty has none at all:
+JAX defines no equality of programs, and the text of a program omits details: two functions of one
+name print alike. Here two programs have equal `fingerprint` only if they agree equation by
+equation: the same primitives, the same variables in the same places (numbered in order of
+appearance), equal shapes, dtypes, parameters and contexts, and the same bits of every number. A
+program that cannot be compared with certainty has no fingerprint:
 
-* programs with effects, and functions among the parameters, such as a callback: what they do may
-  change while they stay the same object;
-* arrays inside a loop or a branch, which `opened` leaves there, and arrays among the parameters;
-* objects that are not JAX's own, for their ``==`` may overlook a difference, as that of 1 and True.
+* a program with effects, or with a function among its parameters, such as a callback: what a
+  function does may change while it stays the same object;
+* a program with arrays inside a loop or a branch, or among its parameters. `opened` moves arrays
+  out of calls of `jax.jit` only; to move them out of every primitive, each would have to be known;
+* a program with parameters of classes outside JAX, whose ``==`` may ignore a difference, such as
+  that between 1 and True.
 
-Rules for derivatives are left out, for an evaluation does not use them, and are made anew by each
-trace. `without_rules` is the program that can be kept: it holds no function of the caller.
+Derivative rules are left out: evaluation does not use them, and each trace makes new ones.
+`without_rules` is the program to keep, because it holds no function of the caller.
 """
 
 from __future__ import annotations
@@ -23,32 +26,28 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.extend
 import numpy as np
 
 from rankax._trace.derivatives import RULES, call_of
+from rankax._trace.programs import ClosedJaxpr, Jaxpr, Literal, is_container, with_subprograms
 
 __all__ = ["Unknown", "fingerprint", "opened", "without_rules"]
 
-Jaxpr = jax.extend.core.Jaxpr
-ClosedJaxpr = jax.extend.core.ClosedJaxpr
-Literal = jax.extend.core.Literal
 
-
-class Unknown(Exception):  # noqa: N818  (it says no, which is no error)
+class Unknown(Exception):  # noqa: N818  (an answer, not an error)
     """Raised for a program that cannot be compared."""
 
 
 def fingerprint(closed: Any) -> Hashable:
-    """Return what is equal for programs that do the same with equal constants and inputs."""
+    """Return a key: programs with equal keys map equal constants and inputs to equal outputs."""
     if closed.effects:
         raise Unknown
-    found = _of_program(closed.jaxpr)
+    key = _of_program(closed.jaxpr)
     try:
-        hash(found)
+        hash(key)
     except TypeError:
         raise Unknown from None
-    return found
+    return key
 
 
 def _of_program(jaxpr: Any) -> Hashable:
@@ -75,7 +74,7 @@ def _of_program(jaxpr: Any) -> Hashable:
 def _of_literal(literal: Any) -> Hashable:
     if isinstance(literal.val, jax.Array):  # reading it might wait for a device
         raise Unknown
-    # By bits, for NaN differs from itself, and -0.0 does not from 0.0.
+    # Compared by bits, because NaN differs from itself and -0.0 equals 0.0.
     value = np.asarray(literal.val)
     return Literal, literal.aval, value.dtype, value.tobytes()
 
@@ -87,7 +86,7 @@ def _of_params(eqn: Any) -> Hashable:
     return tuple((name, _of_value(value)) for name, value in eqn.params.items() if name != left_out)
 
 
-# Parameters that say how a derivative is found; the last one is of our own call.
+# Parameters that define a derivative only. The last one belongs to our own call.
 _DERIVATIVES_ONLY = {
     **dict.fromkeys(("checkpoint", "remat", "remat2"), "policy"),
     "rankax_call": "other",
@@ -112,15 +111,14 @@ def _of_value(value: Any) -> Hashable:
         return _of_program(value)
     if _is_known(value):
         return type(value), value
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_of_value, value))
-    if isinstance(value, dict):
-        return dict, tuple((_of_value(k), _of_value(v)) for k, v in value.items())
-    raise Unknown
+    if not is_container(value):
+        raise Unknown
+    items = value.items() if isinstance(value, dict) else value
+    return type(value), tuple(map(_of_value, items))
 
 
 def _is_known(value: Any) -> bool:
-    """Whether this is an object of JAX's, whose ``==`` says all about it."""
+    """Whether this is an object of JAX, whose ``==`` compares all of it."""
     kind = type(value)
     if isinstance(value, _MESHES) or kind.__name__ == "PRNGImpl":  # functions of JAX, by name
         return True
@@ -132,61 +130,47 @@ def _is_known(value: Any) -> bool:
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators
 
 
-# Arrays inside a program become its constants.
-
-
 def opened(closed: Any) -> Any:
-    """Return a program in which calls of `jax.jit` hold no arrays, for they are its own constants.
+    """Return a program in which calls of `jax.jit` hold no arrays: they become its own constants.
 
-    Unchanged, to the object, where they hold none. Arrays inside a loop or a branch stay.
+    The same object if such calls hold none. Arrays inside a loop or a branch stay there.
     """
-    found: dict[Any, Any] = {}  # the value of each variable; a call may be made twice
-    eqns = [_opened_call(eqn, found) for eqn in closed.jaxpr.eqns]
-    if not found:
+    lifted: dict[Any, Any] = {}  # the array of each variable; one program may be called twice
+    eqns = [_opened_call(eqn, lifted) for eqn in closed.jaxpr.eqns]
+    if not lifted:
         return closed
-    jaxpr = closed.jaxpr.replace(constvars=[*closed.jaxpr.constvars, *found], eqns=eqns)
-    return ClosedJaxpr(jaxpr, [*closed.consts, *found.values()])
+    jaxpr = closed.jaxpr.replace(constvars=[*closed.jaxpr.constvars, *lifted], eqns=eqns)
+    return ClosedJaxpr(jaxpr, [*closed.consts, *lifted.values()])
 
 
-def _opened_call(eqn: Any, found: dict[Any, Any]) -> Any:
-    if eqn.primitive.name not in ("jit", "pjit") or not _is_plain(eqn.params):
+def _opened_call(eqn: Any, lifted: dict[Any, Any]) -> Any:
+    if eqn.primitive.name not in ("jit", "pjit") or _is_placed(eqn.params):
         return eqn
     inner = opened(eqn.params["jaxpr"])
     if not inner.consts:
         return eqn
     constvars = list(inner.jaxpr.constvars)
-    found.update(zip(constvars, inner.consts, strict=True))
-    return call_of(eqn, inner.jaxpr, [*constvars, *eqn.invars])
+    lifted.update(zip(constvars, inner.consts, strict=True))
+    return call_of(eqn, [*constvars, *eqn.invars], inner.jaxpr)
 
 
-def _is_plain(params: dict[str, Any]) -> bool:
-    """Whether a call of `jax.jit` says nothing of devices."""
-    placed = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-    asked = [x for name in placed for x in params.get(name, ())]
-    return all(x is None or type(x).__name__ == "UnspecifiedValue" for x in asked)
+def _is_placed(params: dict[str, Any]) -> bool:
+    """Whether a call of `jax.jit` asks for devices or layouts."""
+    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    values = [x for name in names for x in params.get(name, ())]
+    return not all(x is None or type(x).__name__ == "UnspecifiedValue" for x in values)
 
 
 def without_rules(jaxpr: Any) -> Any:
-    """Return a program without constants, and without rules for derivatives at any depth."""
-    # Newer versions of JAX keep the constants in the jaxpr, but not with variables given anew.
+    """Return a program without constants, and without derivative rules at any depth."""
+    # From JAX 0.12 on, a jaxpr holds its constants; replacing its variables drops them.
     eqns = [_without_rule(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
 
 def _without_rule(eqn: Any) -> Any:
     if eqn.primitive.name in RULES:
-        return call_of(eqn, without_rules(eqn.params["call_jaxpr"].jaxpr), eqn.invars)
-    params = {name: _param_without_rules(value) for name, value in eqn.params.items()}
-    if left_out := _DERIVATIVES_ONLY.get(eqn.primitive.name):
-        params[left_out] = None
-    return eqn.replace(params=params)
-
-
-def _param_without_rules(value: Any) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(without_rules(value.jaxpr), value.consts)
-    if isinstance(value, Jaxpr):
-        return without_rules(value)
-    if isinstance(value, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value):
-        return tuple(map(_param_without_rules, value))
-    return value
+        return call_of(eqn, eqn.invars, without_rules(eqn.params["call_jaxpr"].jaxpr))
+    eqn = with_subprograms(eqn, without_rules)
+    left_out = _DERIVATIVES_ONLY.get(eqn.primitive.name)
+    return eqn.replace(params={**eqn.params, left_out: None}) if left_out else eqn

@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
 from rankax._base.words import listed, table
+from rankax._trace.programs import ClosedJaxpr, evaluate
 
 __all__ = [
     "ItemProgram",
@@ -33,8 +33,6 @@ __all__ = [
     "with_axis",
     "with_shape",
 ]
-
-ClosedJaxpr = jax.extend.core.ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,7 @@ class ItemProgram:
     out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        return core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, *leaves)
+        return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
 
     def in_tree(self, *leaves: Any) -> Any:
         """Evaluate one item; return its outputs as the kernel does."""

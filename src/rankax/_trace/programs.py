@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""Traced programs: evaluating one, and the only traversal of the programs inside one.
+
+A primitive keeps the programs that it calls among its parameters: `jax.jit` holds one,
+`jax.lax.cond` a tuple of branches, `jax.lax.custom_linear_solve` a NamedTuple. `subprograms` yields
+them; `with_subprograms` replaces them. Each container is rebuilt with its own type, because JAX
+reads the fields of a NamedTuple by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import core
+
+from rankax._base.arrays import is_staged, scalar
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "Literal",
+    "evaluate",
+    "is_container",
+    "mapped_program",
+    "subprograms",
+    "with_subprograms",
+]
+
+ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as `Jaxpr`
+Jaxpr = jax.extend.core.Jaxpr
+Literal = jax.extend.core.Literal
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluate a program. Every output is an array.
+
+    `jax.core.eval_jaxpr` returns a constant output as the number in the program, which has a dtype
+    but no shape.
+    """
+    outs = core.eval_jaxpr(jaxpr, consts, *args)
+    return [
+        _as_array(atom) if isinstance(atom, Literal) else out
+        for atom, out in zip(jaxpr.outvars, outs, strict=True)
+    ]
+
+
+def _as_array(literal: Any) -> jax.Array:
+    # In a program, `jnp.asarray` keeps a weak type; outside, it is an implicit transfer.
+    return jnp.asarray(literal.val) if is_staged() else scalar(literal.val, literal.aval.dtype)
+
+
+def subprograms(eqn: Any) -> Iterator[Any]:
+    """Yield the jaxpr of each program that an equation calls; of a branch, all of them."""
+    for value in eqn.params.values():
+        for leaf in jax.tree.leaves(value, is_leaf=_is_leaf):
+            if isinstance(leaf, (Jaxpr, ClosedJaxpr)):
+                yield leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf
+
+
+def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
+    """Return ``eqn`` with ``fun(jaxpr)`` in place of each program that it calls.
+
+    The same object if ``fun`` returns every jaxpr unchanged.
+    """
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, ClosedJaxpr):
+            return mapped_program(fun, leaf)
+        return fun(leaf) if isinstance(leaf, Jaxpr) else leaf
+
+    changes = {}
+    for name, value in eqn.params.items():
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
+        new = [replaced(leaf) for leaf in leaves]
+        if any(a is not b for a, b in zip(new, leaves, strict=True)):
+            changes[name] = treedef.unflatten(new)
+    return eqn.replace(params={**eqn.params, **changes}) if changes else eqn
+
+
+def mapped_program(fun: Callable[[Any], Any], closed: Any) -> Any:
+    """Return ``closed`` with ``fun(jaxpr)`` in place of its jaxpr, and the same constants."""
+    jaxpr = fun(closed.jaxpr)
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+
+
+def is_container(value: Any) -> bool:
+    """Whether ``value`` is a tuple, list, dict or NamedTuple, and not a class with other rules."""
+    return type(value) in (tuple, list, dict) or (
+        isinstance(value, tuple) and hasattr(value, "_fields")
+    )
+
+
+def _is_leaf(value: Any) -> bool:
+    return not is_container(value)
