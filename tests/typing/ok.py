@@ -88,7 +88,7 @@ assert_type(auto_vmap(ranks)(plain)(X, 3), list[jax.Array])
 
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps
-program: Any = norm.lower(X).compile()  # only where jit=True
+program: Any = norm.lower(X).compile()
 assert_type(energy.with_options(chunk_size=3, memory_limit="1 GB")(2.0, X), tuple[jax.Array, str])
 again: Any = norm.with_options(reduce="sum", reduce_axis=(0,)).lower(X)
 name: str = norm.__name__

@@ -35,7 +35,6 @@ energy(2.0, X, title="w")  # type: ignore
 length: int = energy(2.0, X)  # type: ignore
 energy(2.0, X).no_such_attribute  # type: ignore
 energy.no_such_attribute  # type: ignore
-energy.lower(2.0, X)  # type: ignore
 
 Body().pull()  # type: ignore
 Body().pull(X, scale="a")  # type: ignore
@@ -45,7 +44,6 @@ text: str = Body().pull(X)  # type: ignore
 
 auto_vmap(0, chunk_size="3")  # type: ignore
 auto_vmap(0, jit="yes")  # type: ignore
-auto_vmap(0, jit=False)(step).lower  # type: ignore
 auto_vmap(0)(3)  # type: ignore
 auto_vmap(0)(step).with_options(chunksize=3)  # type: ignore
 auto_vmap(0)(step).with_options(chunk_size="3")  # type: ignore

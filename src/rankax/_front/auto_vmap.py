@@ -10,7 +10,6 @@ from typing import (
     Any,
     Concatenate,
     Generic,
-    Literal,
     ParamSpec,
     Protocol,
     TypeVar,
@@ -45,7 +44,7 @@ S = TypeVar("S")
 
 
 class AutoVmapped(Protocol, Generic[P, R]):
-    """A decorated kernel: its own parameters and result, and a ``plan``."""
+    """The type of a decorated kernel: its own parameters and result, and what `auto_vmap` adds."""
 
     __wrapped__: Callable[..., Any]
     __name__: str
@@ -55,13 +54,11 @@ class AutoVmapped(Protocol, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
-    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan:
-        """Say what a call with these arguments, or their ``ShapeDtypeStruct``, would do."""
-        ...
+    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan: ...
 
-    def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]:
-        """Return this kernel with other options; those that are not named stay."""
-        ...
+    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]: ...
 
     def tune(
         self,
@@ -70,9 +67,7 @@ class AutoVmapped(Protocol, Generic[P, R]):
         gradient: bool = False,
         seconds: float = 5,
         **kwargs: Any,
-    ) -> AutoVmapped[P, R]:
-        """Return this kernel with the options that are fastest for arguments like these."""
-        ...
+    ) -> AutoVmapped[P, R]: ...
 
     @overload
     def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
@@ -83,67 +78,14 @@ class AutoVmapped(Protocol, Generic[P, R]):
     ) -> Callable[Q, R]: ...
 
 
-class JitAutoVmapped(AutoVmapped[P, R], Protocol[P, R]):
-    """A kernel decorated with ``jit=True``, which can be lowered too."""
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lower a call as `jax.jit` does."""
-        ...
-
-    def with_options(self, **options: Unpack[Given]) -> JitAutoVmapped[P, R]:
-        """Return this kernel with other options; those that are not named stay."""
-        ...
-
-    def tune(
-        self,
-        *args: Any,
-        memory_limit: int | str | None = None,
-        gradient: bool = False,
-        seconds: float = 5,
-        **kwargs: Any,
-    ) -> JitAutoVmapped[P, R]:
-        """Return this kernel with the options that are fastest for arguments like these."""
-        ...
-
-    @overload
-    def __get__(self, instance: None, owner: Any, /) -> JitAutoVmapped[P, R]: ...
-
-    @overload
-    def __get__(
-        self: AutoVmapped[Concatenate[S, Q], R], instance: S, owner: Any, /
-    ) -> Callable[Q, R]: ...
-
-
 class Decorator(Protocol):
-    """What ``auto_vmap(...)`` returns: it keeps the kernel's parameters and result."""
+    """The type of ``auto_vmap(...)``: it keeps the kernel's parameters and result."""
 
     def __call__(self, fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
 
 
-class JitDecorator(Protocol):
-    """What ``auto_vmap(..., jit=True)`` returns."""
-
-    def __call__(self, fun: Callable[P, R], /) -> JitAutoVmapped[P, R]: ...
-
-
 @overload
 def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
-
-
-@overload
-def auto_vmap(
-    *ranks: Any,
-    chunk_size: int | None = None,
-    memory_limit: int | str | None = None,
-    reduce: Any = None,
-    reduce_axis: int | Sequence[int] | None = None,
-    checkpoint: bool = True,
-    jit: Literal[True],
-    compiler_options: Mapping[str, Any] | None = None,
-    progress: bool | str | Callable[[int, int], object] = False,
-    shards: int | jax.sharding.PartitionSpec | None = None,
-    **named_ranks: Any,
-) -> JitDecorator: ...
 
 
 @overload
@@ -170,10 +112,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
         jax.vmap(jax.vmap(f, in_axes=(None, 0)), in_axes=(0, None))(s[:, 0], v)
 
-    The leading axes that an argument has beyond its rank are batch axes. Those of all arguments are
-    broadcast together by NumPy's rules, and each is mapped by one `jax.vmap`. An argument that
-    lacks an axis, or has it with length 1, is not mapped there, so that no broadcast is ever
-    materialised; what is left in the compiled program is what nesting by hand leaves.
+    The leading axes that an argument has beyond its rank are batch axes. The batch axes of all
+    arguments broadcast together by NumPy's rules, and each is mapped by one `jax.vmap`. An argument
+    that lacks an axis, or has it with length 1, is not mapped there, so no broadcast is ever
+    materialised. The compiled program is the one that nesting by hand gives.
 
     Parameters
     ----------
@@ -182,66 +124,67 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         a call binds arguments. An int counts them: 0 for a scalar, 1 for a vector. A dimension
         string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
         ``None``, or no rank, passes any Python object through untouched. `SplitKey` is the rank of
-        a random key of which each item gets its own. A dict, tuple, list,
-        NamedTuple or registered dataclass of those spreads over a pytree argument as ``in_axes``
-        of `jax.vmap` does; a dict also over a class that has fields of those names, and
-        `ranks_like` makes such a tree from an example. One string with parentheses is a gufunc
-        signature for the whole kernel: ``"(n,3),(n)->()"``.
+        a random key that is split, one key per item. A dict, tuple, list, NamedTuple or registered
+        dataclass of ranks spreads over a pytree argument as ``in_axes`` of `jax.vmap` does; a dict
+        also spreads over a class with fields of those names, and `ranks_like` makes such a tree
+        from an example. One string with parentheses is a gufunc signature for the whole kernel:
+        ``"(n,3),(n)->()"``.
     chunk_size : int, optional
-        At most so many evaluations of the kernel exist at once, counted over all batch axes
-        together (see `chunked_vmap`). Fewer where that is faster; ``plan`` says how many. None:
-        all of them.
+        Maximum number of evaluations in flight, counted over all batch axes together (see
+        `chunked_vmap`). Fewer are used where that is faster; ``plan`` says how many. None: no
+        bound.
     memory_limit : int or str, optional
-        In bytes, as ``"2 GB"``, ``"500 MiB"``, or as ``"50%"`` of what the first device, or else
-        the machine, has free when a call of such shapes is first seen. A chunk size is chosen whose
-        temporaries, beyond inputs and outputs, keep to it by the compiler's own account, in the
-        call and in its gradient (see Notes). Together with ``chunk_size`` the smaller one counts.
+        Bytes, ``"2 GB"``, ``"500 MiB"``, or ``"50%"`` of the memory that the first device (or else
+        the machine) has free when a call with such shapes is first seen. A chunk size is chosen
+        whose temporaries, beyond inputs and outputs, stay within it, as the compiler reports, in
+        the call and in its gradient (see Notes). Together with ``chunk_size`` the smaller bound
+        counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
-        What becomes of the outputs along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
+        How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
         an object of `rankax.reductions`. ``None`` inside a tree keeps an output whole. With
-        ``chunk_size`` what is reduced is never stored (see `chunked_reduce` for memory, derivatives
-        and order).
+        ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for memory,
+        derivatives and order).
     reduce_axis : int or tuple of int, optional
-        The axes of the batch shape that are reduced, counted as NumPy counts axes; None: all of
-        them. The others stay, in their order, in front of the core axes.
+        The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The
+        others stay, in their order, in front of the core axes.
     checkpoint : bool, default True
-        Where chunked, recompute each chunk in the reverse pass instead of storing the intermediate
-        values of all chunks.
+        Recompute each chunk in the reverse pass instead of storing the intermediate values of all
+        chunks.
     jit : bool, default False
         Compile the mapped call, once for each set of shapes, dtypes and static values. Arrays are
-        traced, and Python scalars on parameters that have a rank; everything else is static and
-        must be hashable. Inside another ``jit`` it leaves no trace. A method's ``self`` is static
-        too unless it is a pytree: attributes that are changed after the first call are not seen.
+        traced, and so are Python scalars on parameters with a rank; everything else is static and
+        must be hashable. Inside another ``jit`` it has no effect. A method's ``self`` is static too
+        unless it is a pytree: later changes to its attributes are not seen.
     compiler_options : dict, optional
-        Handed to `jax.jit` where ``jit=True``. Inside another ``jit`` those of the outer one count.
+        Passed to `jax.jit` with ``jit=True``. Inside another ``jit`` the outer one's options count.
     progress : bool, str or callable, default False
-        Show how far the outermost loop is: True is a bar of ``tqdm`` with the kernel's name
-        (``pip install "rankax[progress]"``), a string its label; a function is called with
-        ``(done, total)``, numbers of items. See Notes.
+        Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name
+        (``pip install "rankax[progress]"``), a string is the bar's label, and a function is called
+        with ``(done, total)``, in items. See Notes.
     shards : int or PartitionSpec, optional
-        With ``chunk_size`` or ``memory_limit``: along which axes of a mesh the batch lies, or in
-        how many parts its axis 0 does; needed only where it cannot be seen, inside a `jax.jit` of
-        your own. 1: walk the batch as one. See Notes.
+        With ``chunk_size`` or ``memory_limit``: the mesh axes along which the batch is sharded, or
+        the number of parts of its axis 0. Needed only inside your own `jax.jit`, where the sharding
+        cannot be read. 1: evaluate the batch as one. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
-        Ranks by parameter name; the only way for keyword-only ones. One rank on ``*args`` holds for
-        each of them, and several hold one by one; a rank on ``**kwargs`` holds for each value that
-        has no rank by its own name. Items without a rank, as parameters, have that of their
-        annotation, or are untouched. A parameter that has the name of an option gets its rank by
-        position, in a signature or by annotation.
+        Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
+        applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
+        each value without a rank under its own name. Items without a rank have that of their
+        annotation, as parameters do, or are untouched. A parameter with the name of an option gets
+        its rank by position, in a signature or by annotation.
 
     Returns
     -------
     callable
         The kernel for batches, if the first argument is the kernel (``@auto_vmap``); otherwise a
-        decorator that makes it. Every array it returns has the batch shape in front, without the
-        axes that are reduced; without batch axes the kernel is simply called. It keeps the name,
-        docstring, signature and type of the kernel, which is its ``__wrapped__``, and has
-        ``plan(*args, **kwargs)``, which tells what a call with such arguments (or
-        `jax.ShapeDtypeStruct` in their place) would do, and ``with_options(**options)``, which
-        returns the same kernel with other options: equal options give the same object, so that
-        nothing is compiled anew. See `options` for many kernels. Its ``signature`` is the gufunc
-        signature, with names for axes that have none; None where the output is not declared.
+        decorator. Every array that the kernel returns has the batch shape in front, without the
+        reduced axes; without batch axes the kernel is simply called. The result keeps the name,
+        docstring, signature and type of the kernel, which is its ``__wrapped__``. Its
+        ``plan(*args, **kwargs)`` says what a call with such arguments (or `jax.ShapeDtypeStruct`
+        in their place) would do. ``with_options(**options)`` returns the same kernel with other
+        options; equal options give the same object, so nothing is compiled twice. See `options`
+        for setting many kernels at once. ``signature`` is the gufunc signature, with made-up names
+        for unnamed axes; None if the output is not declared.
 
     Raises
     ------
@@ -281,11 +224,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 
     *Memory limit.* For each set of shapes and dtypes the call is compiled for a few chunk sizes,
-    usually three, and not run; ``plan`` does so too and shows what was measured. What counts is the
-    call itself, and its gradient with respect to all floating arrays that it uses. With
-    ``checkpoint=False`` the gradient does not count, for chunks do not bound it. Where no chunk of
-    a fitting size divides the batch, the gradient copies the outputs, and this copy counts. What a
-    program around the call keeps is not seen. Of an outer `jax.vmap`, one item counts.
+    usually three, but not run; ``plan`` does the same and shows the measurements. The limit applies
+    to the call itself and to its gradient with respect to all floating arrays that it uses. With
+    ``checkpoint=False`` the gradient does not count, because chunks do not bound it. Where no chunk
+    of a fitting size divides the batch, the gradient copies the outputs, and this copy counts. The
+    memory that a surrounding program holds is not seen. Under an outer `jax.vmap`, one item counts.
 
     *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
     called by the kernel have none. A gradient shows its forward pass; that of some reductions makes
@@ -296,21 +239,21 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     own `jax.jit`, when the next call with the same label begins. Only the first of several
     processes shows it. Pass the same function at each call, because a new one compiles anew.
 
-    *Blocks.* Where an argument with a rank is an array of dask or cubed, so is what is returned,
-    and nothing is computed: each block is evaluated by the kernel, compiled, with its own bound on
-    memory, wherever the scheduler runs. Core axes must be whole in each chunk. Reduced axes may be
-    cut: the states of blocks are merged in a tree. There is no derivative of this. For arrays with
-    named dimensions there is `rankax.xarray.apply`.
+    *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
+    computed yet: the scheduler evaluates the compiled kernel block by block, each with its own
+    bound on memory. Core axes must be whole in each chunk. Reduced axes may be cut: the states of
+    blocks are merged in a tree. These calls are not differentiable. For arrays with named
+    dimensions see `rankax.xarray.apply`.
 
-    *Many devices.* Batch axes that are sharded are walked in parts, one for each device, side by
-    side: ``chunk_size`` and ``memory_limit`` count per device, nothing is sent forward or for the
-    gradient of what is mapped, and the gradient of what is shared is summed over the devices once.
-    So is a reduction. Outputs lie as those of `jax.vmap`. What is sharded is seen from arrays that
-    are there, at an eager call or one of ``jit=True``, and on a mesh with explicit axes always. A
-    chunk of one item is then mapped over the devices, too.
+    *Many devices.* Sharded batch axes are evaluated in parts, one per device, side by side:
+    ``chunk_size`` and ``memory_limit`` count per device. Nothing is sent between devices in the
+    forward pass or for the gradient of mapped arguments; the gradient of a shared argument, and a
+    reduction, are combined over the devices once. Outputs have the same sharding as with
+    `jax.vmap`. Sharding is read from concrete arrays, in an eager call or with ``jit=True``, and
+    always on a mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
 
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
-    The kernel is traced once a call, with ``memory_limit`` twice.
+    The kernel is traced once a call.
 
     Examples
     --------
@@ -336,7 +279,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
 
 def _shown_signature() -> inspect.Signature:
-    """Say which options there are, of which `auto_vmap` itself must see those that are given."""
+    """Return the signature for `help`: `auto_vmap` takes options and ranks in one ``**named``."""
     kind = inspect.Parameter
     ranks = kind("ranks", kind.VAR_POSITIONAL)
     named_ranks = kind("named_ranks", kind.VAR_KEYWORD)
@@ -370,49 +313,40 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 class _Family:
-    """The kernels that one declaration makes, each with other options."""
+    """The kernels of one declaration, each with other options."""
 
     def __init__(self, fun: Any, declaration: Declaration) -> None:
         self._fun = fun
         self._declaration = declaration
         self._members: dict[Any, Any] = {}
 
-    def member(self, given: Mapping[str, Any], where: str) -> Any:
-        """Return the one kernel with these options, so that what it compiled is found again."""
-        key = frozenset(given.items())
+    def member(self, explicit: Mapping[str, Any], where: str) -> Any:
+        """Return the one kernel with these options, which keeps what it compiled."""
+        key = frozenset(explicit.items())
         if key not in self._members:
-            check_together(Options(**given), where)
-            self._members[key] = self._new_member(given)
+            check_together(Options(**explicit), where)
+            kernel = Kernel(self._fun, self._declaration, explicit)
+            jitted = JitKernel(kernel) if kernel.preset.jit else None
+            self._members[key] = self._function(kernel, jitted)
         return self._members[key]
 
-    def _new_member(self, given: Mapping[str, Any]) -> Any:
-        kernel = Kernel(self._fun, self._declaration, given)
-        return self._function(kernel, JitKernel(kernel) if kernel.preset.jit else None, given)
-
     def _function(
-        self,
-        kernel: Kernel,
-        jitted: JitKernel | None,
-        given: Mapping[str, Any],
-        tuning: Tuning | None = None,
+        self, kernel: Kernel, jitted: JitKernel | None, tuning: Tuning | None = None
     ) -> Any:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if jitted is not None:
-                return jitted.call(args, kwargs)
-            return run(bind(kernel, args, kwargs), kernel.options())
-
-        # A function, not a callable object: methods, pickling by name, help() and inspection work
-        # as they do for the kernel itself.
+        # A function, not a callable object, so that methods, pickling by name, help() and every
+        # tool that asks `inspect.isfunction` work as they do for the kernel itself.
         def mapped(*args: Any, **kwargs: Any) -> Any:
             try:
-                return call(args, kwargs)
+                if jitted is not None:
+                    return jitted.call(args, kwargs)
+                return run(bind(kernel, args, kwargs), kernel.options())
             except InBlocksError:
                 pass
             return call_on_blocks(kernel, mapped, args, kwargs)
 
         def with_options(**options: Any) -> Any:
             where = f"{kernel.name}.with_options"
-            return self.member({**given, **checked_options(options, where)}, where)
+            return self.member({**kernel.explicit, **checked_options(options, where)}, where)
 
         def plan(*args: Any, **kwargs: Any) -> BatchPlan:
             """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
@@ -426,29 +360,27 @@ class _Family:
             seconds: float = 5,
             **kwargs: Any,
         ) -> Any:
-            found = tuned(kernel, mapped, args, kwargs, memory_limit, gradient, seconds)
-            best = with_options(**found.options)
-            # Not the one that `with_options` keeps: it is shared with those who did not tune.
-            return vars(best)["_with_tuning"](found)
-
-        def with_tuning(found: Tuning) -> Any:
-            return self._function(kernel, jitted, given, found)
+            result = tuned(kernel, mapped, args, kwargs, memory_limit, gradient, seconds)
+            # A new object, because `with_options` shares its own with callers who did not tune.
+            return vars(with_options(**result.options))["_with_tuning"](result)
 
         _wrap_as(mapped, self._fun)
-        vars(mapped)["_kernel"] = kernel
-        vars(mapped)["signature"] = to_gufunc(self._declaration.ranks, self._declaration.outputs)
-        vars(mapped)["plan"] = plan
-        vars(mapped)["tune"] = tune
-        vars(mapped)["tuning"] = tuning
-        vars(mapped)["_with_tuning"] = with_tuning
-        vars(mapped)["with_options"] = with_options
+        vars(mapped).update(
+            _kernel=kernel,
+            _with_tuning=lambda tuning: self._function(kernel, jitted, tuning),
+            signature=to_gufunc(self._declaration.ranks, self._declaration.outputs),
+            plan=plan,
+            tune=tune,
+            tuning=tuning,
+            with_options=with_options,
+        )
         if jitted is not None:
             vars(mapped)["lower"] = jitted.lower
         return mapped
 
 
 def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
-    """Give ``mapped`` what `functools.wraps` gives, also for what has no name of its own."""
+    """Do what `functools.wraps` does, also for a callable without a name."""
     if hasattr(fun, "__name__"):
         functools.update_wrapper(mapped, fun)
         return
