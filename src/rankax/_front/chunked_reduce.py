@@ -32,42 +32,42 @@ def chunked_reduce(
     progress: bool | str | Callable[[int, int], object] = False,
     shards: int | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
-    r"""Map ``fun`` over an axis and reduce what it returns, with few items in flight.
+    r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
     Equivalent, for ``reduction="sum"``, to ::
 
         lambda *args: jax.tree.map(lambda out: out.sum(0), jax.vmap(fun, in_axes)(*args))
 
-    but evaluated tile after tile, so that neither the outputs of all items nor what is computed on
-    the way to them are ever stored, in the forward pass and in derivatives of every order.
+    but evaluated tile by tile, so that neither the outputs of all items nor their intermediate
+    values are ever stored, in the forward pass and in derivatives of every order.
 
     Parameters
     ----------
     fun : callable
         Takes and returns pytrees of arrays, for one item.
     reduction : str, Reduction, None, or a pytree prefix of those
-        What becomes of each output of ``fun``, or of a part of them. A name: ``"sum"``, ``"mean"``,
-        ``"prod"``, ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"`` or
-        ``"logsumexp"``, with the values and dtypes of `jax.numpy` (`jax.nn.logsumexp` for the
-        last). An object from `rankax.reductions`, as ``TopK(3)`` or ``Best("distance")``. ``None``
-        keeps an output whole, with the mapped axis in front.
+        How to reduce each output of ``fun``, or each subtree of outputs. A name: ``"sum"``,
+        ``"mean"``, ``"prod"``, ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``,
+        ``"all"`` or ``"logsumexp"``, with the values and dtypes of `jax.numpy`
+        (`jax.nn.logsumexp` for the last). An object from `rankax.reductions`, such as ``TopK(3)``
+        or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in front.
     chunk_size : int or None
-        Upper bound of the items evaluated at once. A tile is smaller where that is faster, as on a
-        CPU. ``None``: all at once, by `jax.vmap` and the function of `jax.numpy`.
+        Maximum number of items evaluated at once. A tile is smaller where that is faster, as on a
+        CPU. ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, default True
-        Recompute each tile in the reverse pass instead of storing what it computed.
+        Recompute each tile in the reverse pass instead of storing its intermediate values.
     memory_limit : int or str, optional
-        Choose a chunk size, of at most ``chunk_size``, whose temporaries keep to that: bytes,
-        ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
+        Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
+        bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions makes two forward passes.
     shards : int or PartitionSpec, optional
-        In how many parts the mapped axis lies on as many devices, or along which axes of a mesh;
-        needed only where it cannot be seen, inside a `jax.jit` of your own. 1: walk it as one. See
-        Notes.
+        The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
+        along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
+        be read. 1: evaluate the axis as one. See Notes.
 
     Returns
     -------
@@ -77,31 +77,31 @@ def chunked_reduce(
     Raises
     ------
     TypeError
-        ``reduction`` holds anything else, or an argument is of a wrong type.
+        ``reduction`` holds anything else, or an argument has a wrong type.
     ValueError
-        No reduction has this name, or an output cannot be reduced so. This and what follows is
-        seen before the loop is compiled.
+        No reduction has this name, or an output cannot be reduced this way. This error and the
+        following ones are raised before the loop is compiled.
     ValueError
         The mapped axes differ in length.
     ValueError
-        ``memory_limit`` is none, or less than one item needs.
+        ``memory_limit`` cannot be read, or one item needs more.
 
     Notes
     -----
-    *Memory.* Accumulators and one tile, whatever the number of items; ``prod`` and ``Fold`` store
-    one accumulator for each tile in a derivative.
+    *Memory.* One tile and its accumulators, for any number of items; in a derivative, ``prod`` and
+    ``Fold`` store one accumulator per tile.
 
     *Derivatives.* Sums, means and moments are differentiated tile by tile; ``logsumexp`` in a
     second pass; ``max``, ``min``, ``TopK`` and ``Best`` at the winners only, each of which is
-    evaluated once more. Of equal items the first has the whole derivative, where `jax.numpy.max`
-    shares it among them.
+    evaluated once more. Among equal items the first gets the whole derivative; `jax.numpy.max`
+    shares it.
 
-    *Order.* Items are added in another order than by `jax.numpy`, so that the last digits of a sum
-    differ. What is left over behind the last whole tile is a smaller tile: no item counts twice.
+    *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
+    differ. The remainder after the last whole tile is a smaller tile: no item counts twice.
 
-    *Devices.* As `chunked_vmap`, each device reduces its own part of a sharded axis, and what they
-    found is merged once: sums, means, extremes, ``any`` and ``all`` by one sum or the like over
-    the devices, all else by sending what was found, a number or a few of each device, to all.
+    *Devices.* Each device reduces its own part of a sharded axis, and the partial states are merged
+    once: sums, means, ``any`` and ``all`` by one sum or the like over the devices, all else by
+    sending the states, one or a few numbers per device, to every device.
 
     Examples
     --------

@@ -37,7 +37,7 @@ def chunked_vmap(
 
         jax.vmap(fun, in_axes, out_axes, axis_name=axis_name, axis_size=axis_size)
 
-    but evaluated chunk after chunk, so that the intermediate values of at most ``chunk_size`` items
+    but evaluated chunk by chunk, so that the intermediate values of at most ``chunk_size`` items
     exist at once, in the forward pass and in derivatives of every order.
 
     Parameters
@@ -45,35 +45,35 @@ def chunked_vmap(
     fun : callable
         Takes and returns pytrees of arrays, for one item.
     chunk_size : int or None
-        Upper bound of the items evaluated at once. A smaller chunk is used where it divides the
-        axis (down to 4/5 of the bound) or makes the chunks alike in size; and a much smaller one
-        on a CPU where ``fun`` sums few numbers at a time, for that is faster. ``None``, or a bound
+        Maximum number of items evaluated at once. A smaller chunk is used where it divides the axis
+        (down to 4/5 of the bound) or makes the chunks alike in size; and a much smaller one on a
+        CPU where ``fun`` sums few numbers at a time, because that is faster. ``None``, or a bound
         at least as large as the axis, is plain `jax.vmap` with exactly its program. ``1`` evaluates
-        ``fun`` itself, item after item, without `jax.vmap`: a `jax.lax.cond` in it stays a branch,
-        and ordered callbacks stay in order.
+        ``fun`` itself, item by item, without `jax.vmap`: a `jax.lax.cond` stays a branch, and
+        ordered callbacks stay in order.
     in_axes, out_axes : int, None, or a pytree prefix of those, default 0
         As in `jax.vmap`; negative axes count from the end. Keyword arguments are mapped over
         axis 0. ``None`` passes an argument to every item; for an output it promises that the value
         does not depend on the item.
     axis_name : hashable, optional
-        Accepted where `jax.vmap` is replaced. A collective over it is refused as soon as there is
-        more than one chunk, for it would see the items of one chunk only.
+        Accepted for code that replaces `jax.vmap`. With more than one chunk, a collective over it
+        is an error, because it would see the items of one chunk only.
     axis_size : int, optional
-        Length of the mapped axis, needed only where no argument is mapped.
+        Length of the mapped axis, needed only if no argument is mapped.
     checkpoint : bool, default True
         Recompute each chunk in the reverse pass instead of storing the intermediate values of
         all chunks. ``False`` is faster (one evaluation less) and takes memory that grows with the
         axis.
     memory_limit : int or str, optional
-        Choose a chunk size, of at most ``chunk_size``, whose temporaries keep to that: bytes,
-        ``"2 GB"``, or ``"50%"`` of what is free. As in `auto_vmap`, where it is described.
+        Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
+        bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
-        `auto_vmap`. Without a second chunk there is nothing to show.
+        `auto_vmap`. A single chunk shows nothing.
     shards : int or PartitionSpec, optional
-        In how many parts the mapped axis lies on as many devices, or along which axes of a mesh;
-        needed only where it cannot be seen, inside a `jax.jit` of your own. 1: walk it as one. See
-        Notes.
+        The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
+        along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
+        be read. 1: evaluate the axis as one. See Notes.
 
     Returns
     -------
@@ -88,41 +88,41 @@ def chunked_vmap(
     TypeError
         ``in_axes`` or ``out_axes`` holds anything but ints and None.
     TypeError
-        ``fun`` returns something that is no array.
+        ``fun`` returns something other than arrays.
     ValueError
-        ``chunk_size`` is not positive, or ``memory_limit`` is none or less than one item needs.
+        ``chunk_size`` is not positive, ``memory_limit`` cannot be read, or one item needs more.
     ValueError
         The mapped axes differ in length, a leaf has no such axis, ``in_axes`` does not fit the
         arguments, or nothing is mapped.
     ValueError
         While tracing: ``out_axes`` does not fit what ``fun`` returns.
     ValueError
-        While tracing, where there is more than one chunk: ``fun`` uses a collective over
-        ``axis_name``; or it has an ordered effect, and a chunk has more than one item.
+        While tracing, with more than one chunk: ``fun`` uses a collective over ``axis_name``; or it
+        has an ordered effect, and a chunk has more than one item.
 
     Notes
     -----
-    *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediates of one chunk,
-    whatever ``n``. In `jax.jvp` and `jax.vjp` the same where the chunk divides the axis and the
-    axis is 0; otherwise, and of outputs that have an axis of length 1 in each item, also one copy
-    of the outputs and of their tangents, or cotangents. Inputs
-    are not copied, nor are their tangents or cotangents; only, in derivatives of that second case,
-    those of less than 32 bits but for ``float16``, as ``float32``.
+    *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediate values of one
+    chunk, for any ``n``. In `jax.jvp` and `jax.vjp` the same if the chunk divides the axis and the
+    axis is 0. Otherwise, and for outputs that have an axis of length 1 in each item, one copy of
+    the outputs and of their tangents or cotangents comes on top. Inputs are not copied, nor are
+    their tangents or cotangents; except that, in derivatives of that second case, those narrower
+    than 32 bits are copied as ``float32`` (``float16`` is not).
 
     *Time.* ``fun`` is traced once a call, however the axis divides. Outside `jax.jit`, a loop that
-    does the same as one before is not compiled again; only derivatives are. Where no chunk divides
-    the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items are
-    computed twice; their cotangents count once.
+    does the same as an earlier one is not compiled again; only derivatives are. Where no chunk
+    divides the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items
+    are computed twice; their cotangents count once.
 
-    *Devices.* A mapped axis that is sharded is walked in parts, one on each device, side by side:
-    ``chunk_size`` and ``memory_limit`` count per device, and nothing is sent, but for the sum of
-    the cotangents of what is shared, once. Outputs lie as those of `jax.vmap`. That an axis is
-    sharded is seen from arrays that are there, at an eager call, and always on a mesh with explicit
-    axes. Items are mapped over the devices even where ``chunk_size`` is 1. A kernel with effects in
-    order walks the axis as one.
+    *Devices.* A sharded axis is evaluated in parts, one per device, side by side: ``chunk_size``
+    and ``memory_limit`` count per device, and nothing is sent except the cotangents of shared
+    arguments, which are summed over the devices once. Outputs have the same sharding as with
+    `jax.vmap`. Sharding is read from concrete arrays in an eager call, and always on a mesh with
+    explicit axes. Items are mapped over the devices even with a ``chunk_size`` of 1. A kernel with
+    ordered effects evaluates the axis as one.
 
-    *Classes.* A pytree class is rebuilt with what it holds for one item, and for all, never for a
-    chunk: it may check or convert its fields.
+    *Classes.* A pytree class is rebuilt with the values of one item, or of all, never with those of
+    a chunk: it may check or convert its fields.
 
     Examples
     --------

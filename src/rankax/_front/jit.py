@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""``jit=True``: compile the mapped call, with everything that is no array static."""
+"""``jit=True``: compile the mapped call, with everything but arrays static.
+
+Inside an outer program that is being traced, the kernel is called directly, so that the outer
+program shows no call. An unhashable ``self`` is identified by the object; other static values by
+value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ __all__ = ["JitKernel"]
 
 
 class _Frame(NamedTuple):
-    """The static part of one call, by which `jax.jit` finds its compiled program."""
+    """The static part of a call: `jax.jit` looks up the compiled program by it."""
 
     names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any
@@ -33,16 +38,16 @@ class _Frame(NamedTuple):
     rest_tree: Any
     traced: tuple[bool, ...]  # of each leaf, those of the others last
     static: tuple[Any, ...]
-    kinds: tuple[Any, ...]  # what `==` of two static values does not see
+    kinds: tuple[Any, ...]  # differences between static values that `==` does not see
     options: Options
-    parts: tuple[Parts, ...]  # in which the batch lies, which tracers do not show
+    parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
 
 
 _NOTHING = jax.tree.structure([])
 
 
 class _Identity:
-    """Stands for an unhashable ``self``: the same object is the same method."""
+    """Wraps an unhashable ``self``, which equals itself only."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -63,7 +68,7 @@ class JitKernel:
         def call(frame: _Frame, *arrays: Any) -> Any:
             return self._run(frame, arrays)
 
-        call.__name__ = kernel.name  # what a profile and an HLO dump show
+        call.__name__ = kernel.name  # as shown by profilers and HLO dumps
         compiler = kernel.preset.compiler_options
         self._jitted = jax.jit(
             call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
@@ -75,13 +80,13 @@ class JitKernel:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled kernel on every item of the batch."""
         frame, arrays = self._split(args, kwargs)
-        if is_staged():  # the outer program compiles it, and is left without a call of ours
+        if is_staged():  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
             with wait_for_reports(frame.options.progress, self._kernel.name):
                 return self._jitted(frame, *arrays)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
-            vars(error).pop("__notes__", None)  # JAX's, on the frames it hides; ours says it all
+            vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
@@ -95,46 +100,39 @@ class JitKernel:
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
     ) -> tuple[_Frame, list[Any]]:
-        """Part a bound call into what is traced and what is static."""
+        """Split a bound call into a static frame and traced arrays."""
         call = bind(self._kernel, args, kwargs, shapes_only=shapes_only)
-        arguments = call.arguments.arguments
-        others, rest, rest_tree = (), [], _NOTHING
-        if len(arguments) > len(call.names):
-            others = tuple([name for name in arguments if name not in call.names])
-            rest, rest_tree = jax.tree.flatten([arguments[name] for name in others])
+        others, rest, rest_tree = {}, [], _NOTHING
+        if len(call.arguments.arguments) > len(call.names):
+            others = call.others
+            rest, rest_tree = jax.tree.flatten(list(others.values()))
         inputs = [
             _as_input(leaf, shapes_only) if rank is None else leaf
             for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
         ]
-        if rest:
-            inputs += [_as_input(leaf, shapes_only) for leaf in rest]
+        inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
-
-        options = self._kernel.options()
-        parts = parts_of(call, options)
-
-        def frame(static: tuple[Any, ...], kinds: tuple[Any, ...]) -> _Frame:
-            of_arrays = call.names, call.treedef, others, rest_tree, traced
-            return _Frame(*of_arrays, static, kinds, options, parts)
-
         arrays = [x for x in inputs if x is not None]
-        if len(arrays) == len(inputs):
-            return frame((), ()), arrays
-        leaves = zip([*call.leaves, *rest], traced, strict=True)
-        static = tuple(
-            # One NaN for all, because a NaN is found by its identity only.
-            math.nan if type(leaf) is float and math.isnan(leaf) else leaf
-            for leaf, is_traced in leaves
-            if not is_traced
-        )
-        try:
-            hash(static)
-        except TypeError:
-            paths = list(call.structure.paths)
-            paths += [p for name in others for p, _ in leaves_with_names(arguments[name], name)]
-            known = zip(paths, traced, strict=True)
-            static = self._hashable(static, [path for path, is_traced in known if not is_traced])
-        return frame(static, tuple(map(_kind, static))), arrays
+        static: tuple[Any, ...] = ()
+        if len(arrays) < len(inputs):
+            leaves = zip([*call.leaves, *rest], traced, strict=True)
+            static = tuple(
+                # One NaN for all, because a NaN equals nothing but the same object.
+                math.nan if type(leaf) is float and math.isnan(leaf) else leaf
+                for leaf, is_traced in leaves
+                if not is_traced
+            )
+            try:
+                hash(static)
+            except TypeError:
+                paths = list(call.structure.paths)
+                paths += [p for name in others for p, _ in leaves_with_names(others[name], name)]
+                known = zip(paths, traced, strict=True)
+                static = self._hashable(static, [p for p, is_traced in known if not is_traced])
+        of_arrays = call.names, call.treedef, tuple(others), rest_tree, traced
+        options = self._kernel.options()
+        kinds = tuple(map(_kind, static))
+        return _Frame(*of_arrays, static, kinds, options, parts_of(call, options)), arrays
 
     def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
         hashable: list[Any] = []
@@ -164,14 +162,14 @@ class JitKernel:
 
 
 def _as_input(leaf: Any, shapes_only: bool) -> Any:
-    """Return what is traced for a leaf that has no rank; None where it is static."""
+    """Return the array to trace for a leaf without a rank; None if the leaf is static."""
     if is_array(leaf) or (shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)):
         return leaf
     return jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else None
 
 
 def _kind(value: Any) -> Any:
-    """Tell apart what compares equal: ``1``, ``1.0`` and ``True``, and ``0.0`` and ``-0.0``."""
+    """Distinguish equal values: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``."""
     if isinstance(value, float):
         return type(value), math.copysign(1.0, value)
     if isinstance(value, complex):
