@@ -61,6 +61,11 @@ class BoundKernel(Bound):
     treedef: Any
     structure: Structure
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """The arguments without a rank."""
+        return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+
     def plan(self, options: Options, tile: int | None = None) -> Nesting:
         ranks = self.structure.ranks
         shapes = tuple(
@@ -129,7 +134,7 @@ class BoundKernel(Bound):
 
     def stand_ins(self) -> tuple[list[Any], Callable[[list[Any]], BoundKernel]]:
         """Return the shapes among the arguments, and the call with arrays in their places."""
-        others = {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+        others = self.others
         leaves, treedef = jax.tree.flatten((self.leaves, others if _has_shapes(others) else {}))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
