@@ -16,7 +16,7 @@ from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
-__all__ = ["call_error", "clash_sentence", "output_error"]
+__all__ = ["call_error", "output_error"]
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown
@@ -60,7 +60,7 @@ def call_error(
         sentences.append(f"And {plural(others, 'leaf')} more with too few axes.")
     for clash in clashes:
         kinds.append(BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError)
-        sentences.append(clash_sentence(clash, paths, sizes))
+        sentences.append(_clash_sentence(clash, paths, sizes))
     if not short:
         # A hint applies to whole parameters, but not to those that also hold untouched arrays.
         mixed = {_parameter(path) for path, _ in untouched}
@@ -104,7 +104,7 @@ def output_error(
         return None
     sentences = [f"{_has_axes(leaves[i])} declares {leaves[i].rank}." for i in wrong]
     paths = [leaf.path for leaf in leaves]
-    sentences += [clash_sentence(clash, paths, bound) for clash in clashes]
+    sentences += [_clash_sentence(clash, paths, bound) for clash in clashes]
     rows = [(leaf.path, str(leaf.shape), leaf.declared) for leaf in leaves]
     return CoreDimensionError(
         f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
@@ -155,7 +155,7 @@ def _has_axes(leaf: LeafPlan) -> str:
     return f"{leaf.path} has {plural(len(leaf.shape), 'axis')}, but its rank {leaf.declared}"
 
 
-def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
+def _clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
     """Describe one clash: the axis, each of its sizes, and the leaves of that size."""
     shown = listed(
         [
