@@ -2,17 +2,16 @@
 """Dimension strings: how many axes each stands for, and which sizes agree."""
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from rankax import CoreDimensionError, RankError, auto_vmap
-from rankax._declare.dims import parse_dims
-from rankax._plan.broadcast import bind_sizes
-from rankax._plan.report import clash_sentence
+from rankax import BatchPlan, CoreDimensionError, RankError, auto_vmap
 
 
 class Pair(NamedTuple):
@@ -24,45 +23,50 @@ def first(*arrays):
     return arrays[0]
 
 
-def clashes(*leaves: tuple[str, tuple[int, ...]]) -> list[str]:
-    """Sentences about leaves ``a, b, c...`` of a dimension string and a core shape each."""
-    cores = [(i, core, parse_dims(dims)) for i, (dims, core) in enumerate(leaves)]
-    sizes = {}
-    return [clash_sentence(clash, "abcdef", sizes) for clash in bind_sizes(cores, sizes)]
+def planned(*leaves: tuple[str, tuple[int, ...]], names: Sequence[str] = "abcdef") -> BatchPlan:
+    """Plan a kernel whose parameters ``a, b, c...`` have these dimensions and shapes."""
+    names = names[: len(leaves)]
+    kernel = eval(f"lambda {', '.join(names)}: None")
+    kernel.__annotations__ = {
+        n: Float[Array, dims] for n, (dims, _) in zip(names, leaves, strict=True)
+    }
+    return auto_vmap(kernel).plan(*[jax.ShapeDtypeStruct(shape, float) for _, shape in leaves])
+
+
+def clashes(*leaves: tuple[str, tuple[int, ...]], **options) -> list[str]:
+    """Sentences about leaves of a dimension string and a core shape each."""
+    try:
+        planned(*leaves, **options)
+    except CoreDimensionError as error:
+        return str(error).split("\n\n")[-1].split("\n")
+    return []
 
 
 @pytest.mark.parametrize(
-    ("text", "rank"),
+    ("text", "core"),
     [
-        ("", 0),
-        ("  ", 0),
-        ("n", 1),
-        ("n 3", 2),
-        (" n  3 ", 2),
-        ("*batch n 3", 2),
-        ("... 3", 1),
-        ("*#batch n", 1),
-        ("#*batch n", 1),
-        ("*_ n", 1),
-        ("*batch", 0),
-        ("_ _n 3", 3),
-        ("#n #3", 2),
-        ("rows=4 cols=n", 2),
-        ("n+1 2*n n-1 n//2 max(n,m)", 5),
-        ("{k} n", 2),
-        ("?n 3", 2),
+        ("", ()),
+        ("  ", ()),
+        ("n", (5,)),
+        ("n 3", (5, 3)),
+        (" n  3 ", (5, 3)),
+        ("*batch n 3", (5, 3)),
+        ("... 3", (3,)),
+        ("*#batch n", (5,)),
+        ("#*batch n", (5,)),
+        ("*_ n", (5,)),
+        ("*batch", ()),
+        ("_ _n 3", (5, 6, 3)),
+        ("#n #3", (1, 1)),
+        ("rows=4 cols=n", (4, 5)),
+        ("n+1 2*n n-1 n//2 max(n,m)", (5, 6, 7, 8, 9)),
+        ("{k} n", (5, 6)),
+        ("?n 3", (5, 3)),
     ],
 )
-def test_the_rank_is_the_number_of_words_after_a_leading_variadic(text, rank):
-    parsed = parse_dims(text)
-    assert parsed is not None
-    assert parsed.rank == rank
-    assert len(parsed.dims) == rank
-
-
-@pytest.mark.parametrize("text", ["...", "*_", " ... "])
-def test_any_shape_declares_no_rank(text):
-    assert parse_dims(text) is None
+def test_the_rank_is_the_number_of_words_after_a_leading_variadic(text, core):
+    (leaf,) = planned((text, (2, *core))).leaves
+    assert (leaf.rank, leaf.batch_axes, leaf.core_shape) == (len(core), (2,), core)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +120,10 @@ def test_every_disagreement_is_reported():
 
 
 def test_of_many_leaves_some_are_named():
-    sizes = {}
-    cores = [(i, (5 + (i == 3),), parse_dims("n")) for i in range(9)]
-    (clash,) = bind_sizes(cores, sizes)
-    assert (
-        clash_sentence(clash, [f"x{i}" for i in range(9)], sizes)
-        == "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
-    )
-    assert clash.leaves == {5: [0, 1, 2, 4, 5, 6, 7, 8], 6: [3]}
+    leaves = [("n", (5 + (i == 3),)) for i in range(9)]
+    assert clashes(*leaves, names=[f"x{i}" for i in range(9)]) == [
+        "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
+    ]
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -176,8 +176,9 @@ def test_no_axis_is_proposed_where_an_expression_fails():
         assert str(error.value).endswith(f"\n\nc has 1 axis, but its rank {rank} needs 2{end}")
 
 
-def test_a_string_that_declares_no_rank_leaves_the_argument_untouched():
-    plan = auto_vmap("...", "n")(lambda a, b: b).plan(jnp.ones((2, 2)), jnp.ones((4, 3)))
+@pytest.mark.parametrize("text", ["...", "*_", " ... "])
+def test_a_string_that_declares_no_rank_leaves_the_argument_untouched(text):
+    plan = auto_vmap(text, "n")(lambda a, b: b).plan(jnp.ones((2, 2)), jnp.ones((4, 3)))
     assert [leaf.path for leaf in plan.leaves] == ["b"]
     assert plan.untouched == (("a", (2, 2)),)
 

@@ -31,7 +31,7 @@ from rankax._declare.hints import (
 )
 from rankax._declare.split_key import SplitKey, key_rank, marked
 
-__all__ = ["Unpacked", "annotated_ranks"]
+__all__ = ["Unpacked", "annotated_ranks", "silent_parameters"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,37 @@ def annotated_ranks(
     return ranks
 
 
+def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozenset[str]:
+    """Return those of ``names`` whose annotations have nothing to do with arrays.
+
+    A value of such a type, such as a class of another library, may still hold arrays. An array type
+    without dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, or no annotation at all
+    mean what they say: no rank.
+    """
+    hints, scope = hints_and_names(fun)
+    return frozenset(name for name in names if name in hints and _is_silent(hints[name], scope))
+
+
+def _is_silent(hint: Any, names: Names) -> bool:
+    """Return whether a type is neither for arrays, nor for any value, nor a container of such."""
+    try:
+        hint = stripped(resolved(hint, names))
+    except UnresolvedError:
+        return False
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar):
+        return False
+    is_array = _is_subclass(origin or hint, (*_ARRAYS, np.generic, jaxtyping.AbstractArray))
+    if is_array or hasattr(hint, "leaftype"):  # of a PyTree[...]
+        return False
+    if (alias := alias_of(hint)) is not None:
+        return _is_silent(value_of(alias), names)
+    return all(_is_silent(arg, names) for arg in args if arg is not Ellipsis)
+
+
 _NUMBERS = (bool, int, float, complex, np.generic)
 _ARRAYS = (jax.Array, np.ndarray)
+_ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
 _KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
 _ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
 _class_trees: Kept[ByKey | None] = Kept(256)  # shared by all kernels that take a class

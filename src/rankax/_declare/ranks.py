@@ -21,11 +21,10 @@ from rankax._base.functions import function_name
 from rankax._base.nodes import children_of, is_leaf
 from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
 from rankax._base.words import listed
-from rankax._declare.annotations import Unpacked, annotated_ranks
+from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
 from rankax._declare.binding import ANNOTATED, bind_ranks, lacks_rest, with_rest
 from rankax._declare.dims import Dim, Rank, parse_dims
 from rankax._declare.gufunc import from_gufunc
-from rankax._declare.silent import silent_parameters
 from rankax._declare.split_key import SplitKey, key_rank
 
 __all__ = ["Declaration", "declare", "ranks_of_leaves", "subtrees_with_ranks"]

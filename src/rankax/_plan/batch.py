@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What one call does, from shapes alone: printed by `plan`, and carried out by the call."""
+"""The plan of one call, made from shapes alone: `plan` prints it, and the call executes it."""
 
 import dataclasses
 import math
@@ -16,30 +16,29 @@ __all__ = ["BatchPlan"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """What one call of a kernel does: printed by ``print(kernel.plan(...))``.
+    """The plan of one call of a kernel, as ``print(kernel.plan(...))`` shows it.
 
     Attributes
     ----------
     kernel : str
         Name of the kernel.
     batch_shape : tuple of int
-        What every output gains in front.
+        The leading axes of every output.
     leaves : tuple of LeafPlan
         Every leaf that has a rank, in the order of the parameters.
     levels : tuple of Level
         The nested maps, outermost first.
     untouched : tuple of (str, tuple of int)
-        Path and shape of every other array that has axes: it has no rank, and goes whole to every
-        item.
+        Path and shape of every other array with axes. It has no rank, so every item gets all of it.
     memory : MemoryFit or None
-        What was chosen for ``memory_limit``, and what the compiler says that it needs.
+        The chunk size chosen for ``memory_limit``, and the memory that it needs.
     reduced : tuple of int
         The axes of the batch shape that are reduced.
     reduce : str
-        By what.
+        The name of the reduction.
     parts : tuple of (int, int)
-        The axes of the batch shape that lie on several devices, and in how many parts each of them
-        is walked, side by side. The levels are those of one part.
+        The axes of the batch shape that are sharded over devices, and the number of parts of each.
+        The parts are evaluated side by side; the levels are those of one part.
     """
 
     kernel: str
@@ -54,17 +53,17 @@ class BatchPlan:
 
     @property
     def evaluations(self) -> int:
-        """How many items the kernel is evaluated for, which is the size of the batch."""
+        """The number of items, which is the size of the batch."""
         return math.prod(self.batch_shape)
 
     @property
     def in_flight(self) -> int:
-        """How many of them are evaluated at once; of each part, where the batch lies in parts."""
+        """The number of items evaluated at once, in each part if there are parts."""
         return math.prod(level.tile for level in self.levels)
 
     @property
     def steps(self) -> int:
-        """How many times the kernel's batched program runs, one after another."""
+        """The number of times that the batched kernel runs, one after another."""
         return math.prod(level.steps for level in self.levels)
 
     def __str__(self) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,19 +16,10 @@ from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
-__all__ = ["call_error", "clash_sentence", "output_error"]
+__all__ = ["call_error", "output_error"]
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """One sentence of an error, and the table rows that it refers to."""
-
-    error: type[ValueError]
-    groups: Sequence[Sequence[int]]  # of leaves that agree with each other
-    sentence: str
 
 
 def call_error(
@@ -60,38 +50,35 @@ def call_error(
     RankError, CoreDimensionError, BatchShapeError
         The first of these with a problem; the text lists the problems of all three kinds.
     """
-    short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
-    problems: list[_Problem] = []
-    if short:
-        sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short]
-        if (others := len(short) - _EXAMPLES) > 0:
-            sentences[_EXAMPLES:] = [f"And {plural(others, 'leaf')} more with too few axes."]
-        problems.append(_Problem(RankError, [short], "\n".join(sentences)))
-    problems += [_problem(clash, leaves, sizes) for clash in clashes]
-    kinds = list(dict.fromkeys(problem.error for problem in problems))
-    sentences = [problem.sentence for problem in problems]
+    paths = [leaf.path for leaf in leaves]
+    kinds: list[type[ValueError]] = []
+    sentences: list[str] = []
+    if short := [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]:
+        kinds.append(RankError)
+        sentences += [_too_few(leaves[i], ranks[i], sizes) for i in short[:_EXAMPLES]]
+    if (others := len(short) - _EXAMPLES) > 0:
+        sentences.append(f"And {plural(others, 'leaf')} more with too few axes.")
+    for clash in clashes:
+        kinds.append(BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError)
+        sentences.append(_clash_sentence(clash, paths, sizes))
     if not short:
         # A hint applies to whole parameters, but not to those that also hold untouched arrays.
         mixed = {_parameter(path) for path, _ in untouched}
-        names = [leaf.path for leaf in leaves]
-        names = [path if _parameter(path) in mixed else _parameter(path) for path in names]
+        names = [path if _parameter(path) in mixed else _parameter(path) for path in paths]
         sentences += _last_axis_first(leaves, ranks, clashes, names)
-        if len(problems) == 1 and kinds == [BatchShapeError]:
+        if kinds == [BatchShapeError]:
             sentences += _outer_product(leaves, clashes[0], names)
     rows = [
-        (
-            leaf.path,
-            str(leaf.shape),
-            leaf.declared,
-            "too few axes" if i in short else str(leaf.batch_axes),
-        )
-        for i, leaf in enumerate(leaves)
+        (leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes))
+        if len(leaf.shape) >= leaf.rank
+        else (leaf.path, str(leaf.shape), leaf.declared, "too few axes")
+        for leaf in leaves
     ]
-    groups = [group for problem in problems for group in problem.groups]
+    lines = [f"    {line}" for line in untouched_line(untouched)]
+    summaries = listed([_SUMMARIES[kind] for kind in dict.fromkeys(kinds)])
     return kinds[0](
-        f"{function_location(fun)}: {listed([_SUMMARIES[kind] for kind in kinds])}\n\n"
-        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, groups)
-        + "".join(f"\n    {line}" for line in untouched_line(untouched))
+        f"{function_location(fun)}: {summaries}\n\n"
+        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, short, clashes, lines)
         + "\n\n"
         + "\n".join(sentences)
     )
@@ -110,29 +97,32 @@ def output_error(
     """Return the error of a kernel whose outputs differ from their declared ranks, if they do."""
     leaves = [leaf for leaf, _ in outputs]
     wrong = [i for i, leaf in enumerate(leaves) if len(leaf.shape) != leaf.rank]
-    problems = [
-        _Problem(CoreDimensionError, [[i]], f"{_has_axes(leaves[i])} declares {leaves[i].rank}.")
-        for i in wrong
-    ]
-    bound = dict(sizes)
     cores = [(i, leaf.shape, rank) for i, (leaf, rank) in enumerate(outputs) if i not in wrong]
-    problems += [_problem(clash, leaves, bound) for clash in bind_sizes(cores, bound)]
-    if not problems:
+    bound = dict(sizes)
+    clashes = bind_sizes(cores, bound)
+    if not wrong and not clashes:
         return None
+    sentences = [f"{_has_axes(leaves[i])} declares {leaves[i].rank}." for i in wrong]
+    paths = [leaf.path for leaf in leaves]
+    sentences += [_clash_sentence(clash, paths, bound) for clash in clashes]
     rows = [(leaf.path, str(leaf.shape), leaf.declared) for leaf in leaves]
-    groups = [group for problem in problems for group in problem.groups]
     return CoreDimensionError(
         f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
-        + _marked_table(("output", "shape", "rank"), rows, groups)
+        + _marked_table(("output", "shape", "rank"), rows, wrong, clashes)
         + "\n\n"
-        + "\n".join(problem.sentence for problem in problems)
+        + "\n".join(sentences)
     )
 
 
 def _marked_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], groups: Sequence[Sequence[int]]
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    wrong: Sequence[int],
+    clashes: Sequence[Clash],
+    below: Sequence[str] = (),
 ) -> str:
-    """Mark the rows that clash; of very many rows, show some of each group and count the others."""
+    """Mark the rows that clash; of very many rows, show some of each size and count the others."""
+    groups = [wrong, *(group for clash in clashes for group in clash.leaves.values())]
     marked = {i for group in groups for i in group}
     shown = list(range(len(rows)))
     if len(rows) > _MOST_ROWS:
@@ -147,7 +137,7 @@ def _marked_table(
             which = " that clash" if count == len(hidden) else which
             body.append(f"    ... {len(hidden)} more{which}")
         body.append(line)
-    return "\n".join(body)
+    return "\n".join([*body, *below])
 
 
 def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:
@@ -165,13 +155,7 @@ def _has_axes(leaf: LeafPlan) -> str:
     return f"{leaf.path} has {plural(len(leaf.shape), 'axis')}, but its rank {leaf.declared}"
 
 
-def _problem(clash: Clash, leaves: Sequence[LeafPlan], sizes: Mapping[str, int]) -> _Problem:
-    error = BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError
-    sentence = clash_sentence(clash, [leaf.path for leaf in leaves], sizes)
-    return _Problem(error, list(clash.leaves.values()), sentence)
-
-
-def clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
+def _clash_sentence(clash: Clash, paths: Sequence[str], sizes: Mapping[str, int]) -> str:
     """Describe one clash: the axis, each of its sizes, and the leaves of that size."""
     shown = listed(
         [
