@@ -45,7 +45,7 @@ _LONG = 0.01  # seconds, from which on the time of a run is reliable
 _RUN, _RUN_OF_SLICE = 1 / 30, 1 / 60  # the share of the time that one run may take
 _PROBES = 1 / 4  # after this share of the time, a second slice is not compiled
 _TRIALS = 0.7  # the share of the time in which candidates are tried, before those run in turns
-_COMPARISON = 0.4  # the share of the time for a comparison on all items, after the slice
+_COMPARISON = 0.4  # the largest share of the time for a comparison on all items, after the slice
 _MOST_ROUNDS = 50
 _GIVE_UP = (4.0, 2.0, 2.0, 1.5)  # times the fastest, by the number of rounds
 _WORTH = 0.97  # a candidate must take less than this share of the time of those before it
@@ -144,7 +144,7 @@ class _Search:
                 self._try(trial)
         cost = self._cost_on_all_items(1 + len(self.baselines), self.trials[0])
         if self.is_slice and cost < _COMPARISON:
-            self.until = 1 - _COMPARISON
+            self.until = 1 - cost
         self._try_others()
         self._take_turns()
 
@@ -179,8 +179,9 @@ class _Search:
             _, run = self._program(options, few)
             self.compile_seconds = time.perf_counter() - before
             seconds = _timed(run)
-            if seconds < _LONG:
-                seconds = min(_timed(run), _timed(run))
+            for _ in range(2):  # a first run may take longer
+                if self._elapsed() + seconds / self.seconds < _PROBES:
+                    seconds = min(seconds, _timed(run))
             self.few_seconds = min(self.few_seconds, seconds)
             is_all = self.items == self.workload.items
             if seconds > _LONG or is_all or self._elapsed() > _PROBES:
@@ -211,10 +212,9 @@ class _Search:
         _, trial.run = self._program(trial.options, self.items)
         if len(self.programs) > compiled:
             self.compile_seconds = time.perf_counter() - before
-        fastest = min(t.shortest for t in self.trials)
         trial.times = [_timed(trial.run)]
-        if trial.shortest < _GIVE_UP[0] * fastest and self._elapsed() < 1:
-            trial.times = [_timed(trial.run)]  # without what only a first run does
+        if self._elapsed() + trial.shortest / self.seconds < 1:
+            trial.times = [_timed(trial.run)]  # a first run may take longer
 
     def _try_others(self) -> None:
         pending = [t for t in self.trials if t not in self.baselines]
@@ -253,9 +253,9 @@ class _Search:
     def _is_affordable(self, trial: _Trial) -> bool:
         """Whether the time left is enough to compile a candidate and to run it twice."""
         size = self._size(trial.options, self.items)
-        tried = [(self._size(t.options, self.items), t.shortest) for t in self.trials if t.times]
-        # A step takes no longer than a run of a few items, nor than a step of more items.
-        estimates = [seconds * n / size for n, seconds in tried if n > size]
+        tried = [(min(t.tile, self.items), t.shortest) for t in self.trials if t.times]
+        # A smaller step takes no longer than a larger one, or than a run of a few items.
+        estimates = [seconds * max(4, n / size) for n, seconds in tried]
         steps = -(-self.items // size)
         estimates.append(min(seconds for _, seconds in tried) + self.few_seconds * steps)
         cost = self.compile_seconds + 2 * min(estimates)
