@@ -161,10 +161,18 @@ class _Search:
 
     def _program(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         """Return the compiled program for a slice, and a function that runs it."""
-        leaves, items = self.workload.sliced(items)
         if (options, items) not in self.programs:
-            self.programs[options, items] = self.workload.compiled(options, leaves)
+            self.programs[options, items] = self.workload.compiled(options, items)
         return self.programs[options, items]
+
+    def _is_within_limit(self, trial: _Trial) -> bool:
+        """Compile a candidate for all items, and note how much memory it needs."""
+        whole, _ = self._program(trial.options, self.workload.items)
+        trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
+        if self.limit is None or needed <= self.limit:
+            return True
+        trial.note = f"above the limit of {shown_bytes(self.limit)}"
+        return False
 
     def _size(self, options: Options, items: int) -> int:
         return min(options.chunk_size or items, items)
@@ -175,8 +183,8 @@ class _Search:
         options, seconds = self.trials[0].options, 0.0
         for few in (_FEW_ITEMS, _SOME_ITEMS):
             before = time.perf_counter()
-            _, self.items = self.workload.sliced(few)
-            _, run = self._program(options, few)
+            self.items = self.workload.rounded(few)
+            _, run = self._program(options, self.items)
             self.compile_seconds = time.perf_counter() - before
             seconds = _timed(run)
             for _ in range(2):  # a first run may take longer
@@ -192,7 +200,7 @@ class _Search:
         if affordable < self.workload.items:
             affordable *= _RUN_OF_SLICE / _RUN
         if not self.items / 2 < affordable < self.items:  # else the last slice will do
-            _, self.items = self.workload.sliced(max(int(affordable), _FEW_ITEMS))
+            self.items = self.workload.rounded(max(int(affordable), _FEW_ITEMS))
 
     def _try(self, trial: _Trial) -> None:
         """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
@@ -203,12 +211,8 @@ class _Search:
             self.baselines = [t for t in self.baselines if t is not trial]
             return
         trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
-        if self.limit is not None or not self.is_slice:
-            whole, _ = self._program(trial.options, self.workload.items)
-            trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
-            if self.limit is not None and needed > self.limit:
-                trial.note = f"above the limit of {shown_bytes(self.limit)}"
-                return
+        if (self.limit is not None or not self.is_slice) and not self._is_within_limit(trial):
+            return
         _, trial.run = self._program(trial.options, self.items)
         if len(self.programs) > compiled:
             self.compile_seconds = time.perf_counter() - before
@@ -275,7 +279,7 @@ class _Search:
                 trial.times.append(_timed(trial.run))
 
     def _cost_on_all_items(self, count: int, like: _Trial) -> float:
-        """Return the share of the time that it takes to compare so many candidates."""
+        """Return the share of the time that it takes to compare ``count`` candidates."""
         run = like.shortest * self.workload.items / self.items
         return count * (self.compile_seconds + 2 * run) / self.seconds
 
@@ -285,13 +289,14 @@ class _Search:
         cost = self._cost_on_all_items(len(finalists), best)
         if len(finalists) < 2 or self._elapsed() + cost > 1:
             return best
-        times: list[float] = []
-        for trial in finalists:
-            whole, run = self._program(trial.options, self.workload.items)
-            trial.temporaries = whole.memory_analysis().temp_size_in_bytes
-            times.append(min(_timed(run), _timed(run)))
-            trial.times = trial.times or [times[-1] * self.items / self.workload.items]
-        fastest = finalists[next(i for i, t in enumerate(times) if min(times) > _WORTH * t)]
+        times: dict[_Trial, float] = {}
+        for trial in filter(self._is_within_limit, finalists):
+            _, run = self._program(trial.options, self.workload.items)
+            times[trial] = min(_timed(run), _timed(run))
+            if not trial.times:
+                trial.times = [times[trial] * self.items / self.workload.items]
+                trial.note = ""
+        fastest = next(t for t, s in times.items() if min(times.values()) > _WORTH * s)
         if fastest is not best:
             best.note = "slower on all items"
         return fastest
