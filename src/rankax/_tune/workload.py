@@ -91,21 +91,17 @@ class Workload:
         options = [self.with_chunk(size) for size in sizes]
         if self.defaults.jit and tiles_matter(dict(self.defaults.compiler_options or ())):
             sizes = [bound, *(n for n in _SIZES_WITHOUT_LIBRARY if n <= most)]
-            compiler = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
-            pairs = tuple(sorted(compiler.items()))
-            options += [
-                dataclasses.replace(self.with_chunk(size), compiler_options=pairs) for size in sizes
-            ]
+            compiler_options = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
+            pairs = tuple(sorted(compiler_options.items()))
+            options += [self.with_chunk(size, compiler_options=pairs) for size in sizes]
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and self.defaults.checkpoint and bound is None:
             sizes = [n for n in _SIZES_STORED if n <= most]
-            options += [
-                dataclasses.replace(self.with_chunk(size), checkpoint=False) for size in sizes
-            ]
+            options += [self.with_chunk(size, checkpoint=False) for size in sizes]
         return list(dict.fromkeys(options))
 
-    def with_chunk(self, chunk_size: int | None) -> Options:
-        return dataclasses.replace(self.defaults, chunk_size=chunk_size)
+    def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
+        return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
 
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
