@@ -283,6 +283,23 @@ def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
     assert notes.count("slower on all items") == 1
 
 
+def test_what_was_too_large_for_a_slice_keeps_to_the_limit(clock):
+    def wait(x):
+        clock.now += 1e-5 if x.size == 1100 else 5e-4 * x.size
+        return np.zeros(x.shape, np.float32)
+
+    @auto_vmap(0, chunk_size=400)
+    def kernel(x):
+        noise = jnp.sort(jnp.sin(jnp.arange(128.0) * x))[64]
+        return jax.pure_callback(wait, x, x, vmap_method="expand_dims") + noise
+
+    x = jnp.arange(1100.0)
+    within = kernel.tune(x, seconds=10, memory_limit=375_000).tuning
+    assert within.options["chunk_size"] is not None
+    (vmap,) = [c for c in within.candidates if c.options == {"chunk_size": None}]
+    assert vmap.note == "above the limit of 375 kB"
+
+
 def test_methods():
     body, x = Body(), jnp.ones((20, 3))
     tuned = Body.energy.tune(body, x, seconds=SHORT)

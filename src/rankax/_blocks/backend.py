@@ -12,6 +12,8 @@ The arrays need ``shape``, ``dtype`` and ``chunks`` (the block lengths along eac
 ``rechunk`` method for the advice in error messages. Everything else is the backend's own: all
 checks, all shapes and all programs are the same for every package. A program for blocks
 (`OnBlocks`) takes NumPy arrays, returns NumPy arrays and can be pickled; it may run in any process.
+It is found again by the bytes of its pickle: every task unpickles the kernel, and a copy would be
+compiled again, 40 times for 40 blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from typing import Any, NamedTuple, Protocol
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
-__all__ = ["Backend", "BatchChunks", "Input", "blockwise_arguments", "gufunc_signature"]
+__all__ = [
+    "Backend",
+    "Batch",
+    "BatchChunks",
+    "BlockReduction",
+    "Input",
+    "blockwise_arguments",
+    "gufunc_signature",
+]
 
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
@@ -33,6 +43,36 @@ class Input(NamedTuple):
     array: Any
     batch: int  # the number of its batch axes, which are the last ones of the batch
     core: tuple[int, ...]  # its core shape, including the axes of the data of a PRNG key
+
+
+class Batch(NamedTuple):
+    """The inputs of an operation, and the chunks of their batch."""
+
+    inputs: Sequence[Input]
+    chunks: BatchChunks
+
+
+class BlockReduction(NamedTuple):
+    """A reduction over blocks, whose states are bytes.
+
+    Attributes
+    ----------
+    state : callable
+        Takes one block of each input, then the indices of the block along each reduced axis; see
+        `blockwise_arguments`. Returns states: the batch axes, of which the reduced ones have length
+        1, and an axis of ``size`` bytes.
+    merge : callable
+        Takes adjacent states as one array, with ``axis`` and ``keepdims``, and merges them along
+        these axes in their order.
+    axes : tuple of int
+        The reduced axes of the batch.
+    size : int
+    """
+
+    state: OnBlocks
+    merge: OnBlocks
+    axes: tuple[int, ...]
+    size: int
 
 
 class Backend(Protocol):
@@ -62,9 +102,7 @@ class Backend(Protocol):
         """
         ...
 
-    def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: BatchChunks
-    ) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
         """Apply ``fun`` to each block, once.
 
         Parameters
@@ -72,45 +110,16 @@ class Backend(Protocol):
         fun : callable
             Takes one block of each input. Returns one array, or a tuple for several; with
             ``has_one_output``, several are one array of bytes, packed by ``layout``.
-        inputs : sequence of Input
+        batch : Batch
         layout : Packing
-            The shape and dtype of one item of each output.
-        chunks : tuple of tuple of int
-            Those of the batch, which all outputs have in front.
+            The shape and dtype of one item of each output, after the batch axes.
         """
         ...
 
-    def reduce(
-        self,
-        state: OnBlocks,
-        merge: OnBlocks,
-        inputs: Sequence[Input],
-        axes: tuple[int, ...],
-        size: int,
-        chunks: BatchChunks,
-    ) -> Any:
+    def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
         """Reduce the batch along some axes, by a tree of merges.
 
-        Parameters
-        ----------
-        state : callable
-            Takes one block of each input, then the indices of the block along each reduced axis;
-            see `blockwise_arguments`. Returns states as bytes: the batch axes, of which the reduced
-            ones have length 1, and an axis of length ``size``.
-        merge : callable
-            Takes adjacent states as one array of bytes, with ``axis`` and ``keepdims``, and merges
-            them along these axes in their order.
-        inputs : sequence of Input
-        axes : tuple of int
-            The reduced axes of the batch.
-        size : int
-        chunks : tuple of tuple of int
-            Those of the batch.
-
-        Returns
-        -------
-        array of uint8
-            The batch axes that are kept, and an axis of length ``size``.
+        Returns bytes, that is an array of uint8: the batch axes that are kept, and the state.
         """
         ...
 
@@ -132,18 +141,18 @@ def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dic
 
 
 def blockwise_arguments(
-    inputs: Sequence[Input], indices: Sequence[Any], axes: Sequence[int], count: int
+    batch: Batch, indices: Sequence[Any], axes: Sequence[int]
 ) -> tuple[list[Any], int]:
     """Return each array followed by its axes, as ``blockwise`` takes them, and an unused axis.
 
-    Axes are ints: first the ``count`` axes of the batch, then the core axes of each input. Each
-    array in ``indices`` has one axis of the batch, that in ``axes``.
+    Axes are ints: first those of the batch, then the core axes of each input. Each array in
+    ``indices`` has one axis of the batch, that in ``axes``.
     """
     arguments: list[Any] = []
-    unused = count
-    for array, batch, core in inputs:
+    unused = count = len(batch.chunks)
+    for array, length, core in batch.inputs:
         core_axes = range(unused, unused + len(core))
-        arguments += [array, (*range(count - batch, count), *core_axes)]
+        arguments += [array, (*range(count - length, count), *core_axes)]
         unused += len(core)
     for index, axis in zip(indices, axes, strict=True):
         arguments += [index, (axis,)]

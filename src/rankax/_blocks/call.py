@@ -26,7 +26,7 @@ import numpy as np
 from rankax._base.blocks import blocks_of
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import plural
-from rankax._blocks.backend import Backend, BatchChunks, Input
+from rankax._blocks.backend import Backend, Batch, BatchChunks, BlockReduction, Input
 from rankax._blocks.leaves import block_leaves, package_of_call, with_core_shapes
 from rankax._blocks.packing import Packing, layout_of
 from rankax._blocks.programs import (
@@ -89,7 +89,7 @@ def call_on_blocks(
     chunks = _batch_chunks(plan, in_blocks, where, None if backend.can_rechunk else package)
     inputs = [_input(backend, chunks, p, item, v, like=in_blocks[0][1]) for p, item, v in arrays]
     numbers = [v for leaf, _, v in triples if leaf.kind == "number"]
-    on_blocks = _BlockCall(setup, plan, backend, chunks, inputs, numbers)
+    on_blocks = _BlockCall(setup, plan, backend, Batch(inputs, chunks), numbers)
     return on_blocks.mapped() if options.reduce is None else on_blocks.reduced(options.reduce)
 
 
@@ -153,8 +153,7 @@ class _BlockCall:
     setup: Setup
     plan: BatchPlan
     backend: Backend
-    chunks: BatchChunks
-    inputs: list[Input]
+    batch: Batch
     numbers: list[Any]
 
     @property
@@ -183,8 +182,7 @@ class _BlockCall:
             return []
         layout = layout_of([outs[i] for i in only])
         program = MapBlock(self.setup, only, self._packed(layout))
-        fun = OnBlocks.of(program, self.numbers)
-        return self.backend.map(fun, self.inputs, layout, self.chunks)
+        return self.backend.map(OnBlocks.of(program, self.numbers), self.batch, layout)
 
     def _packed(self, layout: Packing) -> Packing | None:
         """Return the layout if the outputs have to be packed."""
@@ -219,11 +217,11 @@ class _BlockCall:
         """Refuse chunks along more than the first reduced axis: their items alternate."""
         first = next((axis for axis in axes if self.plan.batch_shape[axis] > 1), None)
         for axis in axes:
-            if len(self.chunks[axis]) > 1 and axis != first:
+            if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
                 raise ValueError(
                     f"{self.where}: Fold merges items in their order, so of the reduced axes only "
-                    f"the first can be cut, but batch axis {axis} has chunks {self.chunks[axis]}; "
-                    "rechunk it to one chunk"
+                    f"the first can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
+                    "to one chunk"
                 )
 
     def _check_count(self, of_blocks: BlockStates, count: int) -> None:
@@ -245,7 +243,7 @@ class _BlockCall:
         items, numbers = setup.shapes_of_item()
         arrays = [
             jax.ShapeDtypeStruct((1,) * i.batch + item.shape, item.dtype)
-            for i, item in zip(self.inputs, items, strict=True)
+            for i, item in zip(self.batch.inputs, items, strict=True)
         ]
         arrays += [jax.ShapeDtypeStruct((1,), np.dtype(np.int32)) for _ in reduce.axes]
         states, treedef = jax.tree.flatten(jax.eval_shape(program.traced, arrays, numbers))
@@ -263,16 +261,11 @@ class _BlockCall:
     def _reduced(self, reduce: Reduce, states: States, results: Sequence[Any]) -> list[Any]:
         """Return the arrays of the results."""
         size = sum(states.layout.sizes)
-        packed = self.backend.reduce(
-            OnBlocks.of(StateOfBlock(self.setup, reduce, states.layout), self.numbers),
-            OnBlocks.of(MergeStates(self.setup, reduce, states), ()),
-            self.inputs,
-            reduce.axes,
-            size,
-            self.chunks,
-        )
-        kept = tuple(c for axis, c in enumerate(self.chunks) if axis not in reduce.axes)
+        state = OnBlocks.of(StateOfBlock(self.setup, reduce, states.layout), self.numbers)
+        merge = OnBlocks.of(MergeStates(self.setup, reduce, states), ())
+        packed = self.backend.reduce(BlockReduction(state, merge, reduce.axes, size), self.batch)
+        chunks = [c for axis, c in enumerate(self.batch.chunks) if axis not in reduce.axes]
+        batch = Batch([Input(packed, len(chunks), (size,))], tuple(chunks))
         layout = layout_of(results)
         program = ResultOfStates(self.setup, reduce, states, self._packed(layout))
-        inputs = [Input(packed, len(kept), (size,))]
-        return self.backend.map(OnBlocks.of(program, ()), inputs, layout, kept)
+        return self.backend.map(OnBlocks.of(program, ()), batch, layout)

@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rankax._blocks.backend import BatchChunks, Input, blockwise_arguments, gufunc_signature
+from rankax._blocks.backend import (
+    Batch,
+    BatchChunks,
+    BlockReduction,
+    Input,
+    blockwise_arguments,
+    gufunc_signature,
+)
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks, Unpack
 
@@ -42,58 +49,42 @@ class _Cubed:
         convert = cubed.asarray if value.nbytes <= _MOST_IN_PLAN else cubed.from_array
         return convert(value, chunks=tuple(lengths[0] for lengths in chunks), spec=like.spec)
 
-    def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: BatchChunks
-    ) -> list[Any]:
-        batch = math.prod(max(lengths) for lengths in chunks)
-        copies = sum(i.array.chunkmem for i in inputs) + batch * sum(layout.sizes)
+    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+        items = math.prod(max(lengths) for lengths in batch.chunks)
+        copies = sum(i.array.chunkmem for i in batch.inputs) + items * sum(layout.sizes)
         if len(layout.dtypes) == 1:
-            return [_gufunc(fun, inputs, layout, copies + fun.limit)]
+            return [_gufunc(fun, batch.inputs, layout, copies + fun.limit)]
         # The packed outputs are stored, so that each block is evaluated once.
         as_bytes = Packing(((sum(layout.sizes),),), (_BYTES,))
-        array = _gufunc(fun, inputs, as_bytes, copies + fun.limit)
-        packed = [Input(array, len(chunks), as_bytes.shapes[0])]
+        array = _gufunc(fun, batch.inputs, as_bytes, copies + fun.limit)
+        packed = [Input(array, len(batch.chunks), as_bytes.shapes[0])]
         outputs = zip(layout.shapes, layout.dtypes, layout.sizes, strict=True)
         return [
-            _gufunc(Unpack(layout, n), packed, Packing((shape,), (dtype,)), batch * 2 * size)
+            _gufunc(Unpack(layout, n), packed, Packing((shape,), (dtype,)), items * 2 * size)
             for n, (shape, dtype, size) in enumerate(outputs)
         ]
 
-    def reduce(
-        self,
-        state: OnBlocks,
-        merge: OnBlocks,
-        inputs: Sequence[Input],
-        axes: tuple[int, ...],
-        size: int,
-        chunks: BatchChunks,
-    ) -> Any:
-        count = len(chunks)
-        spec = inputs[0].array.spec
+    def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
+        state, merge, axes, size = reduction
+        chunks, spec = batch.chunks, batch.inputs[0].array.spec
         indices = [
             cubed.arange(sum(chunks[axis]), chunks=(chunks[axis][0],), spec=spec) for axis in axes
         ]
-        fun, inputs = _core_axes_first(state, inputs, len(axes))
-        arguments, bytes_axis = blockwise_arguments(inputs, indices, axes, count)
-        kept = math.prod(max(own) for axis, own in enumerate(chunks) if axis not in axes)
+        fun, inputs = _core_axes_first(state, batch.inputs, len(axes))
+        arguments, bytes_axis = blockwise_arguments(Batch(inputs, chunks), indices, axes)
+        kept = math.prod(max(lengths) for axis, lengths in enumerate(chunks) if axis not in axes)
         copies = sum(array.chunkmem for array in arguments[::2]) + 2 * kept * size
         states = _ops.blockwise(
             fun,
-            (*range(count), bytes_axis),
+            (*range(len(chunks)), bytes_axis),
             *arguments,
             adjust_chunks=dict.fromkeys(axes, 1),
             new_axes={bytes_axis: size},
             dtype=_BYTES,
             extra_projected_mem=copies + state.limit,
         )
-        return _ops.reduction(
-            states,
-            None,
-            combine_func=merge,
-            axis=axes,
-            intermediate_dtype=_BYTES,
-            dtype=_BYTES,
-        )
+        dtypes = {"intermediate_dtype": _BYTES, "dtype": _BYTES}
+        return _ops.reduction(states, None, combine_func=merge, axis=axes, **dtypes)
 
 
 def _gufunc(fun: Any, inputs: Sequence[Input], layout: Packing, memory: int) -> Any:

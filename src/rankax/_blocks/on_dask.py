@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rankax._blocks.backend import BatchChunks, Input, blockwise_arguments, gufunc_signature
+from rankax._blocks.backend import (
+    Batch,
+    BatchChunks,
+    BlockReduction,
+    blockwise_arguments,
+    gufunc_signature,
+)
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
@@ -29,51 +34,36 @@ class _Dask:
             return da.from_array(value, chunks=chunks)
         return value if value.chunks == chunks else value.rechunk(chunks)
 
-    def map(
-        self, fun: OnBlocks, inputs: Sequence[Input], layout: Packing, chunks: BatchChunks
-    ) -> list[Any]:
-        del chunks
-        signature, sizes = gufunc_signature(inputs, layout)
+    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+        signature, sizes = gufunc_signature(batch.inputs, layout)
         is_single = len(layout.dtypes) == 1
         outs = da.apply_gufunc(
             fun,
             signature,
-            *(i.array for i in inputs),
+            *(i.array for i in batch.inputs),
             output_dtypes=layout.dtypes[0] if is_single else list(layout.dtypes),
             output_sizes=sizes,
         )
         return [outs] if is_single else list(outs)
 
-    def reduce(
-        self,
-        state: OnBlocks,
-        merge: OnBlocks,
-        inputs: Sequence[Input],
-        axes: tuple[int, ...],
-        size: int,
-        chunks: BatchChunks,
-    ) -> Any:
-        count = len(chunks)
-        indices = [da.arange(sum(chunks[axis]), chunks=(chunks[axis],)) for axis in axes]
-        arguments, bytes_axis = blockwise_arguments(inputs, indices, axes, count)
+    def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
+        state, merge, axes, size = reduction
+        lengths = {axis: batch.chunks[axis] for axis in axes}
+        indices = [da.arange(sum(lengths[axis]), chunks=(lengths[axis],)) for axis in axes]
+        arguments, bytes_axis = blockwise_arguments(batch, indices, axes)
+        count = len(batch.chunks)
         states = da.blockwise(
             state,
             (*range(count), bytes_axis),
             *arguments,
-            adjust_chunks={axis: (1,) * len(chunks[axis]) for axis in axes},
+            adjust_chunks={axis: (1,) * len(lengths[axis]) for axis in axes},
             new_axes={bytes_axis: size},
             concatenate=True,
             dtype=np.uint8,
             meta=np.empty((0,) * (count + 1), np.uint8),
         )
-        return da.reduction(
-            states,
-            _unchanged,
-            merge,
-            axis=axes,
-            dtype=np.uint8,
-            meta=np.empty((0,) * (count + 1 - len(axes)), np.uint8),
-        )
+        meta = np.empty((0,) * (count + 1 - len(axes)), np.uint8)
+        return da.reduction(states, _unchanged, merge, axis=axes, dtype=np.uint8, meta=meta)
 
 
 def _unchanged(block: Any, **_: Any) -> Any:

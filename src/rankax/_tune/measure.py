@@ -45,7 +45,7 @@ _LONG = 0.01  # seconds, from which on the time of a run is reliable
 _RUN, _RUN_OF_SLICE = 1 / 30, 1 / 60  # the share of the time that one run may take
 _PROBES = 1 / 4  # after this share of the time, a second slice is not compiled
 _TRIALS = 0.7  # the share of the time in which candidates are tried, before those run in turns
-_COMPARISON = 0.4  # the share of the time for a comparison on all items, after the slice
+_COMPARISON = 0.4  # the largest share of the time for a comparison on all items, after the slice
 _MOST_ROUNDS = 50
 _GIVE_UP = (4.0, 2.0, 2.0, 1.5)  # times the fastest, by the number of rounds
 _WORTH = 0.97  # a candidate must take less than this share of the time of those before it
@@ -144,7 +144,7 @@ class _Search:
                 self._try(trial)
         cost = self._cost_on_all_items(1 + len(self.baselines), self.trials[0])
         if self.is_slice and cost < _COMPARISON:
-            self.until = 1 - _COMPARISON
+            self.until = 1 - cost
         self._try_others()
         self._take_turns()
 
@@ -161,10 +161,18 @@ class _Search:
 
     def _program(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         """Return the compiled program for a slice, and a function that runs it."""
-        leaves, items = self.workload.sliced(items)
         if (options, items) not in self.programs:
-            self.programs[options, items] = self.workload.compiled(options, leaves)
+            self.programs[options, items] = self.workload.compiled(options, items)
         return self.programs[options, items]
+
+    def _is_within_limit(self, trial: _Trial) -> bool:
+        """Compile a candidate for all items, and note how much memory it needs."""
+        whole, _ = self._program(trial.options, self.workload.items)
+        trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
+        if self.limit is None or needed <= self.limit:
+            return True
+        trial.note = f"above the limit of {shown_bytes(self.limit)}"
+        return False
 
     def _size(self, options: Options, items: int) -> int:
         return min(options.chunk_size or items, items)
@@ -175,12 +183,13 @@ class _Search:
         options, seconds = self.trials[0].options, 0.0
         for few in (_FEW_ITEMS, _SOME_ITEMS):
             before = time.perf_counter()
-            _, self.items = self.workload.sliced(few)
-            _, run = self._program(options, few)
+            self.items = self.workload.rounded(few)
+            _, run = self._program(options, self.items)
             self.compile_seconds = time.perf_counter() - before
             seconds = _timed(run)
-            if seconds < _LONG:
-                seconds = min(_timed(run), _timed(run))
+            for _ in range(2):  # a first run may take longer
+                if self._elapsed() + seconds / self.seconds < _PROBES:
+                    seconds = min(seconds, _timed(run))
             self.few_seconds = min(self.few_seconds, seconds)
             is_all = self.items == self.workload.items
             if seconds > _LONG or is_all or self._elapsed() > _PROBES:
@@ -191,7 +200,7 @@ class _Search:
         if affordable < self.workload.items:
             affordable *= _RUN_OF_SLICE / _RUN
         if not self.items / 2 < affordable < self.items:  # else the last slice will do
-            _, self.items = self.workload.sliced(max(int(affordable), _FEW_ITEMS))
+            self.items = self.workload.rounded(max(int(affordable), _FEW_ITEMS))
 
     def _try(self, trial: _Trial) -> None:
         """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
@@ -202,19 +211,14 @@ class _Search:
             self.baselines = [t for t in self.baselines if t is not trial]
             return
         trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
-        if self.limit is not None or not self.is_slice:
-            whole, _ = self._program(trial.options, self.workload.items)
-            trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
-            if self.limit is not None and needed > self.limit:
-                trial.note = f"above the limit of {shown_bytes(self.limit)}"
-                return
+        if (self.limit is not None or not self.is_slice) and not self._is_within_limit(trial):
+            return
         _, trial.run = self._program(trial.options, self.items)
         if len(self.programs) > compiled:
             self.compile_seconds = time.perf_counter() - before
-        fastest = min(t.shortest for t in self.trials)
         trial.times = [_timed(trial.run)]
-        if trial.shortest < _GIVE_UP[0] * fastest and self._elapsed() < 1:
-            trial.times = [_timed(trial.run)]  # without what only a first run does
+        if self._elapsed() + trial.shortest / self.seconds < 1:
+            trial.times = [_timed(trial.run)]  # a first run may take longer
 
     def _try_others(self) -> None:
         pending = [t for t in self.trials if t not in self.baselines]
@@ -253,9 +257,9 @@ class _Search:
     def _is_affordable(self, trial: _Trial) -> bool:
         """Whether the time left is enough to compile a candidate and to run it twice."""
         size = self._size(trial.options, self.items)
-        tried = [(self._size(t.options, self.items), t.shortest) for t in self.trials if t.times]
-        # A step takes no longer than a run of a few items, nor than a step of more items.
-        estimates = [seconds * n / size for n, seconds in tried if n > size]
+        tried = [(min(t.tile, self.items), t.shortest) for t in self.trials if t.times]
+        # A smaller step takes no longer than a larger one, or than a run of a few items.
+        estimates = [seconds * max(4, n / size) for n, seconds in tried]
         steps = -(-self.items // size)
         estimates.append(min(seconds for _, seconds in tried) + self.few_seconds * steps)
         cost = self.compile_seconds + 2 * min(estimates)
@@ -275,7 +279,7 @@ class _Search:
                 trial.times.append(_timed(trial.run))
 
     def _cost_on_all_items(self, count: int, like: _Trial) -> float:
-        """Return the share of the time that it takes to compare so many candidates."""
+        """Return the share of the time that it takes to compare ``count`` candidates."""
         run = like.shortest * self.workload.items / self.items
         return count * (self.compile_seconds + 2 * run) / self.seconds
 
@@ -285,13 +289,14 @@ class _Search:
         cost = self._cost_on_all_items(len(finalists), best)
         if len(finalists) < 2 or self._elapsed() + cost > 1:
             return best
-        times: list[float] = []
-        for trial in finalists:
-            whole, run = self._program(trial.options, self.workload.items)
-            trial.temporaries = whole.memory_analysis().temp_size_in_bytes
-            times.append(min(_timed(run), _timed(run)))
-            trial.times = trial.times or [times[-1] * self.items / self.workload.items]
-        fastest = finalists[next(i for i, t in enumerate(times) if min(times) > _WORTH * t)]
+        times: dict[_Trial, float] = {}
+        for trial in filter(self._is_within_limit, finalists):
+            _, run = self._program(trial.options, self.workload.items)
+            times[trial] = min(_timed(run), _timed(run))
+            if not trial.times:
+                trial.times = [times[trial] * self.items / self.workload.items]
+                trial.note = ""
+        fastest = next(t for t, s in times.items() if min(times.values()) > _WORTH * s)
         if fastest is not best:
             best.note = "slower on all items"
         return fastest

@@ -91,21 +91,17 @@ class Workload:
         options = [self.with_chunk(size) for size in sizes]
         if self.defaults.jit and tiles_matter(dict(self.defaults.compiler_options or ())):
             sizes = [bound, *(n for n in _SIZES_WITHOUT_LIBRARY if n <= most)]
-            compiler = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
-            pairs = tuple(sorted(compiler.items()))
-            options += [
-                dataclasses.replace(self.with_chunk(size), compiler_options=pairs) for size in sizes
-            ]
+            compiler_options = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
+            pairs = tuple(sorted(compiler_options.items()))
+            options += [self.with_chunk(size, compiler_options=pairs) for size in sizes]
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and self.defaults.checkpoint and bound is None:
             sizes = [n for n in _SIZES_STORED if n <= most]
-            options += [
-                dataclasses.replace(self.with_chunk(size), checkpoint=False) for size in sizes
-            ]
+            options += [self.with_chunk(size, checkpoint=False) for size in sizes]
         return list(dict.fromkeys(options))
 
-    def with_chunk(self, chunk_size: int | None) -> Options:
-        return dataclasses.replace(self.defaults, chunk_size=chunk_size)
+    def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
+        return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
 
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
@@ -120,26 +116,31 @@ class Workload:
         """Return the plan of the call; it may trace the kernel."""
         return plan_of(self.call, options)
 
-    def sliced(self, items: int) -> tuple[list[Any], int]:
-        """Return leaves with at least ``items`` items, if there are so many; and their number.
+    def rounded(self, items: int) -> int:
+        """Return the number of items of a slice, which has at least ``items`` if possible.
 
-        The longest batch axis is cut.
+        A slice is the first part of the longest batch axis.
         """
         length = max(self.batch)
-        axis = self.batch.index(length) - len(self.batch)
         others = self.items // length
-        part = min(length, -(-items // others))
+        return min(length, -(-items // others)) * others
+
+    def sliced(self, items: int) -> list[Any]:
+        """Return the leaves of a slice; ``items`` is `rounded`."""
+        length = max(self.batch)
+        axis = self.batch.index(length) - len(self.batch)
+        first = slice(items * length // self.items)
         leaves: list[Any] = []
         for leaf, rank in zip(self.call.leaves, self.call.structure.ranks, strict=True):
             batch = () if rank is None else jnp.shape(leaf)[: jnp.ndim(leaf) - rank.rank]
-            if part < length and -axis <= len(batch) and batch[axis] == length:
-                leaf = leaf[(slice(None),) * (len(batch) + axis) + (slice(part),)]
+            if items < self.items and -axis <= len(batch) and batch[axis] == length:
+                leaf = leaf[(slice(None),) * (len(batch) + axis) + (first,)]
             leaves.append(leaf)
-        return leaves, part * others
+        return leaves
 
-    def compiled(self, options: Options, leaves: Sequence[Any]) -> tuple[Any, Callable[[], Any]]:
-        """Compile the program for these leaves; return it, and a function that runs it."""
-        values = [*leaves, *self.others]
+    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
+        """Compile the program for a slice; return it, and a function that runs it."""
+        values = [*self.sliced(items), *self.others]
         evaluate = self._gradients if self.gradient else self._outputs
 
         def program(scale: Any, *arrays: Any) -> Any:
