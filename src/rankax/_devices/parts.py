@@ -80,14 +80,16 @@ def over_parts(
     numbers = _split(counted(parts.count, jnp.uint32), 0, parts)
     inputs: list[Any] = [numbers]
     in_axes: list[int | None] = [0]
-    for x, axis in zip(arrays, [*[None] * len(shared), *axes], strict=True):
+    for i, (x, axis) in enumerate(zip(arrays, [*[None] * len(shared), *axes], strict=True)):
+        # The traced kernel has fixed types for what it closes over, with or without the mesh.
+        is_fixed = parts.is_explicit and i < len(shared) and jax.typeof(x).sharding.mesh.empty
         if axis is not None:
             inputs.append(_split(x, axis, parts))
             in_axes.append(axis)
-        elif jnp.issubdtype(x.dtype, jnp.inexact):
+        elif jnp.issubdtype(x.dtype, jnp.inexact) and not is_fixed:
             inputs.append(_spread(x, parts))
             in_axes.append(0)
-        else:  # it has no cotangent
+        else:  # integers have no cotangent
             inputs.append(x)
             in_axes.append(None)
 
