@@ -6,7 +6,7 @@ import jax.experimental
 import jax.numpy as jnp
 import pytest
 
-from rankax import checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
 
 new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array  # the latter in JAX 0.7
 
@@ -25,6 +25,8 @@ def checkpointed(init, xs):
 
 X = jnp.arange(4.0)
 CALLS = {
+    "sine(): x": auto_vmap(0)(sine),
+    "sine(): x ": auto_vmap(0, chunk_size=2, jit=True)(sine),
     "chunked_vmap(sine): x": chunked_vmap(sine, 2),
     "chunked_vmap(sine): x ": chunked_vmap(sine, None),
     "chunked_vmap(sine): x  ": chunked_vmap(sine, None, memory_limit="1 MB"),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
+from rankax._base.checks import check_no_ref
 from rankax._base.functions import caller_level, unwrapped
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import shortened
@@ -138,6 +139,7 @@ def _has_axes(leaf: Any) -> bool:
 
 def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any:
     """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
+    check_no_ref(leaf, f"{kernel.name}()", path)
     if hasattr(leaf, "__jax_array__"):
         return jnp.asarray(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.checks import check_no_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import (
@@ -156,9 +158,13 @@ def bind(
     bound = flatten(kernel, args, kwargs)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
-        if rank is not None and not (is_array(leaves[i]) or is_number(leaves[i])):
+        if rank is None:
+            continue
+        if not (is_array(leaves[i]) or is_number(leaves[i])):
             path = structure.paths[i]
             leaves[i] = converted(kernel, leaves[i], path, shapes_only=shapes_only)
+        elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
+            check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
         check_key(kernel, leaves[i], structure.paths[i], structure.ranks[i])
     return bound
