@@ -70,7 +70,7 @@ def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Ha
     if not _is_evaluated([*leaves, *item.closed.consts]):
         return program(item, list(leaves))
     try:
-        run, consts = _find(program, item, _Key(key))
+        run, consts = _find(program, item, key)
     except Unknown:
         run, consts = _compiled(program, item, item.closed.jaxpr), _on_device(item.closed.consts)
     return run(consts, list(leaves))
@@ -117,8 +117,6 @@ class _Key:
     """A key whose hash is computed once."""
 
     def __init__(self, value: Hashable) -> None:
-        if value is None:
-            raise Unknown
         self._value = value
         try:
             self._hash = hash(value)

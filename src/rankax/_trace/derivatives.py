@@ -116,6 +116,8 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
 
 _call = jax.extend.core.Primitive("rankax_call")
 _call.multiple_results = True
+# With `jax_remat3`, JAX 0.12 evaluates a call that holds a checkpoint by this before it lowers it.
+_call.to_lojax = lambda *args, **params: _run(*args, **params)
 
 
 def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
