@@ -5,13 +5,16 @@ import functools
 
 import jax
 import jax.experimental
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.interpreters import ad, batching, mlir
 
+import rankax
 from helpers import assert_same, primitives
-from rankax import Static, auto_vmap, chunked_vmap
+from rankax import Static, auto_vmap, chunked_reduce, chunked_vmap
 from scan_cases import here
 
 X = jnp.linspace(-1.0, 1.0, 5)
@@ -336,3 +339,64 @@ def test_a_key_that_every_chunk_uses_is_named_by_the_check_for_reuse(chunk_size)
         keys = jax.random.split(jax.random.key(0), 6)
         chunked_vmap(kernel, chunk_size)(keys, six)
         chunked_vmap(cloned, chunk_size, (None, 0))(jax.random.key(0), six)
+
+
+# Primitives, constants.
+
+
+def tripled_sine():
+    """Return a primitive that takes any parameters, as Equinox makes them."""
+
+    def run(x, **_):
+        return 3 * jnp.sin(x)
+
+    primitive = jax.extend.core.Primitive("tripled_sine")
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(*args, **params),
+        dims[0],
+    )
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (
+        primitive.bind(*primals, **params),
+        3 * jnp.cos(primals[0]) * tangents[0],
+    )
+    return primitive
+
+
+@pytest.mark.parametrize("names", [["prim"], ["prim", "policy", "names", "params"]])
+def test_a_primitive_may_have_parameters_of_any_name(names):
+    primitive = tripled_sine()
+
+    def kernel(row):
+        return jnp.sum(primitive.bind(row, **dict.fromkeys(names, 1)) ** 2)
+
+    want = jax.grad(lambda rows: jnp.sum(jax.vmap(kernel)(rows)))(ROWS)
+    for call in (chunked_vmap(kernel, 2), chunked_reduce(kernel, "logsumexp", 2)):
+        got = jax.grad(lambda rows, call=call: jnp.sum(call(rows)))(ROWS)
+        assert got.shape == want.shape
+    got = jax.grad(lambda rows: jnp.sum(chunked_vmap(kernel, 2)(rows)))(ROWS)
+    assert_same(got, want, rtol=1e-4)
+
+
+CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "typed": lambda: jnp.float32(2), "int": lambda: 3}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_output_is_an_array(name, jit):
+    def kernel(x):
+        return {"x": jnp.sin(x), "c": CONSTANTS[name]()}
+
+    wrap = jax.jit if jit else lambda fun: fun
+    items = jax.vmap(kernel)(X)
+    assert_same(wrap(chunked_vmap(kernel, 2))(X), items)
+    fold = rankax.reductions.Fold(jnp.asarray([0.0]), lambda x: x["x"][None], jnp.maximum)
+    for reduce, by_hand in (("max", jnp.max), ("sum", jnp.sum), ("argmax", jnp.argmax)):
+        call = auto_vmap(0, reduce=reduce, chunk_size=2)(kernel)
+        assert_same(wrap(call)(X), jax.tree.map(by_hand, items))
+        if reduce != "argmax":
+            got = wrap(jax.grad(lambda x, call=call: call(x)["x"]))(X)
+            assert_same(got, jax.grad(lambda x, f=by_hand: f(jnp.sin(x)))(X))
+    assert_same(wrap(chunked_reduce(kernel, fold, 2))(X), jnp.max(items["x"])[None])

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""How the chunks of an array are read, written and joined, shaped by what XLA does with it.
+"""How the chunks of an array are read, written and joined, as XLA handles it best.
 
-Plain indexing would be right, too, but slow or large. What is done about it, and until when (the
-tests are those of ``tests/test_chunked_memory.py`` unless they name another file):
+Plain indexing would be right, too, but slow or large. An operand that is read by index is flat: its
+mapped axis and all later axes become one before the loop, and a chunk gets its shape back after it
+is read. What else is done, why, and until when (the tests are in ``tests/test_chunked_memory.py``
+unless another file is named):
 
 ===============================  ====================  ========================================
-what                             seen with             it may go when this passes without it
+what                             seen with             it may go if this passes without it
 ===============================  ====================  ========================================
 `first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
 `first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
@@ -56,11 +58,11 @@ T = TypeVar("T")
 def first_start(chunks: Chunks) -> jax.Array:
     """Return where the first chunk starts: a number for a loop to carry.
 
-    Carried and not looked up in an array, for XLA:CPU fuses the lookup with what reads the
-    chunk, and repeats it for each element.
+    Carried, not looked up in an array: XLA:CPU would fuse the lookup with the read of the chunk,
+    and repeat it for each element.
     """
-    # 64 bits where 32 would overflow, which needs jax_enable_x64 as such arrays do. Signed, for
-    # JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
+    # 64 bits if 32 would overflow; such arrays need jax_enable_x64 anyway. Signed, because JAX 0.7
+    # differentiates a batched slice at an unsigned index wrongly.
     return scalar(0, jnp.int32 if chunks.length < 2**31 else jnp.int64)
 
 
@@ -71,17 +73,17 @@ def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
 
 
 def carried_with(start: T, operands: Any) -> T:
-    """Return what a loop starts from in the type that it has after a step with these operands."""
+    """Return the carry of a loop in the type that it has after a step with these operands."""
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Manual in types:
-        axes = frozenset[Any]().union(*map(_varies_along, jax.tree.leaves(operands)))
-        return jax.tree.map(lambda x: _varying(x, axes - _varies_along(x)), start)
+        axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: _varying(x, axes - _varying_axes(x)), start)
     if AxisType.Explicit in types:
         return jax.tree.map(_on_mesh, start)
     return start
 
 
-def _varies_along(x: jax.Array) -> frozenset[Any]:
+def _varying_axes(x: jax.Array) -> frozenset[Any]:
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
@@ -89,7 +91,7 @@ def _varies_along(x: jax.Array) -> frozenset[Any]:
 
 
 def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """Say that a value may differ among devices, as `jax.shard_map` checks it."""
+    """Declare that a value may differ among devices, which `jax.shard_map` checks."""
     if not axes:
         return x
     if hasattr(lax, "pcast"):
@@ -103,25 +105,24 @@ def _on_mesh(x: jax.Array) -> jax.Array:
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:
-    """Prepare ``leaf`` for `take_chunk`: ``axis`` and those behind it become one, by a reshape.
+    """Prepare ``leaf`` for `take_chunk`: ``axis`` and all later axes become one, by a reshape.
 
-    For a kernel that takes its items in another layout, as LAPACK does, would have XLA copy the
-    whole leaf into that layout, and memory would grow with the axis.
-
-    See `use_once` for what else this is good for.
+    Otherwise, a kernel that takes its items in another layout, such as a call of LAPACK, makes XLA
+    copy the whole leaf into that layout, and memory grows with the axis. `use_once` relies on the
+    flat shape, too.
     """
     before, rest = leaf.shape[:axis], leaf.shape[axis:]
     flat = math.prod(rest)
-    # One axis, unless numbers of 32 bits could not count along it.
-    behind = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
-    return lax.reshape(leaf, (*before, *behind))
+    # One axis, unless an index along it needs more than 32 bits.
+    after = (flat,) if flat < 2**31 else (rest[0], math.prod(rest[1:]))
+    return lax.reshape(leaf, (*before, *after))
 
 
 def widen(leaf: jax.Array) -> jax.Array:
-    """Prepare ``leaf`` for `take_chunk` where it is differentiated: a dtype that XLA adds in place.
+    """Give ``leaf``, which is to be differentiated, a dtype that XLA can add in place.
 
-    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent at every
-    step before it could see that only a chunk of it changes.
+    XLA:CPU adds floats like `bfloat16` as `float32`, and would convert the whole cotangent in every
+    step.
     """
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float16:
         return leaf
@@ -131,15 +132,17 @@ def widen(leaf: jax.Array) -> jax.Array:
 def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
     """Read the chunk from ``start`` along ``axis`` of what `flatten_items` returned, still flat.
 
-    Nothing may come between the leaf and this read, not even a reshape. Its transpose in a loop
-    adds a cotangent that is zero but for the chunk to that of the leaf, as a whole, and XLA makes
-    of that an addition in place where it sees just that: a sum with a `dynamic_update_slice` of
-    zeros. Else every step would cost as much as the leaf is long.
+    Nothing may come between the leaf and this read, not even a reshape. In a loop, its transpose
+    adds a cotangent of the shape of the leaf, which is zero outside the chunk. The algebraic
+    simplifier of XLA, which all platforms share, rewrites the sum of an array with a
+    `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. With
+    a sum of the whole in the loop, a gradient would still be right and small, but its time would
+    grow with the square of the axis: ``tests/test_chunked_memory.py`` looks at compiled programs.
     """
-    each = leaf.shape[axis] // chunks.length  # numbers along the axis that are one item's
+    each = leaf.shape[axis] // chunks.length  # numbers of one item along the axis
     start = start * start.dtype.type(each)
-    # With negative indices XLA:CPU would fuse the question whether this is one with what reads the
-    # chunk, and ask it for each element.
+    # XLA:CPU would fuse the test for a negative index with the read of the chunk, and repeat it for
+    # each element.
     return lax.dynamic_slice_in_dim(
         leaf, start, chunks.size * each, axis, allow_negative_indices=False
     )
@@ -152,11 +155,12 @@ def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
 
 
 def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
-    """Return a chunk that `take_chunk` read, so that the reading has a single use.
+    """Return a chunk that `take_chunk` read in such a way that the read has a single use.
 
-    XLA:CPU of JAX 0.10 makes functions of reads that have several, and takes two for one if their
-    names differ in a dash only, as those of a value and of its tangent do where `jax.vmap` maps
-    the tangent alone; then it fails. A chunk that is given its shape back has one use already.
+    XLA:CPU of JAX 0.10 makes a function of a read with several uses, and confuses two functions
+    whose names differ only in a dash: ``dynamic_slice`` of a value, and ``dynamic-slice`` of its
+    tangent if `jax.vmap` maps the tangent alone, as `jax.jacfwd` does. Then it fails to compile. A
+    chunk that gets its shape back by a reshape has a single use already.
     """
     if chunk.shape[axis] != size:
         return chunk
@@ -174,31 +178,31 @@ def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax
 def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
     """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
 
-    XLA stores the stack of items that have an axis of length 1 with that axis elsewhere, and copies
-    the whole.
+    If the items have an axis of length 1, XLA stores their stack in another layout, and copies the
+    whole.
     """
     return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 
 
 def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
-    """Reorder axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
+    """Split axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
 
-    Chunks of one item stay items, for XLA would copy the whole for an axis of length 1.
+    Chunks of one item stay items, because XLA would copy the whole for an axis of length 1.
     """
     size = () if chunks.size == 1 else (chunks.size,)
     return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))
 
 
 def as_row(chunk: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
-    """Return a chunk in the shape that `stack_chunks` gives it, to be joined by `join_chunks`."""
+    """Return a chunk in the shape of a row of `stack_chunks`, for `join_chunks`."""
     return lax.squeeze(chunk, (0,)) if chunks.size == 1 and axis == 0 else chunk
 
 
 def join_chunks(stack: jax.Array, chunks: Chunks, axis: int) -> jax.Array:
     """Join the chunks of ``stack``, each with its items on ``axis``, along that axis.
 
-    A reshape where the chunks are even and ``axis`` is 0; one copy otherwise. Of an item that two
-    chunks hold, the earlier one's is taken.
+    A reshape if the chunks are even and ``axis`` is 0; one copy otherwise. An item that two chunks
+    hold is taken from the earlier one.
     """
     if chunks.size == 1 and axis == 0:
         return stack

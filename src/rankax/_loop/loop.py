@@ -53,6 +53,18 @@ __all__ = ["KEPT_IN_REVERSE", "apart_from_constants", "map_in_chunks"]
 KEPT_IN_REVERSE = "rankax_kept"
 
 
+_save_kept = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+
+
+def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
+    """Decide what a checkpoint saves.
+
+    The policy of JAX itself fails for a primitive with a parameter named ``prim``, which those of
+    Equinox have. Test: ``test_chunked_kernels.py``.
+    """
+    return _save_kept(primitive, name=params.get("name"))
+
+
 class _Operands(NamedTuple):
     """The arrays of a loop: ``shared`` by all chunks, ``sliced`` by index, or ``stacked`` rows.
 
@@ -151,8 +163,7 @@ def _scan_chunks(chunk_at: Chunk, operands: _Operands, spec: LoopSpec, sink: Sin
     reports = spec.progress and Reports(spec.progress, chunks.length, chunks.size, chunks.steps)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so that the barriers
     # of prevent_cse are waste.
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
-    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=policy)
+    checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
     if spec.checkpoint:
         chunk_at = checkpointed(chunk_at)
 

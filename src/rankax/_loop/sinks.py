@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Sinks: how the outputs of the chunks leave the loop and become one.
+"""Sinks: how the outputs of the chunks leave the loop and become one array.
 
-Each sink has a value to carry at the ``start``, takes what a ``step`` returns into it or hands it
-on as a row of the scan, and makes the whole of both at the ``end``.
+A sink carries a value from the ``start``, takes the output of each ``step`` into it or passes it on
+as a row of the scan, and makes the whole output of both at the ``end``.
 
-* `Stack`: the rows are the scan's ``ys``. For even chunks along axis 0, joining them is a reshape.
-* `Write`: each chunk is written in place into a carried buffer. That is as good forward, for any
-  chunks and axis. But transposed it has to clear from the cotangent what it read, lest an
-  overlapped item counts twice, and XLA copies the cotangent at every step. So where such a loop is
-  differentiated, its outputs are rows, joined behind the loop by one copy.
+* `Stack`: the rows are the ``ys`` of the scan. For even chunks along axis 0, joining them is a
+  reshape.
+* `Write`: each chunk is written in place into a carried buffer, for any chunks and axis. Forward,
+  that is as good as a stack. Its transpose would have to clear from the cotangent what it has read,
+  so that an overlapping item does not count twice, and XLA copies the cotangent in every step. So
+  if such a loop is differentiated, its outputs are rows, joined after the loop by one copy.
 * `Last`: every chunk returns the same, and the last one is kept.
 
-`Each` gives every output its own. A reduction folds several outputs at once (`rows.py`).
+`Each` gives every output a sink of its own. A reduction folds several outputs at once
+(`_reduce/row.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ __all__ = ["Each", "Last", "Sink", "Stack", "Write", "sink_for"]
 
 
 class Sink(Protocol):
-    """What a loop asks of an output, or of all. Where there is no carry, or no row, it is None."""
+    """What a loop asks of one output, or of all. A sink without a carry or rows returns None."""
 
     def start(self) -> Any:
-        """Return what is carried into the first step."""
+        """Return the carry of the first step."""
         ...
 
     def step(self, carry: Any, chunk: Any, at: jax.Array) -> tuple[Any, Any]:
-        """Return what is carried on, and the row, for the chunk of the items from ``at``."""
+        """Return the next carry and the row, given the chunk of the items from ``at`` on."""
         ...
 
     def end(self, carry: Any, rows: Any) -> Any:
@@ -45,7 +47,7 @@ class Sink(Protocol):
         ...
 
     def to_differentiate(self) -> Sink:
-        """Return the sink to use where the output may have a tangent."""
+        """Return the sink of a loop that is differentiated."""
         ...
 
 
@@ -92,13 +94,13 @@ class Write:
         return carry
 
     def to_differentiate(self) -> Sink:
-        moves = jnp.issubdtype(self.chunk.dtype, jnp.inexact)
-        return Stack(self.chunks, self.axis) if moves else self
+        has_tangent = jnp.issubdtype(self.chunk.dtype, jnp.inexact)
+        return Stack(self.chunks, self.axis) if has_tangent else self
 
 
 @dataclasses.dataclass(frozen=True)
 class Last:
-    """The output of the last chunk, which is that of every chunk."""
+    """The output of the last chunk, which equals that of every chunk."""
 
     chunk: Any  # shape and dtype
 
@@ -129,21 +131,21 @@ class Each:
     def step(
         self, carry: list[Any], chunk: list[jax.Array], at: jax.Array
     ) -> tuple[list[Any], list[Any]]:
-        taken = [
-            sink.step(value, out, at)
-            for sink, value, out in zip(self.sinks, carry, chunk, strict=True)
-        ]
-        return [value for value, _ in taken], [row for _, row in taken]
+        triples = zip(self.sinks, carry, chunk, strict=True)
+        steps = [sink.step(value, out, at) for sink, value, out in triples]
+        return [value for value, _ in steps], [row for _, row in steps]
 
     def end(self, carry: list[Any], rows: list[Any]) -> list[Any]:
-        return [sink.end(*found) for sink, *found in zip(self.sinks, carry, rows, strict=True)]
+        return [
+            sink.end(value, row) for sink, value, row in zip(self.sinks, carry, rows, strict=True)
+        ]
 
     def to_differentiate(self) -> Each:
         return Each(tuple(sink.to_differentiate() for sink in self.sinks))
 
 
 def sink_for(chunk: Any, axis: int | None, chunks: Chunks) -> Sink:
-    """Choose the sink of an output that has the items of a chunk along ``axis``, if anywhere."""
+    """Choose the sink of an output whose items are along ``axis``; None: it is alike for all."""
     if axis is None:
         return Last(chunk)
     return Stack(chunks, axis) if is_stack(chunk, axis, chunks) else Write(chunks, axis, chunk)

@@ -31,6 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from rankax._trace.programs import (
     ClosedJaxpr,
     Literal,
+    as_arrays,
     evaluate,
     mapped_program,
     with_subprograms,
@@ -62,7 +63,9 @@ def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], 
         return flat_fun
 
     program = jax.make_jaxpr(flat(fun))(*leaves)
-    return out_trees[0].unflatten(_call.bind(*leaves, program=program, other=flat(other)))
+    outs = _call.bind(*leaves, program=program, other=flat(other))
+    # Differentiated by JAX 0.10, the call hands out a constant output as a number.
+    return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
 
 def keep_rules(closed: Any) -> Any:
@@ -113,6 +116,8 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
 
 _call = jax.extend.core.Primitive("rankax_call")
 _call.multiple_results = True
+# With `jax_remat3`, JAX 0.12 evaluates a call that holds a checkpoint by this before it lowers it.
+_call.to_lojax = lambda *args, **params: _run(*args, **params)
 
 
 def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:

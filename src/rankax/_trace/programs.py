@@ -23,6 +23,7 @@ __all__ = [
     "ClosedJaxpr",
     "Jaxpr",
     "Literal",
+    "as_arrays",
     "evaluate",
     "is_container",
     "mapped_program",
@@ -42,15 +43,20 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     but no shape.
     """
     outs = core.eval_jaxpr(jaxpr, consts, *args)
+    return as_arrays(outs, [v.aval for v in jaxpr.outvars])
+
+
+def as_arrays(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Return numbers as arrays of these types, and arrays as they are."""
     return [
-        _as_array(atom) if isinstance(atom, Literal) else out
-        for atom, out in zip(jaxpr.outvars, outs, strict=True)
+        value if isinstance(value, jax.Array) else _as_array(value, aval)
+        for value, aval in zip(values, avals, strict=True)
     ]
 
 
-def _as_array(literal: Any) -> jax.Array:
+def _as_array(value: Any, aval: Any) -> jax.Array:
     # In a program, `jnp.asarray` keeps a weak type; outside, it is an implicit transfer.
-    return jnp.asarray(literal.val) if is_staged() else scalar(literal.val, literal.aval.dtype)
+    return jnp.asarray(value) if is_staged() else scalar(value, aval.dtype)
 
 
 def subprograms(eqn: Any) -> Iterator[Any]:

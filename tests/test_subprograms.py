@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT
+"""Kernels with each primitive of JAX that holds programs among its parameters."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from helpers import assert_same, at_each_run, is_checkpoint, primitives
+from rankax import chunked_vmap
+
+M = 3 * jnp.eye(3)[None] + jnp.sin(jnp.arange(45.0)).reshape(5, 3, 3) / 4
+
+
+@jax.custom_jvp
+def with_jvp(m):
+    return jnp.sin(m)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 7 * tangents[0]))
+
+
+@jax.custom_vjp
+def with_vjp(m):
+    return jnp.sin(m)
+
+
+with_vjp.defvjp(lambda m: (with_vjp(m), None), lambda _, cotangent: (7 * cotangent,))
+
+
+@jax.custom_batching.custom_vmap
+def with_batching(m):
+    return jnp.sin(m)
+
+
+with_batching.def_vmap(lambda size, batched, m: (jnp.sin(m), batched[0]))
+
+
+def root(m):
+    def solve(f, y):
+        return lax.fori_loop(0, 9, lambda _, y: y - f(y) / jax.grad(f)(y), y)
+
+    return lax.custom_root(lambda y: y**3 + m[0, 0] * y - 1, 1.0, solve, lambda g, y: y / g(1.0))
+
+
+def linear_solve(m):
+    def solve(_, b):
+        return jnp.linalg.inv(m) @ b
+
+    return lax.custom_linear_solve(lambda v: m @ v, m[0], solve, symmetric=True)
+
+
+def sharded(m):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": PartitionSpec("d"), "out_specs": PartitionSpec("d")}
+    return jax.shard_map(jnp.linalg.inv, mesh=mesh, **specs)(m[None])[0]
+
+
+def with_refs(m):
+    ref = jax.new_ref(m)
+    lax.fori_loop(0, 2, lambda i, _: ref.__setitem__(..., jnp.linalg.inv(ref[...])), None)
+    return ref[...]
+
+
+KERNELS = {
+    "jit": jax.jit(lambda m: jnp.linalg.inv(m)),
+    "scan": lambda m: lax.scan(lambda c, row: (jnp.linalg.solve(m, c), row * c), m[0], m),
+    "while": lambda m: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.linalg.solve(m, c[1])), (0, m[0])
+    ),
+    "cond": lambda m: lax.cond(m[0, 0] > 3, jnp.linalg.inv, jnp.sin, m),
+    "checkpoint": jax.checkpoint(lambda m: jnp.linalg.inv(m)),
+    "custom_jvp_call": with_jvp,
+    "custom_vjp_call": with_vjp,
+    "custom_vmap_call": with_batching,
+    "custom_linear_solve": linear_solve,
+    "gradient": jax.grad(lambda m: jnp.sum(with_vjp(m))),
+    "reduce": lambda m: lax.reduce(m, 0.0, jnp.hypot, (0,)),
+    "reduce_window": lambda m: lax.reduce_window(m, 0.0, jnp.hypot, (2, 2), (1, 1), "SAME"),
+    "scatter": lambda m: m.at[0].apply(jnp.sin),
+    "shard_map": sharded,
+    "rules in branches": lambda m: lax.cond(m[0, 0] > 3, with_jvp, jnp.linalg.inv, m),
+    "inverse": jnp.linalg.inv,
+    "root": root,
+    "determinant": jnp.linalg.slogdet,
+    "least squares": lambda m: jnp.linalg.lstsq(m, m[0])[0],
+    "conjugate gradients": lambda m: jax.scipy.sparse.linalg.cg(m @ m.T, m[0], maxiter=5)[0],
+    "random": lambda m: jax.random.permutation(jax.random.key(0), m),
+}
+EACH_RUN = list(KERNELS)[: list(KERNELS).index("root")]
+if hasattr(jax, "new_ref"):
+    KERNELS["refs"] = with_refs
+
+
+@pytest.mark.parametrize("name", at_each_run(EACH_RUN, {name: name for name in KERNELS}))
+def test_a_primitive_that_holds_programs(name):
+    kernel = KERNELS[name]
+    used = primitives(kernel, M[0])
+    assert name in used or "_" not in name or any(map(is_checkpoint, used))
+    want = jax.vmap(kernel)(M)
+    for chunk_size in (1, 2):
+        for _ in range(2):  # compiled, then kept
+            assert_same(chunked_vmap(kernel, chunk_size)(M), want, rtol=1e-4, atol=1e-5)
