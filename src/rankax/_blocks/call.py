@@ -79,7 +79,7 @@ def call_on_blocks(
         {name: getattr(jax.config, name) for name in CONFIG},
         call.names,
         call.treedef,
-        {k: v for k, v in call.arguments.arguments.items() if k not in call.names},
+        call.others,
         with_core_shapes(leaves, avals, [p and p.core_shape for p in plans]),
     )
     backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND

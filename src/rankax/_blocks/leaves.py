@@ -30,9 +30,8 @@ def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
     first: dict[str, str] = {}  # the first array of each package
     structure = call.structure
     leaves = list(zip(structure.paths, call.leaves, structure.ranks, strict=True))
-    for name, value in call.arguments.arguments.items():
-        if name not in call.names:
-            leaves += [(path, leaf, None) for path, leaf in _leaves_of(value, name)]
+    for name, value in call.others.items():
+        leaves += [(path, leaf, None) for path, leaf in _leaves_of(value, name)]
     for path, leaf, rank in leaves:
         package = blocks_of(leaf)
         if package is None:

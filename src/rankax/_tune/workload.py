@@ -53,8 +53,7 @@ class Workload:
     ) -> None:
         self.kernel, self.bound, self.gradient = kernel, bound, gradient
         self.call = call = bind(kernel, args, kwargs)
-        others = {name: v for name, v in call.arguments.arguments.items() if name not in call.names}
-        self.others, self.others_tree = jax.tree.flatten(others)
+        self.others, self.others_tree = jax.tree.flatten(call.others)
         if is_staged() or any(isinstance(x, core.Tracer) for x in [*call.leaves, *self.others]):
             raise TypeError(
                 f"{where}: it runs the kernel to time it, so it cannot be called inside jax.jit, "

@@ -103,7 +103,7 @@ def apply(
         )
     where = f"rankax.xarray.apply({declared.name})"
     call = flatten(declared, args, kwargs)
-    others = {k: v for k, v in call.arguments.arguments.items() if k not in call.names}
+    others = call.others
     leaves = named_leaves(declared, call, core_dims, where)
     batch = batch_dims(leaves, where)
     reduced = reduced_dims(declared, reduce_dims, batch, where)

@@ -79,7 +79,7 @@ class NamedLeaf:
 def named_leaves(kernel: Kernel, call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
     ranks = [*zip(call.structure.paths, call.leaves, call.structure.ranks, strict=True)]
-    others = [(n, v, None) for n, v in call.arguments.arguments.items() if n not in call.names]
+    others = [(n, v, None) for n, v in call.others.items()]
     for path, value, rank in [*others, *ranks]:
         if rank is None and blocks_of(value) == "xarray":
             raise TypeError(
