@@ -47,18 +47,18 @@ def checkpoint_chunked_scan(
     f, init, xs, length, reverse, unroll
         As in `sliced_scan` and `jax.lax.scan`.
     chunk_size : int or sequence of int, optional
-        At most how many steps lie between two checkpoints. A smaller chunk is used where it
-        divides the length (down to 4/5 of the bound) or makes the chunks alike in size; the last
+        The largest number of steps between two checkpoints. A smaller chunk is used where it
+        divides the length (down to 4/5 of the bound) or makes the chunks equal in size; the last
         one may be shorter. A sequence nests checkpoints, outermost first: ``(1000, 30)`` puts one
         every 1000 steps, and while such a chunk is recomputed, one every 30. ``None`` puts one
         checkpoint around the whole scan.
     policy : callable, optional
-        What a chunk may store nevertheless, as in `jax.checkpoint` (see
+        What a chunk may store all the same, as in `jax.checkpoint` (see
         `jax.checkpoint_policies`). Default: nothing.
     progress : bool, str or callable, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
-        as in `auto_vmap`. Each step counts then, which takes a quarter of a microsecond or more.
-        Not under `jax.disable_jit`.
+        as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
+        under `jax.disable_jit`.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def checkpoint_chunked_scan(
     `jax.lax.scan` does so, to give a weakly typed ``init`` the dtype that ``f`` returns.
 
     *Memory.* For ``n`` steps in chunks of ``c``, the reverse pass stores ``n / c`` carries and what
-    ``f`` needs at ``c`` steps: least near ``c = sqrt(n)``. Nested ``d`` deep it is near
+    ``f`` needs at ``c`` steps: least near ``c = sqrt(n)``. With ``d`` nested levels, it is about
     ``n ** (1 / (d + 1))`` of each. Where the chunks do not divide the length, ``ys`` are copied
     once, and a derivative copies ``xs`` once.
 

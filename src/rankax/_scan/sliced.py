@@ -44,8 +44,8 @@ def sliced_scan(
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
         ys = jax.tree.map(lambda y: y[start:stop:step], ys)
 
-    but the other ``ys`` are never stored, and what serves them alone is not computed where the
-    compiler can see it.
+    except that the other ``ys`` are never stored. What only they need is not computed either, as
+    far as the compiler can tell.
 
     Parameters
     ----------
@@ -54,8 +54,7 @@ def sliced_scan(
     init : pytree
         The first carry. Its leaves keep their shapes and dtypes.
     xs : pytree, optional
-        Arrays of one length along axis 0, looped over. All of them are used, also at skipped
-        steps.
+        Arrays of one length along axis 0, looped over. Skipped steps read their slices too.
     length : int, optional
         Number of steps; needed only without ``xs``.
     reverse : bool, default False
@@ -64,14 +63,14 @@ def sliced_scan(
         How many steps to put in one iteration of the compiled loop; True (or 0) for all of them.
     start, stop, step : int, optional
         The slice of ``ys``, with Python's meaning: negative numbers count from the end, numbers
-        out of range are clipped, a negative step turns the order around.
+        out of range are clipped, a negative step reverses the order.
     checkpoint : bool, default False
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
         the next.
     progress : bool, str or callable, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
-        as in `auto_vmap`. Each step counts then, which takes a quarter of a microsecond or more.
-        Not under `jax.disable_jit`.
+        as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
+        under `jax.disable_jit`.
 
     Returns
     -------
@@ -104,7 +103,7 @@ def sliced_scan(
     where `jax.lax.scan` does so, to give a weakly typed ``init`` the dtype that ``f`` returns. The
     compiled program holds between one and six copies of it.
 
-    *Memory.* For ``n`` steps of which ``k`` are kept, beside inputs and outputs:
+    *Memory.* For ``n`` steps of which ``k`` are kept, besides inputs and outputs:
 
     * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
       negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does.
@@ -119,7 +118,7 @@ def sliced_scan(
 
     Examples
     --------
-    A spring, of whose 1000 steps every 250th is kept:
+    Keep every 250th of the 1000 steps of a spring:
 
     >>> import jax, jax.numpy as jnp
     >>> from rankax import sliced_scan
