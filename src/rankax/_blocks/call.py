@@ -192,7 +192,7 @@ class _BlockCall:
         """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
 
         A reduction whose merge does not commute needs the blocks in the order of the items. Of
-        equal items, the one with the smaller index wins, because the items of one block may lie
+        equal items, the one with the smaller index wins, because the items of one block may come
         between those of another.
         """
         axes = self.plan.reduced

@@ -127,7 +127,7 @@ class _Trial:
 
 
 class _Search:
-    """The candidates for one workload, tried until the time is over."""
+    """The candidates for one workload, tried until time is up."""
 
     def __init__(self, workload: Workload, limit: int | None, begin: float, seconds: float) -> None:
         self.workload, self.limit = workload, limit
@@ -156,7 +156,7 @@ class _Search:
         return self._compared_on_all_items(best) if best and self.is_slice else best
 
     def _elapsed(self) -> float:
-        """Return the share of the time that is over."""
+        """Return the share of the time that has passed."""
         return (time.perf_counter() - self.begin) / self.seconds
 
     def _program(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:

@@ -39,7 +39,7 @@ class Candidate:
         The bytes that a call with all items needs besides arguments and results, as compiled; None
         if it was not compiled for all items.
     note : str
-        Why it was given up early or not run; ``"not tried"`` if the time was not enough.
+        Why it was given up early or not run; ``"not tried"`` if time ran out.
     """
 
     options: dict[str, Any]

@@ -37,7 +37,7 @@ def apply(
 
         xarray.apply_ufunc(kernel, x, input_core_dims=[["level"]], dask="allowed")
 
-    Core dimensions are found by the names that the kernel declares, in any order. All others are
+    Core dimensions are matched by the names that the kernel declares, in any order. All others are
     batch dimensions, broadcast by name.
 
     Parameters
@@ -45,36 +45,37 @@ def apply(
     kernel : callable
         Decorated with `rankax.auto_vmap`; a bound method too.
     *args, **kwargs
-        Its arguments. Each array with a rank, also inside a pytree, may be an `xarray.DataArray`,
-        or a `xarray.Dataset`, of which each variable is taken in turn. Other arrays have no names,
-        so they must have exactly the axes of their rank.
+        Its arguments. Each array with a rank, also inside a pytree, may be an `xarray.DataArray`
+        or an `xarray.Dataset`, whose variables are taken in turn. Other arrays have no names, so
+        they must have exactly the axes of their rank.
     core_dims : dict, optional
         From parameters to the names of their core dimensions, in the order of the kernel's axes:
-        ``{"v": ("level",)}``. It is needed where the rank has no names (an int), or other ones than
-        the array. For a part of a pytree the key is its path, as in an error: ``"pose['R']"``.
+        ``{"v": ("level",)}``. It is needed if the rank has no names (an int), or if they differ
+        from those of the array. For an array inside a pytree the key is its path, as in error
+        messages: ``"pose['R']"``.
     output_dims : str, tuple of str, or a pytree of those, optional
         The names of the outputs' core dimensions; for several outputs, a tree like the output of
-        the kernel with one entry for each array, or a dict by path. By default they are those that
-        the kernel declares, which are the dimensions of the arguments where the names are the same.
+        the kernel with one entry for each array, or a dict by path. By default those that the
+        kernel declares; a name that an argument shares stands for the dimension of the argument.
     reduce_dims : str or tuple of str, optional
-        The batch dimensions that a kernel with ``reduce`` reduces, in place of its ``reduce_axis``.
+        The batch dimensions that a kernel with ``reduce`` reduces, instead of its ``reduce_axis``.
         By default all of them.
 
     Returns
     -------
     DataArray, Dataset, dict or tuple
-        As the output of the kernel is: a `xarray.DataArray` for one array; a `xarray.Dataset` for a
-        dict, NamedTuple or dataclass; a tuple for a tuple. With a Dataset among the arguments, each
-        array is a Dataset of as many variables, and a dict stays a dict. Coordinates, names and
-        attributes are kept by xarray's own rules (`xarray.set_options` of ``keep_attrs``).
+        Like the output of the kernel: an `xarray.DataArray` for one array; an `xarray.Dataset` for
+        a dict, NamedTuple or dataclass; a tuple for a tuple. With a Dataset among the arguments,
+        each array is a Dataset with the same variables, and a dict remains a dict. xarray's rules
+        decide which coordinates, names and attributes are kept (`xarray.set_options` of
+        ``keep_attrs``).
 
-        Where the data are arrays of dask or cubed, so are those that are returned, and nothing is
-        computed yet.
+        If the data are dask or cubed arrays, so are the results, and nothing is computed yet.
 
     Raises
     ------
     TypeError
-        An array holds dates or objects, or 64 bits where JAX computes with 32.
+        An array holds dates or objects, or 64-bit numbers while JAX computes with 32 bits.
     TypeError
         An array without names has batch axes, or one with names has no rank.
     ValueError

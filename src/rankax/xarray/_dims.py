@@ -9,23 +9,23 @@ from typing import Any
 from rankax._base.words import listed, plural
 from rankax._declare.dims import Dim, Rank
 
-__all__ = ["Dims", "declared_names", "dims_given", "dims_of_argument", "read_dims"]
+__all__ = ["Dims", "core_dims_at", "declared_names", "dims_of_argument", "read_dims"]
 
 Dims = tuple[str, ...]
 
 
-def dims_given(given: Any, path: str, where: str) -> Dims | None:
+def core_dims_at(core_dims: Any, path: str, where: str) -> Dims | None:
     """Return the entry of ``core_dims`` for one leaf, by its path or by that of a node above."""
-    if given is None:
+    if core_dims is None:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(core_dims, Mapping):
         raise TypeError(
             f"{where}: core_dims must be a dict from parameters to names of dimensions, as in "
-            f"{{{path!r}: ('level',)}}, got {type(given).__name__} {given!r}"
+            f"{{{path!r}: ('level',)}}, got {type(core_dims).__name__} {core_dims!r}"
         )
     # For example ``pose['R'][0]``, then ``pose['R']``, then ``pose``.
     ends = [len(path), *(i for i, letter in reversed([*enumerate(path)]) if letter in "[.")]
-    entry = next((given[path[:end]] for end in ends if path[:end] in given), None)
+    entry = next((core_dims[path[:end]] for end in ends if path[:end] in core_dims), None)
     return None if entry is None else read_dims(entry, f"{where}: core_dims[{path!r}]")
 
 
@@ -47,19 +47,19 @@ def declared_names(rank: Rank) -> tuple[str | None, ...]:
 
 
 def dims_of_argument(
-    rank: Rank, given: Dims | None, dims: Sequence[Any], path: str, parameter: str, where: str
+    rank: Rank, explicit: Dims | None, dims: Sequence[Any], path: str, parameter: str, where: str
 ) -> Dims:
     """Return the core dimensions of a named array that has ``dims``, in the order of its rank."""
     last = list(dims)[-rank.rank :] if rank.rank else []
     example = tuple(last + ["..."] * (rank.rank - len(last)))
     advice = f"core_dims={{{parameter!r}: {example!r}}}"
     present = f"{path} has the dimensions {listed([repr(d) for d in dims]) or 'of a scalar'}"
-    if given is not None and len(given) != rank.rank:
+    if explicit is not None and len(explicit) != rank.rank:
         raise ValueError(
             f"{where}: {path} has rank {rank}, that is {plural(rank.rank, 'core axis')}, but "
-            f"core_dims names {plural(len(given), 'dimension')}: {listed(list(given))}"
+            f"core_dims names {plural(len(explicit), 'dimension')}: {listed(list(explicit))}"
         )
-    names = declared_names(rank) if given is None else given
+    names = declared_names(rank) if explicit is None else explicit
     core = tuple(name for name in names if name is not None)
     if len(core) < len(names):
         raise ValueError(
@@ -67,7 +67,7 @@ def dims_of_argument(
             f"name the core dimensions in order: {advice}"
         )
     if absent := [name for name in core if name not in dims]:
-        declares = "core_dims names" if given is not None else f"rank {rank} declares"
+        declares = "core_dims names" if explicit is not None else f"rank {rank} declares"
         raise ValueError(
             f"{where}: for {path}, {declares} the core dimension {absent[0]!r}, which is absent: "
             f"{present}; rename one, or write {advice}"

@@ -20,7 +20,7 @@ from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel
 from rankax._call.kernel import Kernel
 from rankax._declare.dims import Rank
-from rankax.xarray._dims import Dims, dims_given, dims_of_argument, read_dims
+from rankax.xarray._dims import Dims, core_dims_at, dims_of_argument, read_dims
 
 __all__ = ["NamedLeaf", "batch_dims", "named_leaves", "reduced_dims", "xr"]
 
@@ -105,11 +105,11 @@ def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) 
                 "axes, but they have no names; pass an xarray.DataArray"
             )
         return NamedLeaf(value, path, rank)
-    given = dims_given(core_dims, path, where)
+    explicit = core_dims_at(core_dims, path, where)
     parameter = re.split(r"[.\[]", path)[0]
     core: Dims = ()
     for at, variable in NamedLeaf(value, path, rank, ()).variables:
-        core = dims_of_argument(rank, given, variable.dims, at, parameter, where)
+        core = dims_of_argument(rank, explicit, variable.dims, at, parameter, where)
         checked_dtype(variable.dtype, f"{where}: {at} is an array", at)
         for dim in core:
             if (number := len(variable.chunksizes.get(dim, ()))) > 1:
@@ -139,21 +139,23 @@ def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
     return tuple(first)
 
 
-def reduced_dims(kernel: Kernel, given: Any, batch: Dims, where: str) -> Dims:
+def reduced_dims(kernel: Kernel, reduce_dims: Any, batch: Dims, where: str) -> Dims:
     """Return the dimensions that are reduced, which follow the other batch dimensions."""
     options = kernel.preset
     if options.reduce is None:
-        if given is not None:
-            raise TypeError(f"{where}: reduce_dims={given!r} needs a kernel with the option reduce")
+        if reduce_dims is not None:
+            raise TypeError(
+                f"{where}: reduce_dims={reduce_dims!r} needs a kernel with the option reduce"
+            )
         return ()
-    if given is None:
+    if reduce_dims is None:
         if options.reduce_axis is not None:
             raise ValueError(
                 f"{where}: {kernel.name} has reduce_axis={options.reduce_axis}, but the batch "
                 f"dimensions have names; name those to reduce: reduce_dims={batch[-1:]}"
             )
         return batch
-    names = read_dims(given, f"{where}: reduce_dims")
+    names = read_dims(reduce_dims, f"{where}: reduce_dims")
     if absent := [name for name in names if name not in batch]:
         raise ValueError(
             f"{where}: reduce_dims names {absent[0]!r}, which is not a batch dimension; these are "

@@ -29,7 +29,7 @@ def dims_of_outputs(
     reduced: Dims,
     where: str,
 ) -> list[list[str]]:
-    """Return the names of the axes of each output: those that are given, or declared.
+    """Return the names of the axes of each output: the explicit ones, or those declared.
 
     Outputs that the kernel keeps whole have the ``reduced`` dimensions in front.
     """
@@ -37,15 +37,15 @@ def dims_of_outputs(
     entries: list[Any] | None = None
     if reductions is not None and None in reductions.entries:
         entries = reductions.of_outputs(out)
-    given = _given_dims(output_dims, out, where)
+    explicit = _explicit_dims(output_dims, out, where)
     declared = _declared_dims(kernel, leaves, out)
     all_dims: list[list[str]] = []
     for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
         front = reduced if entries is not None and entries[i] is None else ()
         count = len(leaf.shape) - len(front)
-        dims = declared[i] if given[i] is None else given[i]
+        dims = declared[i] if explicit[i] is None else explicit[i]
         axes = f"{where}: {path} has {plural(count, 'core axis')}"
-        if dims is None or (given[i] is None and len(dims) != count):
+        if dims is None or (explicit[i] is None and len(dims) != count):
             example = tuple(f"dim{axis}" for axis in range(count))
             raise ValueError(f"{axes}, but no names; write output_dims={example}")
         if len(dims) != count:
@@ -61,7 +61,7 @@ def dims_of_outputs(
     return all_dims
 
 
-def _given_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
+def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
     """Return the entry of ``output_dims`` for each output."""
     if output_dims is None:
         return [None] * len(jax.tree.leaves(out))
