@@ -40,7 +40,7 @@ def bind_arguments(
     try:
         bound = kernel.declaration.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _not_bound(kernel, error, kwargs) from None
+        raise _not_bound(kernel, error, args, kwargs) from None
     if not kernel.defaults.keys() <= bound.arguments.keys():
         bound = rebind_arguments(kernel, {**kernel.defaults, **bound.arguments})
     if kernel.silent:
@@ -55,7 +55,15 @@ def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.Bound
     return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
 
 
-def _not_bound(kernel: Kernel, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
+def _not_bound(
+    kernel: Kernel, error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TypeError:
+    if _lacks_object(kernel, args, kwargs):
+        return TypeError(
+            f"{kernel.name}() {error}; Python does not pass the object on in "
+            f"obj.{kernel.name}.with_options(...)(...), so ask the class, with the object first: "
+            f"{_owner(kernel)}.{kernel.name}.with_options(...)(obj, ...)"
+        )
     options = DEFAULTS.keys() & kwargs.keys()
     unknown = sorted(options - kernel.declaration.signature.parameters.keys())
     if not unknown:
@@ -68,24 +76,32 @@ def _not_bound(kernel: Kernel, error: TypeError, kwargs: dict[str, Any]) -> Type
 
 
 def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse ``obj.method.plan(...)``: Python hands ``obj`` to a call of the method only."""
-    signature = kernel.declaration.signature
-    if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
-        return
-    owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
-    owner = owner.rpartition(".")[2].replace("<locals>", "")
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        lacks_object = not args or owner not in {c.__name__ for c in type(args[0]).__mro__}
-    else:  # arguments with defaults may hide that one is missing
-        lacks_object = is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
-    if lacks_object:
+    """Refuse ``obj.method.plan(...)``: Python passes ``obj`` to a call of the method only."""
+    if _lacks_object(kernel, args, kwargs):
         raise TypeError(
             f"{kernel.name}.{what}() lacks the object of the method, which Python does not hand "
             "on here; ask the class, with the object first: "
-            f"{owner or 'type(obj)'}.{kernel.name}.{what}(obj, ...)"
+            f"{_owner(kernel)}.{kernel.name}.{what}(obj, ...)"
         )
+
+
+def _lacks_object(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments of a method seem to be without its object."""
+    signature = kernel.declaration.signature
+    if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
+        return False
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return not args or _owner(kernel) not in {cls.__name__ for cls in type(args[0]).__mro__}
+    # A default may hide that an argument is missing.
+    return is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
+
+
+def _owner(kernel: Kernel) -> str:
+    """Return the name of the class of a method."""
+    owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
+    return owner.rpartition(".")[2].replace("<locals>", "") or "type(obj)"
 
 
 def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
@@ -151,11 +167,17 @@ def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any
         )
     if package := blocks_of(leaf):
         raise in_blocks(package, kernel.name, path)
-    came = f"an array of dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else repr(leaf)
+    kind = type(leaf).__name__
+    if isinstance(leaf, np.ndarray):
+        came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
+        came += f"{path}.astype(float)"
+    elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
+        # Its repr may be a table of several lines.
+        came = f"{kind}; pass jnp.asarray({path})"
+    else:
+        came = f"{kind} ({leaf!r:.60}); a parameter that takes other objects has rank None"
     raise TypeError(
-        f"{kernel.name}(): {path} has a rank, so it must be an array or a number, but it is "
-        f"{type(leaf).__name__} ({came:.60}); a parameter that takes other objects has rank "
-        "None"
+        f"{kernel.name}(): {path} has a rank, so it must be an array or a number, but it is {came}"
     )
 
 
