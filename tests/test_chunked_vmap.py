@@ -445,6 +445,12 @@ def test_a_smaller_chunk_that_divides_is_preferred():
     assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives(f, x))
 
 
+def test_checkpoint_is_checked():
+    text = "chunked_vmap(sin): checkpoint must be True or False, got 'no'"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        chunked_vmap(jnp.sin, 2, checkpoint="no")
+
+
 def test_metadata_of_the_kernel():
     f = chunked_vmap(kernel, 4)
     assert f.__name__ == "kernel"

@@ -407,3 +407,28 @@ def test_a_real_run_keeps_to_it():
     """The compiler and its threads get 100 MB besides; what is compiled first takes as much."""
     assert peak_of_a_run(None) > 300
     assert peak_of_a_run("100 MB") < 100 + 100
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shapes"),
+    [
+        (lambda a, v: a * jnp.dot(v, v), [(7,), (1, 3)]),
+        (lambda a, v: a * jnp.dot(v, v), [(1, 1), (1, 1, 3)]),
+        (lambda a, v: a * jnp.dot(v, v), [(5, 1, 1), (1, 6, 3)]),
+    ],
+    ids=["one argument", "all arguments", "one axis"],
+)
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_batch_axes_of_length_1(kernel, shapes, reduce):
+    args = [jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape) for shape in shapes]
+    want = auto_vmap(a=0, v=1, reduce=reduce)(kernel)(*args)
+    mapped = auto_vmap(a=0, v=1, memory_limit="1 MB", reduce=reduce)(kernel)
+    assert_same(mapped(*args), want)
+    stand_ins = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    assert mapped.plan(*stand_ins) == mapped.plan(*args)
+
+
+def test_the_stretched_axes_of_an_argument_do_not_change_what_is_measured():
+    kernel = auto_vmap(a=0, v=1, memory_limit=3000)(lambda a, v: a * jnp.sum(jnp.sort(v)))
+    a, v = jnp.ones(300), jnp.ones(100)
+    assert kernel.plan(a, v[None]).memory == kernel.plan(a, v).memory
