@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 from jax import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
 from rankax._base.checks import positive_int
@@ -27,6 +27,10 @@ from rankax._devices.parts import Parts, entry_names, type_of_axis
 __all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
 
 Shards = int | PartitionSpec | None
+
+# JAX 0.7 calls the first otherwise, and lacks the second: inside `jit`, the caller sets the mesh.
+_set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
+_use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)
 
 
 def checked_shards(value: Any, where: str) -> Shards:
@@ -97,14 +101,14 @@ def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already."""
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
-    shardings = [_sharding(leaf) for leaf in leaves]
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            mesh: Any = sharding.mesh
-            if isinstance(mesh, jax.sharding.AbstractMesh) or is_staged():
-                return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
-            return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+    mesh = _mesh(leaves)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return contextlib.nullcontext()
+    if isinstance(mesh, Mesh) and not is_staged():
+        return _set_mesh(mesh)
+    if _use_abstract_mesh is None:
+        return contextlib.nullcontext()
+    return _use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:
