@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 from jax import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
 from rankax._base.checks import positive_int
@@ -98,17 +98,21 @@ def is_spread(leaf: Any) -> bool:
 
 
 def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    mesh = _mesh(leaves)
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
+
+    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
+    """
+    mesh = _mesh(leaves) if jax.sharding.get_abstract_mesh().empty else None
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return contextlib.nullcontext()
-    if isinstance(mesh, Mesh) and not is_staged():
+    if is_staged():
+        mesh = getattr(mesh, "abstract_mesh", mesh)
+        return _use_abstract_mesh(mesh) if _use_abstract_mesh else contextlib.nullcontext()
+    try:
         return _set_mesh(mesh)
-    if _use_abstract_mesh is None:
+    except (TypeError, ValueError):
+        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
         return contextlib.nullcontext()
-    return _use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
 
 
 def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:
