@@ -8,6 +8,7 @@ simulated devices. What is found is compared with the same kernel on one of them
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections import Counter
@@ -16,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernel_kinds import KINDS, WITHOUT_GRADIENT
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 
@@ -519,8 +522,144 @@ def errors(mesh):
         )
 
 
+# Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it.
+
+FRONT_ENDS = {
+    "chunked_vmap": (lambda f: chunked_vmap(f, 2), lambda f: f),
+    "auto_vmap": (lambda f: auto_vmap(1, chunk_size=4)(f), lambda f: f),
+    "chunked_reduce": (lambda f: chunked_reduce(f, "max", 2), lambda f: over_rows(f, jnp.max)),
+}
+
+
+def over_rows(f, reduce):
+    return lambda x: jax.tree.map(lambda out: reduce(out, axis=0), f(x))
+
+
+def gradient(f):
+    def loss(x):
+        return sum(jnp.sin(out).sum() for out in jax.tree.leaves(f(x)))
+
+    return jax.grad(loss)
+
+
+def lacks_gradient(kind):
+    # JAX before 0.12 cannot map the derivative of `sort` over an explicit axis, nor can `jax.vmap`.
+    return kind in WITHOUT_GRADIENT or (kind == "sort" and jax.__version_info__ < (0, 12))
+
+
+def check_kernels(mesh, kinds, *, of_gradient=False):
+    """Compile the maps of all kinds as one program, and compare it with one on one device."""
+    jax.config.update("jax_disable_most_optimizations", True)  # which takes half the time
+    kinds = [kind for kind in kinds if not (of_gradient and lacks_gradient(kind))]
+    wrap = gradient if of_gradient else lambda f: f
+    x = data(6 * mesh.size, 3) + 1.5
+    ours, plain = {}, {}
+    for kind in kinds:
+        for name, (front, reference) in FRONT_ENDS.items():
+            ours[kind, name] = wrap(front(KINDS[kind]))
+            plain[kind, name] = wrap(reference(jax.vmap(KINDS[kind])))
+
+    def run(maps, x):
+        return [f(x) for f in maps.values()]
+
+    with outside(mesh):
+        want = jax.jit(functools.partial(run, plain))(x)
+    for enter in (contextlib.nullcontext(), ENTER(mesh)):
+        with enter:
+            got = jax.jit(functools.partial(run, ours))(put(mesh, x, "d"))
+            for label, a, b in zip(ours, got, want, strict=True):
+                try:
+                    same(a, b, rtol=1e-3)
+                except AssertionError as error:
+                    raise AssertionError(label) from error
+
+
+@case
+def some_kernels_on_an_explicit_mesh(mesh):
+    check_kernels(mesh, ("scan", "nested chunked_vmap", "key"))
+    check_kernels(mesh, ("jit", "scan"), of_gradient=True)
+
+
+@case
+def every_kernel_on_an_explicit_mesh(mesh):
+    check_kernels(mesh, KINDS)
+
+
+@case
+def every_gradient_on_an_explicit_mesh(mesh):
+    check_kernels(mesh, KINDS, of_gradient=True)
+
+
+@case
+def other_calls_on_an_explicit_mesh(mesh):
+    jax.config.update("jax_disable_most_optimizations", True)
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    key = jax.random.key(0)
+    options = {"v": 1, "chunk_size": 7}
+    limited = {"memory_limit": "2 kB", "v": 1}
+
+    def walk(v, w):
+        return lax.scan(lambda s, a: (jnp.tanh(w @ s) + a, None), v, v)[0].sum()
+
+    def square(v):
+        return walk(v, jnp.outer(v, v))
+
+    def noisy(key, v):
+        return v * jax.random.normal(key, (3,))
+
+    def closed(w, x):
+        return jnp.sum(chunked_vmap(lambda v: walk(v, w.T @ w), 7)(x) ** 2)
+
+    calls = {
+        "closed over": (jax.jit(jax.grad(closed)), w, x),
+        "on every device": (chunked_vmap(square, 7), put(mesh, X)),
+        "reduced on every device": (chunked_reduce(square, "max", 7), put(mesh, X)),
+        "jit=True": (auto_vmap(**options, jit=True)(square), x),
+        "memory limit": (jax.jit(auto_vmap(**limited)(square)), x),
+        "split keys": (auto_vmap(key=SplitKey, **options)(noisy), key, x),
+        "split keys, reduced": (auto_vmap(key=SplitKey, **options, reduce="sum")(noisy), key, x),
+    }
+    for label, (call, *args) in calls.items():
+        with outside(mesh):
+            plain = [a if a is key else np.asarray(a) for a in args]
+            want = jax.tree.map(np.asarray, call(*plain))
+        for enter in (contextlib.nullcontext(), ENTER(mesh)):
+            with enter:
+                try:
+                    same(call(*args), want, rtol=1e-3, atol=1e-3)
+                except AssertionError as error:
+                    raise AssertionError(label) from error
+    assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
+
+    square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
+    both = put(square_mesh, data(6, 8, 3), "d", "e")
+    for reduce, axis in ((None, None), ("sum", None), ("max", 1)):
+        mapped = auto_vmap(v=1, chunk_size=3, reduce=reduce, reduce_axis=axis)(square)
+        with outside(mesh):
+            want = np.asarray(mapped(data(6, 8, 3)))
+        same(mapped(both), want, rtol=1e-3)
+
+
+@case
+def eager_calls_on_an_explicit_mesh(mesh):
+    x = data(6 * mesh.size, 3) + 1.5
+    for kind, kernel in KINDS.items():
+        for front, reference in FRONT_ENDS.values():
+            with outside(mesh):
+                want = jax.tree.map(np.asarray, reference(jax.vmap(kernel))(x))
+            for enter in (contextlib.nullcontext(), ENTER(mesh)):
+                with enter:
+                    got = front(kernel)(put(mesh, x, "d"))
+                    same(got, want, rtol=1e-3)
+                    for out in jax.tree.leaves(got):
+                        entries = ("d",) if out.shape[:1] == x.shape[:1] else ()
+                        sharding = NamedSharding(mesh, P(*entries))
+                        assert out.sharding.is_equivalent_to(sharding, out.ndim), kind
+
+
 if __name__ == "__main__":
     name, kind, devices = sys.argv[1:]
     of_all = mesh_of(getattr(AxisType, kind), int(devices))
-    with inside(of_all):
+    # These cases enter the mesh themselves.
+    with contextlib.nullcontext() if name.endswith("on_an_explicit_mesh") else inside(of_all):
         CASES[name](of_all)

@@ -9,10 +9,20 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from helpers import slow
 from shards_cases import CASES
+
+CAN_ENTER = pytest.mark.skipif(
+    not hasattr(jax.sharding, "use_abstract_mesh"), reason="JAX 0.7 enters no mesh inside jit"
+)
+
+
+def enters_mesh(*values, also=()):
+    return pytest.param(*values, marks=[CAN_ENTER, *also])
+
 
 HERE = pathlib.Path(__file__).parent
 
@@ -46,6 +56,7 @@ def run(name, kind, devices):
         ("the_plan_says_it", "Auto", 4),
         slow("shard_map_checks_what_varies", "Auto", 4),
         ("errors", "Auto", 4),
+        enters_mesh("some_kernels_on_an_explicit_mesh", "Explicit", 4),
         slow("maps_send_nothing", "Explicit", 4),
         slow("maps_send_nothing", "Auto", 8),
         slow("maps_send_nothing", "Explicit", 8),
@@ -60,6 +71,10 @@ def run(name, kind, devices):
         slow("split_keys_are_those_of_the_whole_batch", "Auto", 4),
         slow("progress_counts_all_parts", "Auto", 4),
         slow("progress_counts_all_parts", "Explicit", 4),
+        enters_mesh("other_calls_on_an_explicit_mesh", "Explicit", 4, also=[pytest.mark.slow]),
+        enters_mesh("every_kernel_on_an_explicit_mesh", "Explicit", 4, also=[pytest.mark.slow]),
+        enters_mesh("every_gradient_on_an_explicit_mesh", "Explicit", 4, also=[pytest.mark.slow]),
+        enters_mesh("eager_calls_on_an_explicit_mesh", "Explicit", 4, also=[pytest.mark.slow]),
     ],
 )
 def test_parts_are_walked_side_by_side(name, kind, devices):

@@ -81,7 +81,8 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     """Return what `run` would do; the arguments may be shapes."""
-    ready = _prepare_shapes(bound, options)
+    with on_mesh(bound.leaves):
+        ready = _prepare_shapes(bound, options)
     batch_plan = ready.plan.plan
     if ready.parts:
         batch_plan = plan_of_all(batch_plan, ready.whole.plan, ready.parts)

@@ -28,6 +28,10 @@ __all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
 
 Shards = int | PartitionSpec | None
 
+# JAX 0.7 calls the first otherwise, and lacks the second: inside `jit`, the caller sets the mesh.
+_set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
+_use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)
+
 
 def checked_shards(value: Any, where: str) -> Shards:
     """Return a valid value of the option ``shards``, or raise."""
@@ -94,17 +98,21 @@ def is_spread(leaf: Any) -> bool:
 
 
 def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already."""
-    if not jax.sharding.get_abstract_mesh().empty:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
+
+    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
+    """
+    mesh = _mesh(leaves) if jax.sharding.get_abstract_mesh().empty else None
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return contextlib.nullcontext()
-    shardings = [_sharding(leaf) for leaf in leaves]
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            mesh: Any = sharding.mesh
-            if isinstance(mesh, jax.sharding.AbstractMesh) or is_staged():
-                return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
-            return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+    if is_staged():
+        mesh = getattr(mesh, "abstract_mesh", mesh)
+        return _use_abstract_mesh(mesh) if _use_abstract_mesh else contextlib.nullcontext()
+    try:
+        return _set_mesh(mesh)
+    except (TypeError, ValueError):
+        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
+        return contextlib.nullcontext()
 
 
 def _check_items(leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], where: str) -> None:

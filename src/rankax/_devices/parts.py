@@ -13,9 +13,9 @@ each step of the loop inside of `jax.vmap` every device evaluates a chunk of its
   added once, after the loop. Without it, devices would exchange cotangents at each step.
 * Inside of a part, the loop reads every input by index. On its device a part has a leading axis of
   length 1, with which XLA would copy a stack of chunks.
-* On meshes with explicit axes the types of arrays carry the shardings, so they are given here.
-  `jax.sharding.auto_axes` would do without, but an item that is traced outside of it cannot be
-  evaluated inside.
+* On meshes with explicit axes, types carry the shardings, so reshapes and broadcasts name them
+  here. With `jax.sharding.auto_axes` or `jax.shard_map` around the loops they would not have to,
+  but inside of those a kernel cannot close over an array of the mesh (JAX 0.7 to 0.12).
 
 ``tests/test_shards.py`` searches compiled programs for what they send.
 """

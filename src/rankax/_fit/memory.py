@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from rankax._base.cache import Kept
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
@@ -109,7 +110,12 @@ def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtype
 
 
 def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
-    analysis = traced.lower().compile(options).memory_analysis()
+    mesh = jax.sharding.get_abstract_mesh()
+    devices: dict[str, Any] = {}
+    if AxisType.Explicit in mesh.axis_types and hasattr(jax.sharding, "use_abstract_mesh"):
+        # Inside `jit` a mesh has no devices of its own; any will do to measure.
+        devices["device_assignment"] = tuple(jax.devices()[: mesh.size])
+    analysis = traced.lower().compile(options, **devices).memory_analysis()
     if analysis is None:
         raise NotImplementedError(
             f"memory_limit: the compiler for {jax.default_backend()} does not say what memory a "
