@@ -20,7 +20,7 @@ compiled program shows no trace of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -43,13 +43,18 @@ _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
-def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
+def call_with_derivative_of(
+    other: Callable[..., Any], fun: Callable[..., Any], *args: Any, key: Hashable = None
+) -> Any:
     """Return ``fun(*args)``, whose derivatives are those of ``other``.
 
     Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``.
 
     Both take and return the same pytrees of arrays, and close over no array. ``other`` is called
     only if the result is differentiated; an argument without a tangent is a constant there.
+
+    With a ``key``, programs are compared (`_trace/fingerprint.py`): if the program of ``fun`` and
+    the key are equal, so is the program of ``other``.
     """
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
@@ -63,7 +68,7 @@ def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], 
         return flat_fun
 
     program = jax.make_jaxpr(flat(fun))(*leaves)
-    outs = _call.bind(*leaves, program=program, other=flat(other))
+    outs = _call.bind(*leaves, program=program, other=_Other(flat(other), key))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
     return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
@@ -109,6 +114,16 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
     program = jaxpr.replace(constvars=[], debug_info=debug_info, **whole)
     params = {"program": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
+
+
+class _Other:
+    """A function that defines a derivative, and what it depends on besides the program."""
+
+    def __init__(self, fun: Callable[..., Any], key: Hashable) -> None:
+        self.fun, self.rankax_key = fun, key
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(*args)
 
 
 # The call evaluates `program`. Its derivatives are those of `other`, or without one those of
@@ -163,7 +178,8 @@ def _batched(
     if other is None:
         out = _run(*args, program=keep_rules(closed))
     else:
-        out = _call.bind(*args, program=closed, other=mapped(other))
+        key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
+        out = _call.bind(*args, program=closed, other=_Other(mapped(other), key))
     return out, [0] * len(out)
 
 
