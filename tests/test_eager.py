@@ -421,3 +421,65 @@ def test_tracers_that_the_kernel_closes_over(inner):
     assert_same(jax.vmap(total)(factors), totals)
     assert_same(jax.jit(total)(factors[1]), totals[1])
     assert_same(jax.grad(total)(factors[0]), 7 * jnp.sum(X))
+
+
+# Differentiated or mapped outside `jit`, a loop is kept as well.
+
+TRANSFORMS = {
+    "grad": lambda f: jax.grad(lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(f(x)))),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
+    "hessian": lambda f: lambda x: jax.hessian(lambda s: jnp.sum(f(s * x)))(jnp.float32(1)),
+}
+SMOOTH = {
+    "sum": lambda x: jnp.sum(jnp.sin(x) ** 2),
+    "constants": lambda x: jnp.sum(projected(x) + TABLE * x),
+    "solve": lambda x: jnp.linalg.solve(W + 3 * jnp.eye(3), x),
+    "scan": lambda x: jax.lax.scan(lambda c, w: (jnp.tanh(w @ c), c), x, jnp.stack([W, W]))[0],
+}
+
+
+@pytest.mark.parametrize("chunk_size", [5, 4])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_second_transformed_call_compiles_nothing(name, transform, chunk_size):
+    kernel, apply = SMOOTH[name], TRANSFORMS[transform]
+    first, some = compilations(apply(chunked_vmap(kernel, chunk_size)), X)
+    second, more = compilations(apply(chunked_vmap(kernel, chunk_size)), X)
+    assert some > 0
+    assert more == 0
+    assert_same(first, apply(jax.vmap(kernel))(X), rtol=1e-4, atol=1e-5)
+    assert_same(second, first)
+
+
+@pytest.mark.parametrize("reduce", [None, "sum", "max", "logsumexp"])
+def test_a_second_gradient_of_two_levels_compiles_nothing(reduce):
+    call = auto_vmap(1, 1, reduce=reduce, chunk_size=3)(lambda x, y: jnp.sum(jnp.cos(x * y)))
+    gradient = jax.grad(lambda x: jnp.sum(call(x[:, None], X)))
+    first, _ = compilations(gradient, X)
+    second, more = compilations(gradient, X)
+    assert more == 0
+    assert_same(second, first)
+    assert_same(first, jax.jit(gradient)(X))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_rules_may_change(order):
+    factor = [1.0]
+
+    @jax.custom_jvp
+    def rule(x):
+        return jnp.sin(x)
+
+    @rule.defjvp
+    def _(primals, tangents):
+        return rule(*primals), factor[0] * jnp.cos(primals[0]) * tangents[0]
+
+    def total(x):
+        return jnp.sum(chunked_vmap(rule, 4)(x))
+
+    for value in (1.0, 3.0):
+        factor[0] = value
+        got = jax.grad(total)(X) if order == 1 else jax.grad(lambda x: jax.grad(total)(x).sum())(X)
+        want = value * jnp.cos(X) if order == 1 else -value * jnp.sin(X)
+        assert_same(got, want)

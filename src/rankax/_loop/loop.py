@@ -53,16 +53,23 @@ __all__ = ["KEPT_IN_REVERSE", "apart_from_constants", "map_in_chunks"]
 KEPT_IN_REVERSE = "rankax_kept"
 
 
-_save_kept = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
-
-
-def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
-    """Decide what a checkpoint saves.
+class _Policy:
+    """What a checkpoint saves.
 
     The policy of JAX itself fails for a primitive with a parameter named ``prim``, which those of
     Equinox have. Test: ``test_chunked_kernels.py``.
     """
-    return _save_kept(primitive, name=params.get("name"))
+
+    rankax_key = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
+
+    def __init__(self) -> None:
+        self._of_jax = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+
+    def __call__(self, primitive: Any, /, *_: Any, **params: Any) -> Any:
+        return self._of_jax(primitive, name=params.get("name"))
+
+
+_policy = _Policy()
 
 
 class _Operands(NamedTuple):
@@ -137,7 +144,8 @@ def map_in_chunks(
     writes = isinstance(sink, Each) and any(isinstance(s, Write) for s in sink.sinks)
     try:
         if operands.sliced or writes:
-            return call_with_derivative_of(to_differentiate, scan, operands)
+            key = spec, sink
+            return call_with_derivative_of(to_differentiate, scan, operands, key=key)
         return scan(operands)
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
         raise item.reuses_key() from error

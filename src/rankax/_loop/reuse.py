@@ -8,6 +8,10 @@ would be stale as soon as a global changes. So the traced program of one item is
 compiled before (`_trace/fingerprint.py`), and if one is equal, its loop runs. Arrays that the
 kernel closes over are inputs of that loop: they may change, and are not kept alive.
 
+Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept loop is called as well: JAX finds the
+derivatives of a compiled function by its identity. The kernel may then use no derivative rule of
+its own, because rules are functions, which cannot be compared.
+
 Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
 compilation depends: shapes, devices, contexts, the configuration of JAX.
 
@@ -28,7 +32,14 @@ from rankax._base.cache import Kept
 from rankax._loop.loop import map_in_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
-from rankax._trace.fingerprint import Unknown, fingerprint, opened, without_rules
+from rankax._trace.fingerprint import (
+    Unknown,
+    derivatives_key,
+    fingerprint,
+    opened,
+    without_constants,
+    without_rules,
+)
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
 
@@ -43,15 +54,20 @@ _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 def map_chunks(
     item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None = None
 ) -> list[Any]:
-    """Do what `map_in_chunks` does; if the call is eager, by a kept loop."""
-    if not is_eager([*leaves, *item.closed.consts]):
+    """Do what `map_in_chunks` does; outside a trace, by a kept loop."""
+    arrays = [*leaves, *item.closed.consts]
+    is_now = is_eager(arrays)
+    if not is_now and not _is_transformed(arrays):
         return map_in_chunks(item, leaves, spec, sink)
-    # An eager call is not differentiated, so nothing is ever recomputed.
-    spec = dataclasses.replace(spec, checkpoint=False, linear=True)
+    if is_now:  # not differentiated, so nothing is ever recomputed
+        spec = dataclasses.replace(spec, checkpoint=False, linear=True)
     bare = dataclasses.replace(item, out_tree=None)  # it may hold classes of the caller
     try:
         loop, consts = _find(
-            lambda item, leaves: map_in_chunks(item, leaves, spec, sink), bare, (spec, sink)
+            lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
+            bare,
+            (spec, sink),
+            differentiable=not is_now,
         )
     except Unknown:
         return map_in_chunks(item, leaves, spec, sink)
@@ -78,24 +94,38 @@ def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Ha
 
 def is_eager(arrays: Sequence[Any]) -> bool:
     """Whether a call with these arrays is evaluated now, and not transformed."""
-    if not _is_evaluated(arrays):
-        return False
+    return _is_evaluated(arrays) and not _is_explicit()
+
+
+def _is_transformed(arrays: Sequence[Any]) -> bool:
+    """Whether such a call is evaluated now, under tracers of `jax.grad`, `jvp` or `vmap` only."""
+    tracers = [x for x in arrays if isinstance(x, core.Tracer)]
+    of_jax = all(type(x).__module__.partition(".")[0] == "jax" for x in tracers)
+    return of_jax and not _is_explicit() and not is_staged()
+
+
+def _is_explicit() -> bool:
     # With explicit axes of a mesh, `jax.jit` gives what is made inside it types that arrays from
     # outside lack.
-    return jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _is_evaluated(arrays: Sequence[Any]) -> bool:
     return not (any(isinstance(x, core.Tracer) for x in arrays) or is_staged())
 
 
-def _find(program: Program, item: ItemProgram, key: Hashable) -> tuple[Any, list[jax.Array]]:
+def _find(
+    program: Program, item: ItemProgram, key: Hashable, *, differentiable: bool = False
+) -> tuple[Any, list[jax.Array]]:
     """Return the kept program as a function of constants and leaves, and the constants of now."""
     if key is None:
         raise Unknown
     closed = opened(item.closed)
-    whole = _Key((fingerprint(closed), item.where, item.out_axes, item.out_tree, key))
-    run = _kept.find(whole, lambda: _compiled(program, item, without_rules(closed.jaxpr)))
+    jaxpr = closed.jaxpr
+    rules = derivatives_key(jaxpr) if differentiable else None
+    whole = _Key((fingerprint(closed), rules, item.where, item.out_axes, item.out_tree, key))
+    bare = without_constants if differentiable else without_rules
+    run = _kept.find(whole, lambda: _compiled(program, item, bare(jaxpr)))
     return run, _on_device(closed.consts)
 
 

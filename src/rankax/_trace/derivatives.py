@@ -20,7 +20,8 @@ compiled program shows no trace of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -43,13 +44,18 @@ _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
-def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
+def call_with_derivative_of(
+    other: Callable[..., Any], fun: Callable[..., Any], *args: Any, key: Hashable = None
+) -> Any:
     """Return ``fun(*args)``, whose derivatives are those of ``other``.
 
     Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``.
 
     Both take and return the same pytrees of arrays, and close over no array. ``other`` is called
     only if the result is differentiated; an argument without a tangent is a constant there.
+
+    With a ``key``, programs are compared (`_trace/fingerprint.py`): if the program of ``fun`` and
+    the key are equal, so is the program of ``other``.
     """
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
@@ -63,7 +69,7 @@ def call_with_derivative_of(other: Callable[..., Any], fun: Callable[..., Any], 
         return flat_fun
 
     program = jax.make_jaxpr(flat(fun))(*leaves)
-    outs = _call.bind(*leaves, program=program, other=flat(other))
+    outs = _bind(leaves, program, _Other(flat(other), key))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
     return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
@@ -111,12 +117,29 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
 
+class _Other:
+    """A function that defines a derivative, and what it depends on besides the program."""
+
+    def __init__(self, fun: Callable[..., Any], key: Hashable) -> None:
+        self.fun, self.rankax_key = fun, key
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fun(*args)
+
+
 # The call evaluates `program`. Its derivatives are those of `other`, or without one those of
 # `program`, in which every rule is kept.
 
+
+def _bind(args: Sequence[Any], program: Any, other: Any) -> list[Any]:
+    if other is None or not getattr(jax.config, "jax_remat3", False) or _FORGETS:
+        return _call.bind(*args, program=program, other=other)
+    return _high_level_call()(program, other)(*args)
+
+
 _call = jax.extend.core.Primitive("rankax_call")
 _call.multiple_results = True
-# With `jax_remat3`, JAX 0.12 evaluates a call that holds a checkpoint by this before it lowers it.
+# With `jax_remat3`, a program with a checkpoint is high-level; it is expanded before it is lowered.
 _call.to_lojax = lambda *args, **params: _run(*args, **params)
 
 
@@ -147,7 +170,7 @@ def _batched(
     """Map the program, and the one that is differentiated, before either is differentiated."""
     uses_axis = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
     if not uses_axis and all(dim is None for dim in dims):
-        out = _call.bind(*args, program=program, other=other)
+        out = _bind(args, program, other)
         return out, [None] * len(out)
 
     def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +186,8 @@ def _batched(
     if other is None:
         out = _run(*args, program=keep_rules(closed))
     else:
-        out = _call.bind(*args, program=closed, other=mapped(other))
+        key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
+        out = _bind(args, closed, _Other(mapped(other), key))
     return out, [0] * len(out)
 
 
@@ -243,3 +267,70 @@ def _transposed(cotangents: Sequence[Any], *args: Any, program: Any, other: Any)
 
 
 ad.primitive_transposes[_call] = _transposed
+
+
+# With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
+# evaluates in part, so that everything is stored. Only the rules of a high-level primitive can
+# linearize `other` as a whole. Test: ``test_chunked_memory.py`` with ``JAX_REMAT3=1``. Once it is
+# the only checkpoint, this may replace the primitive above.
+
+
+@functools.cache
+def _high_level_call() -> Any:
+    """Return the class of calls whose derivatives are those of ``other``."""
+    hijax: Any = importlib.import_module("jax.experimental.hijax")
+
+    class HighLevelCall(hijax.HiPrim):
+        program: Any
+        other: Any
+
+        def __init__(self, program: Any, other: Any) -> None:
+            self.in_avals = tuple(program.in_avals)
+            self.out_aval = list(program.out_avals)
+            self.effects = frozenset(program.effects)
+            self.params = {"program": program, "other": other}
+            super().__init__()
+
+        def expand(self, *args: Any) -> list[Any]:
+            return _run(*args, program=self.program)
+
+        def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
+            return _batched(axis_data, args, dims, **self.params)
+
+        def jvp(self, primals: Any, tangents: Any) -> Any:
+            out, pushed = _differentiated(primals, tangents, **self.params)
+            return out, [ad.instantiate_zeros(tangent) for tangent in pushed]
+
+        # Residuals are a tree of arrays: what is static is in its structure, as the keys of a dict.
+
+        def lin(self, nonzero: Any, *primals: Any) -> Any:
+            live = [i for i, is_live in enumerate(nonzero) if is_live]
+            of_live = _of_some(self.other, primals, live)
+            out, push = jax.linearize(of_live, *(primals[i] for i in live))
+            return out, (push, dict.fromkeys(live)), [_has_tangent(aval) for aval in self.out_aval]
+
+        def linearized(self, residuals: Any, *tangents: Any) -> list[Any]:
+            push, live = residuals
+            pushed = push(*(ad.instantiate_zeros(tangents[i]) for i in live))
+            return [
+                tangent if _has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
+                for aval, tangent in zip(self.out_aval, pushed, strict=True)
+            ]
+
+        def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
+            live = [i for i, is_live in enumerate(nonzero) if is_live]
+            of_live = _of_some(self.other, primals, live)
+            out, pull = jax.vjp(of_live, *(primals[i] for i in live))
+            return out, (pull, dict.fromkeys(live))
+
+        def vjp_bwd_retval(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+            pull, live = residuals
+            pulled = dict(
+                zip(live, pull([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True)
+            )
+            return tuple(
+                pulled.get(i, ad.Zero(aval.to_tangent_aval()))
+                for i, aval in enumerate(self.in_avals)
+            )
+
+    return HighLevelCall

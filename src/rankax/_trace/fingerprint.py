@@ -16,6 +16,10 @@ program that cannot be compared with certainty has no fingerprint:
 
 Derivative rules are left out: evaluation does not use them, and each trace makes new ones.
 `without_rules` is the program to keep, because it holds no function of the caller.
+
+A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
+Rules are functions, so they cannot be compared. The exception are those of our loops, which follow
+from the program and a key. `without_constants` is the program to keep then.
 """
 
 from __future__ import annotations
@@ -29,9 +33,23 @@ import jax
 import numpy as np
 
 from rankax._trace.derivatives import RULES, call_of
-from rankax._trace.programs import ClosedJaxpr, Jaxpr, Literal, is_container, with_subprograms
+from rankax._trace.programs import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    is_container,
+    subprograms,
+    with_subprograms,
+)
 
-__all__ = ["Unknown", "fingerprint", "opened", "without_rules"]
+__all__ = [
+    "Unknown",
+    "derivatives_key",
+    "fingerprint",
+    "opened",
+    "without_constants",
+    "without_rules",
+]
 
 
 class Unknown(Exception):  # noqa: N818  (an answer, not an error)
@@ -130,6 +148,21 @@ def _is_known(value: Any) -> bool:
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators
 
 
+def derivatives_key(jaxpr: Any) -> Hashable:
+    """Return a key: equal programs with equal keys have equal derivatives."""
+    keys: list[Hashable] = []  # in the order of the equations
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in RULES:
+            raise Unknown
+        if (other := eqn.params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
+            if (key := getattr(other, "rankax_key", None)) is None:
+                raise Unknown
+            keys.append(key)
+        keys += map(derivatives_key, subprograms(eqn))
+    return tuple(keys)
+
+
 def opened(closed: Any) -> Any:
     """Return a program in which calls of `jax.jit` hold no arrays: they become its own constants.
 
@@ -161,9 +194,15 @@ def _is_placed(params: dict[str, Any]) -> bool:
     return not all(x is None or type(x).__name__ == "UnspecifiedValue" for x in values)
 
 
+def without_constants(jaxpr: Any) -> Any:
+    """Return a program without constants at any depth."""
+    # From JAX 0.12 on, a jaxpr holds its constants; replacing its variables drops them.
+    eqns = [with_subprograms(eqn, without_constants) for eqn in jaxpr.eqns]
+    return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
+
+
 def without_rules(jaxpr: Any) -> Any:
     """Return a program without constants, and without derivative rules at any depth."""
-    # From JAX 0.12 on, a jaxpr holds its constants; replacing its variables drops them.
     eqns = [_without_rule(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
