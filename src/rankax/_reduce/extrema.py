@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
@@ -41,7 +42,10 @@ def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax
 def worst_value(dtype: Any, *, largest: bool) -> Any:
     """Return the value that no item is worse than."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if largest else jnp.inf
+        if np.isinf(np.asarray(np.inf, dtype)):
+            return -jnp.inf if largest else jnp.inf
+        limits = jnp.finfo(dtype)  # float8_e4m3fn has no infinity
+        return limits.min if largest else limits.max
     if dtype == jnp.bool_:
         return not largest
     return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, scalar
@@ -33,6 +33,7 @@ from rankax._plan.chunks import Chunks
 from rankax._reduce.states import Accumulation, Storage
 from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
+from rankax._trace.programs import evaluate
 
 __all__ = ["Row", "index_dtype", "most_lanes", "whole_level"]
 
@@ -117,7 +118,14 @@ class Row:
         return jnp.reshape(jax.vmap(one)(jnp.ravel(index), numbers), index.shape)
 
     def whole(self) -> list[jax.Array]:
-        """Evaluate all items at once: outputs with the row on axis 0."""
+        """Evaluate all items at once: outputs with the row on axis 0.
+
+        A single item is not mapped, so that, as in a loop over chunks of one item, a branch is a
+        branch and effects may be ordered.
+        """
+        if self.size == 1:
+            outs = self.at(scalar(0, index_dtype(1)))
+            return [lax.expand_dims(out, (0,)) for out in outs]
         item = self.item
         for level in reversed(self.levels):
             item = vmap_level(item, level.in_axes, level.chunks.length, numbered=level.numbered)
@@ -250,10 +258,10 @@ def _remainder(
     avals = [with_axis(x, axis, size) for x, axis in zip(tails, axes, strict=True)]
     closed = keep_rules(chunk_program(item, axes, avals, size))
 
-    def evaluate(*tails: Any) -> list[jax.Array]:
-        return core.eval_jaxpr(closed.jaxpr, closed.consts, *tails)
+    def remainder(*tails: Any) -> list[jax.Array]:
+        return evaluate(closed.jaxpr, closed.consts, *tails)
 
-    return (jax.checkpoint(evaluate) if level.checkpoint else evaluate)(*tails)
+    return (jax.checkpoint(remainder) if level.checkpoint else remainder)(*tails)
 
 
 # The sinks, see `sinks.py`. States are carried; stored outputs leave the loop as rows.

@@ -205,7 +205,7 @@ class LogSumExpOf(NoIndex):
         return jnp.finfo(self.dtype).dtype
 
     def start(self, lanes: int) -> State:
-        # The smallest number instead of -inf, for -inf - -inf is nan.
+        # The smallest number instead of -inf, because -inf - -inf is NaN.
         shape = (*self.core, lanes)
         return fill(jnp.finfo(self.real_dtype).min, self.real_dtype, shape), fill(
             0, self.dtype, shape
@@ -246,9 +246,10 @@ def _difference(x: Any, y: Any) -> Any:
 class MomentsOf(NoIndex):
     """Count, mean, and the sum of squared distances from it.
 
-    Joined by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm
-    for computing sample variances", 1979), of which Welford's step is a case: no large numbers are
-    subtracted from each other.
+    They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979), of which Welford's step is a case: no large
+    numbers are subtracted from each other. An infinite mean stays infinite, and a state of no items
+    changes nothing.
     """
 
     core: tuple[int, ...]
@@ -264,7 +265,7 @@ class MomentsOf(NoIndex):
         count, mean, squares = state
         x = tile.astype(self.dtype)
         count = count + 1
-        off = x - mean
+        off = x - _finite(mean)
         mean = mean + off / self._like_items(count, mean)
         return count, mean, squares + jnp.real(off * jnp.conj(x - mean))
 
@@ -272,28 +273,36 @@ class MomentsOf(NoIndex):
         (n, mean, squares), (m, other, more) = first, second
         count = n + m
         share = m / jnp.maximum(count, 1)
-        off = other - mean
-        square = jnp.real(off * jnp.conj(off))
+        off = other - _finite(mean)
         mean = mean + off * self._like_items(share, mean)
-        return count, mean, squares + more + square * self._like_items(n * share, square)
+        return count, mean, squares + more + self._squares(n * share, off)
+
+    def join(self, state: State) -> State:
+        count, mean, squares = state
+        total = jnp.sum(count, axis=-1, keepdims=True)
+        # Relative to one lane, so that no large numbers are added up.
+        first = _finite(mean[..., :1])
+        off = mean - first
+        share = self._like_items(count / jnp.maximum(total, 1), mean)
+        center = jnp.sum(jnp.where(share == 0, jnp.zeros_like(off), off * share), -1, keepdims=True)
+        spread = squares + self._squares(count, off - center)
+        return total, first + center, jnp.sum(spread, axis=-1, keepdims=True)
+
+    def _squares(self, weight: Any, off: Any) -> Any:
+        """Return weighted squares; those of weight 0 count as 0 even where they are infinite."""
+        square = jnp.real(off * jnp.conj(off))
+        weight = self._like_items(weight, square)
+        return jnp.where(weight == 0, jnp.zeros_like(square), square * weight)
 
     def _like_items(self, numbers: Any, items: Any) -> Any:
         """Give numbers, one for each lane, the rank and the dtype of the items."""
         rank = len(self.core)
         return lax.expand_dims(numbers, range(rank)).astype(items.dtype)
 
-    def join(self, state: State) -> State:
-        count, mean, squares = state
-        total = jnp.sum(count, axis=-1, keepdims=True)
-        # Relative to one lane, so that no large numbers are added up.
-        first = mean[..., :1]
-        off = mean - first
-        share = self._like_items(count / total, mean)
-        center = jnp.sum(off * share, axis=-1, keepdims=True)
-        off = off - center
-        square = jnp.real(off * jnp.conj(off))
-        spread = squares + square * self._like_items(count, square)
-        return total, first + center, jnp.sum(spread, axis=-1, keepdims=True)
+
+def _finite(x: Any) -> Any:
+    """Return 0 in place of an infinite number, from which a distance would be NaN."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 @dataclasses.dataclass(frozen=True)
