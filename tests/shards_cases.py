@@ -207,7 +207,7 @@ OTHERS = [
     ("argmax", scalar),
     ("argmin", scalar),
 ]
-BY_SUM = ("sum", "mean", "max", "min", "any", "all")
+BY_SUM = ("sum", "mean", "any", "all")
 WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
 
 
@@ -224,7 +224,7 @@ def check_reduction(mesh, reduction, fun):
     forward = compiled(own, x, w)
     found = sent(forward)
     # What no sum makes is sent to all devices, in one piece for each dtype.
-    pieces = 1 if reduction in (*BY_SUM, "prod", "logsumexp", FOLD) else 2
+    pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
     assert 1 <= sum(found.values()) <= pieces, (reduction, found)
     if reduction in BY_SUM:
         assert found == {"all-reduce": 1}, (reduction, found)
@@ -255,6 +255,54 @@ def other_reductions_send_once(mesh):
     for reduction, fun in OTHERS:
         if not is_too_old(reduction, mesh):
             check_reduction(mesh, reduction, fun)
+
+
+def reduce_sharded(mesh, reduction, size, values, fun=lambda x: x * 1):
+    return chunked_reduce(fun, reduction, size)(put(mesh, np.asarray(values), "d"))
+
+
+@case
+def nan_survives_the_merge(mesh):
+    nan = np.nan
+    for values in (
+        [3, 1, 1, 2, 4, 5, 1, nan],
+        [nan, 1, 1, 2, 4, 5, 1, 3],
+        [3, 1, nan, 2, 4, nan, 1, 0],
+    ):
+        values = np.asarray(values, "f")
+        at = np.flatnonzero(np.isnan(values))[0]
+        for name in ("argmax", "argmin"):
+            assert int(reduce_sharded(mesh, name, 1, values)) == at, (name, values)
+        for reduction in ("max", "min"):
+            assert np.isnan(reduce_sharded(mesh, reduction, 1, values)), (reduction, values)
+        best = reduce_sharded(
+            mesh, rd.Best("x"), 1, np.stack([values, values], 1), lambda x: {"x": x[0], "y": x}
+        )
+        assert np.isnan(best["y"]).all()
+
+
+@case
+def a_part_may_be_masked(mesh):
+    inf = np.inf
+    for values in (
+        [0, 1, -inf, -inf, 2, 3, 1, 0],
+        [-inf] * 7 + [2],
+        [1e4, 1e4, -inf, -inf, -1e4, 0, 1, 2],
+    ):
+        args = np.ones(8, "f"), np.asarray(values, "f")
+        own = jax.value_and_grad(chunked_reduce(lambda z, mask: 2 * z + mask, "logsumexp", 1))
+        want = jax.value_and_grad(lambda z, mask: jax.nn.logsumexp(2 * z + mask))(*args)
+        same(own(*(put(mesh, x, "d") for x in args)), want)
+
+
+@case
+def narrow_floats_are_merged_wide(mesh):
+    values = jnp.where(jnp.arange(256) % 3 > 1, 1000.0, 1004.0).astype(jnp.bfloat16)
+    of_one = chunked_reduce(lambda x: x, rd.Moments(), 16)(values)
+    same(reduce_sharded(mesh, rd.Moments(), 16, values), of_one)
+    cancel = np.repeat(np.float16([6e4, -6e4, 6e4, -6e4]), 4)
+    for name in ("sum", "mean"):
+        assert float(reduce_sharded(mesh, name, 1, cancel)) == 0, name
 
 
 @case

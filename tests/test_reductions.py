@@ -305,6 +305,61 @@ def test_top_k_of_other_dtypes(dtype, largest):
     assert_same(found.values, values[order])
 
 
+@pytest.mark.parametrize("values", [[1, np.inf, 2, 3], [1, 2, 3, -np.inf], [np.inf, 1, -np.inf, 2]])
+def test_moments_of_infinite_numbers(values):
+    values = jnp.asarray(values)
+    for size in (1, 2, 3):
+        found = chunked_reduce(lambda v: v, Moments(), size)(values)
+        assert_same(found.mean, jnp.mean(values))
+        assert jnp.isnan(found.variance)
+
+
+@pytest.mark.parametrize("count", [8, 17])  # with more than 16 numbers, each tile is merged
+def test_moments_of_large_numbers(count):
+    values = np.sin(np.arange(12.0 * count)).reshape(12, count) + 2
+
+    @jax.jit
+    def found(scale):
+        of_row = chunked_reduce(lambda v: v, Moments(), 5)
+        rows = jnp.asarray(values, "float32") * scale
+        return of_row(rows), jax.lax.map(of_row, rows[None])
+
+    for scale in (1e17, 1e20):
+        for moments in found(jnp.float32(scale)):
+            mean, variance = moments.mean.reshape(count), moments.variance.reshape(count)
+            np.testing.assert_allclose(mean, np.mean(values, 0) * scale, rtol=1e-5)
+            # Its square is too large for a float32, but not for a float64.
+            expected = np.var(values, 0) * scale**2
+            expected = np.where(expected > 3.4e38, np.inf, expected)
+            np.testing.assert_allclose(variance, expected, rtol=1e-4)
+
+
+def test_extrema_of_floats_without_infinity():
+    for values in ([1, -3, 2, 4, -2, 3, 0.5], [-1, -3, -2, -4, -2, -3, -0.5]):
+        values = jnp.asarray(values, "float32")
+        for name in ("max", "min", "argmax", "argmin"):
+            expected = PLAIN[name](values)
+            narrow = values.astype(jnp.float8_e4m3fn)
+            for size in (1, 3):
+                found = chunked_reduce(lambda v: v, name, size)(narrow)
+                assert found.dtype == (narrow.dtype if name in FLOATS else expected.dtype)
+                assert float(found) == float(expected)
+
+
+def test_a_single_item_is_not_mapped():
+    def branch(x):
+        return jax.lax.cond(x > 0, jnp.sin, lambda x: x, x)
+
+    one = jnp.ones(1)
+    for call in (
+        chunked_reduce(branch, "sum", 1),
+        auto_vmap(0, chunk_size=1, reduce="sum")(branch),
+    ):
+        assert "cond" in str(jax.make_jaxpr(call)(one))
+        assert_same(call(one), jnp.sin(one[0]))
+        assert_same(jax.grad(call)(one), jnp.cos(one))
+
+
 def test_top_k_counts_over_several_axes():
     a, b = jnp.cos(3 * jnp.arange(5.0))[:, None], jnp.sin(2 * jnp.arange(7.0))
     for size in (1, 3, 9):

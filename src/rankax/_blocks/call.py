@@ -43,7 +43,7 @@ from rankax._blocks.programs import (
 from rankax._call.bind import flatten
 from rankax._call.kernel import Kernel
 from rankax._plan.batch import BatchPlan
-from rankax._reduce.merge import BlockStates
+from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reductions
 
 __all__ = ["call_on_blocks"]
@@ -200,18 +200,18 @@ class _BlockCall:
         if reductions.are_ordered:
             self._check_order(axes)
         out = self.outputs_of_item()
-        of_blocks = self.setup.parts(reduce.sizes)
+        of_blocks = self.setup.runs(reduce.sizes)
         self._check_count(of_blocks, math.prod(reduce.sizes))
         states = self._states(reduce)
         results, treedef = jax.tree.flatten(
             jax.eval_shape(
-                lambda leaves: of_blocks.results(states.treedef.unflatten(leaves)),
+                lambda leaves: of_blocks.finish(states.treedef.unflatten(leaves)),
                 states.layout.items(),
             )
         )
         whole = self._whole(out, reductions, of_blocks)
         values = treedef.unflatten(self._reduced(reduce, states, results) if results else [])
-        return of_blocks.assembled(values, whole)
+        return of_blocks.assemble(values, whole)
 
     def _check_order(self, axes: Sequence[int]) -> None:
         """Refuse chunks along more than the first reduced axis: their items alternate."""
@@ -224,12 +224,12 @@ class _BlockCall:
                     "to one chunk"
                 )
 
-    def _check_count(self, of_blocks: BlockStates, count: int) -> None:
+    def _check_count(self, of_blocks: RunStates, count: int) -> None:
         """Refuse indices of more items than an int32 can number."""
         if count < 2**31 or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
             return
         for reduction in of_blocks.reductions.entries:
-            if reduction is not None and reduction.numbers_items:
+            if reduction.numbers_items:
                 raise ValueError(
                     f"{self.where}: {reduction.name} numbers its items, and {count} of them need "
                     '64 bits; call jax.config.update("jax_enable_x64", True) first'
@@ -250,13 +250,13 @@ class _BlockCall:
         kept = len(self.plan.batch_shape) - len(reduce.axes)
         return States(treedef, layout_of(states, kept))
 
-    def _whole(self, out: Any, reductions: Reductions, of_blocks: BlockStates) -> list[list[Any]]:
+    def _whole(self, out: Any, reductions: Reductions, of_blocks: RunStates) -> list[list[Any]]:
         """Return the outputs that are kept whole, for each entry of the reductions."""
         entries = enumerate(reductions.of_outputs(out))
-        positions = tuple(i for i, entry in entries if entry is None)
+        positions = tuple(i for i, entry in entries if entry.is_kept)
         arrays = iter(self.map(jax.tree.leaves(out), positions))
-        both = zip(of_blocks.parts, reductions.entries, strict=True)
-        return [[next(arrays) for _ in part.avals] if r is None else [] for part, r in both]
+        both = zip(of_blocks.outputs, reductions.entries, strict=True)
+        return [[next(arrays) for _ in own.avals] if r.is_kept else [] for own, r in both]
 
     def _reduced(self, reduce: Reduce, states: States, results: Sequence[Any]) -> list[Any]:
         """Return the arrays of the results."""

@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import math
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.experimental
+import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.cache import Kept
@@ -28,7 +30,7 @@ from rankax._call.bind import rebind
 from rankax._call.kernel import Kernel
 from rankax._call.run import run
 from rankax._options import Options
-from rankax._reduce.merge import BlockStates, partial_reductions
+from rankax._reduce.merge import RunStates
 
 __all__ = [
     "MapBlock",
@@ -93,9 +95,9 @@ class Setup:
         arrays = [leaf.item for leaf in self.leaves if leaf.kind == "array"]
         return arrays, [leaf.item for leaf in self.leaves if leaf.kind == "number"]
 
-    def parts(self, sizes: Sequence[int]) -> BlockStates:
-        """Return how the states of the kernel's reductions are handled; it is traced for that."""
-        found: list[BlockStates] = []
+    def runs(self, sizes: Sequence[int]) -> RunStates:
+        """Return the operations on states of blocks; this traces the kernel."""
+        runs: list[RunStates] = []
         reductions = self.kernel.preset.reduce
         assert reductions is not None
 
@@ -104,10 +106,10 @@ class Setup:
             def fun(*items: Any) -> Any:
                 return self.on_item(items, numbers)
 
-            found.append(BlockStates(fun, arrays, reductions, sizes))
+            runs.append(RunStates.traced(fun, arrays, reductions, sizes))
 
         jax.eval_shape(trace, *self.shapes_of_item())
-        return found[0]
+        return runs[0]
 
     @contextlib.contextmanager
     def as_configured(self) -> Generator[None]:
@@ -229,14 +231,16 @@ class StateOfBlock(Program):
         arrays, indices = arrays[:count], arrays[count:]
         reductions = self.setup.kernel.preset.reduce
         assert reductions is not None
-        given = dict(self.setup.options)
-        given["reduce"] = partial_reductions(reductions, self.reduce.sizes)
-        given["reduce_axis"] = self.reduce.axes
-        found = self.setup.run(arrays, numbers, Options(**given))
-        states = reductions.structure.flatten_up_to(found)
+        of_run = reductions.for_runs(math.prod(self.reduce.sizes))
+        options: dict[str, Any] = dict(self.setup.options)
+        options |= {"reduce": of_run, "reduce_axis": self.reduce.axes}
+        states = self.setup.run(arrays, numbers, Options(**options))
         shape = [index.shape[0] for index in indices]
         starts = [index[0] if index.shape[0] else 0 for index in indices]
-        return self.setup.parts(self.reduce.sizes).placed(states, starts, shape)
+        states = reductions.structure.flatten_up_to(states)
+        states = self.setup.runs(self.reduce.sizes).renumber(states, shape, starts)
+        pairs = zip(reductions.entries, states, strict=True)
+        return [() if entry.is_kept else state for entry, state in pairs]
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
         outs = self.evaluated([_only(block) for block in blocks], numbers)
@@ -258,6 +262,10 @@ class States:
     treedef: Any
     layout: Packing
 
+    def batch(self, leaves: Sequence[Any]) -> int:
+        """Return how many kept axes the leaves have in front."""
+        return leaves[0].ndim - len(self.layout.shapes[0])
+
 
 class MergeStates(Program):
     """Packed states, merged along some axes, in their order."""
@@ -269,14 +277,10 @@ class MergeStates(Program):
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         del numbers
-        parts = self.setup.parts(self.reduce.sizes)
         count = len(arrays) // 2
-
-        def merge(first: list[Any], second: list[Any]) -> Any:
-            both = (self.states.treedef.unflatten(half) for half in (first, second))
-            return parts.merged(*both)
-
-        return _over_rows(merge, self.states.layout, arrays[:count])(arrays[:count], arrays[count:])
+        pairs = zip(arrays[:count], arrays[count:], strict=True)
+        both = self.states.treedef.unflatten([jnp.stack(pair) for pair in pairs])
+        return self.setup.runs(self.reduce.sizes).merge(both, self.states.batch(arrays))
 
     def __call__(
         self, numbers: Sequence[Any], *blocks: Any, axis: Sequence[int] = (), keepdims: bool = True
@@ -308,12 +312,8 @@ class ResultOfStates(Program):
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         del numbers
-        parts = self.setup.parts(self.reduce.sizes)
-
-        def finish(leaves: list[Any]) -> Any:
-            return parts.results(self.states.treedef.unflatten(leaves))
-
-        return _over_rows(finish, self.states.layout, arrays)(arrays)
+        states = self.states.treedef.unflatten(arrays)
+        return self.setup.runs(self.reduce.sizes).finish(states, self.states.batch(arrays))
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
         del numbers
@@ -322,13 +322,6 @@ class ResultOfStates(Program):
         if self.layout is not None:
             return self.layout.packed(outs, packed.shape[:-1])
         return outs[0] if len(outs) == 1 else tuple(outs)
-
-
-def _over_rows(fun: Callable[..., Any], layout: Packing, leaves: Sequence[Any]) -> Any:
-    """Map a function of states over the kept axes, which are in front of all leaves."""
-    for _ in range(leaves[0].ndim - len(layout.shapes[0])):
-        fun = jax.vmap(fun)
-    return fun
 
 
 # What a scheduler holds.

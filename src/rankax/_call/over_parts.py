@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from rankax._base.arrays import zeros
-from rankax._devices.parts import Parts, join, over_parts, part_shape
+from rankax._devices.parts import Parts, gathered, join, over_parts, part_shape
 from rankax._loop.reuse import run_kept
 from rankax._plan.batch import BatchPlan
-from rankax._reduce.protocol import Places
-from rankax._reduce.run import Reduced, Reductions, merge_parts
+from rankax._reduce.merge import RunStates
+from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram
 
 __all__ = ["Begins", "Layout", "map_parts", "mergeable_parts", "plan_of_all", "reduce_parts"]
@@ -75,13 +75,9 @@ class Layout:
         return axis - sum(other < axis for other in self.reduced)
 
     @property
-    def places(self) -> Places:
-        """Where the first axis that lies in parts is in a row."""
-        first = self.parts[0]
-        each = self.shape[first.axis] // first.count
-        before = math.prod(self.shape[axis] for axis in self.reduced if axis < first.axis)
-        after = math.prod(self.shape[axis] for axis in self.reduced if axis > first.axis)
-        return Places(first, before, each, after)
+    def row(self) -> tuple[int, ...]:
+        """The lengths of the reduced axes."""
+        return tuple(self.shape[axis] for axis in self.reduced)
 
 
 def mergeable_parts(
@@ -190,18 +186,26 @@ def reduce_parts(
     ) -> Reduced:
         if not layout.parts:
             return program(item, leaves, begins, reductions)
-        own, places = layout.parts[0], layout.places
-        is_cut = own.axis in layout.reduced
-        of_each = reductions.of_part(places.size // own.count) if is_cut else reductions
-        found: list[Reduced] = []
+        parts, inner = layout.parts[0], layout.inner()
+        is_cut = parts.axis in layout.reduced
+        of_part = reductions
+        if is_cut:
+            of_part = reductions.for_runs(math.prod(layout.row), over_devices=True)
+        results: list[Reduced] = []
 
-        def of_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
+        def reduce_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
             inside = layout.begins(begins, number)
-            found.append(walk(layout.inner(), inside, of_each, item.with_constants(consts), leaves))
-            return found[-1].arrays
+            reduced = walk(inner, inside, of_part, item.with_constants(consts), leaves)
+            if is_cut:
+                begin = layout.begins({}, number)
+                starts = [begin.get(axis, 0) for axis in layout.reduced]
+                runs = RunStates(reductions, reduced.outputs, layout.row)
+                reduced = runs.reduced(runs.renumber(reduced.values, inner.row, starts))
+            results.append(reduced)
+            return reduced.arrays
 
-        outs = over_parts(of_part, own, item.closed.consts, leaves, layout.first_axes)
-        return _joined(found[-1].with_arrays(outs), layout, reductions, item.where)
+        outs = over_parts(reduce_part, parts, item.closed.consts, leaves, layout.first_axes)
+        return _joined(results[-1].with_arrays(outs), layout, reductions)
 
     def whole(item: ItemProgram, leaves: Leaves) -> Any:
         return walk(layout, {}, reductions, item, leaves).assembled()
@@ -211,15 +215,18 @@ def reduce_parts(
     return run_kept(whole, item, leaves, kept)
 
 
-def _joined(found: Reduced, layout: Layout, reductions: Reductions, where: str) -> Reduced:
+def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
     """Join what is kept along the axis that was cut, and merge what is reduced over it."""
-    first = layout.parts[0]
+    parts = layout.parts[0]
     arrays: list[jax.Array] = []
-    for array, is_kept in zip(found.arrays, found.is_kept, strict=True):
-        axis = layout.place(first.axis, is_kept=is_kept)
-        arrays.append(array if axis is None else join(array, axis, first))
-    found = found.with_arrays(arrays)
-    if first.axis not in layout.reduced:
-        return found
-    kept = len(layout.shape) - len(layout.reduced)
-    return merge_parts(found, reductions, layout.places, kept, where)
+    for array, is_kept in zip(reduced.arrays, reduced.is_kept, strict=True):
+        axis = layout.place(parts.axis, is_kept=is_kept)
+        arrays.append(array if axis is None else join(array, axis, parts))
+    reduced = reduced.with_arrays(arrays)
+    if parts.axis not in layout.reduced:
+        return reduced
+    runs = RunStates(reductions, reduced.outputs, layout.row)
+    batch = len(layout.shape) - len(layout.reduced)
+    gather = functools.partial(gathered, parts=parts)
+    values = runs.merge(reduced.values, batch, gather)
+    return runs.reduced(values if reductions.of_run is not None else runs.finish(values, batch))

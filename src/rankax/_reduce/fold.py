@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A reduction of the user's own: any monoid."""
+"""A user-defined reduction: any monoid."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, lax
 
 from rankax._base.checks import check_callable
 from rankax._base.trees import leaves_with_names
-from rankax._reduce.protocol import MisfitError, Part, Places, Reduction
-from rankax._reduce.row import Row, Task
-from rankax._reduce.states import Ordered, merge_neighbours
+from rankax._reduce.protocol import MisfitError, Outputs, Reduction
+from rankax._reduce.row import Row
+from rankax._reduce.states import Accumulation, Ordered, merge_neighbours
 
 __all__ = ["Fold"]
 
@@ -26,15 +26,15 @@ class Fold(Reduction):
     Parameters
     ----------
     identity : pytree of arrays or numbers
-        The state of no item: ``merge(identity, s)`` is ``s``.
+        The state of no items: ``merge(identity, s)`` is ``s``.
     lift : callable
-        Takes the output of one item, returns a state, of the structure, shapes and dtypes of
+        Takes the output of one item and returns a state with the structure, shapes and dtypes of
         ``identity``.
     merge : callable
-        Takes the states of two adjacent runs of items, the earlier first, returns that of both. It
-        must be associative, and need not be commutative.
+        Takes the states of two adjacent runs of items, the earlier one first, and returns the state
+        of both. It must be associative, but need not be commutative.
     finish : callable, optional
-        Takes the last state, returns the result. By default the state itself.
+        Takes the last state and returns the result. By default, the state itself.
 
     Notes
     -----
@@ -63,19 +63,19 @@ class Fold(Reduction):
     def lifted(self, out: Any) -> Any:
         return self.lift(out)
 
-    def check(self, part: Part, count: int) -> None:
+    def check(self, outputs: Outputs, count: int) -> None:
         del count
         self._check_constants()
-        state = part.structure.unflatten(part.avals)
+        state = outputs.structure.unflatten(outputs.avals)
         merged = jax.eval_shape(self.merge, state, state)
         for which, tree in (("identity", self.identity), ("what merge returns", merged)):
             structure = jax.tree.structure(tree)
-            if structure != part.structure:
+            if structure != outputs.structure:
                 raise MisfitError(
-                    f"lift returns a state of structure {part.structure}, but {which} has "
+                    f"lift returns a state of structure {outputs.structure}, but {which} has "
                     f"{structure}"
                 )
-            for (name, leaf), aval in zip(leaves_with_names(tree, ""), part.avals, strict=True):
+            for (name, leaf), aval in zip(leaves_with_names(tree, ""), outputs.avals, strict=True):
                 weak = which == "identity" and isinstance(leaf, (bool, int, float, complex))
                 dtype = aval.dtype if weak else jnp.result_type(leaf)
                 if jnp.shape(leaf) != aval.shape or dtype != aval.dtype:
@@ -98,54 +98,50 @@ class Fold(Reduction):
                 "it into the state"
             )
 
-    def _start(self, part: Part) -> Any:
-        leaves = jax.tree.leaves(self.identity)
-        return part.structure.unflatten(
-            [np.asarray(x, aval.dtype) for x, aval in zip(leaves, part.avals, strict=True)]
-        )
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        combine = self._combine(outputs)
+        state = [jax.device_put(x[None]) for x in self._start(outputs)]
+        if row.size:
+            state = combine(state, merge_neighbours(combine, outs, row.size))
+        return self.finish_state(outputs, state, row.size)
 
-    def _combine(self, part: Part) -> Callable[[Any, Any], Any]:
+    def _start(self, outputs: Outputs) -> list[np.ndarray]:
+        leaves = zip(jax.tree.leaves(self.identity), outputs.avals, strict=True)
+        return [np.asarray(leaf, aval.dtype) for leaf, aval in leaves]
+
+    def _combine(self, outputs: Outputs) -> Callable[[Any, Any], Any]:
         """Return ``merge`` for lists of leaves that have the lanes on axis 0."""
+        unflatten = outputs.structure.unflatten
 
         def merge(first: Any, second: Any) -> Any:
-            merged = self.merge(part.structure.unflatten(first), part.structure.unflatten(second))
-            return jax.tree.leaves(merged)
+            return jax.tree.leaves(self.merge(unflatten(first), unflatten(second)))
 
         return jax.vmap(merge)
 
-    def tasks(self, part: Part, row: Row) -> list[Task]:
-        start = jax.tree.leaves(self._start(part))
-        one = len(part.avals) == 1
-        combine = self._combine(part)
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        start, combine = self._start(outputs), self._combine(outputs)
 
-        def of_one(first: Any, second: Any) -> Any:
+        def combine_single(first: Any, second: Any) -> Any:
             return combine([first], [second])[0]
 
-        accumulator = Ordered(start[0] if one else start, of_one if one else combine)
-        return [Task(part.positions, accumulator, ())]
+        single = len(start) == 1
+        ordered = Ordered(start[0], combine_single) if single else Ordered(start, combine)
+        return [Accumulation(outputs.positions, ordered)]
 
-    def from_states(self, part: Part, row: Row | None, states: list[Any]) -> Any:
-        leaves = jax.tree.leaves(jax.tree.map(lambda x: x[0], states[0]))
-        state = part.structure.unflatten(leaves)
-        return state if self.finish is None else self.finish(state)
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        return jax.tree.leaves(states)
 
-    def assembled(self, part: Part, values: Any) -> Any:
+    def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
+        lanes = [lax.collapse(x, 0, 2) for x in states]
+        return merge_neighbours(self._combine(outputs), lanes, lanes[0].shape[0])
+
+    def finish_state(self, outputs: Outputs, state: list[jax.Array], size: int) -> Any:
+        whole = outputs.structure.unflatten([x[0] for x in state])
+        return whole if self.finish is None else self.finish(whole)
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
         return values
 
-    def differentiable(self, part: Part, row: Row) -> Any:
-        return self.from_states(part, row, row.fold(self.tasks(part, row), linear=False))
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        combine = self._combine(part)
-        state = [jax.device_put(x[None]) for x in jax.tree.leaves(self._start(part))]
-        if row.size:
-            state = combine(state, merge_neighbours(combine, outs, row.size))
-        return self.from_states(part, row, [state])
-
-    def of_part(self, count: int) -> Reduction:
-        return Fold(self.identity, self.lift, self.merge)
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        states = places.gathered(*jax.tree.leaves(values))
-        states = merge_neighbours(self._combine(part), states, places.count)
-        return self.from_states(part, None, [states])
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        steps = self.accumulations(outputs, row.size)
+        return self.partial(outputs, row, row.fold(steps, linear=False))

@@ -1,164 +1,138 @@
 # SPDX-License-Identifier: MIT
-"""A reduction in parts: the state of each block of items, the states merged, the result.
+"""States of runs: how they are renumbered, merged, and finished.
 
-`reduce_row` reduces a row that one program has. Where nobody has the whole row, as on a cluster,
-each block of it is reduced to its state by the same loop, which is given a `Partial` in place of
-every reduction; states are merged by the accumulators that merge tiles.
+`reduce_row` returns states instead of results for `Reductions` that are ``of_run``. The states of
+all runs are merged here, whether a run is the part of a device or a block of a cluster.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rankax._base.arrays import counted, scalar
-from rankax._reduce.protocol import Part, Reduction
-from rankax._reduce.row import Row, Task, whole_level
-from rankax._reduce.run import Reductions, traced_parts
+from rankax._base.arrays import scalar
+from rankax._reduce.extrema import no_index
+from rankax._reduce.protocol import Outputs, Reduction
+from rankax._reduce.row import index_dtype
+from rankax._reduce.run import Reduced, Reductions, traced_outputs
 
-__all__ = ["BlockStates", "partial_reductions"]
-
-
-class Partial(Reduction):
-    """Reduces the items of a block to the state that its reduction hands on."""
-
-    # Nothing that is evaluated in blocks is differentiated.
-    is_linear = True
-
-    def __init__(self, inner: Reduction, whole: Row) -> None:
-        self.inner = inner
-        self.whole = whole
-        self.name = inner.name
-
-    def lifted(self, out: Any) -> Any:
-        return self.inner.lifted(out)
-
-    def check(self, part: Part, count: int) -> None:
-        del count
-        self.inner.check(part, self.whole.size)
-
-    def tasks(self, part: Part, row: Row) -> list[Task]:
-        return self.inner.tasks(part, row)
-
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
-        return self.inner.block_state(part, row, states)
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        index = counted(row.size, row.index_dtype)
-        states: list[Any] = []
-        for task in self.inner.tasks(part, row):
-            accumulator = task.accumulator
-            assert accumulator is not None  # what is kept is reduced by nobody
-            if not row.size:
-                states.append(accumulator.join(accumulator.start(1)))
-                continue
-            tiles = [jnp.moveaxis(outs[i - part.first], 0, -1) for i in task.outputs]
-            tile = tiles[0] if len(tiles) == 1 else tiles
-            states.append(
-                accumulator.join(accumulator.step(accumulator.start(row.size), tile, index))
-            )
-        return self.from_states(part, row, states)
-
-    def assembled(self, part: Part, values: Any) -> Any:
-        del part
-        return values
+__all__ = ["RunStates"]
 
 
-def partial_reductions(reductions: Reductions, sizes: Sequence[int]) -> Reductions:
-    """Return what makes the states of a block; ``sizes`` are those of all reduced axes, whole."""
-    whole = _row(sizes)
-    entries = tuple(None if r is None else Partial(r, whole) for r in reductions.entries)
-    return Reductions(entries, reductions.structure)
+@dataclasses.dataclass(frozen=True)
+class RunStates:
+    """The states of several runs of items, which together are a whole row.
 
-
-def _row(sizes: Sequence[int]) -> Row:
-    """Return a row of which only the size is asked."""
-    return Row(list, (), tuple(whole_level(size) for size in sizes))
-
-
-class BlockStates:
-    """The outputs of one item in the parts of its reductions, and how their states are handled.
-
-    Parameters
-    ----------
-    fun : callable
-        The kernel of one item.
-    items : sequence of arrays
-        One item of each leaf, as tracers.
-    reductions : Reductions
-    sizes : sequence of int
-        Of the reduced axes, whole.
+    A state is a list with an entry for each reduction. Outputs that are kept are no part of it:
+    their entries are ignored, and returned as they are.
     """
 
-    def __init__(
-        self,
+    reductions: Reductions
+    outputs: tuple[Outputs, ...]
+    sizes: tuple[int, ...]  # the lengths of the reduced axes
+
+    @classmethod
+    def traced(
+        cls,
         fun: Callable[..., Any],
         items: Sequence[Any],
         reductions: Reductions,
         sizes: Sequence[int],
-    ) -> None:
-        self.whole = _row(sizes)
-        self.reductions = reductions
-        self.parts = traced_parts(fun, items, reductions, sizes)
+    ) -> RunStates:
+        """Trace ``fun`` for one item, given as tracers, to learn its outputs."""
+        return cls(reductions, traced_outputs(fun, items, reductions, sizes), tuple(sizes))
 
-    def _each(self) -> list[tuple[Part, Reduction | None]]:
-        return list(zip(self.parts, self.reductions.entries, strict=True))
+    @property
+    def size(self) -> int:
+        """The number of items in all runs."""
+        return math.prod(self.sizes)
 
-    def placed(self, states: Sequence[Any], starts: Sequence[Any], shape: Sequence[int]) -> Any:
-        """Make the indices in the states of a block those of the whole.
+    def _each(self, *values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        return zip(self.reductions.entries, self.outputs, *values, strict=True)
+
+    def renumber(self, states: Sequence[Any], shape: Sequence[int], starts: Sequence[Any]) -> Any:
+        """Replace the indices of items in one run by those in the whole row.
 
         Parameters
         ----------
         states : sequence
-            One for each part, of any batch of rows.
-        starts : sequence of scalars
-            Where the block begins along each reduced axis.
         shape : sequence of int
-            The lengths of the block along them.
+            The lengths of the run along the reduced axes.
+        starts : sequence of scalars
+            Where the run begins along them.
         """
-        sizes = tuple(level.chunks.length for level in self.whole.levels)
-        dtype = self.whole.index_dtype
 
-        def in_whole(index: jax.Array) -> jax.Array:
-            # The place of no item gives way to every item, as `Top` has it.
-            none = scalar(jnp.iinfo(dtype).max, dtype)
-            is_none = (index == jnp.iinfo(index.dtype).max) | (math.prod(shape) == 0)
-            rest, stride = index.astype(dtype), 1
-            place = jnp.zeros_like(rest)
-            for size, length, start in reversed(list(zip(sizes, shape, starts, strict=True))):
-                at = rest % max(length, 1) + jnp.asarray(start, dtype)
-                place = place + at * jnp.asarray(stride, dtype)
-                rest, stride = rest // max(length, 1), stride * size
-            return jnp.where(is_none, none, place)
+        def place(index: jax.Array) -> jax.Array:
+            dtype = index_dtype(self.size)
+            if not math.prod(shape):  # whatever a state holds, it is of no item
+                return jnp.full_like(index, no_index(dtype), dtype=dtype)
+            rest, stride, total = index.astype(dtype), 1, scalar(0, dtype)
+            for size, length, start in reversed(list(zip(self.sizes, shape, starts, strict=True))):
+                position = rest % scalar(length, dtype) + jnp.asarray(start, dtype)
+                total = total + position * scalar(stride, dtype)
+                rest, stride = rest // scalar(length, dtype), stride * size
+            return total
 
         return [
-            None if r is None else r.placed_state(part, self.whole, state, in_whole)
-            for (part, r), state in zip(self._each(), states, strict=True)
+            state if reduction.is_kept else reduction.renumber(outputs, state, place)
+            for reduction, outputs, state in self._each(states)
         ]
 
-    def merged(self, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-        """Merge the states of two sets of items, for one row."""
-        both = zip(self._each(), first, second, strict=True)
-        return [
-            None if r is None else r.merged_states(part, self.whole, a, b)
-            for (part, r), a, b in both
-        ]
+    def merge(
+        self,
+        states: Sequence[Any],
+        batch: int = 0,
+        gather: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None,
+    ) -> list[Any]:
+        """Merge states that have the runs on axis 0 and ``batch`` axes of rows after it.
 
-    def results(self, states: Sequence[Any]) -> list[Any]:
-        """Return what each reduction makes of the state of all items of one row."""
-        return [
-            None if r is None else r.from_block_state(part, self.whole, state)
-            for (part, r), state in zip(self._each(), states, strict=True)
-        ]
+        ``gather`` makes arrays whose runs are on several devices available to each device.
+        """
 
-    def assembled(self, values: Sequence[Any], kept: Sequence[Any]) -> Any:
-        """Put results and kept outputs together; both have an entry for each part."""
-        results = [
-            part.structure.unflatten(whole) if r is None else r.assembled(part, value)
-            for (part, r), value, whole in zip(self._each(), values, kept, strict=True)
+        def merge(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
+            if gather is not None and not reduction.is_sum:
+                arrays, structure = jax.tree.flatten(state)
+                state = structure.unflatten(gather(arrays))
+            return reduction.merge_states(outputs, state)
+
+        return self._mapped(merge, states, batch, 1)
+
+    def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
+        """Return the results from the state of all items, with ``batch`` axes of rows in front."""
+
+        def finish(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
+            return reduction.finish_state(outputs, state, self.size)
+
+        return self._mapped(finish, states, batch, 0)
+
+    def _mapped(
+        self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
+    ) -> list[Any]:
+        values: list[Any] = []
+        for reduction, outputs, state in self._each(states):
+            if reduction.is_kept:
+                values.append(state)
+                continue
+            of_row = functools.partial(fun, reduction, outputs)
+            for _ in range(batch):
+                of_row = jax.vmap(of_row, in_axes=axis)
+            values.append(of_row(state))
+        return values
+
+    def reduced(self, values: Sequence[Any]) -> Reduced:
+        """Return states or results as those of one row."""
+        return Reduced.of(values, self.reductions, self.outputs)
+
+    def assemble(self, values: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """Put results and kept outputs together; both have an entry for each reduction."""
+        arrays = [
+            whole if reduction.is_kept else value
+            for reduction, _, value, whole in self._each(values, kept)
         ]
-        return self.reductions.structure.unflatten(results)
+        return self.reduced(arrays).assembled()

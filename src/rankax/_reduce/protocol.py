@@ -1,226 +1,231 @@
 # SPDX-License-Identifier: MIT
-"""What a reduction is: how it folds the items of a row, and how it is differentiated.
+"""The protocol of reductions: from the outputs of items, by way of states, to a result.
 
-A reduction is given the outputs of one item, or a part of them, and works on a `Row`:
+One row of items is folded tile by tile (`Row.fold`)::
 
-* `plain` reduces what is there at once, as `jax.numpy` does;
-* `tasks` and `from_states` fold it tile by tile;
-* `differentiable` says the same in terms that have the right derivative in bounded memory.
+    state = accumulator.start(lanes)
+    for begin in range(0, size, lanes):
+        tile = jax.vmap(kernel, out_axes=-1)(items[begin : begin + lanes])
+        state = accumulator.step(state, tile, begin + jnp.arange(lanes))
+    state = accumulator.join(state)  # the lanes become one
+    state = reduction.partial(outputs, row, [state])  # for `Best`: with the outputs of the winner
+    result = reduction.finish_state(outputs, state, size)
 
-All three return one value for each leaf; `assembled` puts them together, once, behind all maps.
+Where no program has all items, each run of them is folded to its state, and the states are merged
+(`merge.py`). That is how devices, blocks of dask and cubed, and runs that resume work::
 
-Where an axis of the row lies on several devices, each part of it is reduced on its own by what
-`of_part` returns, and `of_parts` makes the result of all of what came out.
+    states = [reduction.renumber(partial(run), place) for run, place in runs]
+    state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
+    result = reduction.finish_state(outputs, state, size)
+
+A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
+`finish_state`. The other methods have defaults:
+
+* `partial`, `renumber` and `merge_states` use the accumulators. Reductions that choose items
+  override all three: the winners are evaluated once more, and their outputs join the state.
+* `differentiable` returns the state of a row by a program that has the right derivative in bounded
+  memory: sums as they are, ``logsumexp`` and moments as sums in a second pass, what chooses items
+  by evaluating the chosen ones again. There is no derivative rule, so every order is right if the
+  first one is. With `is_linear`, the fold itself is that program.
+* `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
+
+Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
+`result`. A new reduction touches at most three files: `sums.py` or `winners.py` has
+it, and its accumulator unless one of `states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py`
+names it; `rankax.reductions` exports it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from rankax._devices.parts import Parts, gathered
-from rankax._reduce.row import Row, Task
-from rankax._reduce.states import Accumulator
+from rankax._reduce.row import Row
+from rankax._reduce.states import Accumulation, Accumulator, Storage, in_a_row
 
 __all__ = [
     "EachLeaf",
+    "Keep",
     "MisfitError",
-    "Part",
-    "Places",
+    "Outputs",
+    "Place",
     "Reduction",
     "dtype_of",
     "is_float",
     "wide",
 ]
 
+Place = Callable[[jax.Array], jax.Array]  # from the index of an item in its run to that in all
 
-class Part(NamedTuple):
-    """The outputs of one item that one reduction is given."""
+
+class Outputs(NamedTuple):
+    """The outputs of one item that one reduction takes."""
 
     path: str
-    names: tuple[str, ...]  # of its leaves
+    names: tuple[str, ...]  # of the leaves
     structure: Any
-    avals: tuple[Any, ...]  # of its leaves
-    first: int  # the position of its first leaf among all outputs
+    avals: tuple[Any, ...]  # of the leaves
+    first: int  # the position of the first leaf among all outputs
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where its leaves are among all outputs."""
+        """The positions of the leaves among all outputs."""
         return tuple(range(self.first, self.first + len(self.avals)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where the items of the parts of a row are in the whole, of which one axis was cut."""
-
-    parts: Parts
-    before: int  # items along the axes of the row in front of that one, taken as one axis
-    each: int  # items of one part along it
-    after: int  # items along those behind
-
-    @property
-    def count(self) -> int:
-        """How many parts there are."""
-        return self.parts.count
-
-    def gathered(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Return arrays, with the parts on axis 0, that each device has whole."""
-        return gathered(arrays, self.parts)
-
-    @property
-    def size(self) -> int:
-        """How many items all parts have together."""
-        return self.count * self.before * self.each * self.after
-
-    def in_whole(self, index: jax.Array) -> jax.Array:
-        """Return the flat indices into the whole of those into the parts, which are on axis 0."""
-        if self.size >= 2**31:
-            index = index.astype(jnp.int64)
-        number = index.dtype.type
-        inner = number(self.each * self.after)
-        part = lax.broadcasted_iota(index.dtype, index.shape, 0)
-        outer = index // inner * number(self.count) + part
-        return outer * inner + index % inner
-
-
 class MisfitError(Exception):
-    """A reduction that cannot be applied to an output; who catches it knows the kernel."""
+    """A reduction does not fit an output; the caller adds the kernel's name."""
 
 
 class Reduction:
-    """What can be given as ``reduce``: an object of one of the classes of `rankax.reductions`."""
+    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`."""
 
     name: str = ""
 
-    def lifted(self, out: Any) -> Any:
-        """Return what is folded of one item, from what the kernel returned."""
-        return out
+    #: Whether the outputs are not reduced at all.
+    is_kept = False
 
-    def check(self, part: Part, count: int) -> None:
-        """Refuse outputs, or a number of items, that it cannot reduce."""
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        """Reduce axis 0 of the part's leaves."""
-        raise NotImplementedError
-
-    def tasks(self, part: Part, row: Row) -> list[Task]:
-        """Say what is folded."""
-        raise NotImplementedError
-
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
-        """Return the result from the states of its tasks."""
-        raise NotImplementedError
-
-    def assembled(self, part: Part, values: Any) -> Any:
-        """Put the result together."""
-        return part.structure.unflatten(values)
-
-    #: Whether its result has numbers of items, or their count.
+    #: Whether the result contains indices of items, or their number.
     numbers_items = False
 
-    # In blocks, see `partial.py`. What a block hands on are by default the states of its tasks.
-
-    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
-        """Return what a block hands on, of which ``row`` has the items."""
-        return states
-
-    def placed_state(
-        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
-    ) -> Any:
-        """Make the indices in the state of a block those of the whole."""
-        return [
-            a.placed(s, in_whole)
-            for a, s in zip(self._accumulators(part, whole), state, strict=True)
-        ]
-
-    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
-        """Merge the states of two sets of items; only where order matters is one before another."""
-        found = zip(self._accumulators(part, whole), first, second, strict=True)
-        return [accumulator.merge_apart(a, b) for accumulator, a, b in found]
-
-    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
-        """Return the result from the state of all blocks."""
-        return self.from_states(part, whole, state)
-
-    def _accumulators(self, part: Part, whole: Row) -> list[Accumulator]:
-        found = [task.accumulator for task in self.tasks(part, whole)]
-        return [accumulator for accumulator in found if accumulator is not None]
-
-    def of_part(self, count: int) -> Reduction:
-        """Return what reduces one of several parts of a row, which has ``count`` items."""
-        del count
-        return self
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        """Return the result from what `of_part` made of the parts, which lie along axis 0."""
-        raise NotImplementedError
-
-    #: Whether the parts of a row have to be runs of items, for they are taken in their order.
+    #: Whether runs are merged in order, so that each must be contiguous.
     is_ordered = False
 
-    #: Whether folding it tile by tile can be differentiated as it stands.
+    #: Whether the fold can be differentiated as it is.
     is_linear = False
 
-    def differentiable(self, part: Part, row: Row) -> Any:
-        """Return the result in terms that have the right derivative."""
-        return self.from_states(part, row, row.fold(self.tasks(part, row)))
+    #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
+    is_sum = False
+
+    def lifted(self, out: Any) -> Any:
+        """Return what is folded, from the output of one item."""
+        return out
+
+    def over_devices(self) -> Reduction:
+        """Return the same for the parts of a row, which `jax.vmap` maps over devices."""
+        return self
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        """Raise `MisfitError` for outputs, or a number of items, that cannot be reduced."""
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        """Reduce axis 0 of the leaves, as `jax.numpy` does."""
+        raise NotImplementedError
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Storage]:
+        """Return what a loop over ``size`` items accumulates."""
+        raise NotImplementedError
+
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        """Return the state of a row from those of its accumulations."""
+        return states
+
+    def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
+        """Replace each index in a state by its ``place``."""
+        pairs = zip(self._accumulators(outputs), state, strict=True)
+        return [accumulator.renumber(own, place) for accumulator, own in pairs]
+
+    def merge_states(self, outputs: Outputs, states: Any) -> Any:
+        """Merge the states of several runs, which are on axis 0 of each array."""
+        lanes = jax.tree.map(in_a_row, states)
+        pairs = zip(self._accumulators(outputs), lanes, strict=True)
+        return [accumulator.join(state) for accumulator, state in pairs]
+
+    def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
+        # Of any size, which only `start` uses, for the dtype of indices.
+        steps = self.accumulations(outputs, 0)
+        return [step.accumulator for step in steps if isinstance(step, Accumulation)]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        """Return the result of all items, one value for each leaf, from their state."""
+        raise NotImplementedError
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        """Return the state of a row in terms that have the right derivative."""
+        return self.partial(outputs, row, row.fold(self.accumulations(outputs, row.size)))
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        """Return the result as the user sees it."""
+        return outputs.structure.unflatten(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(Reduction):
+    """No reduction: the outputs are kept whole. ``None`` in a tree of reductions."""
+
+    name = "kept"
+    is_kept = is_linear = True
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [row.split(out) for out in outs]
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Storage]:
+        return [Storage(position) for position in outputs.positions]
+
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        return [row.split(jnp.moveaxis(state, -1, 0)) for state in states]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        return state
 
 
 def wide(dtype: Any) -> Any:
-    """Return the dtype in which floats of less than 32 bits are computed."""
+    """Return the dtype in which floats of less than 32 bits are accumulated."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
+    """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
     like = jax.ShapeDtypeStruct((1,), aval.dtype)
     return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
 
 
 def is_float(dtype: Any) -> bool:
+    """Whether numbers of this dtype have derivatives."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
 class EachLeaf(Reduction):
     """One result for each leaf, independent of the others."""
 
-    #: The function of `jax.numpy` that it is.
+    #: The equivalent function of `jax.numpy`.
     function: Callable[..., Any]
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        """Return the accumulator of one leaf, for a row of ``size`` items."""
         raise NotImplementedError
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+    def result(self, state: Any, aval: Any, size: int) -> Any:
+        """Return the result of one leaf."""
         raise NotImplementedError
 
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [type(self).function(out, axis=0) for out in outs]
 
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return [type(self).function(value, axis=0) for value in values]
-
-    def tasks(self, part: Part, row: Row) -> list[Task]:
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Task((position,), self.accumulator(aval, row), aval.shape)
-            for position, aval in zip(part.positions, part.avals, strict=True)
+            Accumulation((position,), self.accumulator(aval, size), aval.shape)
+            for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
-        found = zip(states, part.avals, part.positions, strict=True)
-        return [self.result(state, aval, row, i) for state, aval, i in found]
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        return [
+            self.result(own, aval, size) for own, aval in zip(state, outputs.avals, strict=True)
+        ]
 
-    def differentiable(self, part: Part, row: Row) -> Any:
-        found = zip(part.avals, part.positions, strict=True)
-        return [self.of_leaf(aval, row, i) for aval, i in found]
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        pairs = zip(outputs.avals, outputs.positions, strict=True)
+        states = [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
+        return self.partial(outputs, row, states)
 
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        """Return the differentiable result of one leaf."""
-        task = Task((position,), self.accumulator(aval, row), aval.shape)
-        (state,) = row.fold([task]) if self.is_linear else row.stopped().found([task])
-        return self.result(state, aval, row, position)
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        """Return the state of one leaf in terms that have the right derivative."""
+        step = Accumulation((position,), self.accumulator(aval, row.size), aval.shape)
+        (state,) = row.fold_constants([step])
+        return state

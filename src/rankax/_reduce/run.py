@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""From a kernel, the items of a row and what was given as ``reduce``, to the reduced outputs."""
+"""From a kernel, a row of items and the argument ``reduce`` to the reduced outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from rankax._base.functions import function_location
 from rankax._base.trees import (
@@ -26,21 +24,14 @@ from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
-from rankax._reduce.protocol import MisfitError, Part, Places, Reduction
-from rankax._reduce.row import Row, Task, whole_level
+from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
+from rankax._reduce.row import Row, whole_level
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
 
-__all__ = [
-    "Reduced",
-    "Reductions",
-    "merge_parts",
-    "read_reductions",
-    "reduce_row",
-    "traced_parts",
-]
+__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row", "traced_outputs"]
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -52,38 +43,44 @@ BY_NAME: dict[str, Reduction] = {
 
 
 def _is_entry(node: Any) -> bool:
-    return node is None or isinstance(node, Reduction)
+    return isinstance(node, Reduction)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
-    """What was given as ``reduce``: a tree of reductions, and of None for what is kept."""
+    """The argument ``reduce``: a tree of reductions.
 
-    entries: tuple[Reduction | None, ...]
+    ``of_run`` is the number of items of which each row is only a run, so that `reduce_row` returns
+    states for `merge.py`. None: rows are whole.
+    """
+
+    entries: tuple[Reduction, ...]
     structure: Any
+    of_run: int | None = None
 
     @property
     def prefix(self) -> Any:
         """The tree of the entries."""
         return self.structure.unflatten(self.entries)
 
-    def of_outputs(self, out: Any) -> list[Reduction | None]:
-        """Return the entry of each leaf of what an item returned."""
+    def of_outputs(self, out: Any) -> list[Reduction]:
+        """Return the entry of each leaf of the output of an item."""
         return spread_prefix(self.prefix, out, "output", is_entry=_is_entry, what="reduction")
 
-    def of_part(self, count: int) -> Reductions:
-        """Return what reduces one of several parts of a row, which has ``count`` items."""
-        entries = tuple(None if e is None else e.of_part(count) for e in self.entries)
-        return Reductions(entries, self.structure)
+    def for_runs(self, size: int, *, over_devices: bool = False) -> Reductions:
+        """Return the same for runs of ``size`` items."""
+        entries = self.entries
+        if over_devices:
+            entries = tuple(entry.over_devices() for entry in entries)
+        return dataclasses.replace(self, entries=entries, of_run=size)
 
     @property
     def are_ordered(self) -> bool:
-        """Whether one of them takes the items in their order."""
-        return any(e is not None and e.is_ordered for e in self.entries)
+        """Whether one of them takes the items in order."""
+        return any(entry.is_ordered for entry in self.entries)
 
     def __str__(self) -> str:
-        names = dict.fromkeys("kept" if e is None else e.name for e in self.entries)
-        return listed(list(names))
+        return listed(list(dict.fromkeys(entry.name for entry in self.entries)))
 
 
 def read_reductions(value: Any, where: str) -> Reductions:
@@ -93,17 +90,19 @@ def read_reductions(value: Any, where: str) -> Reductions:
     ----------
     value : str, Reduction, None, or a pytree of those
     where : str
-        The function that was called, for errors.
+        The name of the called function, for errors.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
     entries = tuple(_reduction(leaf, where) for leaf in leaves)
-    if all(entry is None for entry in entries):
+    if all(entry.is_kept for entry in entries):
         raise ValueError(f"{where}: reduce names no reduction, got {value!r}")
     return Reductions(entries, structure)
 
 
-def _reduction(leaf: Any, where: str) -> Reduction | None:
-    if leaf is None or isinstance(leaf, Reduction):
+def _reduction(leaf: Any, where: str) -> Reduction:
+    if leaf is None:
+        return Keep()
+    if isinstance(leaf, Reduction):
         return leaf
     if isinstance(leaf, type) and issubclass(leaf, Reduction):
         raise TypeError(
@@ -123,71 +122,52 @@ def _reduction(leaf: Any, where: str) -> Reduction | None:
 
 
 class Reduced(NamedTuple):
-    """What a row makes: flat arrays, and how they become the result once all maps are done."""
+    """A reduced row, as flat arrays that can be mapped, and what turns them into the result."""
 
     arrays: list[Any]
     reductions: Reductions
-    parts: tuple[Part, ...]
-    structure: Any  # of the values, one for each reduction, of which the arrays are the leaves
+    outputs: tuple[Outputs, ...]
+    structure: Any  # of the values: results, or states with `Reductions.of_run`
+
+    @classmethod
+    def of(
+        cls, values: Sequence[Any], reductions: Reductions, outputs: tuple[Outputs, ...]
+    ) -> Reduced:
+        """Flatten one value for each reduction."""
+        arrays, structure = jax.tree.flatten(list(values))
+        return cls(arrays, reductions, outputs, structure)
 
     @property
     def values(self) -> list[Any]:
-        """What each reduction made, or the leaves that are kept."""
+        """One value for each reduction."""
         return self.structure.unflatten(self.arrays)
 
     @property
     def is_kept(self) -> list[bool]:
-        """Whether an array still has the reduced levels, in front."""
+        """Whether an array still has the reduced levels in front."""
         return [
-            reduction is None
+            reduction.is_kept
             for reduction, value in zip(self.reductions.entries, self.values, strict=True)
             for _ in jax.tree.leaves(value)
         ]
 
     def with_arrays(self, arrays: Sequence[Any]) -> Reduced:
+        """Return the same with other arrays."""
         return self._replace(arrays=list(arrays))
 
     def assembled(self) -> Any:
-        """Return the result, of arrays that have been through all maps."""
-        triples = zip(self.parts, self.reductions.entries, self.values, strict=True)
-        results = [
-            part.structure.unflatten(value) if r is None else r.assembled(part, value)
-            for part, r, value in triples
-        ]
-        return self.reductions.structure.unflatten(results)
-
-
-def merge_parts(
-    found: Reduced, reductions: Reductions, places: Places, kept: int, where: str
-) -> Reduced:
-    """Return what ``reductions`` make of a row whose parts were reduced by their `of_part`.
-
-    Parameters
-    ----------
-    found : Reduced
-        Arrays with the parts on axis 0, and ``kept`` axes of the batch behind it. Those that are
-        kept whole are left as they are.
-    where : str
-        The kernel and its source line, for errors.
-    """
-    values: list[Any] = []
-    for reduction, part, value in zip(reductions.entries, found.parts, found.values, strict=True):
-        if reduction is None:
-            values.append(value)
-            continue
-        _check(where, reduction, part, places.size)
-        merge = functools.partial(reduction.of_parts, part, places=places)
-        for _ in range(kept):
-            merge = jax.vmap(merge, in_axes=1)
-        values.append(merge(value))
-    arrays, structure = jax.tree.flatten(values)
-    return Reduced(arrays, reductions, found.parts, structure)
+        """Return the result, once all maps are done. States are returned as they are."""
+        values = self.values
+        if self.reductions.of_run is None:
+            triples = zip(self.reductions.entries, self.outputs, values, strict=True)
+            values = [reduction.assemble(outputs, value) for reduction, outputs, value in triples]
+        return self.reductions.structure.unflatten(values)
 
 
 def reduce_row(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    levels: Sequence[LoopSpec],
+    specs: Sequence[LoopSpec],
     reductions: Reductions,
     where: str | None = None,
 ) -> Reduced:
@@ -198,87 +178,91 @@ def reduce_row(
     fun : callable
         The kernel, of one item of each leaf.
     leaves : sequence of arrays
-    levels : sequence of LoopSpec
-        The outermost first.
+    specs : sequence of LoopSpec
+        The levels, outermost first.
+    reductions : Reductions
     where : str, optional
-        The kernel and its source line, for errors, if ``fun`` does not know.
+        The kernel and its source line, for errors, if they are not those of ``fun``.
     """
-    leaves = tuple(jnp.asarray(leaf) for leaf in leaves)
-    program = RowProgram.of(fun, leaves, levels, reductions, where or function_location(fun))
+    program = RowProgram.trace(fun, leaves, specs, reductions, where or function_location(fun))
 
     def row(consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
         def item(*items: Any) -> list[Any]:
             return program.evaluate(consts, items)
 
-        return Row(item, tuple(leaves), tuple(levels))
+        return Row(item, tuple(leaves), tuple(specs))
 
-    values = program.values(row, leaves)
-    arrays, structure = jax.tree.flatten(values)
-    return Reduced(arrays, reductions, program.parts, structure)
+    return Reduced.of(program.values(row, leaves), reductions, program.outputs)
 
 
 class RowProgram(NamedTuple):
-    """The traced kernel, and its outputs in parts, one for each reduction."""
+    """The traced kernel, and its outputs by reduction."""
 
     evaluate: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     consts: list[Any]
-    parts: tuple[Part, ...]
-    reductions: tuple[Reduction | None, ...]
+    outputs: tuple[Outputs, ...]
+    reductions: Reductions
 
     @classmethod
-    def of(
+    def trace(
         cls,
         fun: Callable[..., Any],
         leaves: Sequence[Any],
-        levels: Sequence[LoopSpec],
+        specs: Sequence[LoopSpec],
         reductions: Reductions,
         where: str,
     ) -> RowProgram:
         """Trace the kernel for one item, and check that its outputs can be reduced."""
-        avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
-        avals += [with_shape(PLACE, ()) for level in levels if level.numbered]
-        found: list[list[tuple[str, Any]]] = []
+        avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
+        avals += [with_shape(PLACE, ()) for spec in specs if spec.numbered]
+        traces: list[list[tuple[str, Any]]] = []
 
         def lifted(*items: Any) -> list[Any]:
             out = fun(*items)
             check_outputs(fun, out)
-            found.append(_parts(where, out, reductions))
-            return jax.tree.leaves([part for _, part in found[-1]])
+            traces.append(_by_reduction(where, out, reductions))
+            return jax.tree.leaves([tree for _, tree in traces[-1]])
 
         closed = jax.make_jaxpr(lifted)(*avals)
-        parts: list[Part] = []
+        outputs: list[Outputs] = []
         first = 0
-        for path, part in found[-1]:
-            structure = jax.tree.structure(part)
+        for path, tree in traces[-1]:
+            structure = jax.tree.structure(tree)
             outs = closed.out_avals[first : first + structure.num_leaves]
-            names = tuple(name for name, _ in leaves_with_names(part, path))
-            parts.append(Part(path, names, structure, tuple(outs), first))
+            names = tuple(name for name, _ in leaves_with_names(tree, path))
+            outputs.append(Outputs(path, names, structure, tuple(outs), first))
             first += structure.num_leaves
-        program = cls(
-            apart_from_constants(closed, avals),
-            list(closed.consts),
-            tuple(parts),
-            reductions.entries,
-        )
-        program.check(where, levels)
+        evaluate = apart_from_constants(closed, avals)
+        program = cls(evaluate, list(closed.consts), tuple(outputs), reductions)
+        program.check(where, math.prod(spec.chunks.length for spec in specs))
         return program
 
-    def check(self, where: str, levels: Sequence[LoopSpec]) -> None:
-        count = math.prod(level.chunks.length for level in levels)
-        for part, reduction in zip(self.parts, self.reductions, strict=True):
-            if reduction is None:
-                continue
-            for name, aval in zip(part.names, part.avals, strict=True):
-                if not jnp.issubdtype(aval.dtype, jnp.number) and aval.dtype != jnp.bool_:
-                    raise _misfit(where, reduction, f"{name} holds {aval.dtype}, and no numbers")
-            _check(where, reduction, part, count)
+    def _each(self) -> list[tuple[Reduction, Outputs]]:
+        return list(zip(self.reductions.entries, self.outputs, strict=True))
+
+    def check(self, where: str, size: int) -> None:
+        """Refuse outputs that cannot be reduced."""
+        of_run = self.reductions.of_run
+        for reduction, outputs in self._each():
+            try:
+                if not reduction.is_kept:
+                    _check_numbers(outputs)
+                reduction.check(outputs, size if of_run is None else of_run)
+            except MisfitError as error:
+                raise ValueError(
+                    f"{where}: it cannot be reduced by {reduction.name}: {error}"
+                ) from None
 
     def values(self, row: Callable[..., Row], leaves: Sequence[Any]) -> list[Any]:
-        """Return what each reduction makes of a row; of what is kept, its leaves."""
+        """Return one value for each reduction of a row: its result, or its state."""
         here = row(self.consts, leaves)
-        if here.is_whole or not here.size:
-            return self._at_once(here)
-        is_linear = all(r is None or r.is_linear for r in self.reductions)
+        if self.reductions.of_run is None and (here.is_whole or not here.size):
+            outs = here.whole()
+            return [
+                reduction.plain(outputs, here, [outs[i] for i in outputs.positions])
+                for reduction, outputs in self._each()
+            ]
+        is_linear = all(reduction.is_linear for reduction in self.reductions.entries)
         if is_linear or is_eager([*leaves, *self.consts]):
             return self._folded(here)
         return call_with_derivative_of(
@@ -288,103 +272,73 @@ class RowProgram(NamedTuple):
             list(leaves),
         )
 
-    def _at_once(self, row: Row) -> list[Any]:
-        outs = row.whole()
-        values: list[Any] = []
-        for part, reduction in zip(self.parts, self.reductions, strict=True):
-            own = [outs[i] for i in part.positions]
-            values.append(
-                [_split_row(out, row) for out in own]
-                if reduction is None
-                else reduction.plain(part, row, own)
-            )
-        return values
-
-    def _folded(self, row: Row, only: Callable[[Any], bool] = lambda _: True) -> list[Any]:
-        """Fold all in one walk; None for the reductions that are left out."""
-        chosen = [(part, r) for part, r in zip(self.parts, self.reductions, strict=True) if only(r)]
-        tasks = [_kept_tasks(part) if r is None else r.tasks(part, row) for part, r in chosen]
-        states = iter(row.fold([task for group in tasks for task in group]))
-        own = iter([[next(states) for _ in group] for group in tasks])
-        values: list[Any] = []
-        for part, reduction in zip(self.parts, self.reductions, strict=True):
-            if not only(reduction):
-                values.append(None)
-            elif reduction is None:
-                kept = [jnp.moveaxis(state, -1, 0) for state in next(own)]
-                values.append([_split_row(out, row) for out in kept])
-            else:
-                values.append(reduction.from_states(part, row, next(own)))
-        return values
-
-    def _differentiable(self, row: Row) -> list[Any]:
-        """Fold in one walk what can be differentiated as it stands, and the rest one by one."""
-
-        def is_linear(reduction: Reduction | None) -> bool:
-            return reduction is None or reduction.is_linear
-
-        values = [None] * len(self.parts)
-        if any(is_linear(reduction) for reduction in self.reductions):
-            values = self._folded(row, is_linear)
+    def _folded(self, row: Row) -> list[Any]:
+        """Fold everything in one loop."""
+        states = self._states(row, self._each())
         return [
-            value
-            if reduction is None or is_linear(reduction)
-            else reduction.differentiable(part, row)
-            for value, part, reduction in zip(values, self.parts, self.reductions, strict=True)
+            self._value(reduction, outputs, state, row)
+            for (reduction, outputs), state in zip(self._each(), states, strict=True)
         ]
 
+    def _differentiable(self, row: Row) -> list[Any]:
+        """Fold in one loop what can be differentiated as it is, and the rest one by one."""
+        linear = [pair for pair in self._each() if pair[0].is_linear]
+        states = iter(self._states(row, linear) if linear else ())
+        values: list[Any] = []
+        for reduction, outputs in self._each():
+            state = next(states) if reduction.is_linear else reduction.differentiable(outputs, row)
+            values.append(self._value(reduction, outputs, state, row))
+        return values
 
-def traced_parts(
+    def _states(self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]]) -> list[Any]:
+        """Return the states of some reductions, folded in one loop."""
+        groups = [reduction.accumulations(outputs, row.size) for reduction, outputs in pairs]
+        states = iter(row.fold([step for group in groups for step in group]))
+        return [
+            reduction.partial(outputs, row, [next(states) for _ in group])
+            for (reduction, outputs), group in zip(pairs, groups, strict=True)
+        ]
+
+    def _value(self, reduction: Reduction, outputs: Outputs, state: Any, row: Row) -> Any:
+        if self.reductions.of_run is not None:
+            return state
+        return reduction.finish_state(outputs, state, row.size)
+
+
+def traced_outputs(
     fun: Callable[..., Any], items: Sequence[Any], reductions: Reductions, sizes: Sequence[int]
-) -> tuple[Part, ...]:
-    """Trace ``fun`` for one item, and return its outputs in parts, one for each reduction.
+) -> tuple[Outputs, ...]:
+    """Trace ``fun`` for one item, and return its outputs by reduction.
 
     They are checked for a row of these sizes.
     """
-    nowhere = (None,) * len(items)
-    levels = [whole_level(size, nowhere) for size in sizes]
-    return RowProgram.of(fun, items, levels, reductions, function_location(fun)).parts
+    unmapped = (None,) * len(items)
+    specs = [whole_level(size, unmapped) for size in sizes]
+    return RowProgram.trace(fun, items, specs, reductions, function_location(fun)).outputs
 
 
-def _item_aval(leaf: Any, number: int, levels: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
+def _item_aval(leaf: Any, number: int, specs: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(leaf)
-    for level in levels:
-        axis = level.in_axes[number]
+    for spec in specs:
+        axis = spec.in_axes[number]
         aval = aval if axis is None else with_axis(aval, axis)
     return with_shape(aval, aval.shape)
 
 
-def _parts(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
-    """Cut what one item returned into the parts of the reductions, and lift them."""
+def _by_reduction(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
+    """Split the output of an item by reduction, and lift it."""
     try:
-        found = list(
+        pairs = list(
             subtrees_with_entries(
                 reductions.prefix, out, "output", is_entry=_is_entry, what="reduction"
             )
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return [(path, part if r is None else r.lifted(part)) for path, part, r in found]
+    return [(path, entry.lifted(tree)) for path, tree, entry in pairs]
 
 
-def _check(where: str, reduction: Reduction, part: Part, count: int) -> None:
-    try:
-        reduction.check(part, count)
-    except MisfitError as error:
-        raise _misfit(where, reduction, str(error)) from None
-
-
-def _misfit(where: str, reduction: Reduction, why: str) -> ValueError:
-    return ValueError(f"{where}: it cannot be reduced by {reduction.name}: {why}")
-
-
-def _kept_tasks(part: Part) -> list[Task]:
-    return [
-        Task((position,), None, aval.shape)
-        for position, aval in zip(part.positions, part.avals, strict=True)
-    ]
-
-
-def _split_row(out: jax.Array, row: Row) -> jax.Array:
-    """Make axis 0, which is that of the row, those of its levels again."""
-    return lax.reshape(out, (*(level.chunks.length for level in row.levels), *out.shape[1:]))
+def _check_numbers(outputs: Outputs) -> None:
+    for name, aval in zip(outputs.names, outputs.avals, strict=True):
+        if not jnp.issubdtype(aval.dtype, jnp.number) and aval.dtype != jnp.bool_:
+            raise MisfitError(f"{name} holds {aval.dtype}, and no numbers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reductions in which every item counts: sums and their kin."""
+"""Reductions to which every item contributes: sums and their kin."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Part, Places, dtype_of, is_float, wide
-from rankax._reduce.row import Row, Task
-from rankax._reduce.states import Accumulator, Elementwise, LogSumExpOf, MomentsOf, Ordered
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, is_float, wide
+from rankax._reduce.row import Row, index_dtype
+from rankax._reduce.states import (
+    Accumulation,
+    Accumulator,
+    Elementwise,
+    LogSumExpOf,
+    MomentsOf,
+    Ordered,
+    fill,
+)
 
 __all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     """Sum the only output of a row."""
-    task = Task((0,), Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum), aval.shape)
-    return row.fold([task])[0][..., 0]
+    accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
+    return row.fold([Accumulation((0,), accumulator, aval.shape)])[0][..., 0]
 
 
-class _Gathered(EachLeaf):
-    """What takes all parts of a row at once, for it, or its derivative, is no sum over them."""
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return super().of_parts(part, places.gathered(*values), places)
+def _as_lane(x: Any) -> Any:
+    """Return an array as a state, which has one lane."""
+    return lax.expand_dims(x, (x.ndim,))
 
 
 class _Accumulated(EachLeaf):
@@ -40,14 +46,14 @@ class _Accumulated(EachLeaf):
     reduce: Callable[..., Any]  # the same along an axis
 
     def dtype(self, aval: Any) -> Any:
-        """Return that of the function of `jax.numpy`."""
+        """Return the dtype of the result, which is that of `jax.numpy`."""
         return dtype_of(type(self).function, aval)
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = wide(self.dtype(aval))
         return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+    def result(self, state: Any, aval: Any, size: int) -> Any:
         return state[..., 0].astype(self.dtype(aval))
 
 
@@ -58,7 +64,7 @@ class Sum(_Accumulated):
     name = "sum"
     function = reduce = staticmethod(jnp.sum)
     identity, combine = 0, staticmethod(lax.add)
-    is_linear = True
+    is_linear = is_sum = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,26 +74,26 @@ class Mean(Sum):
     name = "mean"
     function = staticmethod(jnp.mean)
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return super().result(state / row.size, aval, row, position)
+    def result(self, state: Any, aval: Any, size: int) -> Any:
+        return super().result(state / size, aval, size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Prod(_Gathered, _Accumulated):
+class Prod(_Accumulated):
     """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
 
     name = "prod"
     function = reduce = staticmethod(jnp.prod)
     identity, combine = 1, staticmethod(lax.mul)
 
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not is_float(aval.dtype):
-            return super().of_leaf(aval, row, position)
-        dtype = self.dtype(aval)
-        row = row.then(lambda outs: [outs[position].astype(wide(dtype))])
-        one = np.ones(aval.shape, wide(dtype))
-        (state,) = row.fold([Task((0,), Ordered(one, lax.mul), aval.shape)], linear=False)
-        return state[0].astype(dtype)
+            return super().differentiable_leaf(aval, row, position)
+        dtype = wide(self.dtype(aval))
+        row = row.then(lambda outs: [outs[position].astype(dtype)])
+        ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
+        (state,) = row.fold([Accumulation((0,), ordered, aval.shape)], linear=False)
+        return jnp.moveaxis(state, 0, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,7 @@ class AnyOf(_Accumulated):
     name = "any"
     function = reduce = staticmethod(jnp.any)
     identity, combine = False, staticmethod(lax.bitwise_or)
+    is_sum = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +113,12 @@ class All(_Accumulated):
     name = "all"
     function = reduce = staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
+    is_sum = True
 
 
 class _Continuous(EachLeaf):
-    def check(self, part: Part, count: int) -> None:
-        for name, aval in zip(part.names, part.avals, strict=True):
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
             if not is_float(aval.dtype):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and {self.name} is one of floats; return "
@@ -119,28 +127,28 @@ class _Continuous(EachLeaf):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSumExp(_Gathered, _Continuous):
-    """`jax.nn.logsumexp`, in one pass; a derivative takes a second one."""
+class LogSumExp(_Continuous):
+    """`jax.nn.logsumexp`, in one pass. A derivative takes a second one."""
 
     name = "logsumexp"
     function = staticmethod(jax.nn.logsumexp)
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
         return LogSumExpOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+    def result(self, state: Any, aval: Any, size: int) -> Any:
         largest, total = (x[..., 0] for x in state)
         return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
 
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
-        stopped = row.stopped().then(lambda outs: [jnp.real(outs[position].astype(dtype))])
         real = jnp.finfo(dtype).dtype
+        parts = row.then(lambda outs: [jnp.real(outs[position].astype(dtype))])
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = stopped.found([Task((0,), largest, aval.shape)])
+        (state,) = parts.fold_constants([Accumulation((0,), largest, aval.shape)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
-        return (jnp.log(_sum(scaled, aval, dtype)) + top).astype(aval.dtype)
+        return state, _as_lane(_sum(scaled, aval, dtype))
 
 
 class MomentsResult(NamedTuple):
@@ -161,45 +169,22 @@ class Moments(_Continuous):
     name = "moments"
     numbers_items = True
 
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        return [
-            MomentsResult(self._count(row), jnp.mean(out, axis=0), jnp.var(out, axis=0))
-            for out in outs
-        ]
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        count = _count(row.size)
+        return [MomentsResult(count, jnp.mean(out, axis=0), jnp.var(out, axis=0)) for out in outs]
 
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return [self._merged(value, places) for value in values]
-
-    def _merged(self, parts: MomentsResult, places: Places) -> MomentsResult:
-        means = parts.mean.astype(wide(parts.mean.dtype))
-        variances = parts.variance.astype(wide(parts.variance.dtype))
-        means, variances = places.gathered(means, variances)
-        mean = jnp.mean(means, axis=0)
-        off = means - mean
-        variance = jnp.mean(variances + jnp.real(off * jnp.conj(off)), axis=0)
-        dtype = parts.count.dtype if places.size < 2**31 else jnp.int64
-        return MomentsResult(
-            jnp.asarray(places.size, dtype),
-            mean.astype(parts.mean.dtype),
-            variance.astype(parts.variance.dtype),
-        )
-
-    def _count(self, row: Row) -> jax.Array:
-        return jnp.asarray(row.size, row.index_dtype)
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        _, mean, squares = state
-        return self._result(mean[..., 0], squares[..., 0] / row.size, aval, row)
+    def result(self, state: Any, aval: Any, size: int) -> Any:
+        _, mean, squares = (x[..., 0] for x in state)
+        mean = mean if size else jnp.full_like(mean, jnp.nan)
+        variance = (squares / size).astype(dtype_of(jnp.var, aval))
+        return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
-    def _result(self, mean: Any, variance: Any, aval: Any, row: Row) -> MomentsResult:
-        dtype = dtype_of(jnp.var, aval)
-        return MomentsResult(self._count(row), mean.astype(aval.dtype), variance.astype(dtype))
-
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
+        real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: [outs[position].astype(dtype)])
         mean = _sum(values, aval, dtype) / row.size
 
@@ -207,5 +192,9 @@ class Moments(_Continuous):
             off = outs[0] - mean
             return [jnp.real(off * jnp.conj(off))]
 
-        variance = _sum(values.then(square), aval, jnp.finfo(dtype).dtype) / row.size
-        return self._result(mean, variance, aval, row)
+        squares = _sum(values.then(square), aval, real)
+        return fill(row.size, real, (1,)), _as_lane(mean), _as_lane(squares)
+
+
+def _count(size: int) -> jax.Array:
+    return jnp.asarray(size, index_dtype(size))

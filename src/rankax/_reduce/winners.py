@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: MIT
 """Reductions that choose items: the largest, the first, the best few.
 
-The items are compared in the loop; those that win are evaluated once more, which is all that a
-derivative has to look at.
+The loop compares the items. Those that win are evaluated once more, which is all that a derivative
+has to look at, and which gives a state the outputs that no other run can evaluate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rankax._base.arrays import scalar
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
+from rankax._reduce.extrema import (
+    Arg,
+    Top,
+    best_keys,
+    first_k,
+    no_index,
+    renumbered,
+    sort_key,
+    worst_value,
+)
 from rankax._reduce.protocol import (
     EachLeaf,
     MisfitError,
-    Part,
-    Places,
+    Outputs,
+    Place,
     Reduction,
     dtype_of,
     is_float,
 )
-from rankax._reduce.row import Row, Task
-from rankax._reduce.states import Accumulator, Arg, Elementwise, Top, best_keys, sort_key
+from rankax._reduce.row import Row, index_dtype
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 from rankax._trace.derivatives import call_with_derivative_of
 
 __all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
@@ -36,15 +46,15 @@ __all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
 class _Compared(EachLeaf):
     """What needs numbers that can be compared, and at least one of them."""
 
-    def check(self, part: Part, count: int) -> None:
-        for name, aval in zip(part.names, part.avals, strict=True):
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
             if jnp.issubdtype(aval.dtype, jnp.complexfloating):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and complex numbers have no order"
                 )
         if not count:
             raise MisfitError(
-                f"there is no item to reduce {part.path} over, and {self.name} needs one"
+                f"there is no item to reduce {outputs.path} over, and {self.name} needs one"
             )
 
 
@@ -52,51 +62,11 @@ class _ArgExtremum(_Compared):
     largest = False
     numbers_items = True
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        return Arg(aval.shape, aval.dtype, row.index_dtype, self.largest)
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest)
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+    def result(self, state: Any, aval: Any, size: int) -> Any:
         return state[1][..., 0].astype(dtype_of(jnp.argmin, aval))
-
-    def of_part(self, count: int) -> Reduction:
-        return _Found(self)
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return [index for _, index in _Found(self).of_parts(part, values, places)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found(_Compared):
-    """The extreme value of one part of a row, and its index."""
-
-    arg: _ArgExtremum
-
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        return self.arg.accumulator(aval, row)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        return state[0][..., 0], self.arg.result(state, aval, row, position)
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        def found(out: jax.Array) -> tuple[jax.Array, jax.Array]:
-            at = type(self.arg).function(out, axis=0, keepdims=True)
-            value = jnp.take_along_axis(lax.stop_gradient(out), at, axis=0)
-            return jnp.squeeze(value, 0), jnp.squeeze(at, 0)
-
-        return [found(out) for out in outs]
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return [
-            _best_of(value, places.in_whole(index), largest=self.arg.largest)
-            for value, index in values
-        ]
-
-
-def _best_of(values: jax.Array, index: jax.Array, *, largest: bool) -> tuple[Any, Any]:
-    """Return the best of the values along axis 0, and its index; of equals the first index."""
-    arg = Arg(values.shape[1:], values.dtype, index.dtype, largest)
-    state = arg.join((jnp.moveaxis(values, 0, -1), jnp.moveaxis(index, 0, -1)))
-    return state[0][..., 0], state[1][..., 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,38 +87,37 @@ class ArgMin(_ArgExtremum):
 
 
 class _Extremum(_Compared):
-    arg: _ArgExtremum  # which finds where it is
+    arg: _ArgExtremum  # which finds its index
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        arg = Arg(aval.shape, aval.dtype, row.index_dtype, self.arg.largest)
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        worst = worst_value(aval.dtype, largest=self.arg.largest)
         combine = lax.max if self.arg.largest else lax.min
-        return Elementwise(aval.shape, aval.dtype, arg.worst, combine, type(self).function)
+        return Elementwise(aval.shape, aval.dtype, worst, combine, type(self).function)
 
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
+    def result(self, state: Any, aval: Any, size: int) -> Any:
         return state[..., 0]
 
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        return [call_with_derivative_of(self._chosen, self._extreme, out) for out in outs]
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        def extreme(out: jax.Array) -> jax.Array:
+            return type(self).function(out, axis=0)
 
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        def chosen(value: jax.Array) -> jax.Array:
-            return self._chosen(*places.gathered(value))
+        return [call_with_derivative_of(self._first, extreme, out) for out in outs]
 
-        return [call_with_derivative_of(chosen, self._extreme, value) for value in values]
+    def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
+        return [self._first(state) for state in states]
 
-    def _extreme(self, out: jax.Array) -> jax.Array:
-        return type(self).function(out, axis=0)
-
-    def _chosen(self, out: jax.Array) -> jax.Array:
-        # That of jax.numpy looks for items equal to the largest one; where XLA computes an item
-        # twice, not quite alike, there are none, and the derivative is 0/0.
+    def _first(self, out: jax.Array) -> jax.Array:
+        # The derivative of `jax.numpy.max` looks for items equal to the largest one. Where XLA
+        # computes an item twice, with different rounding, it finds none and is 0/0.
         index = type(self.arg).function(out, axis=0, keepdims=True)
         return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
 
-    def of_leaf(self, aval: Any, row: Row, position: int) -> Any:
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not is_float(aval.dtype):
-            return super().of_leaf(aval, row, position)
-        return row.pick(self.arg.of_leaf(aval, row, position), position)
+            return super().differentiable_leaf(aval, row, position)
+        _, index = self.arg.differentiable_leaf(aval, row, position)
+        picked = row.pick(index[..., 0], position)
+        return lax.expand_dims(picked, (picked.ndim,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,84 +171,59 @@ class TopK(_Compared):
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"TopK({self.k}{_if_largest(self.largest)})"
 
-    def check(self, part: Part, count: int) -> None:
-        super().check(part, count)
+    def over_devices(self) -> Reduction:
+        return _TopKOverDevices(self.k, self.largest)
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        super().check(outputs, count)
         if self.k > count:
-            raise MisfitError(f"there are only {count} items to reduce {part.path} over")
+            raise MisfitError(f"there are only {count} items to reduce {outputs.path} over")
 
-    def accumulator(self, aval: Any, row: Row) -> Accumulator:
-        dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        return Top(aval.shape, dtype, row.index_dtype, self.k, self.largest, self._by_sort)
-
-    def result(self, state: Any, aval: Any, row: Row, position: int) -> Any:
-        indices = jnp.moveaxis(state[1], -1, 0)
-        values = jax.vmap(lambda index: row.pick(index, position))(indices)
-        return TopKResult(values, indices)
-
-    # In blocks the values go along with the keys, for no block has the items of another.
-
-    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
-        found: list[Any] = []
-        for state, aval, position in zip(states, part.avals, part.positions, strict=True):
-            if row.size:
-                values = jnp.moveaxis(self.result(state, aval, row, position).values, 0, -1)
-            else:
-                values = jnp.zeros((*aval.shape, self.k), aval.dtype)
-            found.append((state, values))
-        return found
-
-    def placed_state(
-        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
-    ) -> Any:
-        placed = super().placed_state(part, whole, [own for own, _ in state], in_whole)
-        return [(own, values) for own, (_, values) in zip(placed, state, strict=True)]
-
-    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
-        def merge(a: Any, b: Any) -> Any:
-            ((keys, index), values), ((more, other), found) = a, b
-            both = [(~keys, ~more), (index, other), (values, found)]
-            joined = tuple(lax.concatenate(pair, pair[0].ndim - 1) for pair in both)
-            # Sorted as `Top.merge` sorts, and the values with it.
-            sorted_ = lax.sort(joined, dimension=-1, num_keys=2)
-            flipped, index, values = (x[..., : self.k] for x in sorted_)
-            return (~flipped, index), values
-
-        return [merge(a, b) for a, b in zip(first, second, strict=True)]
-
-    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
-        return [
-            TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(index, -1, 0))
-            for (_, index), values in state
-        ]
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
             keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
             _, indices = best_keys(keys, self.k, by_sort=self._by_sort)
-            indices = jnp.moveaxis(indices, -1, 0).astype(row.index_dtype)
+            indices = jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
             return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
 
         return [top(out) for out in outs]
 
-    def of_part(self, count: int) -> Reduction:
-        return _TopKOfPart(min(self.k, count), self.largest)
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
+        return Top(aval.shape, dtype, index_dtype(size), self.k, self.largest, self._by_sort)
 
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        return [self._merged(found, places) for found in values]
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
+        """Return values in place of keys. Those without an item are arbitrary."""
 
-    def _merged(self, parts: TopKResult, places: Places) -> TopKResult:
-        values, indices = places.gathered(parts.values, places.in_whole(parts.indices))
-        values, indices = lax.collapse(values, 0, 2), lax.collapse(indices, 0, 2)
-        # Sorted by the flipped key, so that the best comes first, and then by the index.
-        keys = ~sort_key(lax.stop_gradient(values), largest=self.largest)
-        at = lax.broadcasted_iota(jnp.int32, keys.shape, 0)
-        _, indices, at = lax.sort((keys, indices, at), dimension=0, num_keys=2)
-        return TopKResult(jnp.take_along_axis(values, at[: self.k], axis=0), indices[: self.k])
+        def result(state: Any, aval: Any, position: int) -> TopKResult:
+            indices = jnp.moveaxis(state[1], -1, 0)
+            if not row.size:
+                return TopKResult(jnp.zeros(indices.shape, aval.dtype), indices)
+            return TopKResult(jax.vmap(lambda index: row.pick(index, position))(indices), indices)
+
+        return list(map(result, states, outputs.avals, outputs.positions))
+
+    def renumber(self, outputs: Outputs, state: list[TopKResult], place: Place) -> Any:
+        return [TopKResult(values, renumbered(indices, place)) for values, indices in state]
+
+    def merge_states(self, outputs: Outputs, states: list[TopKResult]) -> Any:
+        return list(map(self._merge_leaf, states))
+
+    def _merge_leaf(self, states: TopKResult) -> TopKResult:
+        values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in states)
+        keys = sort_key(lax.stop_gradient(values), largest=self.largest)
+        is_empty = indices == no_index(indices.dtype)
+        keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
+        at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+        _, indices, at = first_k(self.k, keys, indices, at)
+        values = jnp.take_along_axis(values, at, axis=-1)
+        return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
+
+    def finish_state(self, outputs: Outputs, state: list[TopKResult], size: int) -> Any:
+        return state
 
 
-class _TopKOfPart(TopK):
-    """The best items of one part of a row."""
-
+class _TopKOverDevices(TopK):
     _by_sort = True
 
 
@@ -318,94 +262,64 @@ class Best(Reduction):
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"Best({self.by!r}{_if_largest(self.largest)})"
 
-    def check(self, part: Part, count: int) -> None:
-        number = self._number(part)
-        name, aval = part.names[number], part.avals[number]
+    def check(self, outputs: Outputs, count: int) -> None:
+        number = self._number(outputs)
+        name, aval = outputs.names[number], outputs.avals[number]
         if aval.shape or jnp.issubdtype(aval.dtype, jnp.complexfloating):
             raise MisfitError(
                 f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
                 f"and dtype {aval.dtype}"
             )
         if not count:
-            raise MisfitError(f"there is no item to choose {part.path} from")
+            raise MisfitError(f"there is no item to choose {outputs.path} from")
 
-    def _number(self, part: Part) -> int:
+    def _number(self, outputs: Outputs) -> int:
         """Return which leaf decides."""
-        wanted = {f"{part.path}.{self.by}", f"{part.path}[{self.by!r}]"}
-        found = [i for i, name in enumerate(part.names) if name in wanted]
-        if not found:
-            has = listed([name for name in part.names if name != part.path]) or "one array alone"
-            raise MisfitError(f"{part.path} has no output {self.by!r}; it has {has}")
-        return found[0]
+        wanted = {f"{outputs.path}.{self.by}", f"{outputs.path}[{self.by!r}]"}
+        number = next((i for i, name in enumerate(outputs.names) if name in wanted), None)
+        if number is None:
+            names = [name for name in outputs.names if name != outputs.path]
+            raise MisfitError(
+                f"{outputs.path} has no output {self.by!r}; it has "
+                f"{listed(names) or 'one array alone'}"
+            )
+        return number
 
-    def tasks(self, part: Part, row: Row) -> list[Task]:
-        number = self._number(part)
-        arg = Arg((), part.avals[number].dtype, row.index_dtype, self.largest)
-        return [Task((part.positions[number],), arg, ())]
-
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
-        ((_, index),) = states
-        outs = row.at(index[0])
-        return [outs[i] for i in part.positions]
-
-    # In blocks the output of the winner goes along, for no block has the items of another.
-
-    def block_state(self, part: Part, row: Row, states: list[Any]) -> Any:
-        if row.size:
-            return states[0], self.from_states(part, row, states)
-        return states[0], [jnp.zeros(aval.shape, aval.dtype) for aval in part.avals]
-
-    def placed_state(
-        self, part: Part, whole: Row, state: Any, in_whole: Callable[[jax.Array], jax.Array]
-    ) -> Any:
-        (placed,) = super().placed_state(part, whole, [state[0]], in_whole)
-        return placed, state[1]
-
-    def merged_states(self, part: Part, whole: Row, first: Any, second: Any) -> Any:
-        (own, outs), (other, more) = first, second
-        ((_, index),) = merged = super().merged_states(part, whole, [own], [other])
-        is_first = index[0] == own[1][0]
-        return merged[0], [jnp.where(is_first, a, b) for a, b in zip(outs, more, strict=True)]
-
-    def from_block_state(self, part: Part, whole: Row, state: Any) -> Any:
-        return state[1]
-
-    def differentiable(self, part: Part, row: Row) -> Any:
-        return self.from_states(part, row, row.stopped().found(self.tasks(part, row)))
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         pick = jnp.argmax if self.largest else jnp.argmin
-        index = pick(outs[self._number(part)], axis=0)
+        index = pick(outs[self._number(outputs)], axis=0)
         return [lax.dynamic_index_in_dim(out, index, 0, keepdims=False) for out in outs]
 
-    def of_part(self, count: int) -> Reduction:
-        return _BestOfPart(self.by, self.largest)
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        number = self._number(outputs)
+        arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest)
+        return [Accumulation((outputs.positions[number],), arg)]
 
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        outs, _ = _BestOfPart(self.by, self.largest).of_parts(part, values, places)
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        """Return the winner's index and outputs."""
+        ((_, index),) = states
+        if not row.size:
+            return index[0], [jnp.zeros(aval.shape, aval.dtype) for aval in outputs.avals]
+        outs = row.at(index[0])
+        return index[0], [outs[i] for i in outputs.positions]
+
+    def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
+        index, outs = state
+        return renumbered(index, place), outs
+
+    def merge_states(self, outputs: Outputs, states: Any) -> Any:
+        index, outs = states
+        by = lax.stop_gradient(outs[self._number(outputs)])
+        arg = Arg((), by.dtype, index.dtype, self.largest)
+        worst = scalar(worst_value(by.dtype, largest=self.largest), by.dtype)
+        _, (best,) = arg.join((jnp.where(index == no_index(index.dtype), worst, by), index))
+        at = jnp.argmax(index == best)
+        return best, [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        _, outs = state
         return outs
 
-
-@dataclasses.dataclass(frozen=True)
-class _BestOfPart(Best):
-    """The outputs of the best item of one part of a row, and its index."""
-
-    def from_states(self, part: Part, row: Row, states: list[Any]) -> Any:
-        ((_, index),) = states
-        return super().from_states(part, row, states), index[0]
-
-    def plain(self, part: Part, row: Row, outs: list[jax.Array]) -> Any:
-        pick = jnp.argmax if self.largest else jnp.argmin
-        index = pick(outs[self._number(part)], axis=0)
-        return super().plain(part, row, outs), index.astype(row.index_dtype)
-
-    def of_part(self, count: int) -> Reduction:
-        return self
-
-    def of_parts(self, part: Part, values: Any, places: Places) -> Any:
-        outs, index = values
-        *outs, index = places.gathered(*outs, places.in_whole(index))
-        by = lax.stop_gradient(outs[self._number(part)])
-        _, best = _best_of(by, index, largest=self.largest)
-        at = jnp.argmax(index == best)
-        return [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs], best
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        states = row.fold_constants(self.accumulations(outputs, row.size))
+        return self.partial(outputs, row, states)

@@ -35,13 +35,13 @@ def dims_of_outputs(
     """
     reductions = kernel.preset.reduce
     entries: list[Any] | None = None
-    if reductions is not None and None in reductions.entries:
+    if reductions is not None and any(entry.is_kept for entry in reductions.entries):
         entries = reductions.of_outputs(out)
     explicit = _explicit_dims(output_dims, out, where)
     declared = _declared_dims(kernel, leaves, out)
     all_dims: list[list[str]] = []
     for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
-        front = reduced if entries is not None and entries[i] is None else ()
+        front = reduced if entries is not None and entries[i].is_kept else ()
         count = len(leaf.shape) - len(front)
         dims = declared[i] if explicit[i] is None else explicit[i]
         axes = f"{where}: {path} has {plural(count, 'core axis')}"

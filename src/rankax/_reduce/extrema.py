@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: MIT
+"""Accumulators of reductions that choose items: by value, or by keys that sort like the values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax._base.arrays import counted, scalar
+from rankax._reduce.states import State, concatenated, fill
+
+__all__ = [
+    "Arg",
+    "Top",
+    "best_keys",
+    "first_k",
+    "no_index",
+    "renumbered",
+    "sort_key",
+    "worst_value",
+]
+
+
+def no_index(dtype: Any) -> Any:
+    """Return the index of no item, which is behind all others."""
+    return jnp.iinfo(dtype).max
+
+
+def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return the places of indices, of which some may be `no_index`."""
+    placed = place(index)
+    none = scalar(no_index(placed.dtype), placed.dtype)
+    return jnp.where(index == no_index(index.dtype), none, placed)
+
+
+def worst_value(dtype: Any, *, largest: bool) -> Any:
+    """Return the value that no item is worse than."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        if np.isinf(np.asarray(np.inf, dtype)):
+            return -jnp.inf if largest else jnp.inf
+        limits = jnp.finfo(dtype)  # float8_e4m3fn has no infinity
+        return limits.min if largest else limits.max
+    if dtype == jnp.bool_:
+        return not largest
+    return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Arg:
+    """The best value so far and its flat index: the first of equals, and NaN before all others."""
+
+    core: tuple[int, ...]
+    dtype: Any
+    index_dtype: Any
+    largest: bool
+
+    def start(self, lanes: int) -> State:
+        # Items as bad as this value replace no lane, so a lane keeps the index of its first item.
+        shape = (*self.core, lanes)
+        indices = jnp.broadcast_to(counted(lanes, self.index_dtype), shape)
+        return fill(worst_value(self.dtype, largest=self.largest), self.dtype, shape), indices
+
+    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+        return self.merge(state, (tile, jnp.broadcast_to(index, tile.shape)))
+
+    def merge(self, first: State, second: State) -> State:
+        (best, at), (value, index) = first, second
+        wins = self._wins(value, best)
+        return jnp.where(wins, value, best), jnp.where(wins, index, at)
+
+    def _wins(self, value: Any, best: Any) -> Any:
+        better = value > best if self.largest else value < best
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            return better
+        return better | ((value != value) & (best == best))
+
+    def join(self, state: State) -> State:
+        value, index = state
+        pick = jnp.max if self.largest else jnp.min
+        best = pick(value, axis=-1, keepdims=True)  # NaN if any is
+        is_best = (value == best) | ((value != value) & (best != best))
+        none = scalar(no_index(index.dtype), index.dtype)
+        return best, jnp.min(jnp.where(is_best, index, none), axis=-1, keepdims=True)
+
+    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
+        value, index = state
+        return value, place(index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """The ``k`` largest keys in order and their indices; see `sort_key`.
+
+    Its states have ``k`` entries on the last axis instead of lanes. An empty entry has the smallest
+    key and `no_index`, so that every item precedes it.
+    """
+
+    core: tuple[int, ...]
+    dtype: Any  # of the keys
+    index_dtype: Any
+    k: int
+    largest: bool
+    by_sort: bool = False  # see `best_keys`
+
+    def start(self, lanes: int) -> State:
+        del lanes
+        return self._empty(self.k)
+
+    def _empty(self, entries: int) -> State:
+        shape = (*self.core, entries)
+        last = no_index(self.index_dtype)
+        lowest = jnp.iinfo(self.dtype).min
+        return fill(lowest, self.dtype, shape), fill(last, self.index_dtype, shape)
+
+    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+        count = min(self.k, tile.shape[-1])
+        keys = sort_key(tile, largest=self.largest)
+        keys, places = best_keys(keys, count, by_sort=self.by_sort)
+        # The indices of the lanes are consecutive.
+        first = lax.index_in_dim(index, 0, keepdims=False)
+        best = keys, first + places.astype(self.index_dtype)
+        return self.merge(state, concatenated(best, self._empty(self.k - count)))
+
+    def merge(self, first: State, second: State) -> State:
+        return self.join(concatenated(first, second))
+
+    def join(self, state: State) -> State:
+        if state[0].shape[-1] == self.k:
+            return state
+        return tuple(first_k(self.k, *state))
+
+    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
+        keys, index = state
+        return keys, renumbered(index, place)
+
+
+def first_k(k: int, keys: jax.Array, index: jax.Array, *others: jax.Array) -> list[jax.Array]:
+    """Return the ``k`` entries of the largest keys along the last axis, equal keys by index."""
+    # Flipping the bits of an integer reverses the order.
+    flipped, *rest = lax.sort((~keys, index, *others), dimension=-1, num_keys=2)
+    return [~flipped[..., :k], *(x[..., :k] for x in rest)]
+
+
+def best_keys(keys: jax.Array, k: int, *, by_sort: bool) -> tuple[jax.Array, jax.Array]:
+    """Return `jax.lax.top_k`, or the same from a sort.
+
+    XLA (JAX 0.7 to 0.12) sends the keys of each device to all others for a `jax.lax.top_k` that is
+    mapped over devices. Test: ``test_shards.py``, ``reductions_send_once``.
+    """
+    if not by_sort:
+        best, places = lax.top_k(keys, k)
+        return best, places
+    places = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    best, places = first_k(k, keys, places)
+    return best, places
+
+
+def sort_key(x: jax.Array, *, largest: bool) -> jax.Array:
+    """Return integers in the order of ``x``, or in the opposite order; NaN is above all numbers."""
+    if x.dtype == jnp.bool_:
+        keys = x.astype(jnp.int8)
+    elif jnp.issubdtype(x.dtype, jnp.floating):
+        whole = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+        # -0.0 equals 0.0. The bits of negative floats, as integers, grow with the distance from 0.
+        bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), whole)
+        keys = jnp.where(bits < 0, bits ^ whole.type(jnp.iinfo(whole).max), bits)
+        keys = jnp.where(x != x, whole.type(jnp.iinfo(whole).max), keys)
+    else:
+        keys = x
+    return keys if largest else ~keys
