@@ -1,109 +1,198 @@
 # SPDX-License-Identifier: MIT
-"""The order of the source files, and what each may hold, as CONTRIBUTING.md says."""
+"""The rooms of the library, their order and their sizes, as CONTRIBUTING.md describes them.
+
+Docstrings do not count as lines; nor do comments and blank lines where lines of code are counted.
+"""
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import rankax
 
-ROOT = Path(rankax.__file__).parent
-SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-ORDER = [
+SOURCE = Path(rankax.__file__).parent
+FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
+PROJECT = Path(__file__).parents[1]
+
+ROOMS = [
     *["_errors", "_static", "_base", "_declare", "_trace", "_plan", "_progress", "_fit", "_loop"],
     *["_devices", "_scan", "_reduce", "_options", "_call", "_tune", "_blocks", "_front"],
     *["reductions", "xarray", "__init__"],
 ]
-MOST_LINES = 60
+
+MOST_LINES_OF_CODE = 9150  # in all files together
+MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
+MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
+
+Node = ast.Module | ast.ClassDef | ast.FunctionDef
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
-def tree_of(name: str) -> ast.Module:
-    return ast.parse(SOURCES[name].read_text())
+def nodes(name: str, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(TREES[name]) if isinstance(node, kinds))
 
 
-def part(name: str) -> str:
-    """What a file belongs to: its folder, or itself."""
+def room(name: str) -> str:
+    """Return what a file belongs to: its folder, or itself."""
     return name.split("/")[0].removesuffix(".py")
 
 
+# Imports.
+
+
 def imported_modules(name: str) -> Iterator[str]:
-    """Every module that a file imports, also in functions and for type checkers only."""
-    for node in ast.walk(tree_of(name)):
+    """Return every module that a file imports, also in functions and for type checkers only."""
+    for node in nodes(name, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{name}: a relative import"
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported_files(name: str) -> set[str]:
-    """Those of the library, without those that these import."""
-    ours = [module.split(".")[1:] for module in imported_modules(name) if part_of_rankax(module)]
-    return {f"{'/'.join(path) or '__init__'}.py" for path in ours} & SOURCES.keys()
-
-
-def part_of_rankax(module: str) -> bool:
-    return module.split(".")[0] == "rankax"
+    """Return the files of the library that a file imports itself."""
+    modules = [module.split(".") for module in imported_modules(name)]
+    paths = ["/".join(path) or "__init__" for package, *path in modules if package == "rankax"]
+    return {f"{path}.py" for path in paths} & FILES.keys()
 
 
 def all_imported_files(name: str) -> set[str]:
-    found: set[str] = set()
+    """Return the files of the library that a file imports, itself or through others."""
+    files: set[str] = set()
     waiting = [name]
     while waiting:
-        new = imported_files(waiting.pop()) - found
-        found |= new
+        new = imported_files(waiting.pop()) - files
+        files |= new
         waiting += new
-    return found
+    return files
 
 
-def test_every_file_has_its_place():
-    assert {part(name) for name in SOURCES} == set(ORDER)
+def of_package(package: str, modules: Iterable[str]) -> list[str]:
+    return [module for module in modules if module.split(".")[0] == package]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_file_imports_only_from_its_folder_and_from_what_stands_before_it(name):
-    own = ORDER.index(part(name))
-    late = [other for other in imported_files(name) if ORDER.index(part(other)) > own]
-    assert late == []
-    assert name not in all_imported_files(name)  # no cycle among the files of a folder
+def test_every_file_belongs_to_a_room():
+    assert {room(name) for name in FILES} == set(ROOMS)
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if part(name) == "_plan"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_from_its_room_and_earlier_rooms(name):
+    place = ROOMS.index(room(name))
+    assert [file for file in imported_files(name) if ROOMS.index(room(file)) > place] == []
+    assert name not in all_imported_files(name)  # no cycle within a room
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room(name) == "_plan"])
 def test_planning_imports_no_jax(name):
     for file in {name, *all_imported_files(name)}:
-        assert [module for module in imported_modules(file) if module.split(".")[0] == "jax"] == []
+        assert of_package("jax", imported_modules(file)) == []
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_function_fits_a_screen(name):
-    long = [
-        f"{node.name}: {lines}"
-        for node in ast.walk(tree_of(name))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (lines := lines_of(node)) > MOST_LINES
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_uses_nothing_private_of_jax(name):
+    modules = list(imported_modules(name))
+    used = of_package("jax", modules)
+    for node in nodes(name, ast.Attribute):
+        if (path := ast.unparse(node)).split(".")[0] in ("jax", "jnp", "lax"):
+            used.append(path)
+    assert [path for path in used if re.search(r"\._(?!_)", path)] == []
+    assert of_package("jaxlib", modules) == []
+
+
+# Sizes.
+
+
+def docstring_lines(node: Node) -> set[int]:
+    documented = (part for part in ast.walk(node) if isinstance(part, Node) and part.body)
+    first = (part.body[0] for part in documented if ast.get_docstring(part) is not None)
+    return {line for text in first for line in range(text.lineno, text.end_lineno + 1)}
+
+
+def length(node: Node) -> int:
+    lines = range(getattr(node, "lineno", 1), node.body[-1].end_lineno + 1)
+    return len(set(lines) - docstring_lines(node))
+
+
+def lines_of_code(name: str) -> int:
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(FILES[name].read_text()).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstring_lines(TREES[name]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_functions_classes_and_files_are_short(name):
+    lengths = [
+        (getattr(node, "name", name), length(node), most)
+        for kind, most in MOST_LINES.items()
+        for node in nodes(name, kind)
     ]
-    assert long == []
+    assert [(what, lines) for what, lines, most in lengths if lines > most] == []
 
 
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring."""
-    lines = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return lines
-    docstring = function.body[0]
-    return lines - (docstring.end_lineno - docstring.lineno + 1)
+def test_folders_and_the_whole_library_are_small():
+    folders = Counter(room(name) for name in FILES if not name.endswith("__init__.py"))
+    assert {name: n for name, n in folders.items() if n > MOST_FILES_IN_A_FOLDER} == {}
+    assert sum(map(lines_of_code, FILES)) <= MOST_LINES_OF_CODE
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_nothing_private_of_jax_is_used(name):
-    modules = [module for module in imported_modules(name) if module.split(".")[0] == "jax"]
-    used = [
-        ast.unparse(node) for node in ast.walk(tree_of(name)) if isinstance(node, ast.Attribute)
-    ]
-    names = modules + [path for path in used if path.split(".")[0] in ("jax", "jnp", "lax")]
-    assert [path for path in names if re.search(r"\._(?!_)", path)] == []
-    assert [module for module in imported_modules(name) if module.startswith("jaxlib")] == []
+def test_no_two_classes_share_a_name():
+    names = Counter(node.name for name in FILES for node in nodes(name, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# Pages that describe the house.
+
+
+def test_contributing_lists_the_rooms_in_their_order():
+    (table,) = re.findall(
+        r"^\| Room .*?\n\n", (PROJECT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    cells = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    assert listed == ROOMS
+
+
+def drawn_path() -> list[tuple[str, str]]:
+    """Return file and function of each line of the drawing in "How it works"."""
+    page = (PROJECT / "docs" / "how_it_works.md").read_text()
+    (drawing,) = re.findall(r"^```text\n(step .*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [(file, function) for function, file in re.findall(r"([\w.]+) +(\w+/\w+\.py)", drawing)]
+
+
+def test_a_chunked_call_takes_the_path_that_the_page_draws():
+    called: list[tuple[str, str]] = []
+
+    def record(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{SOURCE}/"):
+            file = Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
+            called.append((file, frame.f_code.co_qualname.split("<locals>.")[-1]))
+
+    kernel = rankax.auto_vmap(a=1, b=1, chunk_size=10)(lambda a, b: jnp.tanh(a @ b) + 0.2824)
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        kernel(jnp.ones((4, 1, 3)), jnp.ones((25, 3)))
+    finally:
+        sys.setprofile(before)
+    drawn = drawn_path()
+    assert len({file for file, _ in drawn}) <= 10
+    calls = iter(called)  # each search goes on where the last one ended
+    assert [step for step in drawn if step not in calls] == []
+    assert len(drawn) >= 9

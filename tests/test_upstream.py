@@ -75,7 +75,7 @@ class TestRunningSumOfPadded:
 class TestForgottenRules:
     """`docs/how_it_works.md` says of loops of JAX that they forget rules, and in which versions.
 
-    With JAX 0.12 as the lowest, `keep_rules` in `_map/calls.py` may go, and that sentence.
+    With JAX 0.12 as the lowest, `keep_rules` in `_trace/derivatives.py` may go, and that sentence.
     """
 
     kept, forgotten = 0.7568025, 3.02721

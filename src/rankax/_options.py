@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Options of kernels: their defaults, their checks, and the scope that sets them from outside.
 
-One option is one field of `Options` and one entry of `_CHECKS`, and it stands in the overloads of
-`auto_vmap`, for a type checker cannot read them from here.
+An option is a field of `Options`, a key of `Given` and an entry of `_CHECKS`. It is also a
+parameter in the overloads of `auto_vmap`, because type checkers cannot read those from here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What can be given as ``reduce`` to `auto_vmap` and `chunked_reduce`, besides a name."""
+"""The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
 from rankax._reduce.fold import Fold as Fold
 from rankax._reduce.protocol import Reduction as Reduction

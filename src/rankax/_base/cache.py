@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A bounded cache."""
+"""A thread-safe cache of bounded size."""
 
 from __future__ import annotations
 

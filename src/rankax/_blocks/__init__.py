@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""A kernel on arrays in blocks, which dask or cubed evaluate wherever they run."""
+"""Blocks: calls with arrays of dask or cubed, evaluated block by block in any process."""

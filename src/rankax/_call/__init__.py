@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Call: arguments -> a bound call -> nested maps."""
+"""Call: bind the arguments of a call, then plan, trace, fit and run it (`run.py` is the path)."""

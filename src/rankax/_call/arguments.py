@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""From the arguments of a call to the parameters of a kernel, and what an array may be."""
+"""Match arguments with the parameters of a kernel, and decide what counts as an array."""
 
 from __future__ import annotations
 

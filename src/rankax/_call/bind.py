@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Bind a call of a decorated kernel: its arguments as leaves, with ranks and paths.
+"""Bind a call of a decorated kernel: its arguments become leaves, with ranks and paths.
 
-What depends on the structure of the arguments alone (`Structure`), and what depends on their shapes
-(plans), is worked out once and kept, because loops call with the same ones again.
+What depends only on the structure of the arguments (`Structure`) or only on their shapes (plans) is
+computed once and kept, because loops make the same call again and again.
 """
 
 from __future__ import annotations
@@ -205,7 +205,11 @@ def _bound(
 def _structure(
     kernel: Kernel, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
 ) -> Structure:
-    """Give each leaf its rank, and refuse a list of numbers under one rank."""
+    """Give each leaf its rank, and refuse a list of numbers under one rank.
+
+    That is also refused under rank 0, where it could be a pytree of scalars. Such a list needs a
+    rank for each entry, or the annotation of a list.
+    """
     key = (names, treedef)
     structure = kernel.structures.get(key)
     if structure is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A bound call: what every front end hands on, and all that planning, tracing and running know.
+"""A bound call: the arguments of a front end, in the form that all later steps use.
 
-`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. They differ in
-nothing else.
+`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. The front ends
+differ in nothing else.
 """
 
 from __future__ import annotations

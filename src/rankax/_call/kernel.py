@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A decorated kernel: its function, its declaration, its options, and what calls leave behind."""
+"""A decorated kernel: its function, declaration and options, and the caches that its calls fill."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bind a call of `chunked_vmap` or `chunked_reduce`: checked before anything is traced."""
+"""Bind a call of `chunked_vmap` or `chunked_reduce`; all checks precede the trace."""
 
 from __future__ import annotations
 

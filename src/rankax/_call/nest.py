@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The nest of maps that a plan names, around a kernel for one item.
+"""The nest of a plan: a map for each level (a `jax.vmap` or a loop) around the program of one item.
 
 Small vectors that every row of a reduction reads are stored by component (`_lanes_last`). Their
 gradient is then three times as fast, because XLA:CPU does not vectorise over the second of two

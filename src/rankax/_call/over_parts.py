@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A nest of maps, or the reduction of a row, around each of several parts of a batch.
+"""A nest of maps, or the reduction of a row, on each part of a sharded batch.
 
-Each sharded axis is one more map, outside of all loops; see `shards.py`.
+Each sharded axis is one more map, outside all loops; see `rankax._devices.parts`.
 """
 
 from __future__ import annotations

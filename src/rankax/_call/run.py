@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The path of every call: plan, trace, fit, run.
 
-A call without a loop is nested maps around the kernel itself, and leaves what nesting by hand
-leaves. Otherwise the kernel is traced once, for one item, and everything that follows (the memory
-limit, the tile, the loops, the devices) works on that program. `prepare` is all that `plan` prints
-and a call carries out.
+A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
+hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
+limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
+``plan`` prints and `run` executes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Annotations as written, and the values of those that are strings."""
+"""The type annotations of functions and classes; those written as strings are evaluated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ranks of an example of one item."""
+"""``ranks_like``: a tree of ranks, read from an example of one item."""
 
 from __future__ import annotations
 

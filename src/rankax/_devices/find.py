@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which axes of a batch are sharded: as the arrays show it, or as the option ``shards=`` gives it.
+"""Find the sharded axes of a batch: from its arrays, or from the option ``shards=``.
 
 An array that exists shows its sharding; a tracer shows it only on a mesh with explicit axes, where
 shardings belong to types. So inside a caller's own ``jit``, ``shards=`` names the sharded axes.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Fit: a program and a limit -> a chunk; a program and a processor -> a tile."""
+"""Fit: choose the chunk that keeps to a memory limit (`memory`) and the tile for a CPU (`cpu`)."""

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""How many items a tile should have, from the program of one item.
+"""The tile that a CPU evaluates fastest, chosen from the program of one item.
 
-A chunk is walked in tiles where that is faster. The one reason so far is XLA:CPU of JAX 0.10 to
-0.12 (0.9 does not do it). There a sum, maximum or minimum of floats whose operand has 4096 numbers
-or more goes to a library (``__ynn_fusion`` in a compiled program), and so does a dot product of two
-vectors. The library takes some nanoseconds for each result. That is nothing where a result
-comes from 32 numbers or more, and a multiple of the work where it comes from three. So a tile is
-chosen that keeps the operands of short reductions below 4096 numbers.
+A tile is the part of a chunk that is evaluated at once. So far there is one reason to make it
+smaller than the chunk, XLA:CPU of JAX 0.10 to 0.12 (0.9 does not do it). There, a sum, maximum or
+minimum of floats whose operand has 4096 numbers or more is computed by a library
+(``__ynn_fusion`` in a compiled program), and so is a dot product of two vectors. The library takes
+some nanoseconds for each result. That is nothing where a result comes from 32 numbers or more, and
+up to six times the work where it comes from three. `best_tile` weighs the short reductions against
+the long ones and against the cost of small tiles; where the short ones prevail, it returns a tile
+that keeps their operands below 4096 numbers.
 
-It may go, with all that calls it, when ``test_upstream.py`` finds that no library is called.
+The tile has to be known before the levels of a plan are cut. So a chunked kernel is traced first,
+and the same program is then mapped: there is still one trace a call. `plan` traces it, too. A batch
+that fits one chunk has no tiles; it stays plain `jax.vmap`.
+
+Test: ``test_upstream.py::test_short_sums_of_many_numbers_go_to_a_library``. When no supported JAX
+calls the library, this module and all that calls it may go.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""What a call needs, by the compiler's own account, and the chunk that keeps to a limit.
+"""A memory limit becomes a chunk size: whole calls are compiled, and the compiler counts the bytes.
 
-Programs are compiled for shapes alone, and never run. What is compiled is the whole call with a
-chunk size that is tried, and the pull-back of cotangents through it: so all is counted that the
-loop adds to the chunk. Arrays that the kernel closes over are inputs there, since they may be
-tracers of an outer trace, of which the shape is all that is known.
+`fit_to_limit` compiles the call for a few chunk sizes, for shapes alone; nothing runs.
+`rankax._plan.budget` picks the sizes to measure and chooses the largest one within the limit.
+
+The whole call is compiled, not the chunk, because what the loop adds counts too, such as the copy
+of the outputs where no chunk divides the batch. The gradient is measured with respect to all
+floating arrays, including those that the kernel closes over, because a forward call does not show
+what will be differentiated. Arrays that the kernel closes over become inputs of the measured
+program: they may be tracers of an outer trace, of which only the shape is known.
 """
 
 from __future__ import annotations

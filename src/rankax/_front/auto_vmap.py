@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""``auto_vmap``: the decorator, its options and its type."""
+"""``auto_vmap``: the decorator, its options and its type.
+
+A decorated kernel is a plain function, so that methods, pickling, `help` and every tool that asks
+`inspect.isfunction` work. An attribute of a function is not bound to an object, so ``plan`` of a
+method takes the object first: ``Body.energy.plan(body, x)``.
+
+`auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
+were passed: one may share its name with a parameter of the kernel (`rankax._declare.ranks`). The
+signature that `help` shows is set separately.
+"""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Loop: one scan over the chunks of a batch, and how arrays enter and leave it."""
+"""Loop: one scan over the chunks of an axis, how arrays enter and leave it, and its reuse."""

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
 """How the chunks of an array are read, written and joined, as XLA handles it best.
 
+Chunks that divide axis 0 are rows of a stack (`stack_chunks`). All others are read by index
+(`take_chunk`): where no chunk divides the axis, the last one starts early (`next_start`) and
+overlaps the one before it.
+
 Plain indexing would be right, too, but slow or large. An operand that is read by index is flat: its
 mapped axis and all later axes become one before the loop, and a chunk gets its shape back after it
 is read. What else is done, why, and until when (the tests are in ``tests/test_chunked_memory.py``

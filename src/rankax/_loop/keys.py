@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""A key for each item: made of one key and the number of the item, where the item is evaluated.
+"""A split key: each item makes its own key from one key and the number of the item.
 
-``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says of which
-generators). So no array of keys is needed, only the number of each item. The levels of a nest hand
-each item its place along them (`numbered` levels: the last input of what they map), and the places
-make the number.
+``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
+generators). So there is no array of keys; `item_key` makes the key where the item is evaluated.
+
+The number comes from the places of the item: each level of a nest passes the place of the item
+along it as the last input of the function that it maps (`LoopSpec.numbered`). In a loop this is the
+start of the chunk plus a count within it. An array of numbers as one more operand would be simpler,
+but it is as long as the batch, and compiled programs do store it. The places become one number
+just outside the program of one item (`number_items`), so that this program does not depend on how
+the levels are cut. A nest over a part of a batch numbers the items within the whole batch: it takes
+the splits of the whole batch, and where the part begins along each axis.
 """
 
 from __future__ import annotations

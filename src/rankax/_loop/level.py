@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One level of a nest around a function of one item: a `jax.vmap`, or a loop over chunks."""
+"""One level of a nest, around a function of one item: a `jax.vmap`, or a loop over chunks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Eager calls: a loop is compiled once, and found again by what the kernel computes.
+"""Eager calls reuse compiled loops: a loop is found again by what its kernel computes.
 
 Outside `jax.jit`, a kernel is traced at each call: only a new trace sees that a number, an array or
 a function that the kernel uses has changed. Tracing is cheap, but JAX compiles a new loop for every

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """One loop along an axis, as data.
 
-Whatever shapes the program of a loop besides the program of one item is a field of `LoopSpec`. A
-nest is a sequence of them, the loop takes one, and a compiled loop is kept under it (`reuse.py`):
-an option that is a field can be forgotten nowhere.
+All that determines the program of a loop, besides the program of one item, is a field of
+`LoopSpec`. A nest is a sequence of specs, the loop takes one, and `reuse.py` finds compiled loops
+by it. So a new option of loops cannot be missing from the key of that cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""How an axis is cut into chunks of one size."""
+"""How an axis is cut into chunks of one size.
+
+If no chunk size divides the axis, the last chunk starts early and overlaps the one before it;
+`_loop/access.py` reads it.
+
+A chunk size that divides the axis is worth up to a quarter more steps. It needs no overlap, and a
+derivative then copies nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One array of a call, its axes divided by its rank."""
+"""One leaf of a call: its shape, divided by its rank into batch axes and core axes."""
 
 import dataclasses
 

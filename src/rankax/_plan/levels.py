@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Which maps cover a batch shape, and how each is cut into chunks."""
+"""The levels of a plan: which maps cover a batch shape, and how each is cut into chunks.
+
+A chunk fills the levels from the innermost outwards. A batch that fits one chunk has one level per
+axis, all plain `jax.vmap`, as if there were no bound. Otherwise, adjacent axes that all leaves map
+alike are merged first, so that a chunk can span them.
+"""
 
 import dataclasses
 import functools

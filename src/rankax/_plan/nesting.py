@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""From shapes to the one plan of a call, and how its arrays enter the nested maps."""
+"""Plan a call: from the shapes of its leaves to levels, and how leaves enter the nested maps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How the items of a batch are counted for keys that are split, one key for each item."""
+"""The numbers of the items of a batch, from which `_loop/keys.py` makes one key for each item."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Trace: a kernel -> the program of one item, its derivatives, and what tells it from others."""
+"""Trace: a kernel -> the program of one item, its derivatives, and its fingerprint."""

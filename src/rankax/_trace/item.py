@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The program of one item: a kernel is traced once, and what it returns is checked there.
+"""The program of one item: a kernel is traced once, and its outputs are checked there.
 
-A tree is taken apart where it comes in and put together where it goes out; in between there are
-only its leaves. For a class may check, or convert, what it is rebuilt from, and it must never see
-anything but what it holds for one item, or for all.
+Trees are flattened on entry and rebuilt on exit; in between there are only leaves. A pytree class
+may check or convert the fields that it is rebuilt from, so it must see only the values of one item,
+or those of the whole batch.
 """
 
 from __future__ import annotations

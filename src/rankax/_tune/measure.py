@@ -3,7 +3,7 @@
 
 Everything counts towards ``seconds``: tracing, compiling and running. The options that the kernel
 has come first, then plain `jax.vmap` unless a bound forbids it; these two are always measured. The
-other candidates follow in the order of promise: a few sizes far apart, then those closest to the
+other candidates follow, the most promising first: a few sizes far apart, then those closest to the
 fastest so far. Each is tried only if the time left is enough to compile it and to run it twice; the
 table lists the others as "not tried". In the time that remains, the fastest candidates are run in
 turns.
