@@ -31,7 +31,7 @@ Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A batch, of which some axes lie in parts, and its leaves."""
+    """How a batch and its leaves are cut into parts along some batch axes."""
 
     shape: tuple[int, ...]
     parts: tuple[Parts, ...]
@@ -40,34 +40,34 @@ class Layout:
 
     @property
     def count(self) -> int:
-        """How many parts there are along all axes together."""
+        """The number of parts along all axes together."""
         return math.prod(parts.count for parts in self.parts)
 
     def shape_of_part(self, shape: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the shape of one part of a leaf that has the axes of the batch there."""
+        """Return the shape of one part of a leaf with these batch axes."""
         for parts in self.parts:
             if (axis := axes[parts.axis]) is not None:
                 shape = part_shape(shape, axis, parts)
         return tuple(shape)
 
     def inner(self) -> Layout:
-        """Return the same of one part along the first axis that lies in parts."""
+        """Return the layout of one part along the first axis that is cut."""
         first, *rest = self.parts
         shape = part_shape(self.shape, first.axis, first)
         return dataclasses.replace(self, shape=shape, parts=tuple(rest))
 
     @property
     def first_axes(self) -> list[int | None]:
-        return [own[self.parts[0].axis] for own in self.axes]
+        return [axes[self.parts[0].axis] for axes in self.axes]
 
     def begins(self, outside: Begins, number: Any) -> Begins:
-        """Return where this part begins, along its axis and those that were cut before."""
+        """Return where a part begins, along its axis and those that were cut before."""
         axis = self.parts[0].axis
         each = np.asarray(self.shape[axis] // self.parts[0].count, number.dtype)
         return {**outside, axis: number * each}
 
     def place(self, axis: int, *, is_kept: bool) -> int | None:
-        """Return where an output has an axis of the batch; None where it is reduced."""
+        """Return where an output has an axis of the batch; None if the axis is reduced."""
         if is_kept:
             return axis
         if axis in self.reduced:
@@ -86,25 +86,25 @@ def mergeable_parts(
     reductions: Reductions | None,
     where: str,
     *,
-    given: bool,
+    is_asked: bool,
 ) -> tuple[Parts, ...]:
-    """Leave out axes whose parts are no runs of a row, where a reduction needs its items in order.
+    """Leave out the axes whose parts are not runs of items, if a reduction depends on their order.
 
-    That is an error where the parts are ``given``, or where JAX could not walk them as one.
+    It is an error if the caller asked for such parts, or if JAX could not evaluate them as one.
     """
     if reductions is None or not reductions.are_ordered:
         return parts
-    found: list[Parts] = []
-    for own in parts:
-        before = math.prod(plan.batch_shape[axis] for axis in plan.reduced if axis < own.axis)
-        if own.axis not in plan.reduced or before == 1:
-            found.append(own)
-        elif given or own.is_explicit:
+    runs: list[Parts] = []
+    for each in parts:
+        before = math.prod(plan.batch_shape[axis] for axis in plan.reduced if axis < each.axis)
+        if each.axis not in plan.reduced or before == 1:
+            runs.append(each)
+        elif is_asked or each.is_explicit:
             raise ValueError(
                 f"{where}: {reductions} takes items in their order, so of the axes that are "
-                f"reduced, {plan.reduced}, only the first can be sharded, but axis {own.axis} is"
+                f"reduced, {plan.reduced}, only the first can be sharded, but axis {each.axis} is"
             )
-    return tuple(found)
+    return tuple(runs)
 
 
 def plan_of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPlan:
@@ -115,7 +115,7 @@ def plan_of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> Ba
         plan,
         batch_shape=whole.batch_shape,
         leaves=whole.leaves,
-        parts=tuple((own.axis, own.count) for own in parts if own.count > 1),
+        parts=tuple((each.axis, each.count) for each in parts if each.count > 1),
     )
 
 
@@ -124,7 +124,6 @@ def map_parts(
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
-    out_axes: Sequence[Sequence[int | None]],
     key: Any,
 ) -> Leaves:
     """Return the outputs of ``program``, which maps an item over one part, for the whole batch.
@@ -132,43 +131,40 @@ def map_parts(
     Parameters
     ----------
     program : callable
-        Takes the item, the leaves of one part and where that begins; returns arrays.
+        Takes the item, the leaves of one part and where the part begins; returns arrays.
     item : ItemProgram
     leaves : sequence of arrays
     layout : Layout
-    out_axes : sequence of sequences
-        For each output, where it has each axis of the batch; None: it is alike for all items.
     key : hashable
-        What ``program`` depends on besides.
+        Everything else that ``program`` depends on.
     """
 
     def walk(layout: Layout, begins: Begins, item: ItemProgram, leaves: Leaves) -> Leaves:
         if not layout.parts:
             return program(item, leaves, begins)
-        own = layout.parts[0]
+        parts = layout.parts[0]
 
-        def of_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
+        def map_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
             inside = layout.begins(begins, number)
             return walk(layout.inner(), inside, item.with_constants(consts), leaves)
 
-        outs = over_parts(of_part, own, item.closed.consts, leaves, layout.first_axes)
-        axes = [places[own.axis] for places in out_axes]
-        outs = [
-            out if axis is None else join(out, axis, own)
-            for out, axis in zip(outs, axes, strict=True)
-        ]
-        return outs if None not in axes else _with_alike(outs, axes, item)
+        outs = over_parts(map_part, parts, item.closed.consts, leaves, layout.first_axes)
+        for i, axis in enumerate(item.out_axes):
+            if axis is not None:  # with several batch axes, they are all in front
+                outs[i] = join(outs[i], axis if len(layout.shape) == 1 else parts.axis, parts)
+        return outs if None not in item.out_axes else _with_shared(outs, item)
 
     return run_kept(functools.partial(walk, layout, {}), item, leaves, (layout, key))
 
 
-def _with_alike(outs: Leaves, axes: Sequence[int | None], item: ItemProgram) -> Leaves:
-    """Replace outputs that are alike for all items: each device has them, and none is to send them.
+def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
+    """Replace the outputs that are the same for all items, so that no device has to send them.
 
-    They do not depend on the item, so that of any will do, and what is not used is not computed.
+    They do not depend on the item, so any item will do; the other outputs are not computed.
     """
-    alike = item(*(zeros(aval.shape, aval.dtype) for aval in item.closed.in_avals))
-    return [one if axis is None else out for out, one, axis in zip(outs, alike, axes, strict=True)]
+    shared = item(*(zeros(aval.shape, aval.dtype) for aval in item.closed.in_avals))
+    triples = zip(outs, shared, item.out_axes, strict=True)
+    return [one if axis is None else out for out, one, axis in triples]
 
 
 def reduce_parts(
@@ -179,7 +175,7 @@ def reduce_parts(
     reductions: Reductions,
     key: Any,
 ) -> Any:
-    """Return what `map_parts` does, of a program that reduces one part; the result in its tree."""
+    """Do what `map_parts` does, for a program that reduces one part; return the result's tree."""
 
     def walk(
         layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
@@ -210,7 +206,7 @@ def reduce_parts(
     def whole(item: ItemProgram, leaves: Leaves) -> Any:
         return walk(layout, {}, reductions, item, leaves).assembled()
 
-    # A function of the user's may do something else at the next call, and stay the same object.
+    # A user-defined function may behave differently at the next call and stay the same object.
     kept = None if reductions.are_ordered else (layout, reductions, key)
     return run_kept(whole, item, leaves, kept)
 

@@ -147,7 +147,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
         options.shards, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks
     )
     is_asked = options.shards is not None
-    return mergeable_parts(parts, whole.plan, options.reduce, bound.where, given=is_asked)
+    return mergeable_parts(parts, whole.plan, options.reduce, bound.where, is_asked=is_asked)
 
 
 def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
@@ -200,9 +200,7 @@ def _over_parts(
     def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
         return nest.map(item, leaves, begins)
 
-    count = len(layout.shape)
-    own = [(axis,) if count == 1 else tuple(range(count)) for axis in item.out_axes]
-    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, own, nest))
+    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, nest))
 
 
 def _fit(
