@@ -333,4 +333,12 @@ def _high_level_call() -> Any:
                 for i, aval in enumerate(self.in_avals)
             )
 
+        def transpose(self, cotangents: Any, *args: Any) -> None:
+            unknown = [i for i, x in enumerate(args) if isinstance(x, hijax.GradAccum)]
+            of_unknown = _of_some(self.other, args, unknown)
+            transpose = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
+            dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+            for i, cotangent in zip(unknown, transpose(dense), strict=True):
+                args[i].accum(cotangent)
+
     return HighLevelCall
