@@ -30,12 +30,20 @@ from rankax._loop.loop import KEPT_IN_REVERSE
 from rankax._loop.reuse import map_chunks
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
+from rankax._reduce.extrema import Arg, DelayedArg
 from rankax._reduce.states import Accumulation, Storage
 from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import evaluate, subprograms
 
-__all__ = ["Row", "index_dtype", "most_lanes", "whole_level"]
+__all__ = ["Row", "evaluates_functions", "index_dtype", "most_lanes", "whole_level"]
+
+_EXPENSIVE = {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
+    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
+    *("pow", "sin", "sinh", "tan", "tanh"),
+}
 
 Steps = Sequence[Accumulation | Storage]
 
@@ -59,6 +67,14 @@ def index_dtype(size: int) -> Any:
     return jnp.int32 if size < 2**31 else jnp.int64
 
 
+def evaluates_functions(jaxpr: Any) -> bool:
+    """Whether a program has operations that cost more than storing a result, on a CPU."""
+    return jax.default_backend() == "cpu" and any(
+        eqn.primitive.name in _EXPENSIVE or any(map(evaluates_functions, subprograms(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -66,6 +82,7 @@ class Row:
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
+    is_expensive: bool = False  # see `evaluates_functions`
 
     @property
     def size(self) -> int:
@@ -156,7 +173,7 @@ class Row:
 
         ``linear``: a derivative needs no state. Otherwise one is stored for each tile.
         """
-        loops = _RowLoops(tuple(steps), index_dtype(self.size))
+        loops = _RowLoops(tuple(steps), index_dtype(self.size), self.is_expensive)
         if self.is_whole or not self.size:
             return loops.at_once(self.whole(), self.size)
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
@@ -185,6 +202,7 @@ class _RowLoops:
 
     steps: tuple[Accumulation | Storage, ...]
     index_dtype: Any
+    is_expensive: bool
 
     def at_once(self, outs: Sequence[jax.Array], size: int) -> list[Any]:
         """Return the states of a row that is one tile, or empty; ``outs`` have it on axis 0."""
@@ -207,7 +225,8 @@ class _RowLoops:
             mapped = [jnp.asarray(x) for x in level.mapped(leaves)]
             chunks = level.chunks
             sink = _Tiles(self.steps, chunks.size, levels_below, lanes_below, self.index_dtype)
-            states = map_chunks(item, mapped, level, sink)
+            steps = tuple(map(_delayed, self.steps)) if self.is_expensive else self.steps
+            states = map_chunks(item, mapped, level, dataclasses.replace(sink, steps=steps))
             start = chunks.steps * chunks.size
             if start == chunks.length:
                 return states
@@ -241,6 +260,15 @@ class _RowLoops:
             return map_chunks(item, mapped, one_by_one, sink)
 
         return loop
+
+
+def _delayed(step: Accumulation | Storage) -> Accumulation | Storage:
+    """Return the same step, with `DelayedArg` in place of `Arg`."""
+    if isinstance(step, Storage) or step.is_wide or not isinstance(step.accumulator, Arg):
+        return step
+    arg = step.accumulator
+    delayed = DelayedArg(arg.core, arg.dtype, arg.index_dtype, arg.largest)
+    return dataclasses.replace(step, accumulator=delayed)
 
 
 def _remainder(

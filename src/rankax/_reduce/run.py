@@ -25,7 +25,7 @@ from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
-from rankax._reduce.row import Row, whole_level
+from rankax._reduce.row import Row, evaluates_functions, whole_level
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
@@ -190,7 +190,7 @@ def reduce_row(
         def item(*items: Any) -> list[Any]:
             return program.evaluate(consts, items)
 
-        return Row(item, tuple(leaves), tuple(specs))
+        return Row(item, tuple(leaves), tuple(specs), program.is_expensive)
 
     return Reduced.of(program.values(row, leaves), reductions, program.outputs)
 
@@ -202,6 +202,7 @@ class RowProgram(NamedTuple):
     consts: list[Any]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
+    is_expensive: bool
 
     @classmethod
     def trace(
@@ -233,7 +234,8 @@ class RowProgram(NamedTuple):
             outputs.append(Outputs(path, names, structure, tuple(outs), first))
             first += structure.num_leaves
         evaluate = apart_from_constants(closed, avals)
-        program = cls(evaluate, list(closed.consts), tuple(outputs), reductions)
+        is_expensive = evaluates_functions(closed.jaxpr)
+        program = cls(evaluate, list(closed.consts), tuple(outputs), reductions, is_expensive)
         program.check(where, math.prod(spec.chunks.length for spec in specs))
         return program
 
