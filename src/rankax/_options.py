@@ -42,20 +42,6 @@ class Options:
     shards: Shards = None
 
 
-class Given(TypedDict, total=False):
-    """The options of `auto_vmap`, as somebody gives them."""
-
-    chunk_size: int | None
-    memory_limit: int | str | None
-    reduce: Any
-    reduce_axis: int | Sequence[int] | None
-    checkpoint: bool
-    jit: bool
-    compiler_options: Mapping[str, Any] | None
-    progress: bool | str | Callable[[int, int], object]
-    shards: int | PartitionSpec | None
-
-
 class Scoped(TypedDict, total=False):
     """The options that a scope can set."""
 
@@ -65,25 +51,29 @@ class Scoped(TypedDict, total=False):
     progress: bool | str | Callable[[int, int], object]
 
 
+class Given(Scoped, total=False):
+    """All options of `auto_vmap`, as its caller passes them."""
+
+    reduce: Any
+    reduce_axis: int | Sequence[int] | None
+    jit: bool
+    compiler_options: Mapping[str, Any] | None
+    shards: int | PartitionSpec | None
+
+
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
 
 _SCOPED = tuple(Scoped.__annotations__)
 
 
-# Values.
+# The checks of values; where None is the default, it is not checked.
 
 
-def _chunk_size(value: Any, where: str) -> int | None:
-    return None if value is None else positive_int(value, where, "chunk_size")
+def _chunk_size(value: Any, where: str) -> int:
+    return positive_int(value, where, "chunk_size")
 
 
-def _reduce(value: Any, where: str) -> Reductions | None:
-    return None if value is None else read_reductions(value, where)
-
-
-def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...] | None:
-    if value is None:
-        return None
+def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...]:
     refusal = f"{where}: reduce_axis must be an int, a tuple of ints, or None, got"
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
@@ -98,9 +88,7 @@ def _bool(name: str) -> Callable[[Any, str], bool]:
     return check
 
 
-def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | None:
-    if value is None:
-        return None
+def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{where}: compiler_options must be a dict, as that of jax.jit, got "
@@ -119,7 +107,7 @@ def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...] | N
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "chunk_size": _chunk_size,
     "memory_limit": checked_limit,
-    "reduce": _reduce,
+    "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
     "checkpoint": _bool("checkpoint"),
     "jit": _bool("jit"),
@@ -146,7 +134,10 @@ def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise TypeError(
                 f"{where}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
             )
-    return {name: _CHECKS[name](value, where) for name, value in given.items()}
+    return {
+        name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, where)
+        for name, value in given.items()
+    }
 
 
 def options_of(where: str, **values: Any) -> Options:

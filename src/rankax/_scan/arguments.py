@@ -21,13 +21,13 @@ from rankax._base.checks import (
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
+from rankax._progress.bars import checked_progress
 
 __all__ = [
     "ScanCall",
     "check_leaves",
     "chunk_sizes",
     "is_debugging",
-    "name_of_call",
     "scan_call",
     "slice_bounds",
     "type_name",
@@ -44,6 +44,7 @@ class ScanCall(NamedTuple):
     length: int
     reverse: bool
     unroll: int | bool
+    progress: Any
 
     def plain(self) -> tuple[Any, Any]:
         """Run `jax.lax.scan`."""
@@ -51,9 +52,11 @@ class ScanCall(NamedTuple):
 
 
 def scan_call(
-    where: str, f: Any, init: Any, xs: Any, length: Any, reverse: bool, unroll: Any
+    scan: str, f: Any, init: Any, xs: Any, length: Any, reverse: bool, unroll: Any, progress: Any
 ) -> ScanCall:
     """Check the arguments; convert leaves to arrays and ``unroll`` to what every JAX accepts."""
+    where = f"{scan}({function_name(f)})" if callable(f) else scan
+    progress = checked_progress(progress, where)
     check_callable(f, where, "f")
     if not isinstance(unroll, bool):
         unroll = _checked_int(where, "unroll", unroll, "a bool or a non-negative int", least=0)
@@ -61,11 +64,8 @@ def scan_call(
     check_leaves(where, init, "init")
     check_leaves(where, xs, "xs")
     init, xs = jax.tree.map(jnp.asarray, (init, xs))
-    return ScanCall(where, f, init, xs, _scan_length(where, xs, length), reverse, unroll)
-
-
-def name_of_call(function: str, f: Any) -> str:
-    return f"{function}({function_name(f)})" if callable(f) else function
+    length = _scan_length(where, xs, length)
+    return ScanCall(where, f, init, xs, length, reverse, unroll, progress)
 
 
 def slice_bounds(where: str, **bounds: Any) -> slice:

@@ -101,9 +101,9 @@ def _promote_weak_type(leaf: jax.Array, out: Any) -> jax.Array:
 
 
 def _check_pair(call: ScanCall, out: Any) -> None:
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return
     is_sequence = isinstance(out, (tuple, list))
+    if is_sequence and len(out) == 2:
+        return
     came = f"{type(out).__name__} of {len(out)}" if is_sequence else type_name(out)
     raise TypeError(
         f"{call.where}: the scan body {function_location(call.f)} must return a pair (carry, y), "
@@ -115,16 +115,11 @@ def _check_carry_structure(call: ScanCall, carry: Any) -> None:
     before, after = jax.tree.structure(call.init), jax.tree.structure(carry)
     if before == after:
         return
-    init, returned = (
-        dict(leaves_with_names(call.init, "init")),
-        dict(leaves_with_names(carry, "init")),
-    )
+    init, returned = (dict(leaves_with_names(tree, "init")) for tree in (call.init, carry))
     missing = [path for path in init if path not in returned]
     extra = [path for path in returned if path not in init]
-    details = [
-        *([f"it lacks {listed(missing)}"] if missing else []),
-        *([f"it adds {listed(extra)}"] if extra else []),
-    ]
+    details = [f"it lacks {listed(missing)}"] if missing else []
+    details += [f"it adds {listed(extra)}"] if extra else []
     raise TypeError(
         f"{call.where}: the scan body {function_location(call.f)} must return a carry with the "
         f"structure of init; {' and '.join(details) or 'its containers differ'}\n\n"

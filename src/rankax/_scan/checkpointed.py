@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from rankax._plan.chunks import split_into_chunks
-from rankax._progress.bars import checked_progress
-from rankax._scan.arguments import chunk_sizes, is_debugging, name_of_call, scan_call
+from rankax._scan.arguments import chunk_sizes, is_debugging, scan_call
 from rankax._scan.body import Step
 from rankax._scan.loops import Loop, run_scan
 
@@ -107,22 +106,20 @@ def checkpoint_chunked_scan(
     >>> bool(jnp.isclose(jax.grad(lambda x0: end(x0, chunk_size=10))(0.2), plain, rtol=1e-5))
     True
     """
-    where = name_of_call("checkpoint_chunked_scan", f)
-    sizes = chunk_sizes(where, chunk_size)
+    call = scan_call("checkpoint_chunked_scan", f, init, xs, length, reverse, unroll, progress)
+    steps = call.length  # `layout` must not hold `call`, see `run_scan`
+    sizes = chunk_sizes(call.where, chunk_size) or (steps,)
     if policy is not None and not callable(policy):
-        raise TypeError(f"{where}: policy must be callable or None, got {type(policy).__name__}")
-    progress = checked_progress(progress, where)
-    call = scan_call(where, f, init, xs, length, reverse, unroll)
+        came = type(policy).__name__
+        raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
     if is_debugging():
         return call.plain()
 
-    steps = call.length  # `layout` must not hold `call`, see `run_scan`
-
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-        return _scan_checkpointed(loop, carry, items, steps, sizes or (steps,), policy)
+        return _scan_checkpointed(loop, carry, items, steps, sizes, policy)
 
-    is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
-    return run_scan(call, layout, in_place=not is_even, progress=progress)
+    is_even = steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
+    return run_scan(call, layout, in_place=not is_even)
 
 
 def _scan_checkpointed(

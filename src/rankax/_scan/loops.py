@@ -24,7 +24,6 @@ from rankax._progress.bars import progress_of_call
 from rankax._progress.report import Reports
 from rankax._scan.arguments import ScanCall
 from rankax._scan.body import Operands, Step, trace_body
-from rankax._scan.steps import cut_steps
 from rankax._trace.derivatives import call_with_derivative_of
 
 __all__ = ["Loop", "run_scan"]
@@ -55,7 +54,14 @@ class Loop:
         return lax.scan(block, carry, stacked, count, self.reverse, unroll)
 
     def cut(self, items: Any, begin: int, end: int) -> Any:
-        return cut_steps(items, begin, end, reverse=self.reverse)
+        """Cut the leading axis to some steps, counted in the order of execution."""
+
+        def cut(leaf: jax.Array) -> jax.Array:
+            length = leaf.shape[0]
+            low, high = (length - end, length - begin) if self.reverse else (begin, end)
+            return lax.slice_in_dim(leaf, low, high)
+
+        return jax.tree.map(cut, items)
 
     def join(self, ys: Any, later: Any) -> Any:
         """Join the outputs of two successive loops; a reversed loop writes backwards."""
@@ -66,7 +72,7 @@ class Loop:
 Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]  # takes a loop, the first carry and the items
 
 
-def run_scan(call: ScanCall, layout: Layout, *, in_place: bool, progress: Any) -> tuple[Any, Any]:
+def run_scan(call: ScanCall, layout: Layout, *, in_place: bool) -> tuple[Any, Any]:
     """Trace the body and run it in a layout.
 
     ``in_place`` is for a layout that copies parts of ``xs``: reading ``xs`` by index copies
@@ -76,7 +82,7 @@ def run_scan(call: ScanCall, layout: Layout, *, in_place: bool, progress: Any) -
     """
     # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
     length, reverse, unroll = call.length, call.reverse, call.unroll
-    with progress_of_call(progress if length else False, function_name(call.f)) as shown:
+    with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
         body, operands = trace_body(call)
         if shown is not None:
             layout = _with_reports(layout, Reports(shown, length, 1, length))

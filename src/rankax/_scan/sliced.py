@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._progress.bars import checked_progress
-from rankax._scan.arguments import is_debugging, name_of_call, scan_call, slice_bounds
+from rankax._scan.arguments import is_debugging, scan_call, slice_bounds
 from rankax._scan.loops import Loop, run_scan
 from rankax._scan.steps import KeptSteps, find_kept_steps
 
@@ -134,10 +133,8 @@ def sliced_scan(
     >>> bool(ys[-1] == carry[0])
     True
     """
-    where = name_of_call("sliced_scan", f)
-    window = slice_bounds(where, start=start, stop=stop, step=step)
-    progress = checked_progress(progress, where)
-    call = scan_call(where, f, init, xs, length, reverse, unroll)
+    call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
+    window = slice_bounds(call.where, start=start, stop=stop, step=step)
     if is_debugging():
         carry, ys = call.plain()
         return carry, jax.tree.map(lambda y: y[window], ys)
@@ -153,7 +150,7 @@ def sliced_scan(
             ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
         return carry, ys
 
-    return run_scan(call, layout, in_place=not kept.all, progress=progress)
+    return run_scan(call, layout, in_place=not kept.all)
 
 
 def _scan_kept(

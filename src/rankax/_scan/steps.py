@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Which steps of a loop are kept, and the items that they read."""
+"""Which steps of a loop are kept."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
-from jax import lax
-
-__all__ = ["KeptSteps", "cut_steps", "find_kept_steps"]
+__all__ = ["KeptSteps", "find_kept_steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +54,3 @@ def find_kept_steps(length: int, window: slice, *, reverse: bool) -> KeptSteps:
     partial = blocks < len(kept)
     trail = length - lead - blocks * stride - (before + 1 if partial else 0)
     return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
-
-
-def cut_steps(tree: Any, begin: int, end: int, *, reverse: bool) -> Any:
-    """Cut the leading axis of every leaf to the steps from ``begin`` to ``end``.
-
-    The steps are counted in the order of execution: if ``reverse``, from the last item.
-    """
-
-    def cut(leaf: jax.Array) -> jax.Array:
-        length = leaf.shape[0]
-        low, high = (length - end, length - begin) if reverse else (begin, end)
-        return lax.slice_in_dim(leaf, low, high)
-
-    return jax.tree.map(cut, tree)
