@@ -44,9 +44,8 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
     """
     steps = -(-length // chunk_size)
     size = -(-length // steps)
-    for divisor in range(chunk_size, (4 * size - 1) // 5, -1):
-        if length % divisor == 0:
-            return Chunks(length, divisor, length // divisor)
+    if divisor := _divisor(length, -(-4 * size // 5), chunk_size):
+        return Chunks(length, divisor, length // divisor)
     return Chunks(length, size, steps)
 
 
@@ -64,16 +63,15 @@ def even_chunk_size(sizes: Sequence[int], most: int) -> int:
     for size in reversed(sizes):
         room = most // whole
         if size > room:
-            return whole * _divisor(size, room)
+            return whole * (_divisor(size, -(-room // 2), room) or room)
         whole *= size
     return whole
 
 
-def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor between ``most`` and half of it, or ``most``."""
+def _divisor(number: int, least: int, most: int) -> int:
+    """Return the largest divisor from ``least`` to ``most``, or 0 if there is none."""
     pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
-    found = max((d for pair in pairs for d in pair if d <= most), default=1)
-    return found if 2 * found >= most else most
+    return max((d for pair in pairs for d in pair if least <= d <= most), default=0)
 
 
 def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
@@ -88,7 +86,5 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     tiles = split_into_chunks(length, tile)
     if tiles.even or not chunks.even:
         return tiles
-    for divisor in range(tile, tile // 4, -1):
-        if length % divisor == 0:
-            return Chunks(length, divisor, length // divisor)
-    return chunks
+    divisor = _divisor(length, tile // 4 + 1, tile)
+    return Chunks(length, divisor, length // divisor) if divisor else chunks

@@ -72,28 +72,18 @@ def plan_levels(
     best_tile : int or None
         How many items a tile should have where there are chunks, because that is faster.
     """
-    axes = [
-        Level(
-            size,
-            size,
-            (axis,),
-            tuple(_is_mapped(batch, axis - len(batch_shape), size) for batch in batches),
-            axis in reduced,
-        )
+    aligned = [(None,) * (len(batch_shape) - len(batch)) + batch for batch in batches]
+    levels = [
+        Level(size, size, (axis,), tuple(batch[axis] == size for batch in aligned), axis in reduced)
         for axis, size in enumerate(batch_shape)
     ]
-    in_order = sorted(axes, key=lambda level: level.reduced)
+    levels.sort(key=lambda level: level.reduced)
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
-        return tuple(in_order)
+        return tuple(levels)
     tile = min(chunk_size, best_tile or chunk_size)
     if reduced:  # what is left over is a tile of its own, so no derivative copies more
         chunk_size = tile = min(tile, most_lanes or tile)
-    return _tiled(_merged(in_order, batch_shape), chunk_size, tile)
-
-
-def _is_mapped(batch: Shape, axis: int, size: int) -> bool:
-    """Whether a leaf has this axis (counted from the right) at its full length."""
-    return -axis <= len(batch) and batch[axis] == size
+    return _tiled(_merged(levels, batch_shape), chunk_size, tile)
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
@@ -102,18 +92,16 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
     for level in levels:
         if level.size == 1:
             continue
-        if merged and _can_be_one(merged[-1], level, batch_shape):
-            size, axes = merged[-1].size * level.size, merged[-1].axes + level.axes
-            merged[-1] = dataclasses.replace(merged[-1], size=size, tile=size, axes=axes)
+        last = merged[-1] if merged else level
+        between = batch_shape[last.axes[-1] + 1 : level.axes[0]]
+        is_alike = (last.mapped, last.reduced) == (level.mapped, level.reduced)
+        if merged and is_alike and math.prod(between) == 1:
+            size = last.size * level.size
+            axes = last.axes + level.axes
+            merged[-1] = dataclasses.replace(last, size=size, tile=size, axes=axes)
         else:
             merged.append(level)
     return merged
-
-
-def _can_be_one(first: Level, second: Level, batch_shape: Shape) -> bool:
-    between = batch_shape[first.axes[-1] + 1 : second.axes[0]]
-    is_alike = first.mapped == second.mapped and first.reduced == second.reduced
-    return is_alike and math.prod(between) == 1
 
 
 def _tiled(levels: list[Level], chunk_size: int, tile: int) -> tuple[Level, ...]:

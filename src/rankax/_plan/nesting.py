@@ -23,11 +23,11 @@ InAxes = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PlannedReduction:
-    """What a plan has to know of a reduction."""
+    """The parts of a reduction that a plan depends on; by default, nothing is reduced."""
 
-    name: str
-    axis: int | tuple[int, ...] | None  # as the caller gave it
-    most_lanes: int | None  # how many items a tile has at most
+    name: str = ""
+    axis: int | tuple[int, ...] | None = ()  # as passed by the caller
+    most_lanes: int | None = None  # the largest number of items in a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,14 @@ def plan_nesting(
         If an axis to reduce is out of range, or named twice.
     """
     leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
-    batch_shape, sizes = _agreed(fun, leaves, [rank for *_, rank in arrays], untouched)
+    ranks = [rank for *_, rank in arrays]
+    sizes: dict[str, int] = {}
+    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
+    clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
+    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
+    clashes += batch_clashes
+    if clashes or len(whole) < len(leaves):
+        raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
     batches = tuple(leaf.batch_axes for leaf in leaves)
     plan = _batch_plan(fun, leaves, batches, batch_shape, chunk_size, reduction, best_tile)
     positions = [position for position, *_ in arrays]
@@ -145,16 +152,11 @@ def _batch_plan(
     reduction: PlannedReduction | None,
     best_tile: int | None,
 ) -> BatchPlan:
-    if reduction is None:
-        levels = plan_levels(batches, batch_shape, chunk_size, best_tile=best_tile)
-        return BatchPlan(function_name(fun), batch_shape, leaves, levels)
-    axes = reduced_axes(fun, reduction.axis, batch_shape)
-    levels = plan_levels(
-        batches, batch_shape, chunk_size, frozenset(axes), reduction.most_lanes, best_tile
-    )
-    return BatchPlan(
-        function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
-    )
+    reduction = reduction or PlannedReduction()
+    axes, lanes = reduced_axes(fun, reduction.axis, batch_shape), reduction.most_lanes
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, best_tile)
+    name = function_name(fun)
+    return BatchPlan(name, batch_shape, leaves, levels, reduced=axes, reduce=reduction.name)
 
 
 def _loops(plan: BatchPlan, chunk_size: int | None) -> tuple[bool, ...]:
@@ -166,23 +168,6 @@ def _loops(plan: BatchPlan, chunk_size: int | None) -> tuple[bool, ...]:
         level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
         for level in plan.levels
     )
-
-
-def _agreed(
-    fun: Callable[..., Any],
-    leaves: Sequence[LeafPlan],
-    ranks: Sequence[Rank],
-    untouched: Callable[[], Sequence[tuple[str, Shape]]],
-) -> tuple[Shape, dict[str, int]]:
-    """Return the batch shape and the sizes of the named core dimensions."""
-    sizes: dict[str, int] = {}
-    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
-    clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
-    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
-    clashes += batch_clashes
-    if clashes or len(whole) < len(leaves):
-        raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
-    return batch_shape, sizes
 
 
 def reduced_axes(

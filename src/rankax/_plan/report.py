@@ -51,11 +51,9 @@ def call_error(
         The first of these with a problem; the text lists the problems of all three kinds.
     """
     paths = [leaf.path for leaf in leaves]
-    kinds: list[type[ValueError]] = []
-    sentences: list[str] = []
-    if short := [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]:
-        kinds.append(RankError)
-        sentences += [_too_few(leaves[i], ranks[i], sizes) for i in short[:_EXAMPLES]]
+    short = [i for i, leaf in enumerate(leaves) if len(leaf.shape) < leaf.rank]
+    kinds: list[type[ValueError]] = [RankError] if short else []
+    sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short[:_EXAMPLES]]
     if (others := len(short) - _EXAMPLES) > 0:
         sentences.append(f"And {plural(others, 'leaf')} more with too few axes.")
     for clash in clashes:
@@ -68,12 +66,9 @@ def call_error(
         sentences += _last_axis_first(leaves, ranks, clashes, names)
         if kinds == [BatchShapeError]:
             sentences += _outer_product(leaves, clashes[0], names)
-    rows = [
-        (leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes))
-        if len(leaf.shape) >= leaf.rank
-        else (leaf.path, str(leaf.shape), leaf.declared, "too few axes")
-        for leaf in leaves
-    ]
+    rows = [(leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes)) for leaf in leaves]
+    for i in short:
+        rows[i] = (*rows[i][:3], "too few axes")
     lines = [f"    {line}" for line in untouched_line(untouched)]
     summaries = listed([_SUMMARIES[kind] for kind in dict.fromkeys(kinds)])
     return kinds[0](
