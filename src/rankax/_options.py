@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
@@ -69,23 +70,11 @@ _SCOPED = tuple(Scoped.__annotations__)
 # The checks of values; where None is the default, it is not checked.
 
 
-def _chunk_size(value: Any, where: str) -> int:
-    return positive_int(value, where, "chunk_size")
-
-
 def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...]:
     refusal = f"{where}: reduce_axis must be an int, a tuple of ints, or None, got"
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
     return checked_int(value, refusal)
-
-
-def _bool(name: str) -> Callable[[Any, str], bool]:
-    def check(value: Any, where: str) -> bool:
-        check_bool(value, where, name)
-        return value
-
-    return check
 
 
 def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
@@ -105,12 +94,12 @@ def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "chunk_size": _chunk_size,
+    "chunk_size": functools.partial(positive_int, name="chunk_size"),
     "memory_limit": checked_limit,
     "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
-    "checkpoint": _bool("checkpoint"),
-    "jit": _bool("jit"),
+    "checkpoint": functools.partial(check_bool, name="checkpoint"),
+    "jit": functools.partial(check_bool, name="jit"),
     "compiler_options": _compiler_options,
     "progress": checked_progress,
     "shards": checked_shards,

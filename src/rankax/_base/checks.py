@@ -54,10 +54,11 @@ def checked_int(
     return number
 
 
-def check_bool(value: Any, function: str, name: str) -> None:
-    """Refuse a value that is neither ``True`` nor ``False``."""
+def check_bool(value: Any, function: str, name: str) -> bool:
+    """Return ``value``; refuse one that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+    return value
 
 
 def check_callable(value: Any, function: str, name: str) -> None:

@@ -26,7 +26,6 @@ from rankax._declare.hints import (
     field_hints,
     hints_and_names,
     resolved,
-    stripped,
     value_of,
 )
 from rankax._declare.split_key import SplitKey, key_rank, marked
@@ -104,7 +103,7 @@ def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozen
 def _is_silent(hint: Any, names: Names) -> bool:
     """Return whether a type is neither for arrays, nor for any value, nor a container of such."""
     try:
-        hint = stripped(resolved(hint, names))
+        hint = resolved(hint, names)
     except UnresolvedError:
         return False
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -143,21 +142,18 @@ class _Reader:
 
     def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None if it declares no rank."""
-        hint = stripped(resolved(hint, names))
+        hint = resolved(hint, names)
         if hint is SplitKey or marked(hint):
             return self._split_key(hint, names)
         if _is_subclass(hint, jaxtyping.AbstractArray):
-            rank = self._array(hint.dim_str)
-            if rank is None or hint.dtypes != _ONE_KEY.dtypes:
-                return rank
-            return dataclasses.replace(rank, is_key=True)
+            return self._array(hint)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
             return self._pytree(hint.leaftype, names)
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if (alias := alias_of(hint)) is not None:
             return self._alias(alias, args, names)
         if isinstance(hint, typing.TypeVar):
-            return self._type_variable(hint, names)
+            return self._union(hint.__constraints__ or (hint.__bound__,), names)
         if origin in (typing.Union, types.UnionType):
             return self._union(args, names)
         if origin is typing.Unpack:
@@ -181,11 +177,14 @@ class _Reader:
             "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
         )
 
-    def _array(self, dims: str) -> Rank | None:
-        first, *core = dims.split() or [""]
+    def _array(self, hint: Any) -> Rank | None:
+        first, *core = hint.dim_str.split() or [""]
         if self.variadics and first.lstrip("#").startswith("*"):
             self.variadics[-1].append((first, not core))
-        return parse_dims(dims)
+        rank = parse_dims(hint.dim_str)
+        if rank is None or hint.dtypes != _ONE_KEY.dtypes:
+            return rank
+        return dataclasses.replace(rank, is_key=True)
 
     def _pytree(self, leaf: Any, names: Names) -> Rank | None:
         rank = self.rank(leaf, names)
@@ -210,14 +209,9 @@ class _Reader:
         finally:
             self.aliases.discard(alias)
 
-    def _type_variable(self, variable: Any, names: Names) -> Any:
-        if variable.__constraints__:
-            return self._union(variable.__constraints__, names)
-        return None if variable.__bound__ is None else self.rank(variable.__bound__, names)
-
     def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Return the one rank of all array types of a union; other members are ignored."""
-        members = [stripped(resolved(member, names)) for member in members]
+        members = [resolved(member, names) for member in members]
         if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
             # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
             members = [m for m in members if m not in _KEYS] + [_ONE_KEY]

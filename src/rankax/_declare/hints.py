@@ -22,7 +22,6 @@ __all__ = [
     "field_hints",
     "hints_and_names",
     "resolved",
-    "stripped",
     "value_of",
 ]
 
@@ -130,6 +129,9 @@ def field_hints(cls: type, names: Names) -> dict[str, tuple[Any, Names]]:
 def resolved(hint: Any, names: Names) -> Any:
     """Evaluate an annotation that is a string or a forward reference, as Python would.
 
+    Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
+    ``Annotated[..., SplitKey]`` stays.
+
     Raises
     ------
     UnresolvedError
@@ -144,14 +146,6 @@ def resolved(hint: Any, names: Names) -> Any:
                 hint = eval(text, names.module, {**names.enclosing(), **names.local})
         except Exception as error:
             raise UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
-    return hint
-
-
-def stripped(hint: Any) -> Any:
-    """Strip wrappers without meaning for shapes: ``Annotated``, ``NewType``, ``Final``.
-
-    ``Annotated[..., SplitKey]`` stays.
-    """
     while not marked(hint):
         if typing.get_origin(hint) in _QUALIFIERS:
             hint = typing.get_args(hint)[0]

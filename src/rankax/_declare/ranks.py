@@ -92,7 +92,13 @@ def declare(
         for name, parameter in signature.parameters.items()
     }
     _check_names(explicit, trees, where)
-    _check_options(options, annotated.keys() | explicit.keys(), signature, where)
+    for name, value in options.items():
+        if name in signature.parameters and name not in {**annotated, **explicit}:
+            raise TypeError(
+                f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
+                f"parameter {name!r} too; give that parameter its rank by position, in a "
+                "signature or by annotation (None leaves it untouched)"
+            )
     if not explicit and not any(tree is not None for tree in trees.values()):
         raise TypeError(
             f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
@@ -196,18 +202,3 @@ def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: s
 def _dims_in(tree: Any) -> list[Dim]:
     ranks = [rank for rank in entries(tree) if isinstance(rank, Rank)]
     return [dim for rank in ranks for dim in rank.dims or ()]
-
-
-def _check_options(
-    options: Mapping[str, Any],
-    ranked: Collection[str],
-    signature: inspect.Signature,
-    where: str,
-) -> None:
-    for name, value in options.items():
-        if name in signature.parameters and name not in ranked:
-            raise TypeError(
-                f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give that parameter its rank by position, in a "
-                "signature or by annotation (None leaves it untouched)"
-            )

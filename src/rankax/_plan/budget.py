@@ -136,13 +136,11 @@ def fit_chunk(
         guess = _guess(measured, low, high, limit)
         even = even_chunk_size(sizes, guess)
         candidate = even if even > low else guess
-    if not low:
-        low = 1
-        if low not in measured:
-            measured[low] = measure(low)
-        if measured[low].most > limit:
-            raise ValueError(_too_much(measured[low], limit, where))
-    return MemoryFit(limit, low, measured[low].forward, measured[low].gradient)
+    low = low or 1
+    cost = measured.get(low) or measure(low)
+    if cost.most > limit:
+        raise ValueError(_too_much(cost, limit, where))
+    return MemoryFit(limit, low, cost.forward, cost.gradient)
 
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankax._base.words import plural, shortened
+from rankax._base.words import plural, shortened, table
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 
@@ -14,23 +14,16 @@ __all__ = ["axis_cells", "leaf_table", "legend", "level_how", "level_sentence", 
 
 def leaf_table(leaves: Sequence[LeafPlan], batch_shape: Shape) -> list[str]:
     """Return a row per leaf: words aligned to the left, lengths of batch axes to the right."""
-    head = ["leaf", "shape", "rank", "core"]
     rows = [[leaf.path, str(leaf.shape), leaf.declared, str(leaf.core_shape)] for leaf in leaves]
     cells = [axis_cells(leaf, batch_shape) for leaf in leaves]
     if batch_shape:
         rows.append(["batch", str(batch_shape), "", ""])
         cells.append([str(size) for size in batch_shape])
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    axes = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-    def line(words: list[str], lengths: list[str]) -> str:
-        left = [word.ljust(width) for word, width in zip(words, widths, strict=True)]
-        right = [length.rjust(width) for length, width in zip(lengths, axes, strict=True)]
-        return "  " + "  ".join([*left, " ".join(right)]).rstrip()
-
-    title = line(head, [""] * len(axes))
-    title = title.ljust(sum(widths) + 2 * len(widths) + 2) + "batch axes" if axes else title
-    return [title, *(line(words, lengths) for words, lengths in zip(rows, cells, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, lengths in zip(rows, cells, strict=True):
+        row.append(" ".join(n.rjust(width) for n, width in zip(lengths, widths, strict=True)))
+    header = ["leaf", "shape", "rank", "core", "batch axes" if batch_shape else ""]
+    return [line[2:] for line in table(header, rows, ()).split("\n")]
 
 
 def axis_cells(leaf: LeafPlan, batch_shape: Shape) -> list[str]:
