@@ -138,11 +138,7 @@ def spread_prefix(
         What an entry is, for error messages: ``"rank"``, ``"in_axes"``.
     """
     subtrees = subtrees_with_entries(prefix, tree, name, is_entry=is_entry, what=what)
-    return [
-        entry
-        for _, subtree, entry in subtrees
-        for _ in range(jax.tree.structure(subtree).num_leaves)
-    ]
+    return [entry for _, subtree, entry in subtrees for _ in jax.tree.leaves(subtree)]
 
 
 def subtrees_with_entries(

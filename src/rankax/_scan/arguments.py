@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 
 from rankax._base.checks import (
     check_callable,
@@ -27,7 +26,6 @@ __all__ = [
     "ScanCall",
     "check_leaves",
     "chunk_sizes",
-    "is_debugging",
     "scan_call",
     "slice_bounds",
     "type_name",
@@ -35,7 +33,7 @@ __all__ = [
 
 
 class ScanCall(NamedTuple):
-    """The arguments of `jax.lax.scan`, checked; ``where`` is the call as errors name it."""
+    """The arguments of a scan, checked; ``where`` is the call as errors name it."""
 
     where: str
     f: Callable[..., Any]
@@ -45,10 +43,6 @@ class ScanCall(NamedTuple):
     reverse: bool
     unroll: int | bool
     progress: Any
-
-    def plain(self) -> tuple[Any, Any]:
-        """Run `jax.lax.scan`."""
-        return lax.scan(self.f, self.init, self.xs, self.length, self.reverse, self.unroll)
 
 
 def scan_call(
@@ -122,11 +116,6 @@ def _scan_length(where: str, xs: Any, length: Any) -> int:
             "leave length out\n\n" + table(("leaf", "shape", "length"), rows, range(len(rows)))
         )
     return steps
-
-
-def is_debugging() -> bool:
-    """Whether `jax.disable_jit` is on: then the body itself runs, step by step, on values."""
-    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def type_name(value: Any) -> str:

@@ -44,10 +44,6 @@ class Body:
 
         return step
 
-    def unflatten(self, carry: list[Any], ys: list[Any]) -> tuple[Any, Any]:
-        """Return the lists of a scan in the structures that the body returned."""
-        return self.carry_tree.unflatten(carry), self.y_tree.unflatten(ys)
-
 
 class Operands(NamedTuple):
     """All arrays that a scan reads."""

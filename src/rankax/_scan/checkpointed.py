@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from rankax._plan.chunks import split_into_chunks
-from rankax._scan.arguments import chunk_sizes, is_debugging, scan_call
+from rankax._scan.arguments import chunk_sizes, scan_call
 from rankax._scan.body import Step
 from rankax._scan.loops import Loop, run_scan
 
@@ -112,8 +112,6 @@ def checkpoint_chunked_scan(
     if policy is not None and not callable(policy):
         came = type(policy).__name__
         raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
-    if is_debugging():
-        return call.plain()
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
         return _scan_checkpointed(loop, carry, items, steps, sizes, policy)

@@ -72,8 +72,13 @@ class Loop:
 Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]  # takes a loop, the first carry and the items
 
 
-def run_scan(call: ScanCall, layout: Layout, *, in_place: bool) -> tuple[Any, Any]:
+def run_scan(
+    call: ScanCall, layout: Layout, *, in_place: bool, window: slice = slice(None)
+) -> tuple[Any, Any]:
     """Trace the body and run it in a layout.
+
+    Under `jax.disable_jit` the body itself runs, step by step, on values, and ``window`` is the
+    slice of its outputs that the layout keeps.
 
     ``in_place`` is for a layout that copies parts of ``xs``: reading ``xs`` by index copies
     nothing. Transposed, however, each inner loop would begin with a cotangent as large as ``xs``
@@ -82,6 +87,9 @@ def run_scan(call: ScanCall, layout: Layout, *, in_place: bool) -> tuple[Any, An
     """
     # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
     length, reverse, unroll = call.length, call.reverse, call.unroll
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        carry, ys = lax.scan(call.f, call.init, call.xs, length, reverse, unroll)
+        return carry, jax.tree.map(lambda y: y[window], ys)
     with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
         body, operands = trace_body(call)
         if shown is not None:
@@ -109,7 +117,7 @@ def run_scan(call: ScanCall, layout: Layout, *, in_place: bool) -> tuple[Any, An
             carry, ys = call_with_derivative_of(sliced, indexed, operands)
         else:
             carry, ys = sliced(operands)
-        return body.unflatten(carry, ys)
+        return body.carry_tree.unflatten(carry), body.y_tree.unflatten(ys)
 
 
 def _with_reports(layout: Layout, reports: Reports) -> Layout:

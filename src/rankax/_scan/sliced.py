@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._scan.arguments import is_debugging, scan_call, slice_bounds
+from rankax._scan.arguments import scan_call, slice_bounds
 from rankax._scan.loops import Loop, run_scan
 from rankax._scan.steps import KeptSteps, find_kept_steps
 
@@ -135,9 +135,6 @@ def sliced_scan(
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
     window = slice_bounds(call.where, start=start, stop=stop, step=step)
-    if is_debugging():
-        carry, ys = call.plain()
-        return carry, jax.tree.map(lambda y: y[window], ys)
     steps = call.length  # `layout` must not hold `call`, see `run_scan`
     kept = find_kept_steps(steps, window, reverse=reverse)
 
@@ -150,7 +147,7 @@ def sliced_scan(
             ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
         return carry, ys
 
-    return run_scan(call, layout, in_place=not kept.all)
+    return run_scan(call, layout, in_place=not kept.all, window=window)
 
 
 def _scan_kept(
