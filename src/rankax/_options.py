@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Options of kernels: their defaults, their checks, and the scope that sets them from outside.
 
-An option is a field of `Options`, a key of `Given` and an entry of `_CHECKS`. It is also a
-parameter in the overloads of `auto_vmap`, because type checkers cannot read those from here.
+An option is a field of `Options`, a key of `Given` or `Scoped`, and an entry of `_CHECKS`. It is
+also a parameter in the overloads of `auto_vmap`, because type checkers cannot read those from here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "option
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All options of one call; hashable, for `jax.jit` keys its programs on them."""
+    """All options of one call; hashable because `jax.jit` keys its programs on them."""
 
     chunk_size: int | None = None
     memory_limit: int | str | None = None
@@ -106,17 +106,17 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options in normal form, or say which is unknown or wrong.
+def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return options in normal form; refuse an unknown option or a wrong value.
 
     Parameters
     ----------
-    given : dict
+    values : dict
         Options by name.
     where : str
-        The function that was called, for errors.
+        The beginning of error messages: the function that was called.
     """
-    for name in given:
+    for name in values:
         if name not in _CHECKS:
             close = difflib.get_close_matches(name, _CHECKS, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -125,12 +125,12 @@ def checked_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
     return {
         name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, where)
-        for name, value in given.items()
+        for name, value in values.items()
     }
 
 
 def options_of(where: str, **values: Any) -> Options:
-    """Return the options of a function that takes them as parameters, or say which is wrong."""
+    """Return the options of a function that takes them as parameters; refuse a wrong value."""
     return Options(**checked_options(values, where))
 
 
@@ -152,18 +152,22 @@ def check_together(options: Options, where: str) -> None:
 _scope: ContextVar[dict[str, Any] | None] = ContextVar("rankax_options", default=None)
 
 
-def resolve(given: Mapping[str, Any], own: Options) -> Options:
-    """Return the options of a kernel that was ``given`` some, which makes ``own`` alone."""
+def resolve(explicit: Mapping[str, Any], preset: Options) -> Options:
+    """Return the options of one call: the ``explicit`` ones of its kernel override the scope.
+
+    ``preset`` is returned without a scope; it has the same explicit options, and defaults.
+    """
     scope = _scope.get()
-    return own if scope is None else Options(**{**scope, **given})
+    return preset if scope is None else Options(**{**scope, **explicit})
 
 
-def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
+def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
     r"""Set options for every kernel that is called inside a ``with`` block.
 
     ``with options(chunk_size=100): fit(x)`` is equivalent to running ``fit`` with
-    ``kernel.with_options(chunk_size=100)`` in place of each kernel of `auto_vmap` that was given no
-    ``chunk_size``. What a kernel was given, by its decorator or by ``with_options``, holds.
+    ``kernel.with_options(chunk_size=100)`` in place of each kernel of `auto_vmap` that sets no
+    ``chunk_size``. An option that a kernel sets, in its decorator or by ``with_options``, takes
+    precedence.
 
     Parameters
     ----------
@@ -174,7 +178,7 @@ def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
     Returns
     -------
     context manager
-        It can be nested: an inner scope adds to the outer one. It holds in the thread (and in the
+        Scopes nest: an inner one adds to the outer one. A scope applies to the thread (and the
         asyncio task) that entered it.
 
     Raises
@@ -197,7 +201,7 @@ def options(**given: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
     ...     norm.plan(jnp.ones((100, 3))).in_flight
     10
     """
-    checked = checked_options(given, "rankax.options")
+    checked = checked_options(values, "rankax.options")
     for name in checked:
         if name not in _SCOPED:
             raise TypeError(

@@ -40,7 +40,7 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
 
     The chunks are as few and then as small as possible, so that little is computed twice: 10 items
     by at most 6 are 5 + 5, not 6 + 6. A chunk that divides the axis is worth up to a quarter more
-    steps, for it needs no overlap, and so no copy of the inputs in a derivative.
+    steps because it needs no overlap, and so no copy of the inputs in a derivative.
     """
     steps = -(-length // chunk_size)
     size = -(-length // steps)
@@ -77,8 +77,8 @@ def _divisor(number: int, least: int, most: int) -> int:
 def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     """Cut an axis into chunks that are smaller than allowed: at most ``tile`` items, if possible.
 
-    Where a chunk of ``chunk_size`` divides the axis, so does a tile, for no derivative may then
-    copy what it would not have copied. Without a divisor of that order the chunk is the tile.
+    If the chunk divides the axis, so does the tile, so that no derivative copies what it would not
+    have copied otherwise. Without a divisor of that order the chunk is the tile.
     """
     chunks = split_into_chunks(length, chunk_size)
     if tile >= chunks.size:

@@ -2,6 +2,7 @@
 """The numbers of the items of a batch, from which `_loop/keys.py` makes one key for each item."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,9 +53,8 @@ def plan_splits(
             continue
         count: Any = 1  # symbolic shapes are not ints
         strides: list[int] = []
-        absent = (None,) * (len(batch_shape) - len(leaf.batch_axes))
-        present = (*absent, *leaf.batch_axes)
-        for length, size in zip(reversed(batch_shape), reversed(present), strict=True):
+        axes = itertools.zip_longest(reversed(batch_shape), reversed(leaf.batch_axes))
+        for length, size in axes:
             strides.append(count if size != length else 0)
             count *= length if size != length else 1
         if isinstance(count, int) and count > _MOST_KEYS:
