@@ -2,6 +2,7 @@
 """Settings of the test session: strict JAX, how it compiles, and the Hypothesis budgets."""
 
 import os
+from pathlib import Path
 
 # Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -46,3 +47,13 @@ def pytest_runtest_setup(item):
 
 # Read by type checkers (see tox.ini); some of it is wrong on purpose.
 collect_ignore = ["typing"]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Collect the client programs only where they are named; others lack their packages."""
+    clients = Path(__file__).parent / "clients"
+    named = any(
+        (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
+        for arg in config.args
+    )
+    return True if collection_path == clients and not named else None

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""The comparison that every client program makes: chunks against `jax.vmap`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax import auto_vmap
+
+__all__ = ["BATCH", "check_against_vmap"]
+
+BATCH = 6
+
+
+def check_against_vmap(
+    fun: Callable[..., Any],
+    ranks: tuple[int, ...],
+    *arrays: Any,
+    chunk_size: int,
+    jit: bool,
+    gradient: bool = False,
+    rtol: float = 2e-4,
+) -> None:
+    """Assert that ``fun`` in chunks returns what `jax.vmap` does, or has the same gradient.
+
+    The gradient is with respect to all arrays, of a sum in which each number of the output has
+    another weight, so that two items or two numbers that change places are noticed.
+    """
+    items = tuple(range(len(arrays)))
+
+    def call(mapped: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda *a: _weighted_sum(mapped(*a)), items) if gradient else mapped
+
+    want = jax.jit(call(jax.vmap(fun)))(*arrays)
+    _assert_depends_on_item(want)
+    run = call(auto_vmap(*ranks, chunk_size=chunk_size)(fun))
+    _assert_same((jax.jit(run) if jit else run)(*arrays), want, rtol)
+
+
+def _weighted_sum(tree: Any) -> jax.Array:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert leaves
+    weights = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)) + 2 for leaf in leaves]
+    return jnp.sum(jnp.stack([leaf.ravel() @ w for leaf, w in zip(leaves, weights, strict=True)]))
+
+
+def _assert_depends_on_item(tree: Any) -> None:
+    """A program that gives the same for each item would pass whichever item it was given."""
+    leaves = [np.asarray(leaf, dtype=float) for leaf in jax.tree.leaves(tree)]
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+    assert any(np.ptp(leaf, axis=0).max() > 1e-3 for leaf in leaves)
+
+
+def _assert_same(got: Any, want: Any, rtol: float) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10)
+        else:
+            np.testing.assert_array_equal(a, b)
