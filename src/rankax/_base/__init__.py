@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Words, checks, names and trees: helpers that every other room uses."""
+"""Words, checks, names and trees: helpers used by every other subpackage."""

@@ -6,8 +6,7 @@ are those of the kernel traced for one item. `_blocks/backend.py` says what a pa
 
 Binding the arguments of an ordinary call refuses anything that is neither an array nor a number,
 and the decorated function catches the refusal of arrays in blocks (`InBlocksError`) and calls
-`call_on_blocks`. So calls with other arrays pay nothing to find out, and no package is imported to
-find out either.
+`call_on_blocks`. So ordinary calls pay nothing for this check, and no package is imported for it.
 """
 
 from __future__ import annotations

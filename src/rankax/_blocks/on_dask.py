@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Dask arrays, on any scheduler."""
+"""Dask arrays, on any scheduler.
+
+Maps use `apply_gufunc`; reductions use a state for each block (`blockwise`) and a tree of merges
+(`da.reduction`).
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def bind_arguments(
 
 
 def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.BoundArguments:
-    """Bind values by parameter, which `inspect` turns into ``args`` and ``kwargs`` again."""
+    """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them."""
     signature = kernel.declaration.signature
     ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
     return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
@@ -76,7 +76,7 @@ def _not_bound(
 
 
 def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse ``obj.method.plan(...)``: Python passes ``obj`` to a call of the method only."""
+    """Refuse ``obj.method.plan(...)``: Python passes ``obj`` only to the method itself."""
     if _lacks_object(kernel, args, kwargs):
         raise TypeError(
             f"{kernel.name}.{what}() lacks the object of the method, which Python does not hand "
@@ -86,7 +86,7 @@ def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _lacks_object(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether arguments of a method seem to be without its object."""
+    """Whether the arguments of a method seem to lack its object."""
     signature = kernel.declaration.signature
     if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
         return False
@@ -105,7 +105,7 @@ def _owner(kernel: Kernel) -> str:
 
 
 def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
-    """Warn, once for each parameter, of arrays whose annotation could not give them a rank."""
+    """Warn, once per parameter, about arrays that get no rank from their annotation."""
     for name in tuple(kernel.silent):
         if arrays := arrays_of(bound.arguments.get(name), name):
             paths = shortened([f"{path} {shape}" for path, shape in arrays])
@@ -122,7 +122,7 @@ def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether JAX takes this leaf for an array as it stands."""
+    """Whether JAX accepts this leaf as an array without conversion."""
     if isinstance(leaf, jax.Array):
         return True
     if not isinstance(leaf, (np.ndarray, np.generic)):
@@ -131,7 +131,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python scalar that JAX takes for a weakly typed array."""
+    """Whether a leaf is a Python scalar, which JAX treats as a weakly typed array."""
     return isinstance(leaf, (int, float, complex))
 
 
@@ -154,7 +154,7 @@ def _has_axes(leaf: Any) -> bool:
 
 
 def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any:
-    """Return what stands for a leaf that is neither an array nor a number, or refuse it."""
+    """Convert a leaf that is neither an array nor a number, or refuse it."""
     check_no_ref(leaf, f"{kernel.name}()", path)
     if hasattr(leaf, "__jax_array__"):
         return jnp.asarray(leaf)
@@ -182,7 +182,7 @@ def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any
 
 
 def check_key(kernel: Kernel, leaf: Any, path: str, rank: Rank | None) -> None:
-    """Refuse a raw key, whose numbers would be taken for a batch of keys."""
+    """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return

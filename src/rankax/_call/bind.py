@@ -44,7 +44,7 @@ __all__ = ["BoundKernel", "bind", "flatten", "rebind"]
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What the tree structure of the ranked arguments decides."""
+    """What follows from the tree structure of the ranked arguments."""
 
     paths: tuple[str, ...]  # of each leaf, in the caller's words
     ranks: tuple[Rank | None, ...]  # of each leaf
@@ -97,7 +97,7 @@ class BoundKernel(Bound):
         return out
 
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return a call of the kernel itself where there is no batch."""
+        """Return a call of the kernel itself if there is no batch."""
         if plan.plan.levels:
             return None
         args, kwargs = self.arguments.args, self.arguments.kwargs
@@ -114,7 +114,7 @@ class BoundKernel(Bound):
         )
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
-        """Compare one item's output with the declared one; free of charge where nothing is."""
+        """Check one item's output against its declaration, if there is one."""
         declared = self.kernel.declaration.outputs
         if declared is None:
             return out
@@ -171,7 +171,7 @@ def bind(
 
 
 def flatten(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
-    """Do what `bind` does, but leave the leaves as they are."""
+    """Do what `bind` does, without checking or converting the leaves."""
     arguments = bind_arguments(kernel, args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
     values = [arguments.arguments[name] for name in names]
@@ -207,8 +207,8 @@ def _structure(
 ) -> Structure:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
-    That is also refused under rank 0, where it could be a pytree of scalars. Such a list needs a
-    rank for each entry, or the annotation of a list.
+    This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
+    for each entry, or the annotation of a list.
     """
     key = (names, treedef)
     structure = kernel.structures.get(key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A bound call: the arguments of a front end, in the form that all later steps use.
+"""A bound call: the arguments of a front end, in one form for all later steps.
 
-`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. The front ends
-differ in nothing else.
+`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. Binding is the
+only step in which the front ends differ.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Bound(abc.ABC):
     Attributes
     ----------
     fun : callable
-        The kernel, for its name, and for its source line in errors.
+        The kernel; errors show its name and source line.
     name : str
         The kernel's name.
     where : str
-        The call, for errors: ``energy()``, ``chunked_vmap(energy)``.
+        The call as errors name it: ``energy()``, ``chunked_vmap(energy)``.
     leaves : list
-        Arrays, numbers, other objects; `jax.ShapeDtypeStruct` where only a plan is wanted.
+        Arrays, numbers, other objects; `jax.ShapeDtypeStruct` if only a plan is needed.
     """
 
     fun: Callable[..., Any]
@@ -51,17 +51,17 @@ class Bound(abc.ABC):
 
     @property
     def out_axes(self) -> Any:
-        """Where outputs have the mapped axis, where there is one level only."""
+        """Where outputs have the mapped axis, if the call has a single level."""
         return 0
 
     @property
     def axis_name(self) -> Hashable | None:
-        """What collectives in the kernel might call the mapped axis."""
+        """The name by which collectives in the kernel may refer to the mapped axis."""
         return None
 
     @abc.abstractmethod
     def plan(self, options: Options, tile: int | None = None) -> Nesting:
-        """Plan the call, from shapes alone, with a bound of ``options.chunk_size``."""
+        """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
     @abc.abstractmethod
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
@@ -69,21 +69,21 @@ class Bound(abc.ABC):
 
     @abc.abstractmethod
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return what evaluates a call that is neither in loops nor reduced, if not nested maps."""
+        """Return a function that evaluates a call without loops; None if nested maps do."""
 
     def layout(self, plan: Nesting, parts: tuple[Parts, ...]) -> Layout:
-        """Return how the mapped leaves lie on devices, by the plan of the whole call."""
+        """Return how the mapped leaves are cut into parts, from the plan of the whole call."""
         return Layout(plan.plan.batch_shape, parts, plan.batch_axes, plan.plan.reduced)
 
     def part(self, plan: Nesting, layout: Layout) -> Self:
-        """Return the call of one part, of which the mapped leaves are shapes only."""
+        """Return the call for one part; its mapped leaves are shapes only."""
         leaves = list(self.leaves)
         for i, axes in zip(plan.mapped, layout.axes, strict=True):
             leaves[i] = shape_of(leaves[i], layout.shape_of_part(leaves[i].shape, axes))
         return dataclasses.replace(self, leaves=leaves)
 
     def on_item(self, plan: Nesting) -> Callable[..., Any]:
-        """Return the kernel as a function of one item of each mapped leaf, then of numbers."""
+        """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
         whole = list(self.leaves)
         for position, shape in plan.reshaped:
             if position not in plan.mapped:
@@ -91,7 +91,7 @@ class Bound(abc.ABC):
 
         @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
         def on_item(*items: Any) -> Any:
-            leaves = list(whole)  # a copy, because the items must not outlive their trace in it
+            leaves = list(whole)  # a copy, so that no item outlives its trace
             numbers = items[len(plan.mapped) :]
             for position, item in zip(plan.mapped, items, strict=False):
                 leaves[position] = item
@@ -102,7 +102,7 @@ class Bound(abc.ABC):
         return on_item
 
     def trace(self, plan: Nesting) -> ItemProgram:
-        """Trace the kernel for one item; everything that a loop does is done with this program."""
+        """Trace the kernel for one item; loops evaluate this program."""
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)
@@ -114,7 +114,7 @@ class Bound(abc.ABC):
 
 
 def planned_reduction(options: Options) -> PlannedReduction | None:
-    """Return what a plan has to know of the reduction, if there is one."""
+    """Return what a plan needs to know about the reduction; None without one."""
     if options.reduce is None:
         return None
     return PlannedReduction(str(options.reduce), options.reduce_axis, most_lanes())

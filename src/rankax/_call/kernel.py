@@ -24,24 +24,24 @@ class Kernel:
         self.fun = fun
         self.name = function_name(fun)
         self.declaration = declaration
-        self.explicit = dict(explicit)  # the options that somebody set
+        self.explicit = dict(explicit)  # the options set for this kernel
         self.preset = Options(**explicit)
         self.structures: dict[Any, Any] = {}
-        self.silent = set(declaration.silent)  # the parameters without a warning so far
+        self.silent = set(declaration.silent)  # parameters not warned about yet
         self.defaults = {
             name: parameter.default
             for name, parameter in declaration.signature.parameters.items()
             if parameter.default is not parameter.empty
-            # A positional-only one can be passed only if those before it are, ranked or not.
+            # A positional-only argument can be passed only if all before it are, ranked or not.
             and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # What earlier calls left need not be picklable, and a copy fills its own again.
+        # Kept structures need not be picklable, and a copy fills its own cache.
         return {**vars(self), "structures": {}}
 
     def options(self) -> Options:
-        """Return the options of a call that is made now."""
+        """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
 
 

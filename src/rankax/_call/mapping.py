@@ -28,7 +28,7 @@ __all__ = ["BoundAxes", "MappedAxes", "bind_axes", "checked_axes"]
 
 @dataclasses.dataclass(frozen=True)
 class MappedAxes:
-    """The parameters that `jax.vmap` has besides its function, checked."""
+    """The checked parameters of `jax.vmap`, without its function."""
 
     in_axes: Any
     out_axes: Any = 0
@@ -39,7 +39,7 @@ class MappedAxes:
 def checked_axes(
     where: str, in_axes: Any, axis_size: Any, out_axes: Any = 0, axis_name: Hashable | None = None
 ) -> MappedAxes:
-    """Check what `jax.vmap` would check at the call; a list of ``in_axes`` is a tuple."""
+    """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
     size = None
     if axis_size is not None:
         is_zero = not isinstance(axis_size, bool) and axis_size == 0
@@ -110,7 +110,7 @@ class BoundAxes(Bound):
             try:
                 return vmapped(*self.args, **self.kwargs)
             except ValueError:
-                if returned and axes.axis_name is None:  # `fun` is sound, so it is traced again
+                if returned and axes.axis_name is None:  # `fun` itself did not fail
                     self.trace(plan).check_unmapped_outputs()
                 raise
 
@@ -118,7 +118,7 @@ class BoundAxes(Bound):
 
 
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """Name positional arguments as ``fun`` does; by position where it has no signature."""
+    """Name positional arguments as ``fun`` does; by position if it has no signature."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The nest of a plan: a map for each level (a `jax.vmap` or a loop) around the program of one item.
-
-Small vectors that every row of a reduction reads are stored by component (`_lanes_last`). Their
-gradient is then three times as fast, because XLA:CPU does not vectorise over the second of two
-axes. It is a copy, so it is bounded by half a megabyte.
-"""
+"""The nest of a plan: one map per level (a `jax.vmap` or a loop) around the program of one item."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ _MOST_BYTES_COPIED = 2**19
 
 @dataclasses.dataclass(frozen=True)
 class Nest:
-    """The nested maps of one call, or of one part of it; hashable, so that programs are kept by it.
+    """The nested maps of one call, or of one part of it; hashable, as a key of kept programs.
 
     Attributes
     ----------
@@ -47,7 +42,7 @@ class Nest:
     inputs : tuple of int
         The leaves that an item takes.
     mapped : tuple of int
-        Those that a level maps. A part may have one item only along an axis, so it can be fewer.
+        The inputs that a level maps: not all if a part has only one item along an axis.
     reshaped : tuple of (int, shape)
         Leaves, and their shapes without stretched axes.
     splits : tuple of Split
@@ -71,7 +66,7 @@ class Nest:
         leaves : sequence of arrays
             The inputs.
         begins : mapping, optional
-            For a part of a batch whose keys are split (see `number_items`).
+            Where a part of a batch begins, if keys are split (see `number_items`).
         """
         fun, leaves = self._entered(item, leaves)
         outs = _nested(self._placed(fun, begins), self.specs)(*leaves)
@@ -92,8 +87,8 @@ class Nest:
     ) -> Reduced:
         """Map an item, which returns a tree, over the kept levels, and reduce it over the others.
 
-        The result has the axes of the batch that are kept in front; outputs that are kept whole
-        have all of them.
+        In the result, the kept axes of the batch come first; outputs that are kept whole have all
+        axes of the batch.
         """
         plan, kept = self.plan, sum(not level.reduced for level in self.plan.levels)
         fun, leaves = self._entered(item, leaves)
@@ -151,14 +146,14 @@ def nest_of(
     splits: tuple[Split, ...] | None = None,
     by_index: bool = False,
 ) -> Nest:
-    """Return the maps that a plan names.
+    """Build the nested maps of a plan.
 
     Parameters
     ----------
     inputs : tuple of int
         The leaves that an item takes.
     splits : tuple of Split, optional
-        Those of the whole batch, where the plan is that of a part.
+        The splits of the whole batch, if the plan is that of a part.
     by_index : bool
         As in `LoopSpec`.
     """
@@ -185,7 +180,11 @@ def _nested(fun: Any, specs: Sequence[LoopSpec]) -> Callable[..., Any]:
 def _lanes_last(
     leaves: Sequence[Any], specs: Sequence[LoopSpec], kept: int
 ) -> tuple[list[Any], list[LoopSpec]]:
-    """Store small vectors by component, where one loop over tiles reads them for every row."""
+    """Store small vectors by component, if one loop over tiles reads them for every row.
+
+    They are stored with the items on the last axis, which makes their gradient three times as fast:
+    XLA:CPU does not vectorise otherwise. This is a copy, so it is bounded by half a megabyte.
+    """
     stored, changed = list(leaves), list(specs)
     for i, leaf in enumerate(leaves):
         levels = [number for number, spec in enumerate(specs) if spec.in_axes[i] is not None]

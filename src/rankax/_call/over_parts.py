@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""A nest of maps, or the reduction of a row, on each part of a sharded batch.
+"""Evaluate a call on each part of a sharded batch, and put the results together.
 
-Each sharded axis is one more map, outside all loops; see `rankax._devices.parts`.
+* `map_parts` joins outputs along the sharded axis.
+* `reduce_parts` renumbers the state of each part, sends the states to every device (sums need not
+  be sent), and merges them.
+
+Each sharded axis is one more map, outside all loops. The cut itself is in `rankax._devices.parts`.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ def mergeable_parts(
     *,
     is_asked: bool,
 ) -> tuple[Parts, ...]:
-    """Leave out the axes whose parts are not runs of items, if a reduction depends on their order.
+    """Drop axes whose parts are not consecutive items of a row, if a reduction needs their order.
 
     It is an error if the caller asked for such parts, or if JAX could not evaluate them as one.
     """
@@ -126,7 +130,7 @@ def map_parts(
     layout: Layout,
     key: Any,
 ) -> Leaves:
-    """Return the outputs of ``program``, which maps an item over one part, for the whole batch.
+    """Map an item over the whole batch by ``program``, which maps it over one part.
 
     Parameters
     ----------
@@ -158,7 +162,7 @@ def map_parts(
 
 
 def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
-    """Replace the outputs that are the same for all items, so that no device has to send them.
+    """Recompute the outputs that are the same for all items, so that no device has to send them.
 
     They do not depend on the item, so any item will do; the other outputs are not computed.
     """
@@ -175,7 +179,7 @@ def reduce_parts(
     reductions: Reductions,
     key: Any,
 ) -> Any:
-    """Do what `map_parts` does, for a program that reduces one part; return the result's tree."""
+    """Reduce an item over the whole batch by ``program``, which reduces one part; return a tree."""
 
     def walk(
         layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
@@ -206,13 +210,13 @@ def reduce_parts(
     def whole(item: ItemProgram, leaves: Leaves) -> Any:
         return walk(layout, {}, reductions, item, leaves).assembled()
 
-    # A user-defined function may behave differently at the next call and stay the same object.
+    # A user-defined function may change between calls and stay the same object.
     kept = None if reductions.are_ordered else (layout, reductions, key)
     return run_kept(whole, item, leaves, kept)
 
 
 def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
-    """Join what is kept along the axis that was cut, and merge what is reduced over it."""
+    """Join kept outputs along the axis that was cut, and merge the states of reduced ones."""
     parts = layout.parts[0]
     arrays: list[jax.Array] = []
     for array, is_kept in zip(reduced.arrays, reduced.is_kept, strict=True):

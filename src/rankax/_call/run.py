@@ -5,6 +5,17 @@ A call without a loop nests maps around the kernel itself, so its program is the
 hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
 limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
 ``plan`` prints and `run` executes.
+
+Words used throughout:
+
+* chunk: the items of a map that one step of a loop evaluates at once, at most ``chunk_size``
+* tile: the items of a reduction that one step evaluates at once; in a plan, also the chunk size
+  that was chosen for a level (`Level.tile`)
+* lane: the place of an item in a tile; a running state has one value for each lane
+* row: the items along the reduced axes, for one item of the kept axes; in `_loop`, also one entry
+  of the ``xs`` or ``ys`` of a scan
+* run: items of a row that are folded into one state, such as one device's part or one dask block
+* part: the contiguous items of a sharded batch axis that one device evaluates
 """
 
 from __future__ import annotations
@@ -44,16 +55,16 @@ __all__ = ["parts_of", "plan_of", "prepare", "run"]
 class Prepared(NamedTuple):
     """What a call will do."""
 
-    plan: Nesting  # of one part, where there are parts
-    options: Options  # with the chunk size that keeps to the memory limit
+    plan: Nesting  # of one part, if the batch has parts
+    options: Options  # with a chunk size that meets the memory limit
     whole: Nesting  # the plan of the whole batch, without chunks
-    item: ItemProgram | None = None  # the kernel of one item, where there is a loop
+    item: ItemProgram | None = None  # the traced kernel, if there is a loop
     parts: tuple[Parts, ...] = ()
     memory: MemoryFit | None = None
 
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
-    """Evaluate a bound call; its parts, if they are known already, need not be looked for."""
+    """Evaluate a bound call; pass its parts if they are known already."""
     with on_mesh(bound.leaves):
         return _run(bound, options, parts)
 
@@ -70,7 +81,7 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
             ready.whole.mapped,
             ready.options,
             progress,
-            splits=ready.whole.splits,  # by numbers of the whole batch
+            splits=ready.whole.splits,  # numbered within the whole batch
             by_index=bool(ready.parts),
         )
         leaves = [bound.leaves[i] for i in ready.whole.mapped]
@@ -93,7 +104,7 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
 
 
 def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
-    """Prepare a call of which some arguments may be shapes: for a trace, tracers stand for them."""
+    """Prepare a call whose arguments may be shapes: tracers take their places."""
     parts = parts_of(bound, options)
     shapes, fill = bound.stand_ins()
     if not shapes:
@@ -104,7 +115,7 @@ def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
 
 
 def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
-    """Plan a call, trace its kernel if there is a loop or a limit, and fit the plan to both."""
+    """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
     parts = parts_of(bound, options) if parts is None else parts
     limited, options = options, dataclasses.replace(options, memory_limit=None)
     planned = bound.plan(options)
@@ -114,7 +125,7 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if not whole.plan.levels or not whole.plan.evaluations:
         return Prepared(whole, options, whole)
     part = bound.part(whole, bound.layout(whole, parts)) if parts else bound
-    # Kernels that this one calls do not see its loop, and are not to report as well.
+    # Decorated kernels that this one calls must not report as well.
     with progress_of_call(options.progress, bound.name):
         item = bound.trace(whole)
     if parts and has_order(item.closed):
@@ -126,15 +137,15 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
         memory = _fit(part, limited, whole.mapped, item, tile)
         options = dataclasses.replace(options, chunk_size=memory.chunk_size)
     planned = part.plan(options, tile)
-    # Several reduced axes become one, of which parts may be no runs.
+    # Without loops, several reduced axes become one, along which parts need not be contiguous.
     if not any(planned.loops) and not (parts and len(whole.plan.reduced) > 1):
-        # Each device has all of its items in flight.
+        # Each device evaluates all of its items at once.
         return Prepared(whole, options, whole, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
 
 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
-    """Return the parts in which the batch of a call is sharded; none where `jax.vmap` will do."""
+    """Return the parts of the batch of a call; none if `jax.vmap` will do."""
     if options.shards is None and not any(map(is_spread, bound.leaves)):
         return ()
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
@@ -161,7 +172,7 @@ def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
     trees: list[Any] = []
     on_item = bound.on_item(plan)
 
-    # Only leaves pass through the maps: a class need not take what a level makes of them.
+    # Only leaves pass through the maps: a pytree class may reject the arrays of a level.
     def flat(*items: Any) -> list[Any]:
         outs, tree = jax.tree.flatten(on_item(*items))
         trees.append(tree)
@@ -174,7 +185,7 @@ def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
 def _walk(
     nest: Nest, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions | None
 ) -> Any:
-    """Evaluate a call by the program of one item."""
+    """Evaluate a call, using the program of one item."""
     if reductions is None:
         return item.out_tree.unflatten(nest.map(item, leaves))
     return nest.reduce(item.in_tree, leaves, reductions, where=item.where).assembled()
@@ -187,7 +198,7 @@ def _over_parts(
     layout: Layout,
     reductions: Reductions | None,
 ) -> Any:
-    """Evaluate a call by the program of one item, part by part, each on its device."""
+    """Evaluate a call on each part, on its own device, using the program of one item."""
     if reductions is not None:
 
         def reduce(
@@ -210,7 +221,7 @@ def _fit(
     item: ItemProgram,
     tile: int | None,
 ) -> MemoryFit:
-    """Return the chunk size that keeps to the memory limit, and what it was measured to need."""
+    """Return the chunk size that meets the memory limit, with its measurements."""
     limit = options.memory_limit
     assert limit is not None
     options = dataclasses.replace(options, memory_limit=None)

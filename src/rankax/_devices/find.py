@@ -28,7 +28,7 @@ __all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
 
 Shards = int | PartitionSpec | None
 
-# JAX 0.7 calls the first otherwise, and lacks the second: inside `jit`, the caller sets the mesh.
+# JAX 0.7 has another name for the first and lacks the second: in `jit`, the caller sets the mesh.
 _set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
 _use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)
 

@@ -6,18 +6,18 @@ With ``f`` the nest of loops for one part, an axis of N items over D devices is 
     jax.vmap(f)(x.reshape(D, N // D, ...)).reshape(N, ...)
 
 A loop along a sharded axis would send each chunk to all devices. The reshape sends nothing, and at
-each step of the loop inside of `jax.vmap` every device evaluates a chunk of its own items.
+each step of the loop inside `jax.vmap` every device evaluates a chunk of its own items.
 
 * Arrays that all items share are broadcast to ``(D, ...)`` first, which copies nothing because
   each device has them already. So each device sums its own cotangent of them, and the sums are
   added once, after the loop. Without it, devices would exchange cotangents at each step.
-* Inside of a part, the loop reads every input by index. On its device a part has a leading axis of
+* Inside a part, the loop reads every input by index. On its device a part has a leading axis of
   length 1, with which XLA would copy a stack of chunks.
 * On meshes with explicit axes, types carry the shardings, so reshapes and broadcasts name them
   here. With `jax.sharding.auto_axes` or `jax.shard_map` around the loops they would not have to,
-  but inside of those a kernel cannot close over an array of the mesh (JAX 0.7 to 0.12).
+  but inside those a kernel cannot close over an array of the mesh (JAX 0.7 to 0.12).
 
-``tests/test_shards.py`` searches compiled programs for what they send.
+``tests/test_shards.py`` checks what compiled programs send.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _spread(x: jax.Array, parts: Parts) -> jax.Array:
     return _constrained(lax.broadcast_in_dim(x, shape, axes), parts, {0: parts.names})
 
 
-# On a mesh with automatic axes, XLA is told the shardings.
+# On a mesh with automatic axes, constraints pass the shardings to XLA.
 
 
 def _constrained(x: jax.Array, parts: Parts, entries: Mapping[int, Any]) -> jax.Array:

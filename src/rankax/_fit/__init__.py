@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Fit: choose the chunk that keeps to a memory limit (`memory`) and the tile for a CPU (`cpu`)."""
+"""Fit: choose a chunk size within a memory limit (`memory`), and a fast tile on a CPU (`cpu`)."""

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: MIT
 """The tile that a CPU evaluates fastest, chosen from the program of one item.
 
-A tile is the part of a chunk that is evaluated at once. So far there is one reason to make it
-smaller than the chunk, XLA:CPU of JAX 0.10 to 0.12 (0.9 does not do it). There, a sum, maximum or
-minimum of floats whose operand has 4096 numbers or more is computed by a library
-(``__ynn_fusion`` in a compiled program), and so is a dot product of two vectors. The library takes
-some nanoseconds for each result. That is nothing where a result comes from 32 numbers or more, and
-up to six times the work where it comes from three. `best_tile` weighs the short reductions against
-the long ones and against the cost of small tiles; where the short ones prevail, it returns a tile
-that keeps their operands below 4096 numbers.
+A tile holds the items that are evaluated at once. ``chunk_size`` is only an upper bound. For maps
+there is one reason so far to stay below it: a library that XLA:CPU calls in JAX 0.10 to 0.12, but
+not in 0.9 (``__ynn_fusion`` in a compiled program). It computes sums, maxima and minima of floats
+with an operand of 4096 numbers or more, and dot products of two vectors. It takes some nanoseconds
+for each result. That is nothing if a result comes from 32 numbers or more, and up to six times the
+work if it comes from three. `best_tile` weighs the short reductions against the long ones and
+against the cost of small tiles. If the short ones prevail, it returns a tile that keeps their
+operands below 4096 numbers.
 
-The tile has to be known before the levels of a plan are cut. So a chunked kernel is traced first,
-and the same program is then mapped: there is still one trace a call. `plan` traces it, too. A batch
-that fits one chunk has no tiles; it stays plain `jax.vmap`.
+The tiles of a reduction also have a limit of their own, `_reduce.row.most_lanes`.
+
+The tile must be known before the levels of a plan are cut. So a chunked kernel is traced first, and
+the same program is then mapped: a call still traces it once. `plan` traces it, too. A batch that
+fits one chunk has no tiles; it stays plain `jax.vmap`.
 
 Test: ``test_upstream.py::test_short_sums_of_many_numbers_go_to_a_library``. When no supported JAX
 calls the library, this module and all that calls it may go.
@@ -21,26 +23,24 @@ calls the library, this module and all that calls it may go.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rankax._trace.item import trace_item
 from rankax._trace.programs import Literal, subprograms
 
-__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter", "with_tile"]
+__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter"]
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
-_LONG = 16  # numbers that make one result, from which on the library is no slower
+_LONG = 16  # numbers per result from which on the library is no slower
 
 # Nanoseconds on x86, rounded. They only have to tell a gain of a factor from a loss.
-_PER_SHORT_RESULT = 6.0  # that the library takes, and its operands, which it has others store
+_PER_SHORT_RESULT = 6.0  # for the library, and for storing its operands
 _PER_LONG_NUMBER = 1.0  # that the library saves where a reduction is long
 _PER_OPERATION = 20.0  # of a tile, whatever its size
 _PER_CALL = 600.0  # of a tile, for a product of matrices
@@ -75,26 +75,6 @@ def best_tile(program: Any) -> int | None:
     return tile if gain > loss else None
 
 
-def with_tile(
-    fun: Callable[..., Any],
-    avals: Sequence[Any],
-    compiler_options: Mapping[str, Any] | None = None,
-) -> tuple[Callable[..., Any], int | None]:
-    """Return ``fun`` of the leaves of one item, which are like ``avals``, with its best tile.
-
-    It is traced for that, and what is returned is not traced again.
-    """
-    if not tiles_matter(compiler_options):
-        return fun, None
-    program = trace_item(fun, lambda *items: (items, {}), avals, 0)
-
-    @functools.wraps(fun, updated=())  # for errors, which name the kernel
-    def traced(*items: Any) -> Any:
-        return program.out_tree.unflatten(program(*items))
-
-    return traced, best_tile(program.closed)
-
-
 @dataclasses.dataclass
 class _Cost:
     """What an item does, in numbers and nanoseconds."""
@@ -106,7 +86,7 @@ class _Cost:
 
 
 def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
-    """Count what depends on the item, for ``moving`` are the variables that do so."""
+    """Count what depends on the item; ``moving`` holds the variables that do."""
     for eqn in jaxpr.eqns:
         flags = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
         if not any(flags):
@@ -114,7 +94,7 @@ def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
         moving.update(eqn.outvars)
         steps = times
         if eqn.primitive.name in _LOOPS:
-            steps *= eqn.params.get("length", 1)  # of a `while` nobody knows
+            steps *= eqn.params.get("length", 1)  # unknown for a `while`
             cost.per_tile += _PER_STEP * steps
         inner = list(subprograms(eqn))
         for program in inner:
@@ -155,13 +135,13 @@ def _add_reduction(cost: _Cost, numbers: int, results: int, times: int) -> None:
 
 
 def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:
-    """Return the inputs of a called program that depend on the item; all where it is not clear."""
+    """Return the inputs of a called program that depend on the item; all if it is not clear."""
     if len(program.invars) != len(flags):
         return set(program.invars)
     flags = list(flags)
     if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
-        # Constants, carry, rows; a row has an axis less inside. The names of these numbers among
-        # the parameters are others in JAX 0.12.
+        # In order: constants, carry, rows; inside, a row has one axis fewer. The parameters that
+        # count them have other names in JAX 0.12.
         carried = _alike(eqn.outvars, program.outvars)
         consts = _alike(eqn.invars, program.invars) - carried
         flags[consts : consts + carried] = [True] * carried

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""A memory limit becomes a chunk size: whole calls are compiled, and the compiler counts the bytes.
+"""Choose a chunk size that stays within a memory limit, by the bytes that the compiler reports.
 
 `fit_to_limit` compiles the call for a few chunk sizes, for shapes alone; nothing runs.
-`rankax._plan.budget` picks the sizes to measure and chooses the largest one within the limit.
+`rankax._plan.budget` picks the sizes to measure and chooses the largest one within the limit. The
+answer is kept for each kind of call, so a share of free memory means what was free the first time.
 
 The whole call is compiled, not the chunk, because what the loop adds counts too, such as the copy
 of the outputs where no chunk divides the batch. The gradient is measured with respect to all
 floating arrays, including those that the kernel closes over, because a forward call does not show
 what will be differentiated. Arrays that the kernel closes over become inputs of the measured
-program: they may be tracers of an outer trace, of which only the shape is known.
+program: they may be tracers of an outer trace, and only their shapes are known.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from rankax._trace.fingerprint import Unknown, fingerprint
 
 __all__ = ["LimitedCall", "Program", "fit_to_limit", "free_bytes", "shape_of"]
 
-# A call with a chunk size: how many items are in flight, and the call as a function of constants
-# and arrays, which are given by their shapes.
+# From a chunk size to the number of items in flight, the call as a function of constants and
+# arrays, and the shapes of the arrays.
 Program = Callable[[int], tuple[int, Callable[..., Any], Sequence[Any]]]
 
 _kept = Kept(1024)
@@ -37,33 +38,33 @@ _kept = Kept(1024)
 
 @dataclasses.dataclass(frozen=True)
 class LimitedCall:
-    """What a chunk size is wanted for."""
+    """A call that needs a chunk size."""
 
     where: str  # the function, for errors
-    limit: int | str  # in normal form; a share is one of what is free when it is first asked for
+    limit: int | str  # in normal form; a share counts what is free at the first such call
     sizes: tuple[int, ...]  # of the levels, outermost first
     most: int  # the largest chunk
-    with_gradient: bool  # whether the gradient has to keep to the limit, too
+    with_gradient: bool  # whether the gradient must stay within the limit, too
     compiler_options: tuple[tuple[str, Any], ...] | None = None
 
 
 def fit_to_limit(
     task: LimitedCall, item: Any, consts: Sequence[Any], program: Program, key: Hashable
 ) -> MemoryFit:
-    """Return the chunk size that keeps to a limit, measured once for each kind of call.
+    """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
     task : LimitedCall
     item : ClosedJaxpr
-        The traced program of one item, by which calls are told apart, with ``task`` and ``key``.
+        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call.
     consts : sequence
-        What that program uses besides the item; of which only shapes are looked at.
+        The arrays that this program closes over; only their shapes are used.
     program : callable
         Returns, for a chunk size, how many items are in flight, the call as a function
         ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
     key : hashable
-        What the call depends on besides.
+        Everything else that the call depends on.
     """
     if any(hasattr(effect, "name") for effect in item.effects):
         raise ValueError(
@@ -96,12 +97,12 @@ def _program_key(item: Any) -> Hashable:
     try:
         return fingerprint(item)
     except Unknown:
-        # Of a program that cannot be compared, how it is built will do: it is about memory only.
+        # If the program cannot be compared, its structure will do, because only memory matters.
         return tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
 
 
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of an array or number, or of a stand-in; or of one with ``shape``."""
+    """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
     if not hasattr(value, "dtype"):
         value = jax.eval_shape(lambda: jnp.asarray(value))
     dtype = value.dtype
@@ -129,7 +130,7 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
 
 
 def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> Any:
-    """Trace the gradient with respect to all that has one; None where there is none."""
+    """Trace the gradient with respect to all floating arrays; None if it does not exist."""
     leaves, treedef = jax.tree.flatten((consts, arrays))
     moving = [i for i, leaf in enumerate(leaves) if _moves(leaf)]
 
@@ -159,7 +160,7 @@ def _moves(leaf: Any) -> bool:
 
 
 def free_bytes() -> int:
-    """Return what the first device has free, or else the machine."""
+    """Return the free memory of the first device, or else of the machine."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

@@ -226,9 +226,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     *Annotations.* A parameter without a rank gets that of its jaxtyping annotation, and a bare
     ``@auto_vmap`` relies on them alone. ``Float[Array, "*batch n 3"]`` and ``Float[Array, "n 3"]``
     both have rank 2; ``Float[Array, "..."]`` and ``Array`` declare none. NamedTuples, dataclasses
-    and Equinox modules are read by their fields. A return annotation is checked. Where no rank is
-    given by hand, arrays in a parameter whose annotation says nothing of arrays are a
-    ``UserWarning`` at the first call; ``name=None`` says that they are meant to be untouched.
+    and Equinox modules are read by their fields. A return annotation is checked. Without ranks
+    passed to `auto_vmap`, an array in a parameter whose annotation does not mention arrays causes a
+    ``UserWarning`` at the first call; ``name=None`` declares that it is to be left untouched.
 
     *Options.* ``None`` as an argument's value passes through whatever its rank.
 
@@ -237,7 +237,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     to the call itself and to its gradient with respect to all floating arrays that it uses. With
     ``checkpoint=False`` the gradient does not count, because chunks do not bound it. Where no chunk
     of a fitting size divides the batch, the gradient copies the outputs, and this copy counts. The
-    memory that a surrounding program holds is not seen. Under an outer `jax.vmap`, one item counts.
+    memory that a surrounding program holds does not. Under an outer `jax.vmap`, one item counts.
 
     *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
     called by the kernel have none. A gradient shows its forward pass; that of some reductions makes
@@ -322,7 +322,7 @@ def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 class _Family:
-    """The kernels of one declaration, each with other options."""
+    """The kernels of one declaration, each with its own options."""
 
     def __init__(self, fun: Any, declaration: Declaration) -> None:
         self._fun = fun
@@ -330,7 +330,7 @@ class _Family:
         self._members: dict[Any, Any] = {}
 
     def member(self, explicit: Mapping[str, Any], where: str) -> Any:
-        """Return the one kernel with these options, which keeps what it compiled."""
+        """Return the kernel with these options; always the same one, with what it compiled."""
         key = frozenset(explicit.items())
         if key not in self._members:
             check_together(Options(**explicit), where)

@@ -46,7 +46,7 @@ def chunked_vmap(
         Takes and returns pytrees of arrays, for one item.
     chunk_size : int or None
         Maximum number of items evaluated at once. A smaller chunk is used where it divides the axis
-        (down to 4/5 of the bound) or makes the chunks alike in size; and a much smaller one on a
+        (down to 4/5 of the bound) or evens out the chunks; and a much smaller one on a
         CPU where ``fun`` sums few numbers at a time, because that is faster. ``None``, or a bound
         at least as large as the axis, is plain `jax.vmap` with exactly its program. ``1`` evaluates
         ``fun`` itself, item by item, without `jax.vmap`: a `jax.lax.cond` stays a branch, and

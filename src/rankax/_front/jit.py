@@ -30,7 +30,7 @@ __all__ = ["JitKernel"]
 
 
 class _Frame(NamedTuple):
-    """The static part of a call: `jax.jit` looks up the compiled program by it."""
+    """The static part of a call, by which `jax.jit` looks up the compiled program."""
 
     names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any
@@ -47,7 +47,7 @@ _NOTHING = jax.tree.structure([])
 
 
 class _Identity:
-    """Wraps an unhashable ``self``, which equals itself only."""
+    """A hashable wrapper of an unhashable ``self``, compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -117,7 +117,7 @@ class JitKernel:
         if len(arrays) < len(inputs):
             leaves = zip([*call.leaves, *rest], traced, strict=True)
             static = tuple(
-                # One NaN for all, because a NaN equals nothing but the same object.
+                # One NaN object for all, because NaN does not equal itself.
                 math.nan if type(leaf) is float and math.isnan(leaf) else leaf
                 for leaf, is_traced in leaves
                 if not is_traced

@@ -2,16 +2,17 @@
 """How the chunks of an array are read, written and joined, as XLA handles it best.
 
 Chunks that divide axis 0 are rows of a stack (`stack_chunks`). All others are read by index
-(`take_chunk`): where no chunk divides the axis, the last one starts early (`next_start`) and
-overlaps the one before it.
+(`take_chunk`): if no chunk divides the axis, the last one starts early (`next_start`) and overlaps
+the one before it. Items in the overlap are evaluated twice but used once: forward, the last chunk
+overwrites them; in a derivative, `join_chunks` keeps the earlier copy.
 
-Plain indexing would be right, too, but slow or large. An operand that is read by index is flat: its
-mapped axis and all later axes become one before the loop, and a chunk gets its shape back after it
-is read. What else is done, why, and until when (the tests are in ``tests/test_chunked_memory.py``
-unless another file is named):
+Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
+flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
+after it is read. Workarounds, where each was seen, and the test that tells when it can be removed
+(in ``tests/test_chunked_memory.py`` unless another file is named):
 
 ===============================  ====================  ========================================
-what                             seen with             it may go if this passes without it
+workaround                       seen with             can go if this passes without it
 ===============================  ====================  ========================================
 `first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
 `first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
@@ -19,7 +20,7 @@ what                             seen with             it may go if this passes 
 `carried_with`: types            all                   ``test_shards.py``
 `flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
 `widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
-`take_chunk`: nothing between    all, it is XLA's      ``cotangents_are_added_in_place``
+`take_chunk`: nothing between    all (XLA's design)    ``cotangents_are_added_in_place``
 `use_once`: reads with one use   CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
 `is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
 `as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
@@ -77,7 +78,7 @@ def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:
 
 
 def carried_with(start: T, operands: Any) -> T:
-    """Return the carry of a loop in the type that it has after a step with these operands."""
+    """Give the carry of a loop the type that it has after a step with these operands."""
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Manual in types:
         axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(operands)))
@@ -139,9 +140,9 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
     Nothing may come between the leaf and this read, not even a reshape. In a loop, its transpose
     adds a cotangent of the shape of the leaf, which is zero outside the chunk. The algebraic
     simplifier of XLA, which all platforms share, rewrites the sum of an array with a
-    `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. With
-    a sum of the whole in the loop, a gradient would still be right and small, but its time would
-    grow with the square of the axis: ``tests/test_chunked_memory.py`` looks at compiled programs.
+    `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. If
+    the loop added the whole arrays, a gradient would still be correct and small, but its time would
+    grow with the square of the axis: ``tests/test_chunked_memory.py`` inspects compiled programs.
     """
     each = leaf.shape[axis] // chunks.length  # numbers of one item along the axis
     start = start * start.dtype.type(each)
@@ -159,7 +160,7 @@ def as_chunk(window: jax.Array, aval: Any) -> jax.Array:
 
 
 def use_once(chunk: jax.Array, size: int, axis: int) -> jax.Array:
-    """Return a chunk that `take_chunk` read in such a way that the read has a single use.
+    """Give the read of a chunk by `take_chunk` a single use; return the chunk.
 
     XLA:CPU of JAX 0.10 makes a function of a read with several uses, and confuses two functions
     whose names differ only in a dash: ``dynamic_slice`` of a value, and ``dynamic-slice`` of its
@@ -182,8 +183,8 @@ def write_chunk(leaf: jax.Array, chunk: jax.Array, start: Any, axis: int) -> jax
 def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
     """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
 
-    If the items have an axis of length 1, XLA stores their stack in another layout, and copies the
-    whole.
+    If the items have an axis of length 1, XLA stores their stack in another layout, and copies all
+    of it.
     """
     return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 
@@ -191,7 +192,7 @@ def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
 def stack_chunks(leaf: Any, chunks: Chunks) -> jax.Array:
     """Split axis 0 of ``leaf`` into ``(steps, size)``, which costs nothing; for even chunks.
 
-    Chunks of one item stay items, because XLA would copy the whole for an axis of length 1.
+    Chunks of one item stay items, because XLA would copy a stack with an axis of length 1.
     """
     size = () if chunks.size == 1 else (chunks.size,)
     return lax.reshape(leaf, (chunks.steps, *size, *leaf.shape[1:]))

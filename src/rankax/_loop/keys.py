@@ -2,7 +2,8 @@
 """A split key: each item makes its own key from one key and the number of the item.
 
 ``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
-generators). So there is no array of keys; `item_key` makes the key where the item is evaluated.
+generators). So there is no array of keys: `item_key` makes the key where the item is evaluated
+(`Bound.on_item`).
 
 The number comes from the places of the item: each level of a nest passes the place of the item
 along it as the last input of the function that it maps (`LoopSpec.numbered`). In a loop this is the
@@ -32,7 +33,7 @@ __all__ = ["PLACE", "add_places", "item_key", "number_items", "vmap_level"]
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"
 
-PLACE = jax.ShapeDtypeStruct((), jnp.uint32)  # what an item is told of where it is along a level
+PLACE = jax.ShapeDtypeStruct((), jnp.uint32)  # the type of an item's place along a level
 
 
 def item_key(key: Any, number: Any) -> Any:
@@ -51,7 +52,7 @@ def number_items(
     shape: Shape,
     first: Mapping[int, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return ``fun``, which takes numbers of its item last, as a function of places instead.
+    """Return ``fun``, which takes the numbers of its item last, as a function of places instead.
 
     Parameters
     ----------
@@ -59,12 +60,13 @@ def number_items(
         Takes items of leaves, then one number for each split.
     splits : sequence of Split
     levels : sequence of Level
-        Of a nest, outermost first.
+        The levels of a nest, outermost first.
     shape : tuple of int
-        Of the batch that the nest walks.
+        The shape of the batch that the nest walks.
     first : mapping of int to uint32, optional
-        Where the nest walks a part of the batch only: by axis, where the part begins. It may be
-        traced, as one that differs from device to device. The splits are those of the whole batch.
+        If the nest walks only a part of the batch: where the part begins along each axis. The
+        values may be traced, because they differ between devices. The splits are those of the whole
+        batch.
 
     Returns
     -------
@@ -96,8 +98,8 @@ def _number(
 
 
 def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return what a place along a level adds, whose axes have these lengths and strides."""
-    joined: list[tuple[int, int]] = []  # those that are counted on, as they are in a whole batch
+    """Return the terms of a place along a level whose axes have these lengths and strides."""
+    joined: list[tuple[int, int]] = []  # axes numbered without a gap are one
     for length, stride in axes:
         if joined and joined[-1][1] == length * stride:
             joined[-1] = joined[-1][0] * length, stride
@@ -112,12 +114,12 @@ def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:
 
 
 def _times(place: Any, stride: Any) -> Any:
-    """Return what is added to a number; None for nothing, along what the keys have themselves."""
+    """Return one term of a number; None if it is 0, as along axes that the keys have themselves."""
     if isinstance(stride, int):
-        if stride % 2**32 == 0:  # 2**32 is that of an axis of length 1
+        if stride % 2**32 == 0:  # 2**32 belongs to an axis of length 1
             return None
         return place if stride == 1 else place * scalar(stride, PLACE.dtype)
-    return place * jnp.asarray(stride).astype(PLACE.dtype)  # of symbolic shapes
+    return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
 
 
 def add_places(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
@@ -133,7 +135,7 @@ def vmap_level(
     *,
     numbered: bool,
 ) -> Callable[..., Any]:
-    """Return `jax.vmap` of ``fun``; numbered, each item is told its place as its last input."""
+    """Return `jax.vmap` of ``fun``; if numbered, each item takes its place as its last input."""
     if not numbered:
         return jax.vmap(fun, in_axes=tuple(in_axes), out_axes=out_axes, axis_size=size)
     mapped = jax.vmap(fun, in_axes=(*in_axes, 0), out_axes=out_axes, axis_size=size)
@@ -141,7 +143,7 @@ def vmap_level(
 
 
 def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> jax.Array:
-    """Count along an axis; where types say how arrays lie, what is mapped together lies alike."""
+    """Count along an axis. On a mesh with explicit axes, the count is sharded like the leaves."""
     count = counted(size, PLACE.dtype)
     for leaf, axis in zip(leaves, in_axes, strict=True):
         if axis is not None and _is_explicit(leaf):

@@ -19,7 +19,7 @@ __all__ = ["map_level", "trace_level"]
 def map_level(fun: Callable[..., Any], spec: LoopSpec) -> Callable[..., Any]:
     """Return ``fun``, which takes arrays and returns a list of them, mapped over one level.
 
-    A program of one item that takes what the level maps, and nothing else, is not traced again.
+    A traced program whose inputs are exactly those that the level maps is not traced again.
     """
     program = fun if isinstance(fun, ItemProgram) else None
     if not spec.is_loop:

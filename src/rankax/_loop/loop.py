@@ -9,11 +9,11 @@ How an operand enters the loop and how an output leaves it (`sinks.py`) decides 
   the transpose adds the cotangent of each chunk in place (`access.take_chunk` says when), so that
   no input is copied, for any length and axis.
 * Where such a loop is differentiated, its outputs leave as ``ys`` (`Sink.to_differentiate`), which
-  costs one copy of them and of their tangents or cotangents. Two ways to save it were tried, on
-  XLA:CPU with JAX 0.10 and 0.12. Written in place, the transpose reads a chunk of the cotangent and
-  then clears it, and XLA copies the cotangent in every step. Added in place, overlapping items have
-  to be masked, and the zeros of that mask made the gradient of the distances in the benchmark a
-  fifth slower.
+  costs one copy of them and of their tangents or cotangents. Two alternatives
+  that avoid this copy were tried and rejected, on XLA:CPU with JAX 0.10 and 0.12. If chunks are
+  written in place, the transpose reads a chunk of the cotangent and then clears it, and XLA copies
+  the cotangent in every step. If they are added in place, overlapping items have to be masked, and
+  the zeros of that mask made the gradient of the distances in the benchmark a fifth slower.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from rankax._trace.programs import evaluate
 __all__ = ["KEPT_IN_REVERSE", "apart_from_constants", "map_in_chunks"]
 
 
-# The name of what a reverse pass keeps of each chunk: a few numbers that took a whole loop to find.
+# The checkpoint name of values that a reverse pass keeps: few numbers, each found by a whole loop.
 KEPT_IN_REVERSE = "rankax_kept"
 
 
 class _Policy:
     """What a checkpoint saves.
 
-    The policy of JAX itself fails for a primitive with a parameter named ``prim``, which those of
-    Equinox have. Test: ``test_chunked_kernels.py``.
+    JAX's own policy fails for primitives with a parameter named ``prim``, such as those of Equinox.
+    Test: ``test_chunked_kernels.py``.
     """
 
     rankax_key = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
@@ -93,7 +93,7 @@ def map_in_chunks(
     spec: LoopSpec,
     sink: Sink | None = None,
 ) -> list[Any]:
-    """Evaluate the program of one item for all items of ``leaves``, which are the mapped ones.
+    """Evaluate the program of one item for all items of ``leaves``, which are all mapped.
 
     ``sink`` takes all outputs; by default, each output has a sink of its own.
     """
@@ -169,8 +169,8 @@ def _scan_chunks(chunk_at: Chunk, operands: _Operands, spec: LoopSpec, sink: Sin
     """Evaluate the chunks one after another, and pass their outputs to the sink."""
     chunks = spec.chunks
     reports = spec.progress and Reports(spec.progress, chunks.length, chunks.size, chunks.steps)
-    # Inside a scan, XLA cannot merge the recomputation with the forward pass, so that the barriers
-    # of prevent_cse are waste.
+    # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
+    # prevent_cse are not needed.
     checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
     if spec.checkpoint:
         chunk_at = checkpointed(chunk_at)

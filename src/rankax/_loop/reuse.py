@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Eager calls reuse compiled loops: a loop is found again by what its kernel computes.
+"""Eager calls reuse compiled loops, which are looked up by what their kernel computes.
 
 Outside `jax.jit`, a kernel is traced at each call: only a new trace sees that a number, an array or
 a function that the kernel uses has changed. Tracing is cheap, but JAX compiles a new loop for every
 new trace, because its caches identify programs by object. A key made of the kernel and its shapes
-would be stale as soon as a global changes. So the traced program of one item is compared with those
-compiled before (`_trace/fingerprint.py`), and if one is equal, its loop runs. Arrays that the
-kernel closes over are inputs of that loop: they may change, and are not kept alive.
+would be stale as soon as a global changes. So a loop is looked up by the fingerprint of the traced
+program of one item (`_trace/fingerprint.py`), its `LoopSpec` and its sink. Arrays that the kernel
+closes over are inputs of that loop: they may change, and are not kept alive.
 
-Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept loop is called as well: JAX finds the
-derivatives of a compiled function by its identity. The kernel may then use no derivative rule of
-its own, because rules are functions, which cannot be compared.
+A call over sharded parts is kept as a whole (`run_kept`). ``jit=True`` (`_front/jit.py`) and blocks
+(`_blocks/programs.py`) keep their programs in their own ways.
+
+Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept loop is called as well: JAX looks up
+the derivatives of a compiled function by its identity. The kernel must then use no derivative rules
+of its own, because rules are functions, which cannot be compared.
 
 Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
 compilation depends: shapes, devices, contexts, the configuration of JAX.
@@ -61,7 +64,7 @@ def map_chunks(
         return map_in_chunks(item, leaves, spec, sink)
     if is_now:  # not differentiated, so nothing is ever recomputed
         spec = dataclasses.replace(spec, checkpoint=False, linear=True)
-    bare = dataclasses.replace(item, out_tree=None)  # it may hold classes of the caller
+    bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
     try:
         loop, consts = _find(
             lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
@@ -80,8 +83,8 @@ def map_chunks(
 def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Hashable) -> Any:
     """Return ``program(item, leaves)``; if the call is eager, compiled and kept.
 
-    ``program`` holds nothing of the caller, and does the same wherever ``key`` is the same. With
-    None it is compiled, but not kept.
+    ``program`` holds no object of the caller, and equal keys stand for equal programs. With a key
+    of None, it is compiled but not kept.
     """
     if not _is_evaluated([*leaves, *item.closed.consts]):
         return program(item, list(leaves))
@@ -105,8 +108,8 @@ def _is_transformed(arrays: Sequence[Any]) -> bool:
 
 
 def _is_explicit() -> bool:
-    # With explicit axes of a mesh, `jax.jit` gives what is made inside it types that arrays from
-    # outside lack.
+    # On a mesh with explicit axes, arrays made inside `jax.jit` have types that arrays from outside
+    # lack.
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
@@ -117,7 +120,7 @@ def _is_evaluated(arrays: Sequence[Any]) -> bool:
 def _find(
     program: Program, item: ItemProgram, key: Hashable, *, differentiable: bool = False
 ) -> tuple[Any, list[jax.Array]]:
-    """Return the kept program as a function of constants and leaves, and the constants of now."""
+    """Return the kept program as a function of constants and leaves, and the current constants."""
     if key is None:
         raise Unknown
     closed = opened(item.closed)
@@ -150,7 +153,7 @@ class _Key:
         self._value = value
         try:
             self._hash = hash(value)
-        except TypeError:  # as of a sink that calls functions of the caller
+        except TypeError:  # such as a sink that calls user-defined functions
             raise Unknown from None
 
     def __hash__(self) -> int:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Sinks: how the outputs of the chunks leave the loop and become one array.
 
-A sink carries a value from the ``start``, takes the output of each ``step`` into it or passes it on
-as a row of the scan, and makes the whole output of both at the ``end``.
+A sink starts with a carry (`start`), either adds each chunk to it or emits it as a row of the scan
+(`step`), and builds the whole output from both (`end`).
 
 * `Stack`: the rows are the ``ys`` of the scan. For even chunks along axis 0, joining them is a
   reshape.
 * `Write`: each chunk is written in place into a carried buffer, for any chunks and axis. Forward,
-  that is as good as a stack. Its transpose would have to clear from the cotangent what it has read,
-  so that an overlapping item does not count twice, and XLA copies the cotangent in every step. So
-  if such a loop is differentiated, its outputs are rows, joined after the loop by one copy.
+  that is as good as a stack. Its transpose would have to clear each chunk of the cotangent after
+  reading it, so that an overlapping item does not count twice, and XLA copies the cotangent in
+  every step. So if such a loop is differentiated, its outputs are rows, joined after the loop by
+  one copy.
 * `Last`: every chunk returns the same, and the last one is kept.
 
 `Each` gives every output a sink of its own. A reduction folds several outputs at once
@@ -145,7 +146,7 @@ class Each:
 
 
 def sink_for(chunk: Any, axis: int | None, chunks: Chunks) -> Sink:
-    """Choose the sink of an output whose items are along ``axis``; None: it is alike for all."""
+    """Choose the sink of an output with its items along ``axis``; None: the same for all items."""
     if axis is None:
         return Last(chunk)
     return Stack(chunks, axis) if is_stack(chunk, axis, chunks) else Write(chunks, axis, chunk)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """One loop along an axis, as data.
 
-All that determines the program of a loop, besides the program of one item, is a field of
-`LoopSpec`. A nest is a sequence of specs, the loop takes one, and `reuse.py` finds compiled loops
-by it. So a new option of loops cannot be missing from the key of that cache.
+Everything that determines the program of a loop, apart from the program of one item and the sink,
+is a field of `LoopSpec`. A nest is a sequence of specs, the loop takes one, and `reuse.py` looks up
+compiled loops by it. So a new option of loops cannot be missing from the key of that cache.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LoopSpec:
     numbered : bool
         Whether each item takes its place along the axis as its last input (`keys.py`).
     by_index : bool
-        Whether all inputs are read by index. So are those of a part (`_devices`): on its own device
-        the array of all parts has an axis of length 1 in front, and stacked, XLA would copy it.
+        Whether all inputs are read by index, as those of a part are (`_devices`): on its device, a
+        part has a leading axis of length 1, with which XLA would copy a stack of chunks.
     checkpoint : bool
         Whether the reverse pass computes each chunk again instead of storing its intermediates.
     linear : bool

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
 """How an axis is cut into chunks of one size.
 
-If no chunk size divides the axis, the last chunk starts early and overlaps the one before it;
-`_loop/access.py` reads it.
+A chunk size that divides the axis is preferred, even at the cost of a quarter more steps: it needs
+no overlap, and along axis 0 a derivative then copies nothing. If none is that close, the last chunk
+starts early and overlaps the one before it; `_loop/access.py` reads it.
 
-A chunk size that divides the axis is worth up to a quarter more steps. It needs no overlap, and a
-derivative then copies nothing.
+A reduction never overlaps: what is left after the last whole tile is a smaller tile
+(`_reduce/row.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def split_into_chunks(length: int, chunk_size: int) -> Chunks:
 
     The chunks are as few and then as small as possible, so that little is computed twice: 10 items
     by at most 6 are 5 + 5, not 6 + 6. A chunk that divides the axis is worth up to a quarter more
-    steps because it needs no overlap, and so no copy of the inputs in a derivative.
+    steps because it needs no overlap, and so no copy of the outputs in a derivative.
     """
     steps = -(-length // chunk_size)
     size = -(-length // steps)

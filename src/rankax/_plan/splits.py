@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The numbers of the items of a batch, from which `_loop/keys.py` makes one key for each item."""
+"""How items are numbered for each split key; `_loop/keys.py` makes the keys from these numbers."""
 
 import dataclasses
 import itertools

@@ -78,7 +78,7 @@ class Progress:
 
     #: The label of a bar, or a function.
     target: Target
-    #: On how many devices the loop runs at once; each of its items counts once per device.
+    #: On how many devices the loop runs; each of its items counts once per device.
     parts: int = 1
 
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT
 """What a loop reports from inside a program: how many of its items are done.
 
-It reports before each step, or every few steps, and after the last one. Nothing but data orders
-these reports, and XLA can count the steps of a loop in advance. So the last report also reads a
-number from the outputs of the loop.
+It reports before each step, or every few steps, and after the last one. The number is the index at
+which the chunk starts, which the loop carries, times the number of devices that the batch is cut
+over. A pass makes about 50 reports at most, and only the outermost loop reports.
+
+Only data dependencies order the reports, and the final count does not depend on the loop's work. So
+the last report also takes a number from the outputs, and cannot come early.
 
 The primitive ``rankax_report`` becomes a `jax.debug.callback` when it is lowered. Used directly, a
 debug callback would report once per lane of a `jax.vmap` around the loop, and again where a
@@ -33,7 +36,7 @@ __all__ = ["Reports"]
 
 # Of one loop. A debug callback costs 0.2 to 0.7 ms on a CPU whose caches hold a chunk's data, up to
 # 1 ms at worst. So a pass spends at most 50 ms on its reports: 1 % or less where 500 chunks take
-# 10 ms each. A loop of fewer steps reports each of them, as its steps may take minutes.
+# 10 ms each. A loop of fewer steps reports each of them, because its steps may take minutes.
 _MOST_REPORTS = 50
 
 

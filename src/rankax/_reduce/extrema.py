@@ -29,12 +29,12 @@ __all__ = [
 
 
 def no_index(dtype: Any) -> Any:
-    """Return the index of no item, which is behind all others."""
+    """Return the index of no item, which is larger than all others."""
     return jnp.iinfo(dtype).max
 
 
 def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the places of indices, of which some may be `no_index`."""
+    """Return the places of indices, leaving `no_index` in place of no item."""
     placed = place(index)
     none = scalar(no_index(placed.dtype), placed.dtype)
     return jnp.where(index == no_index(index.dtype), none, placed)

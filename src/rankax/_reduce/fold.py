@@ -86,7 +86,7 @@ class Fold(Reduction):
                     )
 
     def _check_constants(self) -> None:
-        """Refuse traced arrays where no derivative would find them."""
+        """Refuse traced arrays that a derivative would miss."""
         held = [
             cell.cell_contents
             for fun in (self.merge, self.finish)

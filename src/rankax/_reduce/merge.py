@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""States of runs: how they are renumbered, merged, and finished.
+"""Merge the states of several runs: renumber, merge, finish.
 
-`reduce_row` returns states instead of results for `Reductions` that are ``of_run``. The states of
-all runs are merged here, whether a run is the part of a device or a block of a cluster.
+A run is some items of a row, such as one device's part or one dask block; for a reduction that
+depends on their order, they are consecutive. For `Reductions` with ``of_run``, `reduce_row` returns
+states instead of results, and the states of all runs are merged here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = ["RunStates"]
 class RunStates:
     """The states of several runs of items, which together are a whole row.
 
-    A state is a list with an entry for each reduction. Outputs that are kept are no part of it:
-    their entries are ignored, and returned as they are.
+    A state is a list with an entry for each reduction. Kept outputs are not part of it: their
+    entries are ignored, and returned as they are.
     """
 
     reductions: Reductions
@@ -70,7 +71,7 @@ class RunStates:
 
         def place(index: jax.Array) -> jax.Array:
             dtype = index_dtype(self.size)
-            if not math.prod(shape):  # whatever a state holds, it is of no item
+            if not math.prod(shape):  # the state of no items holds no valid index
                 return jnp.full_like(index, no_index(dtype), dtype=dtype)
             rest, stride, total = index.astype(dtype), 1, scalar(0, dtype)
             for size, length, start in reversed(list(zip(self.sizes, shape, starts, strict=True))):

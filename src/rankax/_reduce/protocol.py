@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The protocol of reductions: from the outputs of items, by way of states, to a result.
+"""The protocol of reductions: how outputs of items become states, and states a result.
 
 One row of items is folded tile by tile (`Row.fold`)::
 
@@ -11,8 +11,8 @@ One row of items is folded tile by tile (`Row.fold`)::
     state = reduction.partial(outputs, row, [state])  # for `Best`: with the outputs of the winner
     result = reduction.finish_state(outputs, state, size)
 
-Where no program has all items, each run of them is folded to its state, and the states are merged
-(`merge.py`). That is how devices, blocks of dask and cubed, and runs that resume work::
+If no single program sees all items, each run of them is folded into a state, and the states are
+merged (`merge.py`). Calls over several devices, or over blocks of dask and cubed, do this::
 
     states = [reduction.renumber(partial(run), place) for run, place in runs]
     state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
@@ -21,18 +21,18 @@ Where no program has all items, each run of them is folded to its state, and the
 A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
 `finish_state`. The other methods have defaults:
 
-* `partial`, `renumber` and `merge_states` use the accumulators. Reductions that choose items
-  override all three: the winners are evaluated once more, and their outputs join the state.
+* `partial`, `renumber` and `merge_states` use the accumulators. `TopK` and `Best` override all
+  three: their winners are evaluated once more, and the outputs of the winners join the state.
 * `differentiable` returns the state of a row by a program that has the right derivative in bounded
-  memory: sums as they are, ``logsumexp`` and moments as sums in a second pass, what chooses items
-  by evaluating the chosen ones again. There is no derivative rule, so every order is right if the
-  first one is. With `is_linear`, the fold itself is that program.
+  memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
+  reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
+  every order is right if the first one is. With `is_linear`, the fold itself is that program.
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
-`result`. A new reduction touches at most three files: `sums.py` or `winners.py` has
-it, and its accumulator unless one of `states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py`
-names it; `rankax.reductions` exports it.
+`result`. A new reduction touches at most three files: `sums.py` or `winners.py`
+defines it, and its accumulator unless one of `states.py` or `extrema.py` fits; ``BY_NAME`` in
+`run.py` names it; `rankax.reductions` exports it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "wide",
 ]
 
-Place = Callable[[jax.Array], jax.Array]  # from the index of an item in its run to that in all
+Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
 
 class Outputs(NamedTuple):
@@ -87,7 +87,7 @@ class Reduction:
 
     name: str = ""
 
-    #: Whether the outputs are not reduced at all.
+    #: Whether the outputs are kept, not reduced.
     is_kept = False
 
     #: Whether the result contains indices of items, or their number.
@@ -103,11 +103,11 @@ class Reduction:
     is_sum = False
 
     def lifted(self, out: Any) -> Any:
-        """Return what is folded, from the output of one item."""
+        """Convert the output of one item to what is folded."""
         return out
 
     def over_devices(self) -> Reduction:
-        """Return the same for the parts of a row, which `jax.vmap` maps over devices."""
+        """Return the reduction for parts of a row, which `jax.vmap` maps over devices."""
         return self
 
     def check(self, outputs: Outputs, count: int) -> None:
@@ -137,7 +137,7 @@ class Reduction:
         return [accumulator.join(state) for accumulator, state in pairs]
 
     def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
-        # Of any size, which only `start` uses, for the dtype of indices.
+        # Any size will do: only `start` uses it, for the dtype of indices.
         steps = self.accumulations(outputs, 0)
         return [step.accumulator for step in steps if isinstance(step, Accumulation)]
 

@@ -5,9 +5,10 @@ A nest of loops evaluates a row. At most one level of the nest is cut into tiles
 it fit a tile whole and are mapped; those around it are evaluated item by item. Each loop returns
 its states with the lanes joined, and the loop around it merges them.
 
-What remains after the last whole tile is a smaller tile. An overlap with a mask would need one
-program less, but the derivative of a masked item is zero times its derivative, which is NaN where
-that is infinite.
+On a CPU, a tile has at most 1024 items (`most_lanes`), so that it fits the cache. What is left
+after the last whole tile is a smaller tile. An overlap with a mask would need one program fewer,
+but the mask multiplies the derivative of an item by zero, which is NaN if that derivative is
+infinite.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def whole_level(length: int, in_axes: tuple[int | None, ...] = ()) -> LoopSpec:
 
 
 def index_dtype(size: int) -> Any:
-    """Return the dtype of the flat indices of so many items."""
+    """Return the dtype of the flat indices of ``size`` items."""
     return jnp.int32 if size < 2**31 else jnp.int64
 
 
@@ -100,7 +101,7 @@ class Row:
         return dataclasses.replace(self, item=lambda *leaves: fun(item(*leaves)))
 
     def at(self, index: Any) -> list[jax.Array]:
-        """Evaluate the item of one flat index."""
+        """Evaluate the item with this flat index."""
         leaves = list(self.leaves)
         # From the outermost level inwards: axes are counted without those of the outer levels.
         for level, place in zip(self.levels, self._places(index), strict=True):
@@ -137,8 +138,8 @@ class Row:
     def whole(self) -> list[jax.Array]:
         """Evaluate all items at once: outputs with the row on axis 0.
 
-        A single item is not mapped, so that, as in a loop over chunks of one item, a branch is a
-        branch and effects may be ordered.
+        A single item is not mapped, so a branch stays a branch and effects may be ordered, as in a
+        loop over chunks of one item.
         """
         if self.size == 1:
             outs = self.at(scalar(0, index_dtype(1)))
@@ -292,7 +293,7 @@ def _remainder(
     return (jax.checkpoint(remainder) if level.checkpoint else remainder)(*tails)
 
 
-# The sinks, see `sinks.py`. States are carried; stored outputs leave the loop as rows.
+# The sinks, see `_loop/sinks.py`. States are carried; stored outputs leave the loop as rows.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""From a kernel, a row of items and the argument ``reduce`` to the reduced outputs."""
+"""Reduce the outputs of a kernel over a row of items, as the argument ``reduce`` says."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _is_entry(node: Any) -> bool:
 class Reductions:
     """The argument ``reduce``: a tree of reductions.
 
-    ``of_run`` is the number of items of which each row is only a run, so that `reduce_row` returns
-    states for `merge.py`. None: rows are whole.
+    ``of_run`` is the number of items in all runs if each row is only one run; `reduce_row` then
+    returns states for `merge.py`. None: rows are whole.
     """
 
     entries: tuple[Reduction, ...]

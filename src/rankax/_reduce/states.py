@@ -42,7 +42,7 @@ __all__ = [
 
 State = Any  # a pytree of arrays, each with the lanes on the last axis
 
-_MOST_PER_LANE = 16  # numbers; a lane of more would not fit the cache with the others
+_MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together
 
 
 class Accumulator(Protocol):
@@ -219,7 +219,7 @@ class LogSumExpOf(NoIndex):
             turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
             is_nothing = x.real == -jnp.inf
             return self.merge(state, (x.real, jnp.where(is_nothing, jnp.zeros_like(x), turned)))
-        # One exponential serves both cases, for that of the larger is 1.
+        # One exponential serves both cases, because that of the larger is 1.
         ratio = jnp.exp(-jnp.abs(_difference(x, largest)))
         grew = x > largest
         total = jnp.where(grew, total * ratio + 1, total + ratio)
@@ -247,7 +247,7 @@ class MomentsOf(NoIndex):
     """Count, mean, and the sum of squared distances from it.
 
     They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
-    algorithm for computing sample variances", 1979), of which Welford's step is a case: no large
+    algorithm for computing sample variances", 1979). Welford's step is a special case. No large
     numbers are subtracted from each other. An infinite mean stays infinite, and a state of no items
     changes nothing.
     """
@@ -317,7 +317,7 @@ class Ordered(NoIndex):
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
 
     def __hash__(self) -> int:
-        # A user-defined function may do something else in the next call and be the same object.
+        # A user-defined function may change between calls and stay the same object.
         raise TypeError("unhashable: it holds a user-defined function")
 
     def start(self, lanes: int) -> State:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reductions to which every item contributes: sums and their kin."""
+"""Reductions to which every item contributes: sums and the like."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _as_lane(x: Any) -> Any:
 
 
 class _Accumulated(EachLeaf):
-    """One number for each number of an item, by one function of two numbers."""
+    """Reduce each number of an item by a function of two numbers."""
 
     identity: Any
     combine: Callable[[Any, Any], Any]

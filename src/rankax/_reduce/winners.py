@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Reductions that choose items: the largest, the first, the best few.
 
-The loop compares the items. Those that win are evaluated once more, which is all that a derivative
-has to look at, and which gives a state the outputs that no other run can evaluate.
+The loop only compares items. `TopK` and `Best` evaluate the winners once more, because a state
+needs their outputs, which no other run can evaluate. `Max` and `Min` do so only if they are
+differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
 
 
 class _Compared(EachLeaf):
-    """What needs numbers that can be compared, and at least one of them."""
+    """A reduction of numbers that can be compared, over at least one item."""
 
     def check(self, outputs: Outputs, count: int) -> None:
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
@@ -87,7 +88,7 @@ class ArgMin(_ArgExtremum):
 
 
 class _Extremum(_Compared):
-    arg: _ArgExtremum  # which finds its index
+    arg: _ArgExtremum  # finds its index
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         worst = worst_value(aval.dtype, largest=self.arg.largest)
@@ -241,8 +242,8 @@ class Best(Reduction):
 
     Notes
     -----
-    Only ``by`` is computed for every item; the winner is then evaluated once more. So the other
-    outputs cost nothing, and neither does the derivative, but for that one item.
+    Only ``by`` is computed for every item; the winner is then evaluated once more. The other
+    outputs and the derivative cost no more than this one evaluation.
     """
 
     by: str | int

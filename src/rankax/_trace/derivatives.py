@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Derivatives that hold in every order and inside every loop: those of a kernel, and our own.
+"""Keep derivative rules correct, at every order and inside loops: a kernel's rules and our own.
 
-`jax.custom_jvp` has two limits that make numbers wrong or programs fail:
+`jax.custom_jvp` has two faults, which give wrong numbers or make programs fail:
 
 * When JAX before 0.12 linearizes a `jax.lax.scan`, it looks for values that are the same in every
   step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in
   place of the call. The rule is lost, and ``jax.jvp(jax.grad(f))`` is the derivative of that body.
-  `keep_rules` prevents it. Test: ``tests/test_custom_rules.py``. It may go with JAX 0.11, the last
-  version with this fault.
+  `keep_rules` prevents it. The programs of loops over chunks, of the remainder of a row and of the
+  body of a scan pass through it first. Test: ``tests/test_custom_rules.py``. It may go with JAX
+  0.11, the last version with this fault.
 * When `jax.vmap` maps such a call, its rule is differentiated first and mapped second (all
   versions). A `jax.custom_vjp` function inside can then no longer be mapped, and JAX raises "can't
   apply forward-mode autodiff (jvp) to a custom_vjp function". `call_with_derivative_of` maps first.
   Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
 Both use one primitive, because JAX does not look inside a primitive that it does not know. The
-compiled program shows no trace of it.
+compiled program shows no trace of it. Rules cannot be compared, so a differentiated eager call of a
+kernel with rules reuses no compiled loop (`fingerprint.derivatives_key`).
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
 
 
 class _Other:
-    """A function that defines a derivative, and what it depends on besides the program."""
+    """A function that defines a derivative, and a key for everything else that it depends on."""
 
     def __init__(self, fun: Callable[..., Any], key: Hashable) -> None:
         self.fun, self.rankax_key = fun, key
@@ -151,7 +153,7 @@ def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
 @_call.def_impl
 def _(*args: Any, program: Any, other: Any) -> list[Any]:
     # As one compiled program: evaluated step by step, it would send each number in it to the device
-    # by itself, which `jax.transfer_guard` may forbid.
+    # separately, which `jax.transfer_guard` may forbid.
     return jax.jit(functools.partial(_run, program=program, other=other))(*args)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Whether two traced programs compute the same values.
 
-JAX defines no equality of programs, and the text of a program omits details: two functions of one
-name print alike. Here two programs have equal `fingerprint` only if they agree equation by
+JAX defines no equality of programs, and the text of a program omits details: two functions with the
+same name look the same. Here two programs have equal fingerprints only if they agree equation by
 equation: the same primitives, the same variables in the same places (numbered in order of
 appearance), equal shapes, dtypes, parameters and contexts, and the same bits of every number. A
 program that cannot be compared with certainty has no fingerprint:
@@ -18,8 +18,8 @@ Derivative rules are left out: evaluation does not use them, and each trace make
 `without_rules` is the program to keep, because it holds no function of the caller.
 
 A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
-Rules are functions, so they cannot be compared. The exception are those of our loops, which follow
-from the program and a key. `without_constants` is the program to keep then.
+Rules are functions, so they cannot be compared, except those of our loops, which follow from the
+program and a key. `without_constants` is the program to keep then.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class ItemProgram:
-    """What a kernel does for one item, from its mapped leaves to its outputs."""
+    """The traced kernel, from the mapped leaves of one item to its outputs."""
 
     where: str  # the kernel and its source line, for errors
     closed: Any  # the traced program
@@ -59,7 +59,7 @@ class ItemProgram:
     def on_chunk(self, in_axes: Sequence[int], size: int) -> Callable[..., list[Any]]:
         """Return the program of ``size`` items at once.
 
-        That of one needs no `jax.vmap`: so a branch stays a branch, and effects stay in order.
+        A single item is not mapped, so a branch stays a branch, and effects stay in order.
         """
         if size > 1:
             return jax.vmap(self, tuple(in_axes), list(self.out_axes), axis_size=size)
@@ -85,9 +85,9 @@ class ItemProgram:
         )
 
     def check_unmapped_outputs(self) -> None:
-        """Refuse outputs that are promised to be alike for all items, but depend on the item.
+        """Refuse outputs whose ``out_axes`` is None, but which depend on the item.
 
-        JAX knows where it maps them, so that is what is asked, of the program that is there.
+        `jax.vmap` of the traced program decides: it knows which outputs are mapped.
         """
         odd = [
             name
@@ -132,15 +132,15 @@ def trace_item(
     Parameters
     ----------
     fun : callable
-        As the caller wrote it.
+        The kernel.
     inputs : callable
-        Makes the arguments of ``fun`` of the mapped leaves of one item.
+        Makes the arguments of ``fun`` from the mapped leaves of one item.
     avals : sequence
         Shape and dtype of each of those leaves.
     out_axes : pytree prefix
-        Of the output.
+        Where the mapped axis goes in each output.
     axis_name : hashable, optional
-        What collectives might call the mapped axis; they are refused.
+        The name of the mapped axis; collectives over it are refused.
     """
     found: list[tuple[Any, list[str], list[int | None]]] = []
 
@@ -179,7 +179,7 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
         if axis is not None and not -rank - 1 <= axis <= rank
     ]
     if not odd:
-        # `%` also makes of NumPy's integers the int that JAX wants.
+        # JAX expects ints, not the integers of NumPy.
         pairs = zip(ranks, spread, strict=True)
         return [None if axis is None else int(axis) % (rank + 1) for rank, axis in pairs]
     named = leaves_with_names(out, "output")
@@ -196,7 +196,7 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
 def chunk_program(
     item: ItemProgram, in_axes: Sequence[int], avals: Sequence[Any], size: int
 ) -> Any:
-    """Trace what an item's program does for ``size`` items, which lie along ``in_axes``."""
+    """Trace the program of ``size`` items, which are stacked along ``in_axes``."""
     try:
         return jax.make_jaxpr(item.on_chunk(in_axes, size))(*avals)
     except Exception as error:
@@ -216,7 +216,7 @@ def has_order(closed: Any) -> bool:
 
 
 def _uses_axis(closed: Any, axis_name: Hashable) -> bool:
-    """Whether a collective found an axis of this name outside, where its own was meant."""
+    """Whether a collective refers to an outer axis of this name instead of the mapped one."""
     return any(getattr(effect, "name", None) == axis_name for effect in closed.effects)
 
 
@@ -239,7 +239,7 @@ def with_axis(leaf: Any, axis: int, *size: int) -> jax.ShapeDtypeStruct:
 
 
 def with_shape(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf with another shape, which no device has only a part of."""
+    """Return the type of a leaf with this shape; a new shape is not sharded."""
     return _typed(leaf, shape, _spec(leaf) if shape == leaf.shape else ())
 
 
