@@ -10,10 +10,7 @@ A new backend takes two files:
 
 The arrays need ``shape``, ``dtype`` and ``chunks`` (the block lengths along each axis), and a
 ``rechunk`` method for the advice in error messages. Nothing else is required: the checks, the
-shapes and the programs are the same for every package. A program for blocks
-(`OnBlocks`) takes NumPy arrays, returns NumPy arrays and can be pickled; it may run in any process.
-It is found again by the bytes of its pickle: every task unpickles the kernel, and a copy would be
-compiled again, 40 times for 40 blocks.
+shapes and the programs (`_blocks/programs.py`) are the same for every package.
 """
 
 from __future__ import annotations
