@@ -10,10 +10,7 @@ A new backend takes two files:
 
 The arrays need ``shape``, ``dtype`` and ``chunks`` (the block lengths along each axis), and a
 ``rechunk`` method for the advice in error messages. Nothing else is required: the checks, the
-shapes and the programs are the same for every package. A program for blocks
-(`OnBlocks`) takes NumPy arrays, returns NumPy arrays and can be pickled; it may run in any process.
-It is found again by the bytes of its pickle: every task unpickles the kernel, and a copy would be
-compiled again, 40 times for 40 blocks.
+shapes and the programs (`_blocks/programs.py`) are the same for every package.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Input(NamedTuple):
     """One array of a call, chunked like the batch."""
 
     array: Any
-    batch: int  # the number of its batch axes, which are the last ones of the batch
+    axes: tuple[int, ...]  # the axes of the batch that it has
     core: tuple[int, ...]  # its core shape, including the axes of the data of a PRNG key
 
 
@@ -82,12 +79,9 @@ class Backend(Protocol):
     ----------
     can_rechunk : bool
         Whether an array can be rechunked without being stored.
-    has_one_output : bool
-        Whether an operation has one output only. Several outputs then come packed into bytes.
     """
 
     can_rechunk: bool
-    has_one_output: bool
 
     def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
         """Return an array of the package with these chunks along all its axes.
@@ -108,8 +102,7 @@ class Backend(Protocol):
         Parameters
         ----------
         fun : callable
-            Takes one block of each input. Returns one array, or a tuple for several; with
-            ``has_one_output``, several are one array of bytes, packed by ``layout``.
+            Takes one block of each input. Returns one array, or a tuple of several.
         batch : Batch
         layout : Packing
             The shape and dtype of one item of each output, after the batch axes.
@@ -130,30 +123,24 @@ def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dic
     Whether core axes of one name agree has been checked before, with a better message.
     """
     cores = [[f"i{n}_{axis}" for axis in range(len(i.core))] for n, i in enumerate(inputs)]
-    outs = [[f"o{n}_{axis}" for axis in range(len(s))] for n, s in enumerate(layout.shapes)]
-    sizes = {
-        name: size
-        for names, shape in zip(outs, layout.shapes, strict=True)
-        for name, size in zip(names, shape, strict=True)
-    }
+    outs: list[list[str]] = []
+    sizes: dict[str, int] = {}
+    for n, item in enumerate(layout.items):
+        named = {f"o{n}_{axis}": size for axis, size in enumerate(item.shape)}
+        outs.append([*named])
+        sizes |= named
     sides = [",".join(f"({','.join(names)})" for names in side) for side in (cores, outs)]
     return "->".join(sides), sizes
 
 
-def blockwise_arguments(
-    batch: Batch, indices: Sequence[Any], axes: Sequence[int]
-) -> tuple[list[Any], int]:
+def blockwise_arguments(batch: Batch) -> tuple[list[Any], int]:
     """Return each array followed by its axes, as ``blockwise`` takes them, and an unused axis.
 
-    Axes are ints: first those of the batch, then the core axes of each input. Each array in
-    ``indices`` has one axis of the batch, that in ``axes``.
+    Axes are ints: first those of the batch, then the core axes of each input.
     """
     arguments: list[Any] = []
-    unused = count = len(batch.chunks)
-    for array, length, core in batch.inputs:
-        core_axes = range(unused, unused + len(core))
-        arguments += [array, (*range(count - length, count), *core_axes)]
+    unused = len(batch.chunks)
+    for array, axes, core in batch.inputs:
+        arguments += [array, (*axes, *range(unused, unused + len(core)))]
         unused += len(core)
-    for index, axis in zip(indices, axes, strict=True):
-        arguments += [index, (axis,)]
     return arguments, unused

@@ -26,23 +26,20 @@ from rankax._base.blocks import blocks_of
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import plural
 from rankax._blocks.backend import Backend, Batch, BatchChunks, BlockReduction, Input
-from rankax._blocks.leaves import block_leaves, package_of_call, with_core_shapes
-from rankax._blocks.packing import Packing, layout_of
+from rankax._blocks.leaves import block_leaves, package_of_call
+from rankax._blocks.packing import Packing
 from rankax._blocks.programs import (
     CONFIG,
     MapBlock,
     MergeStates,
     OnBlocks,
-    Reduce,
     ResultOfStates,
     Setup,
     StateOfBlock,
-    States,
 )
 from rankax._call.bind import flatten
 from rankax._call.kernel import Kernel
 from rankax._plan.batch import BatchPlan
-from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reductions
 
 __all__ = ["call_on_blocks"]
@@ -70,8 +67,6 @@ def call_on_blocks(
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
-    ranked = iter(plan.leaves)
-    plans = [None if rank is None else next(ranked) for rank in call.structure.ranks]
     setup = Setup(
         mapped,
         {**vars(options), "reduce": None, "reduce_axis": None, "jit": False},
@@ -79,16 +74,17 @@ def call_on_blocks(
         call.names,
         call.treedef,
         call.others,
-        with_core_shapes(leaves, avals, [p and p.core_shape for p in plans]),
+        tuple(leaves),
     )
     backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
-    triples = list(zip(setup.leaves, plans, values, strict=True))
-    arrays = [(p, leaf.item, v) for leaf, p, v in triples if leaf.kind == "array"]
+    ranked = [pair for pair in zip(leaves, values, strict=True) if pair[0].kind != "static"]
+    numbers = [v for leaf, v in ranked if leaf.kind == "number"]
+    planned = zip(plan.leaves, ranked, strict=True)
+    arrays = [(p, leaf.item, v) for p, (leaf, v) in planned if leaf.kind == "array"]
     in_blocks = [(p, v) for p, _, v in arrays if blocks_of(v)]
     chunks = _batch_chunks(plan, in_blocks, where, None if backend.can_rechunk else package)
     inputs = [_input(backend, chunks, p, item, v, like=in_blocks[0][1]) for p, item, v in arrays]
-    numbers = [v for leaf, _, v in triples if leaf.kind == "number"]
-    on_blocks = _BlockCall(setup, plan, backend, Batch(inputs, chunks), numbers)
+    on_blocks = _BlockCall(setup, plan, backend, Batch(inputs, chunks), numbers, where)
     return on_blocks.mapped() if options.reduce is None else on_blocks.reduced(options.reduce)
 
 
@@ -129,20 +125,20 @@ def _refined(cuts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the chunks that end wherever any of these do."""
     if len(cuts) == 1:
         return cuts[0]  # which may have chunks of length 0
-    ends = sorted({end for chunks in cuts for end in itertools.accumulate(chunks)})
-    return tuple(b - a for a, b in zip([0, *ends], ends, strict=False) if b > a)
+    ends = {0, *(end for chunks in cuts for end in itertools.accumulate(chunks))}
+    return tuple(np.diff(sorted(ends)).tolist())
 
 
 def _input(
     backend: Backend, chunks: BatchChunks, leaf: Any, item: Any, value: Any, *, like: Any
 ) -> Input:
-    batch = leaf.batch_axes
+    axes = tuple(range(len(chunks) - len(leaf.batch_axes), len(chunks)))
     cuts = [
-        lengths if size == sum(lengths) else (size,)  # an axis of length 1 is broadcast
-        for size, lengths in zip(batch, chunks[len(chunks) - len(batch) :], strict=True)
+        chunks[axis] if size == sum(chunks[axis]) else (size,)  # an axis of length 1 is broadcast
+        for size, axis in zip(leaf.batch_axes, axes, strict=True)
     ]
     core = [(size,) for size in item.shape]
-    return Input(backend.cut(value, (*cuts, *core), like), len(batch), item.shape)
+    return Input(backend.cut(value, (*cuts, *core), like), axes, item.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +150,7 @@ class _BlockCall:
     backend: Backend
     batch: Batch
     numbers: list[Any]
-
-    @property
-    def where(self) -> str:
-        return f"{self.setup.kernel.name}()"
+    where: str  # how an error message begins
 
     def mapped(self) -> Any:
         """Return the outputs of all items."""
@@ -179,13 +172,8 @@ class _BlockCall:
         """Return some of the outputs of all items."""
         if not only:
             return []
-        layout = layout_of([outs[i] for i in only])
-        program = MapBlock(self.setup, only, self._packed(layout))
-        return self.backend.map(OnBlocks.of(program, self.numbers), self.batch, layout)
-
-    def _packed(self, layout: Packing) -> Packing | None:
-        """Return the layout if the outputs have to be packed."""
-        return layout if self.backend.has_one_output and len(layout.shapes) > 1 else None
+        fun = OnBlocks.of(MapBlock(self.setup, only), self.numbers)
+        return self.backend.map(fun, self.batch, Packing.of([outs[i] for i in only]))
 
     def reduced(self, reductions: Reductions) -> Any:
         """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
@@ -195,25 +183,43 @@ class _BlockCall:
         between those of another.
         """
         axes = self.plan.reduced
-        reduce = Reduce(axes, tuple(self.plan.batch_shape[axis] for axis in axes))
-        if reductions.are_ordered:
-            self._check_order(axes)
+        sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
+        self._check_order(reductions, axes)
         out = self.outputs_of_item()
-        of_blocks = self.setup.runs(reduce.sizes)
-        self._check_count(of_blocks, math.prod(reduce.sizes))
-        states = self._states(reduce)
-        results, treedef = jax.tree.flatten(
-            jax.eval_shape(
-                lambda leaves: of_blocks.finish(states.treedef.unflatten(leaves)),
-                states.layout.items(),
-            )
-        )
-        whole = self._whole(out, reductions, of_blocks)
-        values = treedef.unflatten(self._reduced(reduce, states, results) if results else [])
-        return of_blocks.assemble(values, whole)
+        runs = self.setup.runs(sizes)
+        self._check_count(reductions, math.prod(sizes))
 
-    def _check_order(self, axes: Sequence[int]) -> None:
-        """Refuse chunks along more than the first reduced axis: their items alternate."""
+        avals = self._states_of_one_block(axes, sizes)
+        states, states_tree = jax.tree.flatten(avals)
+        layout = Packing.of(states, len(self.plan.batch_shape) - len(axes))
+        results, treedef = jax.tree.flatten(
+            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), layout.items)
+        )
+
+        entries = enumerate(reductions.of_outputs(out))
+        kept = iter(
+            self.map(jax.tree.leaves(out), tuple(i for i, entry in entries if entry.is_kept))
+        )
+        both = zip(runs.outputs, reductions.entries, strict=True)
+        whole = [[next(kept) for _ in own.avals] if r.is_kept else [] for own, r in both]
+        if not results:
+            return runs.assemble(treedef.unflatten([]), whole)
+
+        fields = self.setup, axes, sizes, states_tree, layout
+        state = OnBlocks.of(StateOfBlock(*fields), self.numbers)
+        merge = OnBlocks.of(MergeStates(*fields), ())
+        size = sum(layout.sizes)
+        packed = self.backend.reduce(BlockReduction(state, merge, axes, size), self.batch)
+        chunks = tuple(c for axis, c in enumerate(self.batch.chunks) if axis not in axes)
+        batch = Batch([Input(packed, tuple(range(len(chunks))), (size,))], chunks)
+        finish = OnBlocks.of(ResultOfStates(*fields), ())
+        values = self.backend.map(finish, batch, Packing.of(results))
+        return runs.assemble(treedef.unflatten(values), whole)
+
+    def _check_order(self, reductions: Reductions, axes: Sequence[int]) -> None:
+        """Refuse chunks along more than the first reduced axis if the order of items matters."""
+        if not reductions.are_ordered:
+            return
         first = next((axis for axis in axes if self.plan.batch_shape[axis] > 1), None)
         for axis in axes:
             if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
@@ -223,48 +229,26 @@ class _BlockCall:
                     "to one chunk"
                 )
 
-    def _check_count(self, of_blocks: RunStates, count: int) -> None:
+    def _check_count(self, reductions: Reductions, count: int) -> None:
         """Refuse indices of more items than an int32 can number."""
         if count < 2**31 or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
             return
-        for reduction in of_blocks.reductions.entries:
+        for reduction in reductions.entries:
             if reduction.numbers_items:
                 raise ValueError(
                     f"{self.where}: {reduction.name} numbers its items, and {count} of them need "
                     '64 bits; call jax.config.update("jax_enable_x64", True) first'
                 )
 
-    def _states(self, reduce: Reduce) -> States:
-        """Return how the states of a block are packed."""
+    def _states_of_one_block(self, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+        """Return the states of a block of one item, as shapes and dtypes."""
         options = {**self.setup.options, "chunk_size": None, "memory_limit": None}
         setup = dataclasses.replace(self.setup, options=options)
-        program = StateOfBlock(setup, reduce, layout_of([]))
         items, numbers = setup.shapes_of_item()
         arrays = [
-            jax.ShapeDtypeStruct((1,) * i.batch + item.shape, item.dtype)
+            jax.ShapeDtypeStruct((1,) * len(i.axes) + item.shape, item.dtype)
             for i, item in zip(self.batch.inputs, items, strict=True)
         ]
-        arrays += [jax.ShapeDtypeStruct((1,), np.dtype(np.int32)) for _ in reduce.axes]
-        states, treedef = jax.tree.flatten(jax.eval_shape(program.traced, arrays, numbers))
-        kept = len(self.plan.batch_shape) - len(reduce.axes)
-        return States(treedef, layout_of(states, kept))
-
-    def _whole(self, out: Any, reductions: Reductions, of_blocks: RunStates) -> list[list[Any]]:
-        """Return the outputs that are kept whole, for each entry of the reductions."""
-        entries = enumerate(reductions.of_outputs(out))
-        positions = tuple(i for i, entry in entries if entry.is_kept)
-        arrays = iter(self.map(jax.tree.leaves(out), positions))
-        both = zip(of_blocks.outputs, reductions.entries, strict=True)
-        return [[next(arrays) for _ in own.avals] if r.is_kept else [] for own, r in both]
-
-    def _reduced(self, reduce: Reduce, states: States, results: Sequence[Any]) -> list[Any]:
-        """Return the arrays of the results."""
-        size = sum(states.layout.sizes)
-        state = OnBlocks.of(StateOfBlock(self.setup, reduce, states.layout), self.numbers)
-        merge = OnBlocks.of(MergeStates(self.setup, reduce, states), ())
-        packed = self.backend.reduce(BlockReduction(state, merge, reduce.axes, size), self.batch)
-        chunks = [c for axis, c in enumerate(self.batch.chunks) if axis not in reduce.axes]
-        batch = Batch([Input(packed, len(chunks), (size,))], tuple(chunks))
-        layout = layout_of(results)
-        program = ResultOfStates(self.setup, reduce, states, self._packed(layout))
-        return self.backend.map(OnBlocks.of(program, ()), batch, layout)
+        arrays += [jax.ShapeDtypeStruct((1,), np.dtype(np.int32)) for _ in axes]
+        program = StateOfBlock(setup, axes, sizes, None, Packing(()))
+        return jax.eval_shape(program.traced, arrays, numbers)

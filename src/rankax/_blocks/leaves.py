@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of a call with arrays in blocks: what is refused, and what each leaf becomes."""
+"""The arguments of a call with arrays in blocks: checked, and turned into leaves of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from rankax._blocks.programs import Leaf
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._call.kernel import Kernel
+from rankax._plan.leaves import leaf_plan
 
-__all__ = ["block_leaves", "package_of_call", "with_core_shapes"]
+__all__ = ["block_leaves", "package_of_call"]
 
 
 def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
@@ -31,7 +32,8 @@ def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
     structure = call.structure
     leaves = list(zip(structure.paths, call.leaves, structure.ranks, strict=True))
     for name, value in call.others.items():
-        leaves += [(path, leaf, None) for path, leaf in _leaves_of(value, name)]
+        with contextlib.suppress(TypeError, ValueError):  # not a pytree
+            leaves += [(path, leaf, None) for path, leaf in leaves_with_names(value, name)]
     for path, leaf, rank in leaves:
         package = blocks_of(leaf)
         if package is None:
@@ -52,17 +54,10 @@ def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
     return next(iter(first))
 
 
-def _leaves_of(value: Any, name: str) -> list[tuple[str, Any]]:
-    try:
-        return leaves_with_names(value, name)
-    except (TypeError, ValueError):  # not a pytree
-        return []
-
-
 def block_leaves(
     kernel: Kernel, call: BoundKernel, package: str
 ) -> tuple[list[Leaf], list[Any], list[Any]]:
-    """Return what each leaf becomes in a block; also its value, and its whole shape and dtype."""
+    """Return how a block receives each leaf; also its value, and its whole shape and dtype."""
     leaves: list[Leaf] = []
     values: list[Any] = []
     avals: list[Any] = []
@@ -70,37 +65,41 @@ def block_leaves(
     for i, (value, path, rank) in enumerate(
         zip(call.leaves, structure.paths, structure.ranks, strict=True)
     ):
+        kind, impl, aval, item = "array", None, value, None
         if rank is None:
-            leaf, aval = Leaf("static", value), value
+            kind = "static"
         elif blocks_of(value):
-            leaf, aval = Leaf("array"), _aval_in_blocks(kernel, value, path, package)
+            aval = _aval_in_blocks(kernel, value, path, package)
         else:
             if not (is_array(value) or is_number(value)):
                 value = converted(kernel, value, path, shapes_only=False)
-            leaf, value, aval = _leaf(value)
-        if i in structure.keys and leaf.key_impl is None:
+            kind, impl, value, aval = _resolved(value)
+        if i in structure.keys and impl is None:
             check_key(kernel, value, path, rank)
-        leaves.append(leaf)
+        if rank is not None:
+            core = leaf_plan(path, aval.shape, rank).core_shape
+            item = jax.ShapeDtypeStruct(core, aval.dtype, weak_type=bool(aval.weak_type))
+            item = item if impl is None else jax.eval_shape(jax.random.key_data, item)
+        leaves.append(Leaf(kind, value if rank is None else None, impl, item))
         values.append(value)
         avals.append(aval)
     return leaves, values, avals
 
 
-def _leaf(value: Any) -> tuple[Leaf, Any, jax.ShapeDtypeStruct]:
-    """Do the same for an array of JAX or NumPy, or a number."""
+def _resolved(value: Any) -> tuple[str, Any, Any, jax.ShapeDtypeStruct]:
+    """Return the kind of a JAX array, NumPy array or number; its key type, value and aval."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         aval = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        impl = jax.random.key_impl(value)
-        return Leaf("array", key_impl=impl), np.asarray(jax.random.key_data(value)), aval
+        return "array", jax.random.key_impl(value), np.asarray(jax.random.key_data(value)), aval
     if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
         value = value.item()
     # A NumPy float64 is a Python float too, but not weakly typed.
     if is_number(value) and not isinstance(value, np.generic):
         aval = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
-        return Leaf("number"), value, aval
+        return "number", None, value, aval
     value = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(value.dtype.newbyteorder("="))
-    return Leaf("array"), value, jax.ShapeDtypeStruct(value.shape, dtype)
+    return "array", None, value, jax.ShapeDtypeStruct(value.shape, dtype)
 
 
 def _aval_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> jax.ShapeDtypeStruct:
@@ -113,19 +112,3 @@ def _aval_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> jax.
                 f"{path}.compute_chunk_sizes() first"
             )
     return jax.ShapeDtypeStruct(value.shape, dtype)
-
-
-def with_core_shapes(
-    leaves: Sequence[Leaf], avals: Sequence[Any], core_shapes: Sequence[tuple[int, ...] | None]
-) -> tuple[Leaf, ...]:
-    """Return the leaves with the shape and dtype of one item; for a key, those of its data."""
-    complete: list[Leaf] = []
-    for leaf, aval, shape in zip(leaves, avals, core_shapes, strict=True):
-        if shape is not None:
-            item = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(aval.weak_type))
-            if leaf.key_impl is not None:
-                data = jax.eval_shape(jax.random.key_data, item)
-                item = jax.ShapeDtypeStruct(data.shape, data.dtype)
-            leaf = Leaf(leaf.kind, leaf.static, leaf.key_impl, item)
-        complete.append(leaf)
-    return tuple(complete)

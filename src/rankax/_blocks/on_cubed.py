@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from rankax._blocks.backend import (
@@ -25,7 +26,7 @@ from rankax._blocks.backend import (
     gufunc_signature,
 )
 from rankax._blocks.packing import Packing
-from rankax._blocks.programs import OnBlocks, Unpack
+from rankax._blocks.programs import OnBlocks
 
 __all__ = ["BACKEND"]
 
@@ -40,7 +41,6 @@ _BYTES = np.dtype(np.uint8)
 
 class _Cubed:
     can_rechunk = False
-    has_one_output = True
 
     def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
         if isinstance(value, cubed.Array):
@@ -52,16 +52,16 @@ class _Cubed:
     def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
         items = math.prod(max(lengths) for lengths in batch.chunks)
         copies = sum(i.array.chunkmem for i in batch.inputs) + items * sum(layout.sizes)
-        if len(layout.dtypes) == 1:
+        if len(layout.items) == 1:
             return [_gufunc(fun, batch.inputs, layout, copies + fun.limit)]
-        # The packed outputs are stored, so that each block is evaluated once.
-        as_bytes = Packing(((sum(layout.sizes),),), (_BYTES,))
-        array = _gufunc(fun, batch.inputs, as_bytes, copies + fun.limit)
-        packed = [Input(array, len(batch.chunks), as_bytes.shapes[0])]
-        outputs = zip(layout.shapes, layout.dtypes, layout.sizes, strict=True)
+        # An operation has one output. The packed outputs are stored, so that each block is
+        # evaluated once.
+        item = jax.ShapeDtypeStruct((sum(layout.sizes),), _BYTES)
+        array = _gufunc(_Pack(fun, layout), batch.inputs, Packing((item,)), copies + fun.limit)
+        packed = [Input(array, tuple(range(len(batch.chunks))), item.shape)]
         return [
-            _gufunc(Unpack(layout, n), packed, Packing((shape,), (dtype,)), items * 2 * size)
-            for n, (shape, dtype, size) in enumerate(outputs)
+            _gufunc(_Unpack(layout, n), packed, Packing((out,)), items * 2 * size)
+            for n, (out, size) in enumerate(zip(layout.items, layout.sizes, strict=True))
         ]
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
@@ -70,8 +70,9 @@ class _Cubed:
         indices = [
             cubed.arange(sum(chunks[axis]), chunks=(chunks[axis][0],), spec=spec) for axis in axes
         ]
-        fun, inputs = _core_axes_first(state, batch.inputs, len(axes))
-        arguments, bytes_axis = blockwise_arguments(Batch(inputs, chunks), indices, axes)
+        inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
+        fun, inputs = _core_axes_first(state, [*batch.inputs, *inputs])
+        arguments, bytes_axis = blockwise_arguments(Batch(inputs, chunks))
         kept = math.prod(max(lengths) for axis, lengths in enumerate(chunks) if axis not in axes)
         copies = sum(array.chunkmem for array in arguments[::2]) + 2 * kept * size
         states = _ops.blockwise(
@@ -94,7 +95,7 @@ def _gufunc(fun: Any, inputs: Sequence[Input], layout: Packing, memory: int) -> 
         fun,
         signature,
         *(i.array for i in inputs),
-        output_dtypes=layout.dtypes[0],
+        output_dtypes=layout.items[0].dtype,
         output_sizes=sizes,
         extra_projected_mem=memory,
     )
@@ -112,17 +113,36 @@ class _Reordered:
         return self.fun(*(ordered[i] for i in range(len(blocks))), **options)
 
 
-def _core_axes_first(
-    fun: Any, inputs: Sequence[Input], more: int = 0
-) -> tuple[Any, Sequence[Input]]:
-    """Put an array with core axes first; ``more`` arrays follow the inputs.
+def _core_axes_first(fun: Any, inputs: Sequence[Input]) -> tuple[Any, Sequence[Input]]:
+    """Put an array with core axes first.
 
     cubed 0.27 unwraps blocks along axes that the output lacks only if the first array has such
     axes.
     """
     order = sorted(range(len(inputs)), key=lambda i: not inputs[i].core)
-    rest = range(len(inputs), len(inputs) + more)
-    return _Reordered(fun, (*order, *rest)), [inputs[i] for i in order]
+    return _Reordered(fun, tuple(order)), [inputs[i] for i in order]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pack:
+    """A function of several outputs, which are packed into bytes."""
+
+    fun: OnBlocks
+    layout: Packing
+
+    def __call__(self, *blocks: Any) -> Any:
+        return self.layout.packed(self.fun(*blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unpack:
+    """One of the packed outputs."""
+
+    layout: Packing
+    number: int
+
+    def __call__(self, packed: Any) -> Any:
+        return self.layout.unpacked(packed)[self.number]
 
 
 BACKEND = _Cubed()

@@ -16,6 +16,7 @@ from rankax._blocks.backend import (
     Batch,
     BatchChunks,
     BlockReduction,
+    Input,
     blockwise_arguments,
     gufunc_signature,
 )
@@ -30,7 +31,6 @@ da: Any = importlib.import_module("dask.array")
 
 class _Dask:
     can_rechunk = True
-    has_one_output = False
 
     def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Any:
         del like
@@ -40,21 +40,25 @@ class _Dask:
 
     def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
         signature, sizes = gufunc_signature(batch.inputs, layout)
-        is_single = len(layout.dtypes) == 1
+        dtypes = [item.dtype for item in layout.items]
         outs = da.apply_gufunc(
             fun,
             signature,
             *(i.array for i in batch.inputs),
-            output_dtypes=layout.dtypes[0] if is_single else list(layout.dtypes),
+            output_dtypes=dtypes[0] if len(dtypes) == 1 else dtypes,
             output_sizes=sizes,
         )
-        return [outs] if is_single else list(outs)
+        return [outs] if len(dtypes) == 1 else list(outs)
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
         state, merge, axes, size = reduction
         lengths = {axis: batch.chunks[axis] for axis in axes}
-        indices = [da.arange(sum(lengths[axis]), chunks=(lengths[axis],)) for axis in axes]
-        arguments, bytes_axis = blockwise_arguments(batch, indices, axes)
+        indices = [
+            Input(da.arange(sum(cuts), chunks=(cuts,)), (axis,), ())
+            for axis, cuts in lengths.items()
+        ]
+        inputs = [*batch.inputs, *indices]
+        arguments, bytes_axis = blockwise_arguments(Batch(inputs, batch.chunks))
         count = len(batch.chunks)
         states = da.blockwise(
             state,

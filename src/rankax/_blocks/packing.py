@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Packing", "layout_of"]
+__all__ = ["Array", "Packing"]
 
 Array = np.ndarray[Any, Any]
 
@@ -25,42 +25,38 @@ Array = np.ndarray[Any, Any]
 class Packing:
     """The shape and dtype of one item of each array, in their order."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
+    items: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, avals: Sequence[Any], batch: int = 0) -> Packing:
+        """Return the layout of arrays whose first ``batch`` axes are batch axes."""
+        return cls(tuple(jax.ShapeDtypeStruct(x.shape[batch:], np.dtype(x.dtype)) for x in avals))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of one item of each array."""
-        both = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in both)
+        return tuple(math.prod(item.shape) * item.dtype.itemsize for item in self.items)
 
-    def items(self) -> list[jax.ShapeDtypeStruct]:
-        """Return one item of each array, as shape and dtype."""
-        return [jax.ShapeDtypeStruct(*both) for both in zip(self.shapes, self.dtypes, strict=True)]
+    def batch_shape(self, arrays: Sequence[Any]) -> tuple[int, ...]:
+        """Return the batch axes of these arrays."""
+        return arrays[0].shape[: arrays[0].ndim - len(self.items[0].shape)]
 
-    def packed(self, arrays: Sequence[Any], batch: tuple[int, ...]) -> Array:
-        """Return the bytes of arrays with the batch axes ``batch``, along a new last axis."""
+    def packed(self, arrays: Sequence[Any]) -> Array:
+        """Return the bytes of arrays along a new last axis, after their batch axes."""
+        batch = self.batch_shape(arrays)
         rows = [
-            np.ascontiguousarray(x).reshape(math.prod(batch), -1).view(np.uint8)
-            if size
-            else np.empty((math.prod(batch), 0), np.uint8)
+            np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*batch, size)
             for x, size in zip(arrays, self.sizes, strict=True)
         ]
-        return np.concatenate(rows, axis=1).reshape(*batch, sum(self.sizes))
+        return np.concatenate(rows, axis=-1)
 
     def unpacked(self, packed: Array) -> list[Array]:
         """Return the arrays that `packed` was given."""
-        batch = packed.shape[:-1]
-        arrays: list[Array] = []
-        start = 0
-        for shape, dtype, size in zip(self.shapes, self.dtypes, self.sizes, strict=True):
-            block = np.ascontiguousarray(packed[..., start : start + size])
-            arrays.append(block.reshape(-1).view(dtype).reshape(batch + shape))
-            start += size
-        return arrays
-
-
-def layout_of(avals: Sequence[Any], batch: int = 0) -> Packing:
-    """Return the layout of arrays whose first ``batch`` axes are batch axes."""
-    shapes = tuple(tuple(aval.shape[batch:]) for aval in avals)
-    return Packing(shapes, tuple(np.dtype(aval.dtype) for aval in avals))
+        parts = np.split(packed, np.cumsum(self.sizes)[:-1], axis=-1)
+        return [
+            np.ascontiguousarray(x)
+            .reshape(-1)
+            .view(item.dtype)
+            .reshape(packed.shape[:-1] + item.shape)
+            for x, item in zip(parts, self.items, strict=True)
+        ]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What is evaluated for one block, in whatever process: callables of arrays of NumPy.
+"""The programs of a call on blocks: what one task evaluates, in any process.
 
-Such a callable is pickled for each task, and must not compile for each: what it compiles belongs to
-a `Program`, and a process keeps one for each pickle that it has seen.
+A task graph holds `OnBlocks`, which takes NumPy arrays, returns NumPy arrays and can be pickled.
+Each task unpickles a copy of it, and a copy must not compile the kernel again. The compiled
+function therefore belongs to a `Program`, and each process keeps one program per pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import importlib
 import math
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,13 +34,14 @@ from rankax._options import Options
 from rankax._reduce.merge import RunStates
 
 __all__ = [
+    "CONFIG",
+    "Leaf",
     "MapBlock",
     "MergeStates",
     "OnBlocks",
     "ResultOfStates",
     "Setup",
     "StateOfBlock",
-    "Unpack",
 ]
 
 _MOST_KEPT = 128  # programs
@@ -47,17 +49,17 @@ _MOST_KEPT = 128  # programs
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What one leaf of the arguments becomes in a block."""
+    """How a block receives one leaf of the arguments."""
 
-    kind: str  # "array", "number", or "static" for what has no rank
-    static: Any = None
-    key_impl: Any = None  # of typed PRNG keys, which go as their data
-    item: jax.ShapeDtypeStruct | None = None  # one item, of an array or a number
+    kind: str  # "array", "number", or "static" if it has no rank
+    static: Any = None  # the value of a static leaf
+    key_impl: Any = None  # of a typed PRNG key, which is passed as its data
+    item: jax.ShapeDtypeStruct | None = None  # one item of an array or a number
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """All that a call has besides its arrays and numbers; it is pickled by cloudpickle."""
+    """Everything about a call except its arrays and numbers; cloudpickle pickles it."""
 
     mapped: Callable[..., Any]  # the decorated kernel
     options: Mapping[str, Any]
@@ -69,15 +71,15 @@ class Setup:
 
     @property
     def kernel(self) -> Kernel:
-        """What the decorator made."""
+        """The kernel behind the decorated function."""
         return vars(self.mapped)["_kernel"]
 
     def run(self, arrays: Sequence[Any], numbers: Sequence[Any], options: Options) -> Any:
-        """Call the kernel with these arrays in their places."""
-        given = {"array": iter(arrays), "number": iter(numbers)}
+        """Call the kernel with these arrays and numbers among its leaves."""
+        values = {"array": iter(arrays), "number": iter(numbers)}
         leaves: list[Any] = []
         for leaf in self.leaves:
-            value = leaf.static if leaf.kind == "static" else next(given[leaf.kind])
+            value = leaf.static if leaf.kind == "static" else next(values[leaf.kind])
             if leaf.key_impl is not None:
                 value = jax.random.wrap_key_data(value, impl=leaf.key_impl)
             leaves.append(value)
@@ -91,7 +93,7 @@ class Setup:
         return out
 
     def shapes_of_item(self) -> tuple[list[Any], list[Any]]:
-        """Return what stands for the arrays and for the numbers of one item."""
+        """Return the shapes and dtypes of the arrays and of the numbers of one item."""
         arrays = [leaf.item for leaf in self.leaves if leaf.kind == "array"]
         return arrays, [leaf.item for leaf in self.leaves if leaf.kind == "number"]
 
@@ -111,220 +113,143 @@ class Setup:
         jax.eval_shape(trace, *self.shapes_of_item())
         return runs[0]
 
-    @contextlib.contextmanager
-    def as_configured(self) -> Generator[None]:
-        """Compute as JAX was configured where the call was made, for this may be a new process."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_enable_x64(self.config["jax_enable_x64"]))
-            precision = self.config["jax_default_matmul_precision"]
-            stack.enter_context(jax.default_matmul_precision(precision))
-            promotion = self.config["jax_numpy_dtype_promotion"]
-            stack.enter_context(jax.numpy_dtype_promotion(promotion))
-            yield
 
-
-# JAX 0.7 has it among its experiments; newer ones have it there no longer.
+# JAX 0.7 has `enable_x64` in `jax.experimental` only, newer versions in `jax` only.
 _enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
-CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+# The options of JAX that a program takes from the process where the call was made.
+CONFIG: dict[str, Any] = {
+    "jax_enable_x64": _enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+}
 
 
+@dataclasses.dataclass(eq=False)
 class Program:
-    """One program for blocks, and what it compiled.
+    """A function of one block of each array, and its compiled form."""
 
-    Parameters
-    ----------
-    setup : Setup
-    """
+    setup: Setup
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        compiler = setup.options.get("compiler_options")
+    def __post_init__(self) -> None:
+        compiler = self.setup.options.get("compiler_options")
         self.compiled = jax.jit(
             self.traced, compiler_options=None if compiler is None else dict(compiler)
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # What was compiled belongs to this process.
-        return {name: value for name, value in vars(self).items() if name != "compiled"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        Program.__init__(self, self.setup)
+    def __reduce__(self) -> Any:
+        # The compiled form belongs to this process.
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
-        """Do what is compiled."""
+        """Return the outputs as JAX arrays."""
         raise NotImplementedError
 
     def evaluated(self, arrays: Sequence[Array], numbers: Sequence[Any]) -> list[Array]:
-        """Return the leaves of what was compiled, as arrays of NumPy that can be written to."""
-        with self.setup.as_configured():
+        """Return the leaves of the outputs as writable NumPy arrays."""
+        with contextlib.ExitStack() as stack:
+            for name, value in self.setup.config.items():
+                stack.enter_context(CONFIG[name](value))
             outs = self.compiled([in_native_order(np.asarray(x)) for x in arrays], list(numbers))
             return [np.array(out) for out in jax.tree.leaves(outs)]
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
-        """Evaluate one block."""
-        raise NotImplementedError
+        """Evaluate one block; return an array, or a tuple of several."""
+        outs = self.evaluated(blocks, numbers)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
 
+@dataclasses.dataclass(eq=False)
 class MapBlock(Program):
-    """The outputs of a block: one array, a tuple of them, or all of them packed.
+    """The outputs of all items of a block."""
 
-    Parameters
-    ----------
-    setup : Setup
-    only : tuple of int
-        The leaves of the output that are wanted.
-    layout : Packing, optional
-        Of their items, where they are to be packed.
-    """
-
-    def __init__(self, setup: Setup, only: tuple[int, ...], layout: Packing | None = None) -> None:
-        super().__init__(setup)
-        self.only = only
-        self.layout = layout
+    only: tuple[int, ...]  # the leaves of the output to return
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         outs = jax.tree.leaves(self.setup.run(arrays, numbers, Options(**self.setup.options)))
         return [outs[i] for i in self.only]
 
-    def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
-        outs = self.evaluated(blocks, numbers)
-        if self.layout is not None:
-            batch = outs[0].shape[: outs[0].ndim - len(self.layout.shapes[0])]
-            return self.layout.packed(outs, batch)
-        return outs[0] if len(outs) == 1 else tuple(outs)
+
+@dataclasses.dataclass(eq=False)
+class StateProgram(Program):
+    """One step of a reduction whose states are packed."""
+
+    axes: tuple[int, ...]  # the reduced axes of the batch
+    sizes: tuple[int, ...]  # their lengths in the whole batch
+    treedef: Any  # of the states
+    layout: Packing  # of their leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class Unpack:
-    """One of the arrays that were packed."""
-
-    layout: Packing
-    number: int
-
-    def __call__(self, packed: Array) -> Array:
-        """Unpack one block."""
-        return self.layout.unpacked(packed)[self.number]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduce:
-    """What is reduced: the axes of the batch, and their lengths as a whole."""
-
-    axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class StateOfBlock(Program):
+class StateOfBlock(StateProgram):
     """The packed states of one block, which has length 1 along each reduced axis.
 
-    It is given the indices along each reduced axis behind the other arrays.
+    The indices along each reduced axis follow the other arrays.
     """
 
-    def __init__(self, setup: Setup, reduce: Reduce, layout: Packing) -> None:
-        super().__init__(setup)
-        self.reduce = reduce
-        self.layout = layout
-
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
-        count = len(arrays) - len(self.reduce.axes)
+        count = len(arrays) - len(self.axes)
         arrays, indices = arrays[:count], arrays[count:]
         reductions = self.setup.kernel.preset.reduce
         assert reductions is not None
-        of_run = reductions.for_runs(math.prod(self.reduce.sizes))
+        of_run = reductions.for_runs(math.prod(self.sizes))
         options: dict[str, Any] = dict(self.setup.options)
-        options |= {"reduce": of_run, "reduce_axis": self.reduce.axes}
+        options |= {"reduce": of_run, "reduce_axis": self.axes}
         states = self.setup.run(arrays, numbers, Options(**options))
         shape = [index.shape[0] for index in indices]
         starts = [index[0] if index.shape[0] else 0 for index in indices]
         states = reductions.structure.flatten_up_to(states)
-        states = self.setup.runs(self.reduce.sizes).renumber(states, shape, starts)
+        states = self.setup.runs(self.sizes).renumber(states, shape, starts)
         pairs = zip(reductions.entries, states, strict=True)
         return [() if entry.is_kept else state for entry, state in pairs]
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
         outs = self.evaluated([_only(block) for block in blocks], numbers)
-        batch = outs[0].shape[: outs[0].ndim - len(self.layout.shapes[0])]
-        return np.expand_dims(self.layout.packed(outs, batch), self.reduce.axes)
+        return np.expand_dims(self.layout.packed(outs), self.axes)
 
 
 def _only(block: Any) -> Any:
-    """Take a block out of the lists that some schedulers put it in, along axes that are summed."""
+    """Take a block out of the lists in which some schedulers pass it along axes that are summed."""
     while isinstance(block, (list, tuple)):
         (block,) = block
     return block
 
 
-@dataclasses.dataclass(frozen=True)
-class States:
-    """How states are packed: their tree and the layout of its leaves."""
-
-    treedef: Any
-    layout: Packing
-
-    def batch(self, leaves: Sequence[Any]) -> int:
-        """Return how many kept axes the leaves have in front."""
-        return leaves[0].ndim - len(self.layout.shapes[0])
-
-
-class MergeStates(Program):
+class MergeStates(StateProgram):
     """Packed states, merged along some axes, in their order."""
-
-    def __init__(self, setup: Setup, reduce: Reduce, states: States) -> None:
-        super().__init__(setup)
-        self.reduce = reduce
-        self.states = states
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         del numbers
         count = len(arrays) // 2
         pairs = zip(arrays[:count], arrays[count:], strict=True)
-        both = self.states.treedef.unflatten([jnp.stack(pair) for pair in pairs])
-        return self.setup.runs(self.reduce.sizes).merge(both, self.states.batch(arrays))
+        both = self.treedef.unflatten([jnp.stack(pair) for pair in pairs])
+        return self.setup.runs(self.sizes).merge(both, len(self.layout.batch_shape(arrays)))
 
     def __call__(
         self, numbers: Sequence[Any], *blocks: Any, axis: Sequence[int] = (), keepdims: bool = True
     ) -> Any:
-        del numbers
         (packed,) = blocks
         axes = tuple(axis)
-        layout = self.states.layout
         in_front = np.moveaxis(packed, axes, range(len(axes)))
-        kept = in_front.shape[len(axes) : -1]
         rows = in_front.reshape(-1, *in_front.shape[len(axes) :])
-        merged = layout.unpacked(rows[0])
-        for row in rows[1:]:
-            merged = self.evaluated([*merged, *layout.unpacked(row)], ())
-        whole = layout.packed(merged, kept)
+        whole = self.layout.packed(
+            functools.reduce(
+                lambda first, second: self.evaluated([*first, *second], numbers),
+                map(self.layout.unpacked, rows),
+            )
+        )
         return np.expand_dims(whole, axes) if keepdims else whole
 
 
-class ResultOfStates(Program):
+class ResultOfStates(StateProgram):
     """The reduced outputs, from the packed state of all items."""
-
-    def __init__(
-        self, setup: Setup, reduce: Reduce, states: States, layout: Packing | None = None
-    ) -> None:
-        super().__init__(setup)
-        self.reduce = reduce
-        self.states = states
-        self.layout = layout
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         del numbers
-        states = self.states.treedef.unflatten(arrays)
-        return self.setup.runs(self.reduce.sizes).finish(states, self.states.batch(arrays))
+        states = self.treedef.unflatten(arrays)
+        return self.setup.runs(self.sizes).finish(states, len(self.layout.batch_shape(arrays)))
 
     def __call__(self, numbers: Sequence[Any], *blocks: Any) -> Any:
-        del numbers
-        (packed,) = blocks
-        outs = self.evaluated(self.states.layout.unpacked(packed), ())
-        if self.layout is not None:
-            return self.layout.packed(outs, packed.shape[:-1])
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        return super().__call__(numbers, *self.layout.unpacked(*blocks))
 
-
-# What a scheduler holds.
 
 _programs: Kept[Program] = Kept(_MOST_KEPT)
 
@@ -341,30 +266,26 @@ class OnBlocks:
     @classmethod
     def of(cls, program: Program, numbers: Sequence[Any]) -> OnBlocks:
         """Find the program that an equal call has compiled, and pickle it."""
-        cloudpickle: Any = importlib.import_module("cloudpickle")
-
         try:
-            payload = cloudpickle.dumps(program)
+            payload = _cloudpickle().dumps(program)
         except Exception:  # whatever a class raises; it matters only where it leaves this process
             return cls(program, tuple(numbers), None)
         return cls(_programs.find(payload, lambda: program), tuple(numbers), payload)
 
     @property
     def limit(self) -> int:
-        """The bytes that the kernel was given for what it computes; 0 where nobody can say."""
+        """The kernel's memory limit in bytes; 0 if it has none, or one that is a share."""
         limit = self._program.setup.options["memory_limit"]
-        return limit if isinstance(limit, int) else 0  # a share is one of a machine elsewhere
+        return limit if isinstance(limit, int) else 0  # a share depends on the machine that runs it
 
-    def __call__(self, *blocks: Any, **given: Any) -> Any:
+    def __call__(self, *blocks: Any, **options: Any) -> Any:
         """Evaluate one block."""
-        return self._program(self._numbers, *blocks, **given)
+        return self._program(self._numbers, *blocks, **options)
 
     def __reduce__(self) -> Any:
-        if self._payload is None:
-            cloudpickle: Any = importlib.import_module("cloudpickle")
-
-            cloudpickle.dumps(self._program)  # raises what is in the way
-        return _from_payload, (self._payload, self._numbers)
+        # Pickling again raises what `of` ignored.
+        payload = self._payload or _cloudpickle().dumps(self._program)
+        return _from_payload, (payload, self._numbers)
 
     def __dask_tokenize__(self) -> Any:
         if self._payload is None:
@@ -373,7 +294,9 @@ class OnBlocks:
 
 
 def _from_payload(payload: bytes, numbers: tuple[Any, ...]) -> OnBlocks:
-    cloudpickle: Any = importlib.import_module("cloudpickle")
-
-    program = _programs.find(payload, lambda: cloudpickle.loads(payload))
+    program = _programs.find(payload, lambda: _cloudpickle().loads(payload))
     return OnBlocks(program, numbers, payload)
+
+
+def _cloudpickle() -> Any:
+    return importlib.import_module("cloudpickle")  # needed for arrays in blocks only

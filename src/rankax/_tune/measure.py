@@ -20,6 +20,7 @@ asks for equal options.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ import jax
 from rankax._base.checks import check_bool
 from rankax._call.arguments import check_method
 from rankax._call.kernel import Kernel
+from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
@@ -132,8 +134,11 @@ class _Search:
     def __init__(self, workload: Workload, limit: int | None, begin: float, seconds: float) -> None:
         self.workload, self.limit = workload, limit
         self.begin, self.seconds = begin, seconds
-        self.programs: dict[Any, tuple[Any, Callable[[], Any]]] = {}
-        self.trials = [_Trial(o, self._size(o, workload.items)) for o in workload.candidates()]
+        self.program = functools.cache(workload.compiled)
+        self.trials = [
+            _Trial(o, min(o.chunk_size or workload.items, workload.items))
+            for o in workload.candidates()
+        ]
         plain = workload.with_chunk(None) if workload.bound is None else None
         self.baselines = [t for t in self.trials if t is self.trials[0] or t.options == plain]
         self._choose_slice()
@@ -159,23 +164,18 @@ class _Search:
         """Return the share of the time that has passed."""
         return (time.perf_counter() - self.begin) / self.seconds
 
-    def _program(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
-        """Return the compiled program for a slice, and a function that runs it."""
-        if (options, items) not in self.programs:
-            self.programs[options, items] = self.workload.compiled(options, items)
-        return self.programs[options, items]
-
     def _is_within_limit(self, trial: _Trial) -> bool:
         """Compile a candidate for all items, and note how much memory it needs."""
-        whole, _ = self._program(trial.options, self.workload.items)
+        whole, _ = self.program(trial.options, self.workload.items)
         trial.temporaries = needed = whole.memory_analysis().temp_size_in_bytes
         if self.limit is None or needed <= self.limit:
             return True
         trial.note = f"above the limit of {shown_bytes(self.limit)}"
         return False
 
-    def _size(self, options: Options, items: int) -> int:
-        return min(options.chunk_size or items, items)
+    def _size(self, trial: _Trial) -> int:
+        """Return the chunk size of a candidate in a slice."""
+        return min(trial.options.chunk_size or self.items, self.items)
 
     def _choose_slice(self) -> None:
         """Choose how many items are run: all, or as many as take a small share of the time."""
@@ -184,7 +184,7 @@ class _Search:
         for few in (_FEW_ITEMS, _SOME_ITEMS):
             before = time.perf_counter()
             self.items = self.workload.rounded(few)
-            _, run = self._program(options, self.items)
+            _, run = self.program(options, self.items)
             self.compile_seconds = time.perf_counter() - before
             seconds = _timed(run)
             for _ in range(2):  # a first run may take longer
@@ -204,8 +204,8 @@ class _Search:
 
     def _try(self, trial: _Trial) -> None:
         """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
-        before, compiled = time.perf_counter(), len(self.programs)
-        plan = self.workload.plan(trial.options)
+        before, compiled = time.perf_counter(), self.program.cache_info().misses
+        plan = plan_of(self.workload.call, trial.options)
         if any(t.levels == plan.levels and t.variant == trial.variant for t in self.trials):
             self.trials.remove(trial)
             self.baselines = [t for t in self.baselines if t is not trial]
@@ -213,8 +213,8 @@ class _Search:
         trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
         if (self.limit is not None or not self.is_slice) and not self._is_within_limit(trial):
             return
-        _, trial.run = self._program(trial.options, self.items)
-        if len(self.programs) > compiled:
+        _, trial.run = self.program(trial.options, self.items)
+        if self.program.cache_info().misses > compiled:
             self.compile_seconds = time.perf_counter() - before
         trial.times = [_timed(trial.run)]
         if self._elapsed() + trial.shortest / self.seconds < 1:
@@ -225,8 +225,8 @@ class _Search:
         while pending:
             is_timed = any(t.times for t in self.trials)
             if not is_timed and self._elapsed() > 1:  # only a smaller chunk can keep to the limit
-                tried = [self._size(t.options, self.items) for t in self.trials if t.levels]
-                pending = [t for t in pending if self._size(t.options, self.items) < min(tried)]
+                tried = [self._size(t) for t in self.trials if t.levels]
+                pending = [t for t in pending if self._size(t) < min(tried)]
             if not pending:
                 break
             trial = min(pending, key=self._rank)
@@ -236,27 +236,26 @@ class _Search:
 
     def _rank(self, trial: _Trial) -> tuple[float, ...]:
         """Return a key that orders candidates by promise."""
-        size = self._size(trial.options, self.items)
+        size = self._size(trial)
         is_variant = trial.variant != self.trials[0].variant
         if size in _FIRST_SIZES and not is_variant:
             return 0, _FIRST_SIZES.index(size)
         if trial.options.chunk_size is None:  # all items at once, by other means
             return 0, 0.5
         fastest = min(self.trials, key=lambda t: t.shortest)
-        distance = abs(math.log2(size / self._size(fastest.options, self.items)))
+        distance = abs(math.log2(size / self._size(fastest)))
         return 1, distance + 0.5 * is_variant
 
     def _is_distinct(self, trial: _Trial) -> bool:
         """Whether the slice, which may fit into one chunk, can tell a candidate from others."""
-        key = self._size(trial.options, self.items), trial.variant
-        others = [t for t in self.trials if t.times]
+        key = self._size(trial), trial.variant
         return not self.is_slice or all(
-            key != (self._size(t.options, self.items), t.variant) for t in others
+            key != (self._size(t), t.variant) for t in self.trials if t.times
         )
 
     def _is_affordable(self, trial: _Trial) -> bool:
         """Whether the time left is enough to compile a candidate and to run it twice."""
-        size = self._size(trial.options, self.items)
+        size = self._size(trial)
         tried = [(min(t.tile, self.items), t.shortest) for t in self.trials if t.times]
         # A smaller step takes no longer than a larger one, or than a run of a few items.
         estimates = [seconds * max(4, n / size) for n, seconds in tried]
@@ -291,7 +290,7 @@ class _Search:
             return best
         times: dict[_Trial, float] = {}
         for trial in filter(self._is_within_limit, finalists):
-            _, run = self._program(trial.options, self.workload.items)
+            _, run = self.program(trial.options, self.workload.items)
             times[trial] = min(_timed(run), _timed(run))
             if not trial.times:
                 trial.times = [times[trial] * self.items / self.workload.items]

@@ -84,14 +84,13 @@ class Tuning:
         return f"{self._title()}\n{table(_HEADER, self._rows(), {self.chosen})}"
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _HEADER)
-        rows: list[str] = []
-        for i, row in enumerate(self._rows()):
-            tag = "th" if i == self.chosen else "td"
-            rows.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row))
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        tags = ["th" if i == self.chosen else "td" for i in range(len(self.candidates))]
+        body = "".join(map(row, self._rows(), tags))
         title = f"<p>{escape(self._title())}</p>"
-        return f"{title}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"{title}<table><thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody></table>"
 
     def _title(self) -> str:
         facts = self.measured_for
@@ -148,17 +147,10 @@ def _kind(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-class Tunings:
-    """The contents of a file that `Tuning.save` wrote: an iterable of `Tuning`."""
+class Tunings(tuple[Tuning, ...]):
+    """The contents of a file that `Tuning.save` wrote: a tuple of `Tuning`."""
 
-    def __init__(self, tunings: tuple[Tuning, ...]) -> None:
-        self._tunings = tunings
-
-    def __iter__(self) -> Any:
-        return iter(self._tunings)
-
-    def __len__(self) -> int:
-        return len(self._tunings)
+    __slots__ = ()
 
     def find(
         self, kernel: Callable[..., Any], *args: Any, gradient: bool = False, **kwargs: Any
@@ -170,7 +162,7 @@ class Tunings:
         `jax.ShapeDtypeStruct`.
         """
         facts = measured_for(kernel, args, kwargs, gradient=gradient)
-        return next((t for t in self._tunings if t.measured_for == facts), None)
+        return next((t for t in self if t.measured_for == facts), None)
 
 
 def load_tuning(path: str | os.PathLike[str]) -> Tunings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,10 +20,9 @@ from rankax._base.arrays import is_staged
 from rankax._call.arguments import is_array
 from rankax._call.bind import bind, rebind
 from rankax._call.kernel import Kernel
-from rankax._call.run import plan_of, run
+from rankax._call.run import run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._options import Options
-from rankax._plan.batch import BatchPlan
 
 __all__ = ["Workload"]
 
@@ -111,18 +110,13 @@ class Workload:
             changes["compiler_options"] = dict(options.compiler_options or ())
         return changes
 
-    def plan(self, options: Options) -> BatchPlan:
-        """Return the plan of the call; it may trace the kernel."""
-        return plan_of(self.call, options)
-
     def rounded(self, items: int) -> int:
         """Return the number of items of a slice, which has at least ``items`` if possible.
 
         A slice is the first part of the longest batch axis.
         """
-        length = max(self.batch)
-        others = self.items // length
-        return min(length, -(-items // others)) * others
+        others = self.items // max(self.batch)
+        return min(self.items, -(-items // others) * others)
 
     def sliced(self, items: int) -> list[Any]:
         """Return the leaves of a slice; ``items`` is `rounded`."""
@@ -140,37 +134,30 @@ class Workload:
     def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         """Compile the program for a slice; return it, and a function that runs it."""
         values = [*self.sliced(items), *self.others]
-        evaluate = self._gradients if self.gradient else self._outputs
-
-        def program(scale: Any, *arrays: Any) -> Any:
-            traced = dict(zip(self.traced, arrays, strict=True))
-            return evaluate(
-                options, scale, [traced.get(i, value) for i, value in enumerate(values)]
-            )
-
-        # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
-        inputs = [jnp.float32(1), *(values[i] for i in self.traced)]
-        compiler = None if options.compiler_options is None else dict(options.compiler_options)
-        compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
-        return compiled, lambda: compiled(*inputs)
-
-    def _outputs(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
-        del scale
         count = len(self.call.leaves)
-        others = self.others_tree.unflatten(values[count:])
-        leaves = list(values[:count])
-        return run(rebind(self.kernel, self.call.names, leaves, self.call.treedef, others), options)
 
-    def _gradients(self, options: Options, scale: Any, values: Sequence[Any]) -> Any:
-        def value(floats: Sequence[Any]) -> Any:
-            full = list(values)
-            for i, x in zip(self.floating, floats, strict=True):
-                full[i] = x
-            outs = jax.tree.leaves(self._outputs(options, scale, full))
+        def outputs(arrays: Mapping[int, Any]) -> Any:
+            full = [arrays.get(i, value) for i, value in enumerate(values)]
+            others = self.others_tree.unflatten(full[count:])
+            call = rebind(self.kernel, self.call.names, full[:count], self.call.treedef, others)
+            return run(call, options)
+
+        def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
+            outs = jax.tree.leaves(outputs({**arrays, **floats}))
             sums = [jnp.sum(x).astype(scale.dtype) * scale for x in outs if _is_floating(x)]
             return sum(sums, scale * 0)
 
-        return jax.value_and_grad(value)([values[i] for i in self.floating])
+        def program(scale: jax.Array, arrays: Mapping[int, Any]) -> Any:
+            if not self.gradient:
+                return outputs(arrays)
+            floats = {i: arrays[i] for i in self.floating}
+            return jax.value_and_grad(value)(floats, arrays, scale)
+
+        # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
+        inputs = jnp.float32(1), {i: values[i] for i in self.traced}
+        compiler = None if options.compiler_options is None else dict(options.compiler_options)
+        compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
+        return compiled, lambda: compiled(*inputs)
 
 
 def _is_floating(leaf: Any) -> bool:

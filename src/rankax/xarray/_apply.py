@@ -2,8 +2,8 @@
 """``apply``: a kernel on named arrays, through `xarray.apply_ufunc`.
 
 xarray aligns the arguments and puts the core dimensions last; reduced dimensions count as core
-dimensions there, in front of the others. `_named` and `_dims` find the dimensions of the arguments,
-`_outputs` those of the outputs.
+dimensions there, in front of the others. `_named` finds the dimensions of the arguments, `_outputs`
+those of the outputs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def apply(
         )
     where = f"rankax.xarray.apply({declared.name})"
     call = flatten(declared, args, kwargs)
-    others = call.others
     leaves = named_leaves(declared, call, core_dims, where)
     batch = batch_dims(leaves, where)
     reduced = reduced_dims(declared, reduce_dims, batch, where)
@@ -113,7 +112,7 @@ def apply(
         mapped = mapped.with_options(reduce_axis=tuple(range(-len(reduced), 0)))
 
     def called(mapped: Any, values: list[Any]) -> Any:
-        again = rebind(declared, call.names, values, call.treedef, others)
+        again = rebind(declared, call.names, values, call.treedef, call.others)
         return mapped(*again.arguments.args, **again.arguments.kwargs)
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last

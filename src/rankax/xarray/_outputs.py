@@ -14,8 +14,7 @@ from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._call.kernel import Kernel
 from rankax._declare.ranks import ranks_of_leaves
-from rankax.xarray._dims import Dims, declared_names, read_dims
-from rankax.xarray._named import NamedLeaf, xr
+from rankax.xarray._named import Dims, NamedLeaf, declared_names, read_dims, xr
 
 __all__ = ["assembled", "dims_of_outputs"]
 
@@ -34,14 +33,14 @@ def dims_of_outputs(
     Outputs that the kernel keeps whole have the ``reduced`` dimensions in front.
     """
     reductions = kernel.preset.reduce
-    entries: list[Any] | None = None
+    kept: list[int] = []
     if reductions is not None and any(entry.is_kept for entry in reductions.entries):
-        entries = reductions.of_outputs(out)
+        kept = [i for i, entry in enumerate(reductions.of_outputs(out)) if entry.is_kept]
     explicit = _explicit_dims(output_dims, out, where)
     declared = _declared_dims(kernel, leaves, out)
     all_dims: list[list[str]] = []
     for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
-        front = reduced if entries is not None and entries[i].is_kept else ()
+        front = reduced if i in kept else ()
         count = len(leaf.shape) - len(front)
         dims = declared[i] if explicit[i] is None else explicit[i]
         axes = f"{where}: {path} has {plural(count, 'core axis')}"
