@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Options at the call: `with_options` and the scope of `options`."""
 
+import dataclasses
 import pickle
 import re
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 import rankax
 from rankax import auto_vmap
+from rankax._loop.spec import LoopSpec
 
 X = jnp.arange(24.0).reshape(8, 3)
 
@@ -198,3 +200,36 @@ def test_pickles_never_lose_options():
 def test_wrong_options_are_refused_at_once(give, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         give()
+
+
+# A new option of loops.
+
+
+def test_an_option_that_is_a_field_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Spec(LoopSpec):
+        shards: int | None = None  # stands for the new option
+
+        def __post_init__(self):
+            received.append(self.shards)
+
+    received = []
+    measured = []
+    fit_chunk = rankax._fit.memory.fit_chunk
+
+    def recorded(*args):
+        measured.append(args)
+        return fit_chunk(*args)
+
+    monkeypatch.setattr("rankax._call.nest.LoopSpec", Spec)
+    monkeypatch.setattr("rankax._fit.memory.fit_chunk", recorded)
+    kernel = norm.with_options(chunk_size=2)
+    kernel(X)
+    assert set(received) == {None}
+    received.clear()
+    kernel.with_options(shards=1)(X)
+    assert set(received) == {1}
+    limited = norm.with_options(memory_limit=10**6, chunk_size=3)
+    for shards in (None, 1, None):
+        limited.with_options(shards=shards).plan(X)
+    assert len(measured) == 2

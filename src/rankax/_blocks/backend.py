@@ -55,12 +55,12 @@ class BlockReduction(NamedTuple):
     Attributes
     ----------
     state : callable
-        Takes one block of each input, then the indices of the block along each reduced axis; see
-        `blockwise_arguments`. Returns states: the batch axes, of which the reduced ones have length
-        1, and an axis of ``size`` bytes.
+        Takes one block of each input, then one array of ints for each reduced axis: the positions
+        in the batch of the items of the block. Returns states: the batch axes, of which the reduced
+        ones have length 1, and an axis of ``size`` bytes.
     merge : callable
-        Takes adjacent states as one array, with ``axis`` and ``keepdims``, and merges them along
-        these axes in their order.
+        Takes the states of adjacent blocks as one array, with ``axis`` and ``keepdims`` as in
+        `numpy.sum`, and merges them along these axes in order.
     axes : tuple of int
         The reduced axes of the batch.
     size : int

@@ -164,11 +164,20 @@ def nest_of(
         if level.reduced and is_loop:  # the remainder is a tile of its own
             chunks = Chunks(level.size, level.tile, level.size // level.tile)
         axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
-        spec = LoopSpec(chunks, axes, is_loop, bool(splits), by_index, options.checkpoint)
+        spec = LoopSpec(chunks, axes, is_loop, bool(splits), by_index, **_loop_options(options))
         if is_loop or level.reduced:  # the outermost loop reports
             spec, progress = dataclasses.replace(spec, progress=progress), None
         specs.append(spec)
     return Nest(plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits)
+
+
+def _loop_options(options: Options) -> dict[str, Any]:
+    """Return the options that are also fields of `LoopSpec`.
+
+    ``progress`` is not among them, because only one loop of a nest reports.
+    """
+    names = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress"}
+    return {name: value for name, value in vars(options).items() if name in names}
 
 
 def _nested(fun: Any, specs: Sequence[LoopSpec]) -> Callable[..., Any]:

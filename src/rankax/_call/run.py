@@ -252,6 +252,6 @@ def _fit(
         compiler_options=options.compiler_options,
     )
     of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
-    how = of_leaves, loose.in_axes, loose.reshaped, item.out_axes, options.reduce
-    key = (*how, options.reduce_axis)
+    # With one item in flight, every level is a loop, so the nest has all options of loops.
+    key = of_leaves, nest_of(plan(1), inputs, options), item.out_axes, options.reduce
     return fit_to_limit(task, item.closed, item.closed.consts, program, key)
