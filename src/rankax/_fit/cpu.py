@@ -21,18 +21,16 @@ calls the library, this module and all that calls it may go.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rankax._trace.item import trace_item
 from rankax._trace.programs import Literal, subprograms
 
-__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter", "with_tile"]
+__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter"]
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
@@ -73,26 +71,6 @@ def best_tile(program: Any) -> int | None:
     gain = _PER_SHORT_RESULT * cost.short_results
     loss = _PER_LONG_NUMBER * cost.long_numbers + cost.per_tile / tile
     return tile if gain > loss else None
-
-
-def with_tile(
-    fun: Callable[..., Any],
-    avals: Sequence[Any],
-    compiler_options: Mapping[str, Any] | None = None,
-) -> tuple[Callable[..., Any], int | None]:
-    """Return ``fun`` of the leaves of one item, which are like ``avals``, with its best tile.
-
-    It is traced for that, and what is returned is not traced again.
-    """
-    if not tiles_matter(compiler_options):
-        return fun, None
-    program = trace_item(fun, lambda *items: (items, {}), avals, 0)
-
-    @functools.wraps(fun, updated=())  # for errors, which name the kernel
-    def traced(*items: Any) -> Any:
-        return program.out_tree.unflatten(program(*items))
-
-    return traced, best_tile(program.closed)
 
 
 @dataclasses.dataclass

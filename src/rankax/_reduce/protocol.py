@@ -210,7 +210,7 @@ class EachLeaf(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Accumulation((position,), self.accumulator(aval, size), aval.shape)
+            Accumulation(position, self.accumulator(aval, size), aval.shape)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 
@@ -226,6 +226,6 @@ class EachLeaf(Reduction):
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         """Return the state of one leaf in terms that have the right derivative."""
-        step = Accumulation((position,), self.accumulator(aval, row.size), aval.shape)
+        step = Accumulation(position, self.accumulator(aval, row.size), aval.shape)
         (state,) = row.fold_constants([step])
         return state

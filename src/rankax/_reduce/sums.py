@@ -28,14 +28,9 @@ __all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Pro
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
-    """Sum the only output of a row."""
+    """Sum the only output of a row; as a state, which has one lane."""
     accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
-    return row.fold([Accumulation((0,), accumulator, aval.shape)])[0][..., 0]
-
-
-def _as_lane(x: Any) -> Any:
-    """Return an array as a state, which has one lane."""
-    return lax.expand_dims(x, (x.ndim,))
+    return row.fold([Accumulation(0, accumulator, aval.shape)])[0]
 
 
 class _Accumulated(EachLeaf):
@@ -92,7 +87,7 @@ class Prod(_Accumulated):
         dtype = wide(self.dtype(aval))
         row = row.then(lambda outs: [outs[position].astype(dtype)])
         ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
-        (state,) = row.fold([Accumulation((0,), ordered, aval.shape)], linear=False)
+        (state,) = row.fold([Accumulation(0, ordered, aval.shape)], linear=False)
         return jnp.moveaxis(state, 0, -1)
 
 
@@ -145,10 +140,10 @@ class LogSumExp(_Continuous):
         real = jnp.finfo(dtype).dtype
         parts = row.then(lambda outs: [jnp.real(outs[position].astype(dtype))])
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = parts.fold_constants([Accumulation((0,), largest, aval.shape)])
+        (state,) = parts.fold_constants([Accumulation(0, largest, aval.shape)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
-        return state, _as_lane(_sum(scaled, aval, dtype))
+        return state, _sum(scaled, aval, dtype)
 
 
 class MomentsResult(NamedTuple):
@@ -189,11 +184,11 @@ class Moments(_Continuous):
         mean = _sum(values, aval, dtype) / row.size
 
         def square(outs: list[jax.Array]) -> list[jax.Array]:
-            off = outs[0] - mean
+            off = outs[0] - mean[..., 0]
             return [jnp.real(off * jnp.conj(off))]
 
         squares = _sum(values.then(square), aval, real)
-        return fill(row.size, real, (1,)), _as_lane(mean), _as_lane(squares)
+        return fill(row.size, real, (1,)), mean, squares
 
 
 def _count(size: int) -> jax.Array:

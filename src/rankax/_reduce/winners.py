@@ -293,7 +293,7 @@ class Best(Reduction):
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
         arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest)
-        return [Accumulation((outputs.positions[number],), arg)]
+        return [Accumulation(outputs.positions[number], arg)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the winner's index and outputs."""
