@@ -22,11 +22,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rankax._base.arrays import zeros
 from rankax._loop.access import as_row, is_stack, join_chunks, write_chunk
 from rankax._plan.chunks import Chunks
+from rankax._trace.derivatives import has_tangent
 
 __all__ = ["Each", "Last", "Sink", "Stack", "Write", "sink_for"]
 
@@ -82,8 +82,7 @@ class Write(Sink):
         return write_chunk(carry, chunk, at, self.axis), None
 
     def to_differentiate(self) -> Sink:
-        has_tangent = jnp.issubdtype(self.chunk.dtype, jnp.inexact)
-        return Stack(self.chunks, self.axis) if has_tangent else self
+        return Stack(self.chunks, self.axis) if has_tangent(self.chunk) else self
 
 
 @dataclasses.dataclass(frozen=True)

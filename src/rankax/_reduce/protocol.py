@@ -56,7 +56,6 @@ __all__ = [
     "Place",
     "Reduction",
     "dtype_of",
-    "is_float",
     "wide",
 ]
 
@@ -184,11 +183,6 @@ def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
     """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
     like = jax.ShapeDtypeStruct((1,), aval.dtype)
     return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
-
-
-def is_float(dtype: Any) -> bool:
-    """Whether numbers of this dtype have derivatives."""
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 class EachLeaf(Reduction):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, is_float, wide
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, wide
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import (
     Accumulation,
@@ -23,6 +23,7 @@ from rankax._reduce.states import (
     Ordered,
     fill,
 )
+from rankax._trace.derivatives import has_tangent
 
 __all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
 
@@ -82,7 +83,7 @@ class Prod(_Accumulated):
     identity, combine = 1, staticmethod(lax.mul)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        if not is_float(aval.dtype):
+        if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
         dtype = wide(self.dtype(aval))
         row = row.then(lambda outs: [outs[position].astype(dtype)])
@@ -114,7 +115,7 @@ class All(_Accumulated):
 class _Continuous(EachLeaf):
     def check(self, outputs: Outputs, count: int) -> None:
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if not is_float(aval.dtype):
+            if not has_tangent(aval):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and {self.name} is one of floats; return "
                     "it as a float"
@@ -181,14 +182,14 @@ class Moments(_Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: [outs[position].astype(dtype)])
-        mean = _sum(values, aval, dtype) / row.size
+        mean = _sum(values, aval, dtype)[..., 0] / row.size
 
         def square(outs: list[jax.Array]) -> list[jax.Array]:
-            off = outs[0] - mean[..., 0]
+            off = outs[0] - mean
             return [jnp.real(off * jnp.conj(off))]
 
         squares = _sum(values.then(square), aval, real)
-        return fill(row.size, real, (1,)), mean, squares
+        return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
 
 
 def _count(size: int) -> jax.Array:
