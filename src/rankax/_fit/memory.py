@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 
 from rankax._base.cache import Kept
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax._trace.derivatives import has_tangent, of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
 __all__ = ["LimitedCall", "Program", "fit_to_limit", "free_bytes", "shape_of"]
@@ -132,31 +133,24 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
 def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> Any:
     """Trace the gradient with respect to all floating arrays; None if it does not exist."""
     leaves, treedef = jax.tree.flatten((consts, arrays))
-    moving = [i for i, leaf in enumerate(leaves) if _moves(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if has_tangent(leaf)]
 
-    def of_moving(some: list[Any], rest: list[Any]) -> list[Any]:
-        merged = list(rest)
-        for i, leaf in zip(moving, some, strict=True):
-            merged[i] = leaf
-        return [out for out in call(*treedef.unflatten(merged)) if _moves(out)]
+    def outputs(*leaves: Any) -> list[Any]:
+        return [out for out in call(*treedef.unflatten(leaves)) if has_tangent(out)]
 
     def gradient(some: list[Any], rest: list[Any], cotangents: list[Any]) -> Any:
-        _, pull = jax.vjp(lambda some: of_moving(some, rest), some)
+        _, pull = jax.vjp(of_some(outputs, rest, moving), *some)
         return pull(cotangents)
 
     some = [leaves[i] for i in moving]
     rest = [None if i in moving else leaf for i, leaf in enumerate(leaves)]
-    cotangents = jax.eval_shape(of_moving, some, rest)
+    cotangents = jax.eval_shape(outputs, *leaves)
     if not moving or not cotangents:
         return None
     try:
         return jax.jit(gradient).trace(some, rest, cotangents)
     except Exception:  # whatever it is, this kernel cannot be differentiated
         return None
-
-
-def _moves(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def free_bytes() -> int:

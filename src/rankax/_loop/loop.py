@@ -142,13 +142,9 @@ def map_in_chunks(
 
     scan = functools.partial(_scan_chunks, chunk_at, spec=spec, sink=sink)
     writes = isinstance(sink, Each) and any(isinstance(s, Write) for s in sink.sinks)
-    try:
-        if operands.sliced or writes:
-            key = spec, sink
-            return call_with_derivative_of(to_differentiate, scan, operands, key=key)
-        return scan(operands)
-    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
-        raise item.reuses_key() from error
+    if operands.sliced or writes:
+        return call_with_derivative_of(to_differentiate, scan, operands, key=(spec, sink))
+    return scan(operands)
 
 
 def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:

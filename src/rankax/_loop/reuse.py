@@ -23,6 +23,7 @@ A call that is not eager, or whose program cannot be compared, takes the uncache
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -60,21 +61,22 @@ def map_chunks(
     """Do what `map_in_chunks` does; outside a trace, by a kept loop."""
     arrays = [*leaves, *item.closed.consts]
     is_now = is_eager(arrays)
-    if not is_now and not _is_transformed(arrays):
-        return map_in_chunks(item, leaves, spec, sink)
+    kept = None
     if is_now:  # not differentiated, so nothing is ever recomputed
         spec = dataclasses.replace(spec, checkpoint=False, linear=True)
-    bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
+    if is_now or _is_transformed(arrays):
+        bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
+        with contextlib.suppress(Unknown):
+            kept = _find(
+                lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
+                bare,
+                (spec, sink),
+                differentiable=not is_now,
+            )
     try:
-        loop, consts = _find(
-            lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
-            bare,
-            (spec, sink),
-            differentiable=not is_now,
-        )
-    except Unknown:
-        return map_in_chunks(item, leaves, spec, sink)
-    try:
+        if kept is None:
+            return map_in_chunks(item, leaves, spec, sink)
+        loop, consts = kept
         return loop(consts, list(leaves))
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
         raise item.reuses_key() from error

@@ -20,62 +20,54 @@ A sink starts with a carry (`start`), either adds each chunk to it or emits it a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rankax._base.arrays import zeros
 from rankax._loop.access import as_row, is_stack, join_chunks, write_chunk
 from rankax._plan.chunks import Chunks
+from rankax._trace.derivatives import has_tangent
 
 __all__ = ["Each", "Last", "Sink", "Stack", "Write", "sink_for"]
 
 
-class Sink(Protocol):
+class Sink:
     """What a loop asks of one output, or of all. A sink without a carry or rows returns None."""
 
     def start(self) -> Any:
         """Return the carry of the first step."""
-        ...
+        return None
 
     def step(self, carry: Any, chunk: Any, at: jax.Array) -> tuple[Any, Any]:
         """Return the next carry and the row, given the chunk of the items from ``at`` on."""
-        ...
+        raise NotImplementedError
 
     def end(self, carry: Any, rows: Any) -> Any:
         """Return the whole output."""
-        ...
+        return carry
 
     def to_differentiate(self) -> Sink:
         """Return the sink of a loop that is differentiated."""
-        ...
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class Stack(Sink):
     """Rows of the scan, joined along ``axis``."""
 
     chunks: Chunks
     axis: int
 
-    def start(self) -> None:
-        return None
-
     def step(self, carry: None, chunk: jax.Array, at: jax.Array) -> tuple[None, jax.Array]:
-        del at
         return carry, as_row(chunk, self.chunks, self.axis)
 
     def end(self, carry: None, rows: jax.Array) -> jax.Array:
-        del carry
         return join_chunks(rows, self.chunks, self.axis)
-
-    def to_differentiate(self) -> Stack:
-        return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Write:
+class Write(Sink):
     """A buffer of the whole output, into which each chunk is written along ``axis``."""
 
     chunks: Chunks
@@ -90,17 +82,12 @@ class Write:
     def step(self, carry: jax.Array, chunk: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
         return write_chunk(carry, chunk, at, self.axis), None
 
-    def end(self, carry: jax.Array, rows: None) -> jax.Array:
-        del rows
-        return carry
-
     def to_differentiate(self) -> Sink:
-        has_tangent = jnp.issubdtype(self.chunk.dtype, jnp.inexact)
-        return Stack(self.chunks, self.axis) if has_tangent else self
+        return Stack(self.chunks, self.axis) if has_tangent(self.chunk) else self
 
 
 @dataclasses.dataclass(frozen=True)
-class Last:
+class Last(Sink):
     """The output of the last chunk, which equals that of every chunk."""
 
     chunk: Any  # shape and dtype
@@ -109,19 +96,11 @@ class Last:
         return zeros(self.chunk.shape, self.chunk.dtype)
 
     def step(self, carry: jax.Array, chunk: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
-        del carry, at
         return chunk, None
-
-    def end(self, carry: jax.Array, rows: None) -> jax.Array:
-        del rows
-        return carry
-
-    def to_differentiate(self) -> Last:
-        return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Each:
+class Each(Sink):
     """A sink of its own for each output."""
 
     sinks: tuple[Sink, ...]

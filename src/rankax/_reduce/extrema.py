@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
-from rankax._reduce.states import State, concatenated, fill
+from rankax._reduce.states import Accumulator, State, concatenated, fill
 
 __all__ = [
     "Arg",
@@ -53,7 +53,7 @@ def worst_value(dtype: Any, *, largest: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arg:
+class Arg(Accumulator):
     """The best value so far and its flat index: the first of equals, and NaN before all others."""
 
     core: tuple[int, ...]
@@ -123,7 +123,7 @@ class DelayedArg(Arg):
 
 
 @dataclasses.dataclass(frozen=True)
-class Top:
+class Top(Accumulator):
     """The ``k`` largest keys in order and their indices; see `sort_key`.
 
     Its states have ``k`` entries on the last axis instead of lanes. An empty entry has the smallest
@@ -138,7 +138,6 @@ class Top:
     by_sort: bool = False  # see `best_keys`
 
     def start(self, lanes: int) -> State:
-        del lanes
         return self._empty(self.k)
 
     def _empty(self, entries: int) -> State:

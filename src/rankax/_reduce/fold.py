@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,6 @@ class Fold(Reduction):
         return self.lift(out)
 
     def check(self, outputs: Outputs, count: int) -> None:
-        del count
         self._check_constants()
         state = outputs.structure.unflatten(outputs.avals)
         merged = jax.eval_shape(self.merge, state, state)
@@ -100,42 +99,36 @@ class Fold(Reduction):
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         combine = self._combine(outputs)
-        state = [jax.device_put(x[None]) for x in self._start(outputs)]
+        state = tuple(jax.device_put(x[None]) for x in self._start(outputs))
         if row.size:
-            state = combine(state, merge_neighbours(combine, outs, row.size))
+            state = combine(state, merge_neighbours(combine, tuple(outs), row.size))
         return self.finish_state(outputs, state, row.size)
 
-    def _start(self, outputs: Outputs) -> list[np.ndarray]:
+    def _start(self, outputs: Outputs) -> tuple[np.ndarray, ...]:
         leaves = zip(jax.tree.leaves(self.identity), outputs.avals, strict=True)
-        return [np.asarray(leaf, aval.dtype) for leaf, aval in leaves]
+        return tuple(np.asarray(leaf, aval.dtype) for leaf, aval in leaves)
 
     def _combine(self, outputs: Outputs) -> Callable[[Any, Any], Any]:
-        """Return ``merge`` for lists of leaves that have the lanes on axis 0."""
+        """Return ``merge`` for tuples of leaves that have the lanes on axis 0."""
         unflatten = outputs.structure.unflatten
 
         def merge(first: Any, second: Any) -> Any:
-            return jax.tree.leaves(self.merge(unflatten(first), unflatten(second)))
+            return tuple(jax.tree.leaves(self.merge(unflatten(first), unflatten(second))))
 
         return jax.vmap(merge)
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
-        start, combine = self._start(outputs), self._combine(outputs)
-
-        def combine_single(first: Any, second: Any) -> Any:
-            return combine([first], [second])[0]
-
-        single = len(start) == 1
-        ordered = Ordered(start[0], combine_single) if single else Ordered(start, combine)
+        ordered = Ordered(self._start(outputs), self._combine(outputs))
         return [Accumulation(outputs.positions, ordered)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         return jax.tree.leaves(states)
 
     def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
-        lanes = [lax.collapse(x, 0, 2) for x in states]
+        lanes = tuple(lax.collapse(x, 0, 2) for x in states)
         return merge_neighbours(self._combine(outputs), lanes, lanes[0].shape[0])
 
-    def finish_state(self, outputs: Outputs, state: list[jax.Array], size: int) -> Any:
+    def finish_state(self, outputs: Outputs, state: Sequence[Any], size: int) -> Any:
         whole = outputs.structure.unflatten([x[0] for x in state])
         return whole if self.finish is None else self.finish(whole)
 

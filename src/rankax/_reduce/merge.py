@@ -18,10 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.arrays import scalar
+from rankax._base.functions import function_location
+from rankax._loop.spec import LoopSpec
+from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import no_index
 from rankax._reduce.protocol import Outputs, Reduction
 from rankax._reduce.row import index_dtype
-from rankax._reduce.run import Reduced, Reductions, traced_outputs
+from rankax._reduce.run import Reduced, Reductions, RowProgram
 
 __all__ = ["RunStates"]
 
@@ -47,7 +50,10 @@ class RunStates:
         sizes: Sequence[int],
     ) -> RunStates:
         """Trace ``fun`` for one item, given as tracers, to learn its outputs."""
-        return cls(reductions, traced_outputs(fun, items, reductions, sizes), tuple(sizes))
+        unmapped = (None,) * len(items)
+        specs = [LoopSpec(Chunks(size, size, 1), unmapped, is_loop=False) for size in sizes]
+        program = RowProgram.trace(fun, items, specs, reductions, function_location(fun))
+        return cls(reductions, program.outputs, tuple(sizes))
 
     @property
     def size(self) -> int:

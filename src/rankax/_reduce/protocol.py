@@ -56,7 +56,6 @@ __all__ = [
     "Place",
     "Reduction",
     "dtype_of",
-    "is_float",
     "wide",
 ]
 
@@ -186,11 +185,6 @@ def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
     return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
 
 
-def is_float(dtype: Any) -> bool:
-    """Whether numbers of this dtype have derivatives."""
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 class EachLeaf(Reduction):
     """One result for each leaf, independent of the others."""
 
@@ -210,7 +204,7 @@ class EachLeaf(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Accumulation((position,), self.accumulator(aval, size), aval.shape)
+            Accumulation(position, self.accumulator(aval, size), aval.shape)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 
@@ -226,6 +220,6 @@ class EachLeaf(Reduction):
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         """Return the state of one leaf in terms that have the right derivative."""
-        step = Accumulation((position,), self.accumulator(aval, row.size), aval.shape)
+        step = Accumulation(position, self.accumulator(aval, row.size), aval.shape)
         (state,) = row.fold_constants([step])
         return state

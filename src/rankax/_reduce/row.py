@@ -29,6 +29,7 @@ from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.level import trace_level
 from rankax._loop.loop import KEPT_IN_REVERSE
 from rankax._loop.reuse import map_chunks
+from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import Arg, DelayedArg
@@ -37,7 +38,7 @@ from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
 from rankax._trace.programs import evaluate, subprograms
 
-__all__ = ["Row", "evaluates_functions", "index_dtype", "most_lanes", "whole_level"]
+__all__ = ["Row", "evaluates_functions", "index_dtype", "most_lanes"]
 
 _EXPENSIVE = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
@@ -56,11 +57,6 @@ def most_lanes() -> int | None:
     of more than some thousand numbers.
     """
     return 1024 if jax.default_backend() == "cpu" else None
-
-
-def whole_level(length: int, in_axes: tuple[int | None, ...] = ()) -> LoopSpec:
-    """Return a level that is one tile."""
-    return LoopSpec(Chunks(length, length, 1), in_axes, is_loop=False)
 
 
 def index_dtype(size: int) -> Any:
@@ -297,7 +293,7 @@ def _remainder(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiles:
+class _Tiles(Sink):
     """Folds tiles: outputs with the core axes first, then the tile, then the levels below."""
 
     steps: tuple[Accumulation | Storage, ...]
@@ -326,12 +322,9 @@ class _Tiles:
         carry, rows = self.step(self.start(), chunk, at)
         return self.end(carry, jax.tree.map(lambda x: lax.expand_dims(x, (0,)), rows))
 
-    def to_differentiate(self) -> _Tiles:
-        return self
-
 
 @dataclasses.dataclass(frozen=True)
-class _States:
+class _States(Sink):
     """Merges the states of inner loops, which arrive one at a time, flat, on axis 0."""
 
     steps: tuple[Accumulation | Storage, ...]
@@ -352,6 +345,3 @@ class _States:
     def end(self, carry: list[Any], rows: list[Any]) -> list[Any]:
         triples = zip(self.steps, carry, rows, strict=True)
         return [step.end(state, row) for step, state, row in triples]
-
-    def to_differentiate(self) -> _States:
-        return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,13 +26,13 @@ from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
-from rankax._reduce.row import Row, evaluates_functions, whole_level
+from rankax._reduce.row import Row, evaluates_functions
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
 
-__all__ = ["Reduced", "Reductions", "read_reductions", "reduce_row", "traced_outputs"]
+__all__ = ["Reduced", "Reductions", "RowProgram", "read_reductions", "reduce_row"]
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -185,14 +186,7 @@ def reduce_row(
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """
     program = RowProgram.trace(fun, leaves, specs, reductions, where or function_location(fun))
-
-    def row(consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
-        def item(*items: Any) -> list[Any]:
-            return program.evaluate(consts, items)
-
-        return Row(item, tuple(leaves), tuple(specs), program.is_expensive)
-
-    return Reduced.of(program.values(row, leaves), reductions, program.outputs)
+    return Reduced.of(program.values(leaves), reductions, program.outputs)
 
 
 class RowProgram(NamedTuple):
@@ -200,6 +194,7 @@ class RowProgram(NamedTuple):
 
     evaluate: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     consts: list[Any]
+    specs: tuple[LoopSpec, ...]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
     is_expensive: bool
@@ -233,90 +228,80 @@ class RowProgram(NamedTuple):
             names = tuple(name for name, _ in leaves_with_names(tree, path))
             outputs.append(Outputs(path, names, structure, tuple(outs), first))
             first += structure.num_leaves
-        evaluate = apart_from_constants(closed, avals)
-        is_expensive = evaluates_functions(closed.jaxpr)
-        program = cls(evaluate, list(closed.consts), tuple(outputs), reductions, is_expensive)
-        program.check(where, math.prod(spec.chunks.length for spec in specs))
+        program = cls(
+            apart_from_constants(closed, avals),
+            list(closed.consts),
+            tuple(specs),
+            tuple(outputs),
+            reductions,
+            evaluates_functions(closed.jaxpr),
+        )
+        program.check(where)
         return program
 
     def _each(self) -> list[tuple[Reduction, Outputs]]:
         return list(zip(self.reductions.entries, self.outputs, strict=True))
 
-    def check(self, where: str, size: int) -> None:
+    def check(self, where: str) -> None:
         """Refuse outputs that cannot be reduced."""
-        of_run = self.reductions.of_run
+        size = self.reductions.of_run
+        if size is None:
+            size = math.prod(spec.chunks.length for spec in self.specs)
         for reduction, outputs in self._each():
             try:
                 if not reduction.is_kept:
                     _check_numbers(outputs)
-                reduction.check(outputs, size if of_run is None else of_run)
+                reduction.check(outputs, size)
             except MisfitError as error:
                 raise ValueError(
                     f"{where}: it cannot be reduced by {reduction.name}: {error}"
                 ) from None
 
-    def values(self, row: Callable[..., Row], leaves: Sequence[Any]) -> list[Any]:
+    def values(self, leaves: Sequence[Any]) -> list[Any]:
         """Return one value for each reduction of a row: its result, or its state."""
-        here = row(self.consts, leaves)
-        if self.reductions.of_run is None and (here.is_whole or not here.size):
-            outs = here.whole()
+        row = self._row(self.consts, leaves)
+        if self.reductions.of_run is None and (row.is_whole or not row.size):
+            outs = row.whole()
             return [
-                reduction.plain(outputs, here, [outs[i] for i in outputs.positions])
+                reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
                 for reduction, outputs in self._each()
             ]
         is_linear = all(reduction.is_linear for reduction in self.reductions.entries)
         if is_linear or is_eager([*leaves, *self.consts]):
-            return self._folded(here)
-        return call_with_derivative_of(
-            lambda consts, leaves: self._differentiable(row(consts, leaves)),
-            lambda consts, leaves: self._folded(row(consts, leaves)),
-            self.consts,
-            list(leaves),
-        )
+            return self._fold(self.consts, leaves)
+        differentiable = functools.partial(self._fold, differentiable=True)
+        return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
 
-    def _folded(self, row: Row) -> list[Any]:
-        """Fold everything in one loop."""
-        states = self._states(row, self._each())
-        return [
-            self._value(reduction, outputs, state, row)
-            for (reduction, outputs), state in zip(self._each(), states, strict=True)
+    def _row(self, consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
+        item = functools.partial(self.evaluate, consts)
+        return Row(lambda *items: item(items), tuple(leaves), self.specs, self.is_expensive)
+
+    def _fold(
+        self, consts: Sequence[Any], leaves: Sequence[Any], *, differentiable: bool = False
+    ) -> list[Any]:
+        """Fold all reductions in one loop.
+
+        To differentiate them, that loop folds the linear ones; the others are folded one by one.
+        """
+        row = self._row(consts, leaves)
+        pairs = self._each()
+        in_loop = [reduction.is_linear or not differentiable for reduction, _ in pairs]
+        groups = [
+            reduction.accumulations(outputs, row.size) if is_in_loop else []
+            for (reduction, outputs), is_in_loop in zip(pairs, in_loop, strict=True)
         ]
-
-    def _differentiable(self, row: Row) -> list[Any]:
-        """Fold in one loop what can be differentiated as it is, and the rest one by one."""
-        linear = [pair for pair in self._each() if pair[0].is_linear]
-        states = iter(self._states(row, linear) if linear else ())
+        steps = [step for group in groups for step in group]
+        folded = iter(row.fold(steps) if any(in_loop) else ())
         values: list[Any] = []
-        for reduction, outputs in self._each():
-            state = next(states) if reduction.is_linear else reduction.differentiable(outputs, row)
-            values.append(self._value(reduction, outputs, state, row))
+        for (reduction, outputs), group, is_in_loop in zip(pairs, groups, in_loop, strict=True):
+            if is_in_loop:
+                state = reduction.partial(outputs, row, [next(folded) for _ in group])
+            else:
+                state = reduction.differentiable(outputs, row)
+            if self.reductions.of_run is None:
+                state = reduction.finish_state(outputs, state, row.size)
+            values.append(state)
         return values
-
-    def _states(self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]]) -> list[Any]:
-        """Return the states of some reductions, folded in one loop."""
-        groups = [reduction.accumulations(outputs, row.size) for reduction, outputs in pairs]
-        states = iter(row.fold([step for group in groups for step in group]))
-        return [
-            reduction.partial(outputs, row, [next(states) for _ in group])
-            for (reduction, outputs), group in zip(pairs, groups, strict=True)
-        ]
-
-    def _value(self, reduction: Reduction, outputs: Outputs, state: Any, row: Row) -> Any:
-        if self.reductions.of_run is not None:
-            return state
-        return reduction.finish_state(outputs, state, row.size)
-
-
-def traced_outputs(
-    fun: Callable[..., Any], items: Sequence[Any], reductions: Reductions, sizes: Sequence[int]
-) -> tuple[Outputs, ...]:
-    """Trace ``fun`` for one item, and return its outputs by reduction.
-
-    They are checked for a row of these sizes.
-    """
-    unmapped = (None,) * len(items)
-    specs = [whole_level(size, unmapped) for size in sizes]
-    return RowProgram.trace(fun, items, specs, reductions, function_location(fun)).outputs
 
 
 def _item_aval(leaf: Any, number: int, specs: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ __all__ = [
     "Elementwise",
     "LogSumExpOf",
     "MomentsOf",
-    "NoIndex",
     "Ordered",
     "Storage",
     "concatenated",
@@ -45,28 +44,28 @@ State = Any  # a pytree of arrays, each with the lanes on the last axis
 _MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together
 
 
-class Accumulator(Protocol):
+class Accumulator:
     """The fold of one output, or of all outputs of one reduction (`Ordered`)."""
 
     def start(self, lanes: int) -> State:
         """Return the state of no items."""
-        ...
+        raise NotImplementedError
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
         """Add one tile; ``index`` holds the flat index of its item in each lane."""
-        ...
+        raise NotImplementedError
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states lane by lane; the items of the first precede those of the second."""
-        ...
+        raise NotImplementedError
 
     def join(self, state: State) -> State:
         """Merge the lanes of a state into one. Only the lanes of `Ordered` must be in order."""
-        ...
+        raise NotImplementedError
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         """Replace each index in a state by its ``place``."""
-        ...
+        return state
 
 
 # What a loop does with the outputs of its items.
@@ -74,9 +73,9 @@ class Accumulator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """An accumulator, and the outputs of an item that it takes."""
+    """An accumulator, and the output of an item that it takes, or several as a tuple."""
 
-    outputs: tuple[int, ...]
+    outputs: int | tuple[int, ...]
     accumulator: Accumulator
     core: tuple[int, ...] = ()  # the shape of the largest output
 
@@ -91,8 +90,7 @@ class Accumulation:
     def step(self, state: State, outs: list[Any], index: jax.Array) -> tuple[State, Any]:
         """Return the state after one more tile, and the row that leaves the loop."""
         accumulator = self.accumulator
-        tiles = [outs[i] for i in self.outputs]
-        tile = tiles[0] if len(tiles) == 1 else tiles
+        tile = jax.tree.map(lambda i: outs[i], self.outputs)
         if not self.is_wide:
             return accumulator.step(state, tile, index), None
         fresh = accumulator.step(accumulator.start(index.size), tile, index)
@@ -104,7 +102,6 @@ class Accumulation:
         return self.accumulator.merge(state, placed), None
 
     def end(self, state: State, rows: Any) -> State:
-        del rows
         return state
 
     def join(self, state: State) -> State:
@@ -121,18 +118,15 @@ class Storage:
     output: int
 
     def start(self, lanes: int) -> None:
-        del lanes
+        return None
 
     def step(self, state: None, outs: list[Any], index: jax.Array) -> tuple[None, Any]:
-        del index
         return state, outs[self.output]
 
     def step_merge(self, state: None, new: State, offset: jax.Array) -> tuple[None, Any]:
-        del offset
         return state, new
 
     def end(self, state: None, rows: jax.Array) -> State:
-        del state
         return in_a_row(rows)
 
     def join(self, state: State) -> State:
@@ -160,16 +154,8 @@ def fill(value: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
 # The accumulators.
 
 
-class NoIndex:
-    """A state without indices."""
-
-    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
-        del place
-        return state
-
-
 @dataclasses.dataclass(frozen=True)
-class Elementwise(NoIndex):
+class Elementwise(Accumulator):
     """One associative and commutative function of two arrays, such as `jax.numpy.maximum`."""
 
     core: tuple[int, ...]
@@ -182,7 +168,6 @@ class Elementwise(NoIndex):
         return fill(self.identity, self.dtype, (*self.core, lanes))
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        del index
         return self.combine(state, tile.astype(self.dtype))
 
     def merge(self, first: State, second: State) -> State:
@@ -193,26 +178,18 @@ class Elementwise(NoIndex):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSumExpOf(NoIndex):
+class LogSumExpOf(Accumulator):
     """The largest real part so far, and the sum of the exponentials relative to it."""
 
     core: tuple[int, ...]
     dtype: Any
 
-    @property
-    def real_dtype(self) -> Any:
-        """The dtype of a real part."""
-        return jnp.finfo(self.dtype).dtype
-
     def start(self, lanes: int) -> State:
         # The smallest number instead of -inf, because -inf - -inf is NaN.
-        shape = (*self.core, lanes)
-        return fill(jnp.finfo(self.real_dtype).min, self.real_dtype, shape), fill(
-            0, self.dtype, shape
-        )
+        shape, real = (*self.core, lanes), jnp.finfo(self.dtype)
+        return fill(real.min, real.dtype, shape), fill(0, self.dtype, shape)
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        del index
         largest, total = state
         x = tile.astype(self.dtype)
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -243,7 +220,7 @@ def _difference(x: Any, y: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentsOf(NoIndex):
+class MomentsOf(Accumulator):
     """Count, mean, and the sum of squared distances from it.
 
     They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
@@ -261,7 +238,6 @@ class MomentsOf(NoIndex):
         return fill(0, real, (lanes,)), fill(0, self.dtype, shape), fill(0, real, shape)
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        del index
         count, mean, squares = state
         x = tile.astype(self.dtype)
         count = count + 1
@@ -306,7 +282,7 @@ def _finite(x: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(NoIndex):
+class Ordered(Accumulator):
     """Any monoid, whose items are merged in order.
 
     Its states have one lane, on axis 0 of each leaf: the items of a tile are merged in pairs of
@@ -321,7 +297,6 @@ class Ordered(NoIndex):
         raise TypeError("unhashable: it holds a user-defined function")
 
     def start(self, lanes: int) -> State:
-        del lanes
         return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)
 
     def step(self, state: State, tile: Any, index: jax.Array) -> State:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, is_float, wide
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, wide
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import (
     Accumulation,
@@ -23,19 +23,15 @@ from rankax._reduce.states import (
     Ordered,
     fill,
 )
+from rankax._trace.derivatives import has_tangent
 
 __all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
-    """Sum the only output of a row."""
+    """Sum the only output of a row; as a state, which has one lane."""
     accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
-    return row.fold([Accumulation((0,), accumulator, aval.shape)])[0][..., 0]
-
-
-def _as_lane(x: Any) -> Any:
-    """Return an array as a state, which has one lane."""
-    return lax.expand_dims(x, (x.ndim,))
+    return row.fold([Accumulation(0, accumulator, aval.shape)])[0]
 
 
 class _Accumulated(EachLeaf):
@@ -87,12 +83,12 @@ class Prod(_Accumulated):
     identity, combine = 1, staticmethod(lax.mul)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        if not is_float(aval.dtype):
+        if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
         dtype = wide(self.dtype(aval))
         row = row.then(lambda outs: [outs[position].astype(dtype)])
         ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
-        (state,) = row.fold([Accumulation((0,), ordered, aval.shape)], linear=False)
+        (state,) = row.fold([Accumulation(0, ordered, aval.shape)], linear=False)
         return jnp.moveaxis(state, 0, -1)
 
 
@@ -119,7 +115,7 @@ class All(_Accumulated):
 class _Continuous(EachLeaf):
     def check(self, outputs: Outputs, count: int) -> None:
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if not is_float(aval.dtype):
+            if not has_tangent(aval):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and {self.name} is one of floats; return "
                     "it as a float"
@@ -145,10 +141,10 @@ class LogSumExp(_Continuous):
         real = jnp.finfo(dtype).dtype
         parts = row.then(lambda outs: [jnp.real(outs[position].astype(dtype))])
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = parts.fold_constants([Accumulation((0,), largest, aval.shape)])
+        (state,) = parts.fold_constants([Accumulation(0, largest, aval.shape)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
-        return state, _as_lane(_sum(scaled, aval, dtype))
+        return state, _sum(scaled, aval, dtype)
 
 
 class MomentsResult(NamedTuple):
@@ -186,14 +182,14 @@ class Moments(_Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: [outs[position].astype(dtype)])
-        mean = _sum(values, aval, dtype) / row.size
+        mean = _sum(values, aval, dtype)[..., 0] / row.size
 
         def square(outs: list[jax.Array]) -> list[jax.Array]:
             off = outs[0] - mean
             return [jnp.real(off * jnp.conj(off))]
 
         squares = _sum(values.then(square), aval, real)
-        return fill(row.size, real, (1,)), _as_lane(mean), _as_lane(squares)
+        return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
 
 
 def _count(size: int) -> jax.Array:

@@ -35,11 +35,10 @@ from rankax._reduce.protocol import (
     Place,
     Reduction,
     dtype_of,
-    is_float,
 )
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
-from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.derivatives import call_with_derivative_of, has_tangent
 
 __all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
 
@@ -114,7 +113,7 @@ class _Extremum(_Compared):
         return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        if not is_float(aval.dtype):
+        if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
         _, index = self.arg.differentiable_leaf(aval, row, position)
         picked = row.pick(index[..., 0], position)
@@ -294,7 +293,7 @@ class Best(Reduction):
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
         arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest)
-        return [Accumulation((outputs.positions[number],), arg)]
+        return [Accumulation(outputs.positions[number], arg)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the winner's index and outputs."""

@@ -40,7 +40,7 @@ from rankax._trace.programs import (
     with_subprograms,
 )
 
-__all__ = ["RULES", "call_of", "call_with_derivative_of", "keep_rules"]
+__all__ = ["RULES", "call_of", "call_with_derivative_of", "has_tangent", "keep_rules", "of_some"]
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -205,9 +205,9 @@ def _differentiated(
         out, pushed = _linearized(program, primals, live, directions)
     else:
         live_primals = [primals[i] for i in live]
-        out, pushed = jax.jvp(_of_some(other, primals, live), live_primals, directions)
+        out, pushed = jax.jvp(of_some(other, primals, live), live_primals, directions)
     return out, [
-        tangent if _has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
+        tangent if has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
         for aval, tangent in zip(program.out_avals, pushed, strict=True)
     ]
 
@@ -222,12 +222,12 @@ def _linearized(
     linear: list[Any] = []
 
     def nonlinear(*primals: Any) -> Any:
-        of_live = _of_some(functools.partial(_run, program=program), primals, live)
+        of_live = of_some(functools.partial(_run, program=program), primals, live)
         out, push = jax.linearize(of_live, *(primals[i] for i in live))
 
         def push_inexact(*tangents: Any) -> list[Any]:
             pairs = zip(program.out_avals, push(*tangents), strict=True)
-            return [tangent for aval, tangent in pairs if _has_tangent(aval)]
+            return [tangent for aval, tangent in pairs if has_tangent(aval)]
 
         pushed = jax.make_jaxpr(push_inexact)(*directions)
         linear.append(pushed.jaxpr)
@@ -237,33 +237,34 @@ def _linearized(
     count = len(program.out_avals)
     pushed = iter(evaluate(linear[0], results[count:], *directions))
     return results[:count], [
-        next(pushed) if _has_tangent(aval) else None for aval in program.out_avals
+        next(pushed) if has_tangent(aval) else None for aval in program.out_avals
     ]
 
 
-def _has_tangent(aval: Any) -> bool:
+def has_tangent(aval: Any) -> bool:
+    """Whether numbers of this type have derivatives."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _of_some(
+def of_some(
     fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]
 ) -> Callable[..., Any]:
     """Return ``fun`` as a function of its arguments at ``positions``, with the others fixed."""
 
-    def of_some(*some: Any) -> Any:
+    def fixed(*some: Any) -> Any:
         merged = list(args)
         for i, x in zip(positions, some, strict=True):
             merged[i] = x
         return fun(*merged)
 
-    return of_some
+    return fixed
 
 
 def _transposed(cotangents: Sequence[Any], *args: Any, program: Any, other: Any) -> list[Any]:
     """Transpose a call that is linear in its unknown arguments, for `jax.linear_transpose`."""
     fun = other or functools.partial(_run, program=program)
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-    transpose = jax.linear_transpose(_of_some(fun, args, unknown), *(args[i].aval for i in unknown))
+    transpose = jax.linear_transpose(of_some(fun, args, unknown), *(args[i].aval for i in unknown))
     results = iter(transpose([ad.instantiate_zeros(ct) for ct in cotangents]))
     return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
@@ -307,21 +308,21 @@ def _high_level_call() -> Any:
 
         def lin(self, nonzero: Any, *primals: Any) -> Any:
             live = [i for i, is_live in enumerate(nonzero) if is_live]
-            of_live = _of_some(self.other, primals, live)
+            of_live = of_some(self.other, primals, live)
             out, push = jax.linearize(of_live, *(primals[i] for i in live))
-            return out, (push, dict.fromkeys(live)), [_has_tangent(aval) for aval in self.out_aval]
+            return out, (push, dict.fromkeys(live)), [has_tangent(aval) for aval in self.out_aval]
 
         def linearized(self, residuals: Any, *tangents: Any) -> list[Any]:
             push, live = residuals
             pushed = push(*(ad.instantiate_zeros(tangents[i]) for i in live))
             return [
-                tangent if _has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
+                tangent if has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
                 for aval, tangent in zip(self.out_aval, pushed, strict=True)
             ]
 
         def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
             live = [i for i, is_live in enumerate(nonzero) if is_live]
-            of_live = _of_some(self.other, primals, live)
+            of_live = of_some(self.other, primals, live)
             out, pull = jax.vjp(of_live, *(primals[i] for i in live))
             return out, (pull, dict.fromkeys(live))
 
@@ -337,7 +338,7 @@ def _high_level_call() -> Any:
 
         def transpose(self, cotangents: Any, *args: Any) -> None:
             unknown = [i for i, x in enumerate(args) if isinstance(x, hijax.GradAccum)]
-            of_unknown = _of_some(self.other, args, unknown)
+            of_unknown = of_some(self.other, args, unknown)
             transpose = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
             dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
             for i, cotangent in zip(unknown, transpose(dense), strict=True):

@@ -158,10 +158,12 @@ def trace_item(
         if axis_name is None or f"axis name: {axis_name}" not in str(error):
             raise
         raise _no_collective(fun, axis_name) from error
-    if axis_name is not None and _uses_axis(closed, axis_name):
+    # A collective may also have found an axis of this name outside.
+    names = [getattr(effect, "name", None) for effect in closed.effects]
+    if axis_name is not None and axis_name in names:
         raise _no_collective(fun, axis_name)
-    tree, names, axes = found[-1]
-    return ItemProgram(function_location(fun), closed, tree, tuple(names), tuple(axes))
+    tree, out_names, axes = found[-1]
+    return ItemProgram(function_location(fun), closed, tree, tuple(out_names), tuple(axes))
 
 
 def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> list[int | None]:
@@ -213,11 +215,6 @@ def chunk_program(
 def has_order(closed: Any) -> bool:
     """Whether a program has an effect that JAX keeps in order, and so cannot map."""
     return any("Ordered" in type(effect).__name__ for effect in closed.effects)
-
-
-def _uses_axis(closed: Any, axis_name: Hashable) -> bool:
-    """Whether a collective refers to an outer axis of this name instead of the mapped one."""
-    return any(getattr(effect, "name", None) == axis_name for effect in closed.effects)
 
 
 def _no_collective(fun: Callable[..., Any], axis_name: Hashable) -> ValueError:
