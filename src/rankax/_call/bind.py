@@ -33,6 +33,7 @@ from rankax._call.bound import Bound, planned_reduction
 from rankax._call.kernel import Kernel, keep
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
+from rankax._fit.memory import shape_of
 from rankax._options import Options
 from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Shape
@@ -148,7 +149,9 @@ class BoundKernel(Bound):
             arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **filled})
             return dataclasses.replace(self, leaves=ranked, arguments=arguments)
 
-        return [leaves[i] for i in at], fill
+        # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
+        shapes = [leaves[i] if leaves[i].sharding else shape_of(leaves[i]) for i in at]
+        return shapes, fill
 
 
 def bind(
