@@ -90,7 +90,7 @@ def overhead():
 
 def on_block(kernel):
     """What dask calls for a block of the kernel that was called last."""
-    program = list(programs._programs._found.values())[-1]
+    program = list(programs._programs._values.values())[-1]
     assert program.setup.mapped is kernel
     return programs.OnBlocks.of(program, ())
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -28,7 +29,7 @@ ROOMS = [
     *["reductions", "xarray", "__init__"],
 ]
 
-MOST_LINES_OF_CODE = 8960
+MOST_LINES_OF_CODE = 8970
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
@@ -193,6 +194,8 @@ def test_a_chunked_call_takes_the_path_that_the_page_draws():
         sys.setprofile(before)
     drawn = drawn_path()
     assert len({file for file, _ in drawn}) <= 10
+    if jax.__version_info__ < (0, 10):  # where a chunk is one tile
+        drawn.remove(("_fit/cpu.py", "best_tile"))
     calls = iter(called)  # each search goes on where the last one ended
     assert [step for step in drawn if step not in calls] == []
-    assert len(drawn) >= 9
+    assert len(drawn) >= 8

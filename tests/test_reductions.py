@@ -810,8 +810,8 @@ def test_wrong_options(reduce, axis, error, text):
         (
             "logsumexp",
             -1,
-            "it cannot be reduced by logsumexp: output['number'] has dtype int32, and logsumexp is "
-            "one of floats; return it as a float",
+            "it cannot be reduced by logsumexp: output['number'] has dtype int32, and logsumexp "
+            "needs floats; return it as a float",
         ),
         (
             Best("t"),

@@ -54,7 +54,7 @@ class Structure:
     plans: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes and options
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class BoundKernel(Bound):
     """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
 

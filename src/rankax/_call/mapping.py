@@ -55,7 +55,7 @@ def checked_axes(
     return MappedAxes(in_axes, out_axes, axis_name, size)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class BoundAxes(Bound):
     """A bound call that maps one axis of each argument."""
 
@@ -76,9 +76,9 @@ class BoundAxes(Bound):
 
     def plan(self, options: Options, tile: int | None = None) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
-        arrays = [(i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None]
+        arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
         reduction = planned_reduction(options)
-        return plan_axis(self.fun, self.length, arrays, options.chunk_size, reduction, tile)
+        return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tile)
 
     def part(self, plan: Nesting, layout: Layout) -> Self:
         part = super().part(plan, layout)

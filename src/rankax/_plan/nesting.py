@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from rankax._base.functions import function_location, function_name
 from rankax._declare.dims import Rank
 from rankax._plan.batch import BatchPlan
 from rankax._plan.broadcast import bind_sizes, broadcast
-from rankax._plan.leaves import LeafPlan, leaf_plan
+from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
@@ -90,7 +91,12 @@ def plan_nesting(
     if clashes or len(whole) < len(leaves):
         raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
     batches = tuple(leaf.batch_axes for leaf in leaves)
-    plan = _batch_plan(fun, leaves, batches, batch_shape, chunk_size, reduction, best_tile)
+    reduction = reduction or PlannedReduction()
+    axes, lanes = reduced_axes(fun, reduction.axis, batch_shape), reduction.most_lanes
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, best_tile)
+    plan = BatchPlan(
+        function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
+    )
     positions = [position for position, *_ in arrays]
     in_order = sorted(plan.levels, key=lambda level: level.axes)
     batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
@@ -102,7 +108,7 @@ def plan_nesting(
         tuple(leaves[i].core_shape for i in mapped),
         tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
         tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
-        _loops(plan, chunk_size),
+        _loops(levels, chunk_size),
         tuple(
             (position, shape + leaf.core_shape)
             for position, shape, leaf in zip(positions, batch, leaves, strict=True)
@@ -112,61 +118,47 @@ def plan_nesting(
     )
 
 
+@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_axis(
-    fun: Callable[..., Any],
+    name: str,
     length: int,
-    arrays: Sequence[tuple[int, Shape, int]],
+    arrays: tuple[tuple[int, Shape, int], ...],
     chunk_size: int | None,
     reduction: PlannedReduction | None = None,
     best_tile: int | None = None,
 ) -> Nesting:
-    """Plan a call that maps one axis of ``length`` items.
+    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
 
     Parameters
     ----------
-    arrays : sequence of (position, shape, axis)
+    arrays : tuple of (position, shape, axis)
         Each array that is mapped.
-    fun, chunk_size, reduction, best_tile
-        As in `plan_nesting`.
+    chunk_size, reduction, best_tile
+        As in `plan_nesting`; the one axis is the reduced one.
     """
-    shape = (length,)
-    batches = (shape,) * len(arrays)
-    plan = _batch_plan(fun, (), batches, shape, chunk_size, reduction, best_tile)
+    shape, axes = (length,), () if reduction is None else (0,)
+    reduction = reduction or PlannedReduction()
+    batches, lanes = (shape,) * len(arrays), reduction.most_lanes
+    levels = plan_levels(batches, shape, chunk_size, frozenset(axes), lanes, best_tile)
     return Nesting(
-        plan,
+        BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduction.name),
         {},
         tuple(position for position, *_ in arrays),
         tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
         tuple((axis,) for *_, axis in arrays),
         (tuple(axis for *_, axis in arrays),),
-        _loops(plan, chunk_size),
+        _loops(levels, chunk_size),
     )
 
 
-def _batch_plan(
-    fun: Callable[..., Any],
-    leaves: tuple[LeafPlan, ...],
-    batches: tuple[Shape, ...],
-    batch_shape: Shape,
-    chunk_size: int | None,
-    reduction: PlannedReduction | None,
-    best_tile: int | None,
-) -> BatchPlan:
-    reduction = reduction or PlannedReduction()
-    axes, lanes = reduced_axes(fun, reduction.axis, batch_shape), reduction.most_lanes
-    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, best_tile)
-    name = function_name(fun)
-    return BatchPlan(name, batch_shape, leaves, levels, reduced=axes, reduce=reduction.name)
-
-
-def _loops(plan: BatchPlan, chunk_size: int | None) -> tuple[bool, ...]:
+def _loops(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
     """Say which levels are loops.
 
     With a bound of 1 even a single item is a chunk, so that branches are always branches.
     """
     return tuple(
         level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
-        for level in plan.levels
+        for level in levels
     )
 
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, scalar
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.level import trace_level
+from rankax._loop.level import mapped_arrays, trace_level
 from rankax._loop.loop import KEPT_IN_REVERSE
 from rankax._loop.reuse import map_chunks
 from rankax._loop.sinks import Sink
@@ -219,7 +219,7 @@ class _RowLoops:
 
         def loop(*leaves: Any) -> list[Any]:
             item = trace_level(fun, leaves, level, -levels_below - 1)
-            mapped = [jnp.asarray(x) for x in level.mapped(leaves)]
+            mapped = mapped_arrays(leaves, level)
             chunks = level.chunks
             sink = _Tiles(self.steps, chunks.size, levels_below, lanes_below, self.index_dtype)
             steps = tuple(map(_delayed, self.steps)) if self.is_expensive else self.steps
@@ -253,7 +253,7 @@ class _RowLoops:
             one_by_one = dataclasses.replace(
                 level, chunks=Chunks(level.chunks.length, 1, level.chunks.length), checkpoint=False
             )
-            mapped = [jnp.asarray(x) for x in level.mapped(leaves)]
+            mapped = mapped_arrays(leaves, level)
             return map_chunks(item, mapped, one_by_one, sink)
 
         return loop

@@ -117,8 +117,8 @@ class _Continuous(EachLeaf):
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
             if not has_tangent(aval):
                 raise MisfitError(
-                    f"{name} has dtype {aval.dtype}, and {self.name} is one of floats; return "
-                    "it as a float"
+                    f"{name} has dtype {aval.dtype}, and {self.name} needs floats; return it as "
+                    "a float"
                 )
 
 
