@@ -92,7 +92,11 @@ class Nest:
         """
         plan, kept = self.plan, sum(not level.reduced for level in self.plan.levels)
         fun, leaves = self._entered(item, leaves)
-        leaves, specs = _lanes_last(leaves, self.specs, kept)
+        specs = list(self.specs)
+        # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
+        # longer by the copy than they gain.
+        if plan.leaves:
+            leaves, specs = _lanes_last(leaves, specs, kept)
         fun = self._placed(fun, begins)
         rows: list[Reduced] = []
 
@@ -189,7 +193,7 @@ def _nested(fun: Any, specs: Sequence[LoopSpec]) -> Callable[..., Any]:
 def _lanes_last(
     leaves: Sequence[Any], specs: Sequence[LoopSpec], kept: int
 ) -> tuple[list[Any], list[LoopSpec]]:
-    """Store small vectors by component, if one loop over tiles reads them for every row.
+    """Store small vectors by component, if a loop over tiles reads them again for every row.
 
     They are stored with the items on the last axis, which makes their gradient three times as fast:
     XLA:CPU does not vectorise otherwise. This is a copy, so it is bounded by half a megabyte.
