@@ -222,6 +222,8 @@ def test_an_option_that_is_a_field_of_a_loop_reaches_it_and_is_measured_anew(mon
         return fit_chunk(*args)
 
     monkeypatch.setattr("rankax._call.nest.LoopSpec", Spec)
+    names = rankax._call.nest._LOOP_OPTIONS
+    monkeypatch.setattr("rankax._call.nest._LOOP_OPTIONS", names | {"shards"})
     monkeypatch.setattr("rankax._fit.memory.fit_chunk", recorded)
     kernel = norm.with_options(chunk_size=2)
     kernel(X)

@@ -29,6 +29,9 @@ __all__ = ["Nest", "nest_of"]
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
 
+# An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
+_LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Nest:
@@ -162,26 +165,18 @@ def nest_of(
         As in `LoopSpec`.
     """
     splits = plan.splits if splits is None else splits
+    shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
         chunks = Chunks(level.size, level.tile, level.steps)
         if level.reduced and is_loop:  # the remainder is a tile of its own
             chunks = Chunks(level.size, level.tile, level.size // level.tile)
         axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
-        spec = LoopSpec(chunks, axes, is_loop, bool(splits), by_index, **_loop_options(options))
-        if is_loop or level.reduced:  # the outermost loop reports
-            spec, progress = dataclasses.replace(spec, progress=progress), None
-        specs.append(spec)
+        may_report = is_loop or level.reduced  # only the outermost loop does
+        shared["progress"] = progress if may_report else None
+        progress = None if may_report else progress
+        specs.append(LoopSpec(chunks, axes, is_loop, bool(splits), by_index, **shared))
     return Nest(plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits)
-
-
-def _loop_options(options: Options) -> dict[str, Any]:
-    """Return the options that are also fields of `LoopSpec`.
-
-    ``progress`` is not among them, because only one loop of a nest reports.
-    """
-    names = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress"}
-    return {name: value for name, value in vars(options).items() if name in names}
 
 
 def _nested(fun: Any, specs: Sequence[LoopSpec]) -> Callable[..., Any]:

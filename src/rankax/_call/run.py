@@ -117,7 +117,9 @@ def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
 def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
     """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
     parts = parts_of(bound, options) if parts is None else parts
-    limited, options = options, dataclasses.replace(options, memory_limit=None)
+    limited = options
+    if options.memory_limit is not None:
+        options = dataclasses.replace(options, memory_limit=None)
     planned = bound.plan(options)
     if not parts and limited.memory_limit is None and not any(planned.loops):
         return Prepared(planned, options, planned)
