@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, temporary_bytes
-from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from helpers import assert_same, slow, temporary_bytes
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax._plan.chunks import split_into_tiles
 from rankax._plan.levels import plan_levels
 
@@ -236,7 +236,8 @@ def test_chunked_vmap_and_reductions_have_tiles_too():
         (1000, 10, 21, 10, True),
         (1009, 500, 21, 21, False),  # no chunk divides, so no tile needs to
         (1001, 143, 19, 13, True),  # where a chunk of 19 would overlap
-        (31 * 37, 37, 21, 37, True),  # none near
+        (31 * 37, 37, 21, 37, True),  # none near: each chunk is cut by itself
+        (37, 37, 21, 19, False),
         (31 * 37, 37, 1, 1, True),
     ],
 )
@@ -252,6 +253,85 @@ def test_derivatives_are_as_small_as_without_tiles():
     assert temporary_bytes(gradient(mapped), x) < 2_000_000
 
 
+LONG = 269 * 1487  # both are primes
+
+
+@pytest.mark.parametrize("tile", [4, 21, 100])
+def test_a_tile_is_near_the_best_for_any_chunk(tile):
+    for size in range(250, 351):
+        (level,) = plan_levels(((LONG,),), (LONG,), size, best_tile=tile)
+        assert 0.8 * tile <= level.tile <= tile
+        assert level.chunk == (269 if 269 <= size <= 336 else None)
+    for size in range(tile + 1, 2000):  # a divisor may be small
+        (level,) = plan_levels(((7 * size,),), (7 * size,), size, best_tile=tile)
+        assert tile / 4 < level.tile <= tile
+
+
+@needs_tiles
+def test_a_prime_chunk_is_walked_in_tiles():
+    x = jax.ShapeDtypeStruct((LONG, 8, 3), jnp.float32)
+    kernel = auto_vmap(2, chunk_size=300)(distances)
+    assert (kernel.plan(x).in_flight, kernel.plan(x).steps) == (21, 13 * 1487)
+    assert steps(kernel, x) == [13, 1487]  # the inner loop is printed first
+    assert steps(chunked_vmap(distances, 300), x) == [13, 1487]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("axis", [0, slow(1)])
+def test_derivatives_of_a_prime_chunk_copy_no_more_than_a_chunk(axis):
+    x = jax.ShapeDtypeStruct((8, LONG, 3) if axis else (LONG, 8, 3), jnp.float32)
+    out = jax.ShapeDtypeStruct((LONG, 8, 3), jnp.float32)
+    mapped = chunked_vmap(lambda p: jnp.sin(p) * distances(p), 300, axis)
+    chunk = 269 * 8 * 3 * 4
+    assert temporary_bytes(mapped, x) < 3 * chunk
+    assert temporary_bytes(lambda x, t: jax.vjp(mapped, x)[1](t), x, out) < 5 * chunk
+    assert temporary_bytes(lambda x, t: jax.jvp(mapped, (x,), (t,)), x, x) < 6 * chunk
+    assert temporary_bytes(lambda x, t: jax.jvp(gradient(mapped), (x,), (t,)), x, x) < 7 * chunk
+
+
+@needs_tiles
+@pytest.mark.parametrize("axes", [(0, 0), slow((1, 2)), (2, 1)])
+def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
+    def kernel(points, scale):
+        return scale * jnp.sin(points) * distances(points), distances(points), jnp.ones(2)
+
+    x = jnp.moveaxis(clouds(3 * 37), 0, axes[0])
+    args, out_axes = (x, jnp.arange(111.0)), (axes[1], 0, None)
+    mapped = chunked_vmap(kernel, 37, (axes[0], 0), out_axes)
+    plain = jax.vmap(kernel, (axes[0], 0), out_axes)
+    assert steps(mapped, *args) == [2, 3]
+    assert_same(mapped(*args), plain(*args), rtol=1e-4)
+
+    def loss(fun):
+        return lambda *args: sum(jnp.sum(jnp.tanh(out)) for out in fun(*args))
+
+    got, want = (jax.grad(loss(fun), (0, 1))(*args) for fun in (mapped, plain))
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
+    got, want = (jax.jvp(fun, args, args) for fun in (mapped, plain))
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
+
+
+@needs_tiles
+@pytest.mark.parametrize("around", [(), (2, 1)], ids=["alone", "in a loop"])
+def test_split_keys_are_the_same_in_chunks_cut_by_themselves(around):
+    @auto_vmap(2, 0, SplitKey)
+    def noisy(points, scale, key):
+        return scale * distances(points) + jax.random.normal(key)
+
+    args = clouds(3 * 37), jnp.ones(around), jax.random.key(0)
+    small = noisy.with_options(chunk_size=37)
+    assert small.plan(*args).in_flight == 19
+    assert_same(small(*args), noisy(*args), rtol=1e-4)
+
+
+def test_the_check_for_reused_keys_sees_no_tiles_that_overlap():
+    keys = jax.random.split(jax.random.key(0), 3 * 37)
+    mapped = chunked_vmap(lambda key: distances(jax.random.normal(key, (8, 3))), 37)
+    with jax.debug_key_reuse(True):
+        assert steps(mapped, keys) == [3]
+        assert mapped(keys).shape == (111,)
+
+
 def test_several_levels_of_tiles_fill_up_from_the_inside():
     batches = ((60, 1), (1, 50))
 
@@ -264,3 +344,7 @@ def test_several_levels_of_tiles_fill_up_from_the_inside():
     assert tiles(1000, 100) == [2, 50]
     assert tiles(10, 21) == [1, 10]
     assert tiles(3000, 21) == [60, 50]  # all at once
+
+    for chunk_size in (37, 500, 2000):  # a row of prime length, whose tiles overlap
+        rows, row = plan_levels(((60, 1), (1, 37)), (60, 37), chunk_size, best_tile=21)
+        assert (rows.tile, row.tile, row.chunk) == (1, 19, None)

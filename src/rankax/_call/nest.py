@@ -171,6 +171,8 @@ def nest_of(
         chunks = Chunks(level.size, level.tile, level.steps)
         if level.reduced and is_loop:  # the remainder is a tile of its own
             chunks = Chunks(level.size, level.tile, level.size // level.tile)
+        if level.chunk:
+            chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
         axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
         may_report = is_loop or level.reduced  # only the outermost loop does
         shared["progress"] = progress if may_report else None

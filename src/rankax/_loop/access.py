@@ -184,7 +184,7 @@ def is_stack(chunk: Any, axis: int, chunks: Chunks) -> bool:
     """Whether an array of such chunks can be ``xs`` or ``ys`` of the scan without a copy.
 
     If the items have an axis of length 1, XLA stores their stack in another layout, and copies all
-    of it.
+    of it. Rows without such axes were tried, too: XLA then copies when the axes are added again.
     """
     return axis == 0 and chunks.even and 1 not in chunk.shape[1:]
 

@@ -18,6 +18,7 @@ How an operand enters the loop and how an output leaves it (`sinks.py`) decides 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from rankax._loop.access import (
 from rankax._loop.keys import PLACE
 from rankax._loop.sinks import Each, Sink, Write, sink_for
 from rankax._loop.spec import LoopSpec
+from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import call_with_derivative_of, keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
@@ -103,7 +105,7 @@ def map_in_chunks(
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
     places = [with_axis(PLACE, 0, chunks.size)] if spec.numbered else []
     inputs = [*avals, *places]
-    closed = keep_rules(chunk_program(item, [*axes, *(0 for _ in places)], inputs, chunks.size))
+    closed = keep_rules(_chunk_program(item, inputs, spec))
     run = apart_from_constants(closed, inputs)
     if sink is None:
         outputs = zip(closed.out_avals, item.out_axes, strict=True)
@@ -145,6 +147,19 @@ def map_in_chunks(
     if operands.sliced or writes:
         return call_with_derivative_of(to_differentiate, scan, operands, key=(spec, sink))
     return scan(operands)
+
+
+def _chunk_program(item: ItemProgram, inputs: Sequence[Any], spec: LoopSpec) -> Any:
+    """Trace the program of a chunk, which is itself a loop if the chunk is cut into tiles."""
+    chunks = spec.chunks
+    axes = (*spec.axes, *([0] if spec.numbered else []))
+    if chunks.tile is None:
+        return chunk_program(item, axes, inputs, chunks.size)
+    tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
+    within = dataclasses.replace(
+        spec, chunks=tiles, in_axes=axes, numbered=False, by_index=False, progress=None
+    )
+    return jax.make_jaxpr(lambda *chunk: map_in_chunks(item, chunk, within))(*inputs)
 
 
 def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:

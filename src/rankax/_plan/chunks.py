@@ -24,11 +24,14 @@ class Chunks:
 
     Where ``steps * size > length`` the last chunk starts early and overlaps the one before it, so
     that every chunk has the same size and no item is invented.
+
+    A chunk is evaluated at once, unless ``tile`` says how many of its items are.
     """
 
     length: int
     size: int
     steps: int
+    tile: int | None = None
 
     @property
     def even(self) -> bool:
@@ -79,7 +82,8 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     """Cut an axis into chunks that are smaller than allowed: at most ``tile`` items, if possible.
 
     If the chunk divides the axis, so does the tile, so that no derivative copies what it would not
-    have copied otherwise. Without a divisor of that order the chunk is the tile.
+    have copied otherwise. If no divisor of the axis is near ``tile``, each chunk is cut by itself
+    into tiles that overlap: then a derivative copies the outputs of one chunk only.
     """
     chunks = split_into_chunks(length, chunk_size)
     if tile >= chunks.size:
@@ -88,4 +92,8 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     if tiles.even or not chunks.even:
         return tiles
     divisor = _divisor(length, tile // 4 + 1, tile)
-    return Chunks(length, divisor, length // divisor) if divisor else chunks
+    if divisor:
+        return Chunks(length, divisor, length // divisor)
+    if chunks.steps == 1:
+        return tiles
+    return dataclasses.replace(chunks, tile=split_into_chunks(chunks.size, tile).size)

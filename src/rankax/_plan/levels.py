@@ -34,6 +34,8 @@ class Level:
         For each ranked leaf, whether this level maps it; the others are passed whole.
     reduced : bool
         Whether the items along this level are reduced.
+    chunk : int or None
+        If no good tile divides the level: how many items a chunk has, which is cut by itself.
     """
 
     size: int
@@ -41,11 +43,13 @@ class Level:
     axes: tuple[int, ...]
     mapped: tuple[bool, ...]
     reduced: bool = False
+    chunk: int | None = None
 
     @property
     def steps(self) -> int:
         """How many tiles cover this level."""
-        return -(-self.size // self.tile) if self.tile else 0
+        chunk = self.chunk or self.size
+        return -(-chunk // self.tile) * (self.size // chunk) if self.tile else 0
 
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
@@ -109,10 +113,9 @@ def _tiled(levels: list[Level], chunk_size: int, tile: int) -> tuple[Level, ...]
     room, better = chunk_size, tile
     tiled: list[Level] = []
     for level in reversed(levels):
-        size = level.size
-        if size > better:
-            size = split_into_tiles(size, min(size, room), better).size
-        tiled.append(dataclasses.replace(level, tile=size))
-        room //= size
-        better = room if size > better else better // size
+        chunks = split_into_tiles(level.size, min(level.size, room), better)
+        tile, chunk = (chunks.tile, chunks.size) if chunks.tile else (chunks.size, None)
+        tiled.append(dataclasses.replace(level, tile=tile, chunk=chunk))
+        room //= tile
+        better //= tile
     return tuple(reversed(tiled))
