@@ -95,6 +95,7 @@ def auto_vmap(
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
+    batch_shape: int | Sequence[int] | None = None,
     checkpoint: bool = True,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
@@ -148,6 +149,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The
         others stay, in their order, in front of the core axes.
+    batch_shape : int or tuple of int, optional
+        Axes that the batch has besides those of the arguments, and broadcast with them: the
+        counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
+        key gives 2000 draws. None: only the axes of the arguments.
     checkpoint : bool, default True
         Recompute each chunk in the reverse pass instead of storing the intermediate values of all
         chunks.
