@@ -71,7 +71,7 @@ class Mean(Sum):
     function = staticmethod(jnp.mean)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
-        return super().result(state / size, aval, size)
+        return super().result(state / _number(size, state.dtype), aval, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +172,10 @@ class Moments(_Continuous):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        mean = mean if size else jnp.full_like(mean, jnp.nan)
-        variance = (squares / size).astype(dtype_of(jnp.var, aval))
+        mean = jnp.full_like(mean, jnp.nan) if isinstance(size, int) and not size else mean
+        variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
@@ -192,5 +192,9 @@ class Moments(_Continuous):
         return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
 
 
-def _count(size: int) -> jax.Array:
-    return jnp.asarray(size, index_dtype(size))
+def _count(size: int | jax.Array) -> jax.Array:
+    return jnp.asarray(size, index_dtype(size)) if isinstance(size, int) else size
+
+
+def _number(size: int | jax.Array, dtype: Any) -> Any:
+    return size if isinstance(size, int) else size.astype(dtype)

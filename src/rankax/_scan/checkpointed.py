@@ -13,7 +13,7 @@ from rankax._scan.arguments import chunk_sizes, scan_call
 from rankax._scan.body import Step
 from rankax._scan.loops import Loop, run_scan
 
-__all__ = ["checkpoint_chunked_scan"]
+__all__ = ["checkpoint_chunked_scan", "scan_checkpointed"]
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -114,14 +114,15 @@ def checkpoint_chunked_scan(
         raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
 
     def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-        return _scan_checkpointed(loop, carry, items, steps, sizes, policy)
+        carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
+        return carry, loop.body.y_tree.unflatten(ys)
 
     is_even = steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
     return run_scan(call, layout, in_place=not is_even)
 
 
-def _scan_checkpointed(
-    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any
+def scan_checkpointed(
+    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
 ) -> tuple[Any, Any]:
     """Checkpoint chunks of ``sizes[0]`` steps and, inside each, chunks of ``sizes[1:]``."""
     if not sizes:
@@ -131,7 +132,7 @@ def _scan_checkpointed(
         # A checkpoint around all of another would only add a recomputation.
         inner = tuple(s for s in sizes[1:] if s < size)
         return jax.checkpoint(
-            lambda carry, items: _scan_checkpointed(loop, carry, items, size, inner, policy),
+            lambda carry, items: scan_checkpointed(loop, carry, items, size, inner, policy),
             policy=policy,
         )
 
