@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,11 +101,13 @@ def _checked_int(where: str, name: str, value: Any, expected: str, **options: An
     return checked_int(value, refusal, came=_described(value), **options)
 
 
-def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
-    """Return the nested chunk sizes, outermost first; none for ``None``."""
+def chunk_sizes(where: str, chunk_size: Any, length: int) -> tuple[int, ...]:
+    """Return the nested chunk sizes, outermost first."""
     if chunk_size is None:
-        return ()
-    if not isinstance(chunk_size, Sequence):
+        return (length,)
+    if isinstance(chunk_size, str) and chunk_size == "sqrt":
+        return (math.isqrt(max(length - 1, 0)) + 1,)
+    if isinstance(chunk_size, str) or not isinstance(chunk_size, Sequence):
         return (positive_int(chunk_size, where, "chunk_size"),)
     if not chunk_size:
         raise ValueError(f"{where}: chunk_size must hold at least one size, got {chunk_size!r}")

@@ -26,7 +26,7 @@ from rankax._scan.arguments import ScanCall
 from rankax._scan.body import Body, Operands, Step, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
 
-__all__ = ["Loop", "run_scan"]
+__all__ = ["Layout", "Loop", "run_scan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +75,18 @@ Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
-    call: ScanCall, layout: Layout, *, in_place: bool, kept: Callable[[Any], Any] = lambda ys: ys
+    call: ScanCall,
+    choose: Callable[[Body, Operands], tuple[Layout, bool]],
+    kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
-    """Trace the body and run it in a layout.
+    """Trace the body, choose a layout and whether it reads ``xs`` in place, and run it.
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
     the layout would, given the outputs of all steps.
 
-    ``in_place`` is for a layout that copies parts of ``xs``: reading ``xs`` by index copies
-    nothing. Transposed, however, each inner loop would begin with a cotangent as large as ``xs``
-    and end by adding all of it. So derivatives, of every order, are those of the layout that
-    slices ``xs``.
+    In place is for a layout that copies parts of ``xs``: reading ``xs`` by index copies nothing.
+    Transposed, however, each inner loop would begin with a cotangent as large as ``xs`` and end by
+    adding all of it. So derivatives, of every order, are those of the layout that slices ``xs``.
     """
     # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
     length, reverse, unroll = call.length, call.reverse, call.unroll
@@ -94,6 +95,7 @@ def run_scan(
         return carry, kept(ys)
     with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
         body, operands = trace_body(call)
+        layout, in_place = choose(body, operands)
         if shown is not None:
             layout = _with_reports(layout, Reports(shown, length, 1, length))
 

@@ -214,7 +214,7 @@ def sliced_scan(
             kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
         return kept_ys[1]
 
-    return run_scan(call, layout, in_place=in_place, kept=of_all)
+    return run_scan(call, lambda *_: (layout, in_place), of_all)
 
 
 def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
