@@ -222,7 +222,7 @@ def sharded_cases() -> dict[str, Case]:
 
     x, w = split(24, 3), shared(ones(4, 3))
     tree = {"x": x, "charge": split(24)}
-    options: dict[str, Any] = {"chunk_size": 4, "shards": P("d")}
+    options: dict[str, Any] = {"chunk_size": 4, "devices": P("d")}
     grid = split(24, 1), shared(ones(6, 3)), shared(ones(3, 3))
     return {
         "auto_vmap": (auto_vmap(item={"x": 1, "charge": 0}, w=2, **options)(forces), (tree, w)),
@@ -240,7 +240,7 @@ def sharded_cases() -> dict[str, Case]:
             for name, axis in {"axis 0": 0, "axis 1": 1, "all": None}.items()
         },
         "chunked_vmap": (chunked_vmap(forces, in_axes=(0, None), **options), (tree, w)),
-        "chunked_vmap, uneven": (chunked_vmap(spread, 5, shards=P("d")), (x,)),
+        "chunked_vmap, uneven": (chunked_vmap(spread, 5, devices=P("d")), (x,)),
         **{
             f"chunked_reduce, {name}": (chunked_reduce(spread, reduction, **options), (x,))
             for name, reduction in {"sum": "sum", "max": "max", "TopK": TopK(3)}.items()

@@ -35,7 +35,6 @@ OPTIONS = [
     {"jit": True},
     {"chunk_size": 1},
     {"chunk_size": 7},
-    {"chunk_size": 7, "shards": 2},
     {"memory_limit": "4 kB"},
 ]
 
@@ -239,7 +238,7 @@ def test_it_belongs_to_a_kernel():
         rankax.options(batch_shape=3)
     assert str(caught.value) == (
         "rankax.options: batch_shape belongs to a kernel; use kernel.with_options(batch_shape=...) "
-        "(a scope can set chunk_size, memory_limit, checkpoint and progress)"
+        "(a scope can set chunk_size, memory_limit, checkpoint, progress and devices)"
     )
 
 

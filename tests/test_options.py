@@ -160,7 +160,7 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, reduce, reduce_axis, batch_shape, checkpoint, "
-            "jit, compiler_options, progress and shards)",
+            "jit, compiler_options, progress and devices)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),
@@ -193,7 +193,7 @@ def test_pickles_never_lose_options():
             lambda: rankax.options(jit=True),
             TypeError,
             "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
-            "can set chunk_size, memory_limit, checkpoint and progress)",
+            "can set chunk_size, memory_limit, checkpoint, progress and devices)",
         ),
     ],
 )
@@ -208,10 +208,10 @@ def test_wrong_options_are_refused_at_once(give, error, text):
 def test_an_option_that_is_a_field_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Spec(LoopSpec):
-        shards: int | None = None  # stands for the new option
+        devices: int | None = None  # stands for the new option
 
         def __post_init__(self):
-            received.append(self.shards)
+            received.append(self.devices)
 
     received = []
     measured = []
@@ -223,15 +223,15 @@ def test_an_option_that_is_a_field_of_a_loop_reaches_it_and_is_measured_anew(mon
 
     monkeypatch.setattr("rankax._call.nest.LoopSpec", Spec)
     names = rankax._call.nest._LOOP_OPTIONS
-    monkeypatch.setattr("rankax._call.nest._LOOP_OPTIONS", names | {"shards"})
+    monkeypatch.setattr("rankax._call.nest._LOOP_OPTIONS", names | {"devices"})
     monkeypatch.setattr("rankax._fit.memory.fit_chunk", recorded)
     kernel = norm.with_options(chunk_size=2)
     kernel(X)
     assert set(received) == {None}
     received.clear()
-    kernel.with_options(shards=1)(X)
+    kernel.with_options(devices=1)(X)
     assert set(received) == {1}
     limited = norm.with_options(memory_limit=10**6, chunk_size=3)
-    for shards in (None, 1, None):
-        limited.with_options(shards=shards).plan(X)
+    for devices in (None, 1, None):
+        limited.with_options(devices=devices).plan(X)
     assert len(measured) == 2

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._declare.binding import SYNONYMS
-from rankax._devices.find import Shards, checked_shards
+from rankax._devices.place import Devices, checked_devices
 from rankax._plan.budget import checked_limit
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
@@ -42,7 +42,7 @@ class Options:
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
-    shards: Shards = None
+    devices: Devices = None
 
 
 class Scoped(TypedDict, total=False):
@@ -52,6 +52,7 @@ class Scoped(TypedDict, total=False):
     memory_limit: int | str | None
     checkpoint: bool
     progress: bool | str | Callable[[int, int], object]
+    devices: int | str | Sequence[Any] | PartitionSpec | None
 
 
 class Given(Scoped, total=False):
@@ -62,7 +63,6 @@ class Given(Scoped, total=False):
     batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
-    shards: int | PartitionSpec | None
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -112,7 +112,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "jit": functools.partial(check_bool, name="jit"),
     "compiler_options": _compiler_options,
     "progress": checked_progress,
-    "shards": checked_shards,
+    "devices": checked_devices,
 }
 
 
@@ -183,7 +183,7 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint, progress
+    chunk_size, memory_limit, checkpoint, progress, devices
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 

@@ -31,7 +31,6 @@ from rankax._call.arguments import (
 )
 from rankax._call.bound import Bound, planned_reduction
 from rankax._call.kernel import Kernel, keep
-from rankax._call.over_parts import Layout
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
@@ -97,9 +96,8 @@ class BoundKernel(Bound):
             keep(self.structure.plans, key, plan)
         return plan
 
-    def part(self, plan: Nesting, layout: Layout) -> Self:
-        shape = layout.shape_of_part(layout.shape, range(len(layout.shape)))
-        return dataclasses.replace(super().part(plan, layout), cut=shape)
+    def part(self, plan: Nesting, shape: Shape) -> Self:
+        return dataclasses.replace(super().part(plan, shape), cut=shape)
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)

@@ -76,11 +76,15 @@ class Bound(abc.ABC):
         """Return how the mapped leaves are cut into parts, from the plan of the whole call."""
         return Layout(plan.plan.batch_shape, parts, plan.batch_axes, plan.plan.reduced)
 
-    def part(self, plan: Nesting, layout: Layout) -> Self:
-        """Return the call for one part; its mapped leaves are shapes only."""
+    def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
+        """Return the call for a part of this batch shape; its mapped leaves are shapes only."""
         leaves = list(self.leaves)
-        for i, axes in zip(plan.mapped, layout.axes, strict=True):
-            leaves[i] = shape_of(leaves[i], layout.shape_of_part(leaves[i].shape, axes))
+        for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
+            sizes = list(leaves[i].shape)
+            for axis, size in zip(axes, shape, strict=True):
+                if axis is not None:
+                    sizes[axis] = size
+            leaves[i] = shape_of(leaves[i], tuple(sizes))
         return dataclasses.replace(self, leaves=leaves)
 
     def on_item(self, plan: Nesting) -> Callable[..., Any]:

@@ -18,7 +18,6 @@ from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._call.bound import Bound, planned_reduction
-from rankax._call.over_parts import Layout
 from rankax._options import Options
 from rankax._plan.nesting import Nesting, plan_axis
 from rankax._trace.item import checked_output_axes, is_axis
@@ -80,9 +79,8 @@ class BoundAxes(Bound):
         reduction = planned_reduction(options)
         return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tile)
 
-    def part(self, plan: Nesting, layout: Layout) -> Self:
-        part = super().part(plan, layout)
-        return dataclasses.replace(part, length=layout.inner().shape[0])
+    def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
+        return dataclasses.replace(super().part(plan, shape), length=shape[0])
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Evaluate a call on each part of a sharded batch, and put the results together.
+"""Evaluate a call on each part of a batch that devices share, and put the results together.
 
-* `map_parts` joins outputs along the sharded axis.
+* `map_parts` joins outputs along the axis that is cut.
 * `reduce_parts` renumbers the state of each part, sends the states to every device (sums need not
   be sent), and merges them.
 
-Each sharded axis is one more map, outside all loops. The cut itself is in `rankax._devices.parts`.
+Each axis that is cut is one more map, outside all loops. The cut itself is in
+`rankax._devices.parts`.
+
+Where the devices do not divide a reduced axis, not every first item of a part counts. So each
+device reduces the first item by itself, then the others, and merges the two states only if the
+item counts. A mask inside the loop would cost time in each step.
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from rankax._base.arrays import zeros
-from rankax._devices.parts import Parts, gathered, join, over_parts, part_shape
+from rankax._devices.parts import Parts, gathered, join, over_parts
+from rankax._devices.place import put
 from rankax._loop.reuse import run_kept
+from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram
 
-__all__ = ["Begins", "Layout", "map_parts", "mergeable_parts", "plan_of_all", "reduce_parts"]
+__all__ = ["Begins", "Layout", "is_mergeable", "map_parts", "mergeable_parts", "reduce_parts"]
 
 Leaves = list[Any]
 Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
@@ -47,18 +56,20 @@ class Layout:
         """The number of parts along all axes together."""
         return math.prod(parts.count for parts in self.parts)
 
-    def shape_of_part(self, shape: Sequence[int], axes: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the shape of one part of a leaf with these batch axes."""
-        for parts in self.parts:
-            if (axis := axes[parts.axis]) is not None:
-                shape = part_shape(shape, axis, parts)
-        return tuple(shape)
+    def runs(self) -> list[Layout]:
+        """Return the layout of one part along the first axis that is cut.
 
-    def inner(self) -> Layout:
-        """Return the layout of one part along the first axis that is cut."""
-        first, *rest = self.parts
-        shape = part_shape(self.shape, first.axis, first)
-        return dataclasses.replace(self, shape=shape, parts=tuple(rest))
+        Of a reduced axis that the parts do not divide, those of its first item and of all others.
+        """
+        (axis, count), rest = (self.parts[0].axis, self.parts[0].count), self.parts[1:]
+        shorter, longer = divmod(self.shape[axis], count)
+        sizes = [1, shorter] if longer and axis in self.reduced else [shorter + bool(longer)]
+        shapes = [(*self.shape[:axis], size, *self.shape[axis + 1 :]) for size in sizes]
+        return [dataclasses.replace(self, shape=shape, parts=rest) for shape in shapes]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the batch shape of each run of a part along all axes that are cut."""
+        return [s for run in self.runs() for s in run.shapes()] if self.parts else [self.shape]
 
     @property
     def first_axes(self) -> list[int | None]:
@@ -67,8 +78,7 @@ class Layout:
     def begins(self, outside: Begins, number: Any) -> Begins:
         """Return where a part begins, along its axis and those that were cut before."""
         axis = self.parts[0].axis
-        each = np.asarray(self.shape[axis] // self.parts[0].count, number.dtype)
-        return {**outside, axis: number * each}
+        return {**outside, axis: self.parts[0].begin(self.shape[axis], number)}
 
     def place(self, axis: int, *, is_kept: bool) -> int | None:
         """Return where an output has an axis of the batch; None if the axis is reduced."""
@@ -84,43 +94,28 @@ class Layout:
         return tuple(self.shape[axis] for axis in self.reduced)
 
 
+def is_mergeable(axis: int, plan: BatchPlan, reductions: Reductions | None) -> bool:
+    """Whether parts of an axis are consecutive items of a row, if a reduction needs their order."""
+    before = math.prod(plan.batch_shape[other] for other in plan.reduced if other < axis)
+    is_ordered = reductions is not None and reductions.are_ordered
+    return not is_ordered or axis not in plan.reduced or before == 1
+
+
 def mergeable_parts(
-    parts: tuple[Parts, ...],
-    plan: BatchPlan,
-    reductions: Reductions | None,
-    where: str,
-    *,
-    is_asked: bool,
+    parts: tuple[Parts, ...], plan: BatchPlan, options: Options, where: str
 ) -> tuple[Parts, ...]:
-    """Drop axes whose parts are not consecutive items of a row, if a reduction needs their order.
+    """Drop axes whose parts are not `is_mergeable`.
 
     It is an error if the caller asked for such parts, or if JAX could not evaluate them as one.
     """
-    if reductions is None or not reductions.are_ordered:
-        return parts
-    runs: list[Parts] = []
-    for each in parts:
-        before = math.prod(plan.batch_shape[axis] for axis in plan.reduced if axis < each.axis)
-        if each.axis not in plan.reduced or before == 1:
-            runs.append(each)
-        elif is_asked or each.is_explicit:
+    odd = [each for each in parts if not is_mergeable(each.axis, plan, options.reduce)]
+    for each in odd:
+        if options.devices is not None or each.is_explicit:
             raise ValueError(
-                f"{where}: {reductions} takes items in their order, so of the axes that are "
+                f"{where}: {options.reduce} takes items in their order, so of the axes that are "
                 f"reduced, {plan.reduced}, only the first can be sharded, but axis {each.axis} is"
             )
-    return tuple(runs)
-
-
-def plan_of_all(plan: BatchPlan, whole: BatchPlan, parts: Sequence[Parts]) -> BatchPlan:
-    """Return the plan of one part as that of the whole batch."""
-    if plan.steps <= 1:  # each device has all of its items in flight
-        return whole
-    return dataclasses.replace(
-        plan,
-        batch_shape=whole.batch_shape,
-        leaves=whole.leaves,
-        parts=tuple((each.axis, each.count) for each in parts if each.count > 1),
-    )
+    return tuple(each for each in parts if each not in odd)
 
 
 def map_parts(
@@ -150,15 +145,24 @@ def map_parts(
 
         def map_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
             inside = layout.begins(begins, number)
-            return walk(layout.inner(), inside, item.with_constants(consts), leaves)
+            return walk(layout.runs()[0], inside, item.with_constants(consts), leaves)
 
         outs = over_parts(map_part, parts, item.closed.consts, leaves, layout.first_axes)
         for i, axis in enumerate(item.out_axes):
             if axis is not None:  # with several batch axes, they are all in front
-                outs[i] = join(outs[i], axis if len(layout.shape) == 1 else parts.axis, parts)
+                place = axis if len(layout.shape) == 1 else parts.axis
+                outs[i] = join(outs[i], place, layout.shape[parts.axis], parts)
         return outs if None not in item.out_axes else _with_shared(outs, item)
 
+    item, leaves = _placed(item, leaves, layout)
     return run_kept(functools.partial(walk, layout, {}), item, leaves, (layout, key))
+
+
+def _placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
+    """Put the arrays of an eager call on its devices."""
+    pairs, parts = zip(leaves, layout.first_axes, strict=True), layout.parts[0]
+    consts = [put(x, None, parts) for x in item.closed.consts]
+    return item.with_constants(consts), [put(x, axis, parts) for x, axis in pairs]
 
 
 def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
@@ -172,37 +176,48 @@ def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
 
 
 def reduce_parts(
-    program: Callable[[ItemProgram, Leaves, Begins, Reductions], Reduced],
+    program: Callable[[ItemProgram, Leaves, tuple[int, ...], Begins, Reductions], Reduced],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
     reductions: Reductions,
     key: Any,
 ) -> Any:
-    """Reduce an item over the whole batch by ``program``, which reduces one part; return a tree."""
+    """Reduce an item over the whole batch by ``program``, which reduces one run; return a tree.
+
+    It takes the item, the leaves of the run, its batch shape (`Layout.shapes`), where it begins,
+    and the reductions.
+    """
 
     def walk(
         layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
     ) -> Reduced:
         if not layout.parts:
-            return program(item, leaves, begins, reductions)
-        parts, inner = layout.parts[0], layout.inner()
-        is_cut = parts.axis in layout.reduced
+            return program(item, leaves, layout.shape, begins, reductions)
+        parts, is_cut = layout.parts[0], layout.parts[0].axis in layout.reduced
         of_part = reductions
         if is_cut:
             of_part = reductions.for_runs(math.prod(layout.row), over_devices=True)
         results: list[Reduced] = []
 
         def reduce_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
-            inside = layout.begins(begins, number)
-            reduced = walk(inner, inside, of_part, item.with_constants(consts), leaves)
-            if is_cut:
-                begin = layout.begins({}, number)
-                starts = [begin.get(axis, 0) for axis in layout.reduced]
-                runs = RunStates(reductions, reduced.outputs, layout.row)
-                reduced = runs.reduced(runs.renumber(reduced.values, inner.row, starts))
-            results.append(reduced)
-            return reduced.arrays
+            here, begin = item.with_constants(consts), layout.begins({}, number)
+            runs: list[Reduced] = []
+            for at, run in enumerate(layout.runs()):
+                own = leaves
+                if len(layout.runs()) > 1:  # the first item, then all others
+                    ends = at, at + run.shape[parts.axis]
+                    pairs = zip(leaves, layout.first_axes, strict=True)
+                    own = [x if i is None else lax.slice_in_dim(x, *ends, axis=i) for x, i in pairs]
+                    begin = {i: start + np.asarray(at, start.dtype) for i, start in begin.items()}
+                reduced = walk(run, {**begins, **begin}, of_part, here, own)
+                if is_cut:
+                    states = RunStates(reductions, reduced.outputs, layout.row)
+                    starts = [begin.get(axis, 0) for axis in layout.reduced]
+                    reduced = states.reduced(states.renumber(reduced.values, run.row, starts))
+                runs.append(reduced)
+            results.append(_with_first(runs, layout, number) if len(runs) > 1 else runs[0])
+            return results[-1].arrays
 
         outs = over_parts(reduce_part, parts, item.closed.consts, leaves, layout.first_axes)
         return _joined(results[-1].with_arrays(outs), layout, reductions)
@@ -210,9 +225,26 @@ def reduce_parts(
     def whole(item: ItemProgram, leaves: Leaves) -> Any:
         return walk(layout, {}, reductions, item, leaves).assembled()
 
+    item, leaves = _placed(item, leaves, layout)
     # A user-defined function may change between calls and stay the same object.
     kept = None if reductions.are_ordered else (layout, reductions, key)
     return run_kept(whole, item, leaves, kept)
+
+
+def _with_first(runs: Sequence[Reduced], layout: Layout, number: Any) -> Reduced:
+    """Merge the first item of a part into its state, if the part before does not have the item."""
+    first, rest = runs
+    axis, count = layout.parts[0].axis, layout.parts[0].count
+    counts = number < np.asarray(layout.shape[axis] % count, number.dtype)
+    states = RunStates(rest.reductions, rest.outputs, layout.row)
+    both = [
+        jnp.concatenate(pair, axis) if is_kept else jnp.stack(pair)
+        for *pair, is_kept in zip(first.arrays, rest.arrays, rest.is_kept, strict=True)
+    ]
+    batch = len(layout.shape) - len(layout.reduced)
+    merged = jax.tree.leaves(states.merge(rest.with_arrays(both).values, batch))
+    flat = zip(merged, rest.arrays, rest.is_kept, strict=True)
+    return rest.with_arrays([x if is_kept else jnp.where(counts, x, y) for x, y, is_kept in flat])
 
 
 def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
@@ -221,7 +253,8 @@ def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced
     arrays: list[jax.Array] = []
     for array, is_kept in zip(reduced.arrays, reduced.is_kept, strict=True):
         axis = layout.place(parts.axis, is_kept=is_kept)
-        arrays.append(array if axis is None else join(array, axis, parts))
+        array = array if axis is None else join(array, axis, layout.shape[parts.axis], parts)
+        arrays.append(array)
     reduced = reduced.with_arrays(arrays)
     if parts.axis not in layout.reduced:
         return reduced

@@ -15,13 +15,14 @@ Words used throughout:
 * row: the items along the reduced axes, for one item of the kept axes; in `_loop`, also one entry
   of the ``xs`` or ``ys`` of a scan
 * run: items of a row that are folded into one state, such as one device's part or one dask block
-* part: the contiguous items of a sharded batch axis that one device evaluates
+* part: the contiguous items of a batch axis that one of several devices evaluates
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,24 +33,26 @@ from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import (
     Begins,
     Layout,
+    is_mergeable,
     map_parts,
     mergeable_parts,
-    plan_of_all,
     reduce_parts,
 )
-from rankax._devices.find import find_parts, is_spread, on_mesh
+from rankax._devices.find import find_parts, inside, is_spread, on_mesh
 from rankax._devices.parts import Parts
+from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
+from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._progress.bars import progress_of_call
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram, has_order
 
-__all__ = ["parts_of", "plan_of", "prepare", "run"]
+__all__ = ["cut_axes", "parts_of", "plan_of", "prepare", "run"]
 
 
 class Prepared(NamedTuple):
@@ -76,18 +79,22 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
     layout = bound.layout(ready.whole, ready.parts)
     shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
     with progress_of_call(shown, bound.name, layout.count) as progress:
-        nest = nest_of(
-            ready.plan,
-            ready.whole.mapped,
-            ready.options,
-            progress,
+        nest = functools.partial(
+            nest_of,
+            inputs=ready.whole.mapped,
+            options=ready.options,
             splits=ready.whole.splits,  # numbered within the whole batch
             by_index=bool(ready.parts),
         )
         leaves = [bound.leaves[i] for i in ready.whole.mapped]
-        if ready.parts:
-            return _over_parts(nest, ready.item, leaves, layout, options.reduce)
-        return _walk(nest, ready.item, leaves, options.reduce)
+        if not ready.parts:
+            return _walk(nest(ready.plan, progress=progress), ready.item, leaves, options.reduce)
+        *others, shape = layout.shapes()
+        plans = {other: bound.part(ready.whole, other).plan(ready.options) for other in others}
+        nests = {other: nest(plan) for other, plan in plans.items()}
+        nests[shape] = nest(ready.plan, progress=progress)
+        with committed_elsewhere(bound.where, ready.parts):
+            return _over_parts(nests, ready.item, leaves, layout, options.reduce)
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
@@ -96,7 +103,10 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
         ready = _prepare_shapes(bound, options)
     batch_plan = ready.plan.plan
     if ready.parts:
-        batch_plan = plan_of_all(batch_plan, ready.whole.plan, ready.parts)
+        whole = ready.whole.plan
+        devices = tuple((parts.axis, parts.count) for parts in ready.parts if parts.count > 1)
+        fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
+        batch_plan = dataclasses.replace(batch_plan, **fields)
     untouched = bound.untouched()
     if ready.memory is None and not untouched:
         return batch_plan
@@ -126,9 +136,9 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
     if not whole.plan.levels or not whole.plan.evaluations:
         return Prepared(whole, options, whole)
-    part = bound.part(whole, bound.layout(whole, parts)) if parts else bound
+    part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
     # Decorated kernels that this one calls must not report as well.
-    with progress_of_call(options.progress, bound.name):
+    with progress_of_call(options.progress, bound.name), inside(parts):
         item = bound.trace(whole)
     if parts and has_order(item.closed):
         parts, part = (), bound
@@ -140,7 +150,8 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
         options = dataclasses.replace(options, chunk_size=memory.chunk_size)
     planned = part.plan(options, tile)
     # Without loops, several reduced axes become one, along which parts need not be contiguous.
-    if not any(planned.loops) and not (parts and len(whole.plan.reduced) > 1):
+    is_asked = options.devices not in (None, 1)
+    if not any(planned.loops) and not (parts and (is_asked or len(whole.plan.reduced) > 1)):
         # Each device evaluates all of its items at once.
         return Prepared(whole, options, whole, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
@@ -148,19 +159,31 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     """Return the parts of the batch of a call; none if `jax.vmap` will do."""
-    if options.shards is None and not any(map(is_spread, bound.leaves)):
+    devices = options.devices
+    if devices is None and not any(map(is_spread, bound.leaves)):
         return ()
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
     in_chunks = options.chunk_size is not None or options.memory_limit is not None
-    if not in_chunks and len(whole.plan.reduced) < 2:
+    if devices in (None, 1) and not in_chunks and len(whole.plan.reduced) < 2:
         return ()
     leaves = [bound.leaves[i] for i in whole.mapped]
-    shape = whole.plan.batch_shape
+    shape, reduced = whole.plan.batch_shape, whole.plan.reduced
+    serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
+    # The longest axis first; of equals one that is kept, because its parts need not be merged.
+    serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
     parts = find_parts(
-        options.shards, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks
+        devices, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks, serves=serves
     )
-    is_asked = options.shards is not None
-    return mergeable_parts(parts, whole.plan, options.reduce, bound.where, is_asked=is_asked)
+    return mergeable_parts(parts, whole.plan, options, bound.where)
+
+
+def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
+    """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
+    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
+    axis = parts[0].axis
+    if whole.plan.batch_shape[axis] % parts[0].count:
+        return {}
+    return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 
 
 def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
@@ -194,26 +217,31 @@ def _walk(
 
 
 def _over_parts(
-    nest: Nest,
+    nests: Mapping[Shape, Nest],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
     reductions: Reductions | None,
 ) -> Any:
-    """Evaluate a call on each part, on its own device, using the program of one item."""
+    """Evaluate a call on each part, on its own device, using the program of one item.
+
+    There is a nest for each batch shape of a run.
+    """
+    key = tuple(nests.items())
     if reductions is not None:
 
         def reduce(
-            item: ItemProgram, leaves: Sequence[Any], begins: Begins, reductions: Reductions
+            item: ItemProgram, leaves: Sequence[Any], shape: Shape, begins: Begins, own: Reductions
         ) -> Reduced:
-            return nest.reduce(item.in_tree, leaves, reductions, begins, item.where)
+            return nests[shape].reduce(item.in_tree, leaves, own, begins, item.where)
 
-        return reduce_parts(reduce, item, leaves, layout, reductions, nest)
+        return reduce_parts(reduce, item, leaves, layout, reductions, key)
 
     def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
+        (nest,) = nests.values()
         return nest.map(item, leaves, begins)
 
-    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, nest))
+    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, key))
 
 
 def _fit(

@@ -87,6 +87,7 @@ SYNONYMS = {  # in JAX and NumPy
     "signature": (
         "pass a gufunc signature as the first argument, as in auto_vmap('(n,3),(n)->()')"
     ),
+    "shards": "did you mean the option 'devices'?",
 }
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Find the sharded axes of a batch: from its arrays, or from the option ``shards=``.
+"""Find the axes of a batch that devices share: by its arrays, or by the option ``devices``.
 
 An array that exists shows its sharding; a tracer shows it only on a mesh with explicit axes, where
-shardings belong to types. So inside a caller's own ``jit``, ``shards=`` names the sharded axes.
+shardings belong to types. So inside a caller's own ``jit``, a `PartitionSpec` names the sharded
+axes. Any other value of the option names the devices, and the longest axis that serves is cut.
 
 Axes of a mesh with one device count if they are explicit, because JAX refuses to loop over them.
 Axes of type ``Manual`` never count: inside `jax.shard_map`, each device maps its items as they are.
@@ -12,54 +13,42 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
-from rankax._base.checks import positive_int
-from rankax._base.words import listed
+from rankax._base.words import listed, plural
 from rankax._devices.parts import Parts, entry_names, type_of_axis
+from rankax._devices.place import Devices, named
 
-__all__ = ["Shards", "checked_shards", "find_parts", "is_spread", "on_mesh"]
-
-Shards = int | PartitionSpec | None
+__all__ = ["find_parts", "inside", "is_spread", "on_mesh"]
 
 # JAX 0.7 has another name for the first and lacks the second: in `jit`, the caller sets the mesh.
 _set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
 _use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)
 
 
-def checked_shards(value: Any, where: str) -> Shards:
-    """Return a valid value of the option ``shards``, or raise."""
-    if value is None or isinstance(value, PartitionSpec):
-        return value
-    if isinstance(value, (str, tuple, list)):
-        raise TypeError(
-            f"{where}: shards must be a positive int, a jax.sharding.PartitionSpec, or None, got "
-            f"{value!r}; the axes of a mesh are named by PartitionSpec"
-            f"{value if isinstance(value, tuple) else f'({value!r})'}"
-        )
-    return positive_int(value, where, "shards")
-
-
 def find_parts(
-    shards: Shards,
+    devices: Devices,
     leaves: Sequence[Any],
     axes: Sequence[Sequence[int | None]],
     shape: Sequence[int],
     where: str,
     *,
     in_chunks: bool = True,
+    serves: Sequence[int] = (),
 ) -> tuple[Parts, ...]:
-    """Return the parts of each batch axis that is sharded.
+    """Return the parts of each batch axis that devices share.
 
     Parameters
     ----------
-    shards : int, PartitionSpec or None
+    devices : int, str, tuple of devices, PartitionSpec or None
         The option; None takes the shardings of the leaves.
     leaves : sequence
         Arrays, tracers or `jax.ShapeDtypeStruct`.
@@ -71,22 +60,42 @@ def find_parts(
         The called function, for errors.
     in_chunks : bool, default True
         Whether a loop walks the batch, which needs each item whole on one device.
+    serves : sequence of int
+        The axes of the batch that may be cut, the best one first.
     """
-    if shards is None and not any(map(is_spread, leaves)):
+    if devices is None and not any(map(is_spread, leaves)):
         return ()
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    is_inside = devices is not None and _is_inside.get()
+    if is_inside or AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return ()
-    if isinstance(shards, PartitionSpec):
-        return _named_parts(shards, leaves, shape, where)
+    if isinstance(devices, PartitionSpec):
+        return _named_parts(devices, leaves, shape, where)
     if in_chunks:
         _check_items(leaves, axes, where)
     by_axis = [
         _sharded_parts(leaves, [leaf_axes[axis] for leaf_axes in axes], axis, size, where)
         for axis, size in enumerate(shape)
     ]
-    if shards is None:
-        return tuple(parts for parts in by_axis if parts is not None)
-    return _counted_parts(shards, by_axis, leaves, shape, where)
+    found = tuple(parts for parts in by_axis if parts is not None)
+    if devices is None:
+        return found
+    axis = next((axis for axis in serves if shape[axis]), None)
+    if devices == 1 or axis is None:
+        return ()
+    return _spread_parts(devices, found, leaves, axis, shape[axis], where)
+
+
+_is_inside = ContextVar("rankax_is_inside_parts", default=False)
+
+
+@contextlib.contextmanager
+def inside(parts: tuple[Parts, ...]) -> Generator[None]:
+    """Trace a kernel that devices share: the calls that it makes in turn use no other devices."""
+    token = _is_inside.set(_is_inside.get() or bool(parts))
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
 
 
 def is_spread(leaf: Any) -> bool:
@@ -154,26 +163,27 @@ def _sharded_parts(
     return first if size else None
 
 
-def _counted_parts(
-    count: int, by_axis: Sequence[Parts | None], leaves: Sequence[Any], shape: Any, where: str
+def _spread_parts(
+    devices: Any, found: tuple[Parts, ...], leaves: Sequence[Any], axis: int, size: int, where: str
 ) -> tuple[Parts, ...]:
-    """Return ``count`` parts of axis 0, on mesh axes of that size if only they can be meant."""
-    if count == 1:
-        return ()
-    if not shape or shape[0] % count:
-        there = f"are {shape[0]} items" if shape else "is no batch axis"
+    """Return one part of an axis for each device, on the mesh of the caller if there is one."""
+    wanted, mesh = named(devices, where), _mesh(leaves)
+    known = mesh.devices.flat if isinstance(mesh, Mesh) else wanted  # an abstract mesh hides them
+    is_theirs = mesh is not None and mesh.size == len(wanted) and set(known) == set(wanted)
+    if is_theirs and math.prod(parts.count for parts in found) == len(wanted):
+        return found
+    is_unset = jax.sharding.get_abstract_mesh().empty
+    if mesh is None or (is_unset and AxisType.Explicit not in mesh.axis_types):
+        if len(wanted) == 1 and devices == "all":
+            return ()
+        own = np.asarray(wanted[:size], object)
+        mesh = Mesh(own, ("rankax_devices",), axis_types=(AxisType.Auto,))
+    elif not is_theirs:
         raise ValueError(
-            f"{where}: shards={count} needs a batch whose axis 0 it divides, but there {there}"
+            f"{where}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
+            f"on a mesh of {mesh.size} or of others; leave out devices= to use it"
         )
-    if not shape[0]:
-        return ()
-    if by_axis[0] is not None and by_axis[0].count == count:
-        return (by_axis[0],)
-    mesh = _mesh(leaves)
-    sizes = {} if mesh is None else {name: n for name, n in mesh.shape.items() if n > 1}
-    if list(sizes.values()) == [count]:
-        return (Parts(0, count, tuple(sizes), mesh),)
-    return (Parts(0, count),)
+    return (Parts(axis, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
 
 
 def _named_parts(
@@ -183,28 +193,23 @@ def _named_parts(
     mesh = _mesh(leaves)
     if mesh is None:
         raise ValueError(
-            f"{where}: shards={spec} names axes of a mesh, but no argument is on one here; give "
-            "the number of parts, or call it with jax.set_mesh(mesh)"
+            f"{where}: devices={spec} names axes of a mesh, but no argument is on one here; give "
+            "the number of devices, or call it with jax.set_mesh(mesh)"
         )
     if len(spec) > len(shape):
         raise ValueError(
-            f"{where}: shards={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
+            f"{where}: devices={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
         )
     parts: list[Parts] = []
     for axis, (entry, size) in enumerate(zip(spec, shape, strict=False)):
         names = entry_names(entry)
         if unknown := [name for name in names if name not in mesh.shape]:
             raise ValueError(
-                f"{where}: shards={spec} names {unknown[0]!r}, but the mesh has the axes "
+                f"{where}: devices={spec} names {unknown[0]!r}, but the mesh has the axes "
                 f"{listed([repr(name) for name in mesh.shape])}"
             )
         count = math.prod(mesh.shape[name] for name in names)
-        if size % count:
-            raise ValueError(
-                f"{where}: shards={spec} cuts axis {axis} of the batch in {count} parts, where "
-                f"there are {size} items, which {count} does not divide"
-            )
-        if count > 1 and size:
+        if 1 < count <= size:
             parts.append(Parts(axis, count, names, mesh))
     return tuple(parts)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A sharded batch axis, cut into one contiguous part for each device.
+"""A batch axis, cut into one contiguous part for each device.
 
 With ``f`` the nest of loops for one part, an axis of N items over D devices is mapped as::
 
@@ -17,7 +17,15 @@ each step of the loop inside `jax.vmap` every device evaluates a chunk of its ow
   here. With `jax.sharding.auto_axes` or `jax.shard_map` around the loops they would not have to,
   but inside those a kernel cannot close over an array of the mesh (JAX 0.7 to 0.12).
 
-``tests/test_shards.py`` checks what compiled programs send.
+* Where D does not divide N, the first ``N % D`` parts have one item more than the others, which
+  begin one item earlier instead: so all parts are equally long, and D - ``N % D`` items are
+  evaluated twice. `join` takes each once; `reduce_parts` merges the first item of a part into its
+  state only where it counts. JAX cannot store such an axis in equal shards, so each device has all
+  of an array that is cut so inside a program, and each gets all outputs: one all-gather of those,
+  one of the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but
+  JAX refuses to combine them with results that are on all devices, such as a sum.
+
+``tests/test_devices.py`` checks what compiled programs send.
 """
 
 from __future__ import annotations
@@ -28,25 +36,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import counted, is_staged
 
-__all__ = [
-    "Parts",
-    "entry_names",
-    "gathered",
-    "join",
-    "over_parts",
-    "part_shape",
-    "type_of_axis",
-]
+__all__ = ["Parts", "entry_names", "gathered", "join", "over_parts", "overlapped", "type_of_axis"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """One axis of a batch, cut into ``count`` contiguous parts, one for each device."""
+    """One axis of a batch, cut into ``count`` contiguous parts, one for each device.
+
+    The parts are equally long. Each except the first ``length % count`` repeats one item of the
+    part before, unless ``count`` divides the length.
+    """
 
     axis: int
     count: int
@@ -58,10 +63,29 @@ class Parts:
         """Whether shardings are part of types here."""
         return any(type_of_axis(self.mesh, name) == AxisType.Explicit for name in self.names)
 
+    def begin(self, length: int, number: Any) -> Any:
+        """Return where the part of this number begins along an axis of ``length`` items."""
+        shorter, longer = (np.asarray(n, number.dtype) for n in divmod(length, self.count))
+        if not longer:
+            return number * shorter
+        repeats = (number >= longer).astype(number.dtype)
+        return number * shorter + jnp.minimum(number, longer) - repeats
 
-def part_shape(shape: Sequence[int], axis: int, parts: Parts) -> tuple[int, ...]:
-    """Return the shape of one part of an array that is cut along ``axis``."""
-    return (*shape[:axis], shape[axis] // parts.count, *shape[axis + 1 :])
+
+def overlapped(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return an axis of which ``count`` parts overlap as one that they divide."""
+    length = x.shape[axis]
+    shorter, longer = divmod(length, count)
+    own = longer * (shorter + 1)  # the items of the parts that repeat none
+    head, tail = (lax.slice_in_dim(x, *ends, axis=axis) for ends in ((0, own), (own, length)))
+    repeated = lax.slice_in_dim(x, own - 1, length - 1, shorter, axis)
+    tail = lax.concatenate([_rows(y, axis, count - longer) for y in (repeated, tail)], axis + 1)
+    return lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+
+
+def _rows(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Make an axis two, the first of which has length ``count``."""
+    return lax.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
 
 
 def over_parts(
@@ -100,9 +124,17 @@ def over_parts(
     return jax.vmap(on_part, in_axes=tuple(in_axes), axis_size=parts.count)(*inputs)
 
 
-def join(out: jax.Array, axis: int, parts: Parts) -> jax.Array:
-    """Join the parts on axis 0 of ``out`` along ``axis``, sharded as with `jax.vmap`."""
+def join(out: jax.Array, axis: int, length: int, parts: Parts) -> jax.Array:
+    """Join the parts on axis 0 of ``out`` along ``axis``, sharded as with `jax.vmap`.
+
+    If they overlap, each device gets the ``length`` items.
+    """
     out = jnp.moveaxis(out, 0, axis)
+    if longer := length % parts.count:
+        out = _on_each(out, parts)
+        head, tail = (lax.slice_in_dim(out, *e, axis=axis) for e in ((0, longer), (longer, None)))
+        tail = lax.slice_in_dim(tail, 1, None, axis=axis + 1)
+        return lax.concatenate([lax.collapse(x, axis, axis + 2) for x in (head, tail)], axis)
     shape = (*out.shape[:axis], out.shape[axis] * out.shape[axis + 1], *out.shape[axis + 2 :])
     if parts.is_explicit:
         spec = _spec(out)
@@ -135,6 +167,8 @@ def gathered(arrays: Sequence[jax.Array], parts: Parts) -> list[jax.Array]:
 
 def _split(x: jax.Array, axis: int, parts: Parts) -> jax.Array:
     """Make an axis two: the parts, and the items of one part."""
+    if x.shape[axis] % parts.count:
+        x = _on_each(overlapped(_on_each(x, parts), axis, parts.count), parts)
     each = x.shape[axis] // parts.count
     shape = (*x.shape[:axis], parts.count, each, *x.shape[axis + 1 :])
     if parts.is_explicit:
@@ -155,6 +189,13 @@ def _spread(x: jax.Array, parts: Parts) -> jax.Array:
         sharding = _typed(x, [parts.names, *spec])
         return lax.broadcast_in_dim(x, shape, axes, out_sharding=sharding)
     return _constrained(lax.broadcast_in_dim(x, shape, axes), parts, {0: parts.names})
+
+
+def _on_each(x: jax.Array, parts: Parts) -> jax.Array:
+    """Give each device all of an array."""
+    if parts.is_explicit:
+        return _resharded(x, _without(_spec(x), parts.names), parts)
+    return _constrained(x, parts, dict.fromkeys(range(x.ndim)))
 
 
 # On a mesh with automatic axes, constraints pass the shardings to XLA.

@@ -100,7 +100,7 @@ def auto_vmap(
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
-    shards: int | jax.sharding.PartitionSpec | None = None,
+    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -167,10 +167,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name
         (``pip install "rankax[progress]"``), a string is the bar's label, and a function is called
         with ``(done, total)``, in items. See Notes.
-    shards : int or PartitionSpec, optional
-        With ``chunk_size`` or ``memory_limit``: the mesh axes along which the batch is sharded, or
-        the number of parts of its axis 0. Needed only inside your own `jax.jit`, where the sharding
-        cannot be read. 1: evaluate the batch as one. See Notes.
+    devices : "all", int, sequence of devices, or PartitionSpec, optional
+        Which devices share the batch: ``"all"`` that are local, the first few, these, or those
+        along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:
+        as the arrays are sharded. 1: evaluate the batch as one. With several CPU devices
+        (``jax_num_cpu_devices``), all cores work. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
@@ -250,12 +251,16 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     blocks are merged in a tree. These calls are not differentiable. For arrays with named
     dimensions see `rankax.xarray.apply`.
 
-    *Many devices.* Sharded batch axes are evaluated in parts, one per device, side by side:
+    *Devices.* A batch axis that devices share is evaluated in parts, one per device, side by side:
     ``chunk_size`` and ``memory_limit`` count per device. Nothing is sent between devices in the
     forward pass or for the gradient of mapped arguments; the gradient of a shared argument, and a
     reduction, are combined over the devices once. Outputs have the same sharding as with
-    `jax.vmap`. Sharding is read from concrete arrays, in an eager call or with ``jit=True``, and
-    always on a mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
+    `jax.vmap`; if the devices do not divide the axis, some items are evaluated twice but count
+    once, and each device gets all outputs. With ``devices``, a call copies its inputs to them once,
+    except those that are there; inside ``jax.jit`` and transformations, JAX refuses inputs that are
+    committed elsewhere. Kernels that the kernel calls use no other devices. Without ``devices``,
+    sharding is read from concrete arrays, in an eager call or with ``jit=True``, and always on a
+    mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
 
     *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
     The kernel is traced once a call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ def chunked_reduce(
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
-    shards: int | jax.sharding.PartitionSpec | None = None,
+    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
@@ -64,10 +64,10 @@ def chunked_reduce(
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions makes two forward passes.
-    shards : int or PartitionSpec, optional
-        The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
-        along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
-        be read. 1: evaluate the axis as one. See Notes.
+    devices : "all", int, sequence of devices, or PartitionSpec, optional
+        Which devices share the mapped axis: all that are local, the first few, these, or those
+        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
+        one. With several CPU devices, all cores work. See Notes.
 
     Returns
     -------
@@ -99,9 +99,9 @@ def chunked_reduce(
     *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
     differ. The remainder after the last whole tile is a smaller tile: no item counts twice.
 
-    *Devices.* Each device reduces its own part of a sharded axis, and the partial states are merged
-    once: sums, means, ``any`` and ``all`` by one sum or the like over the devices, all else by
-    sending the states, one or a few numbers per device, to every device.
+    *Devices.* Each device reduces its own part of the axis, which may have any length, and the
+    partial states are merged once: sums, means, ``any`` and ``all`` by one sum or the like over the
+    devices, all else by sending the states, one or a few numbers per device, to every device.
 
     Examples
     --------
@@ -121,7 +121,7 @@ def chunked_reduce(
         checkpoint=checkpoint,
         memory_limit=memory_limit,
         progress=progress,
-        shards=shards,
+        devices=devices,
     )
     options = dataclasses.replace(options, reduce=read_reductions(reduction, where))
     axes = checked_axes(where, in_axes, axis_size)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ def chunked_vmap(
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
-    shards: int | jax.sharding.PartitionSpec | None = None,
+    devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -70,10 +70,10 @@ def chunked_vmap(
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. A single chunk shows nothing.
-    shards : int or PartitionSpec, optional
-        The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
-        along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
-        be read. 1: evaluate the axis as one. See Notes.
+    devices : "all", int, sequence of devices, or PartitionSpec, optional
+        Which devices share the mapped axis: all that are local, the first few, these, or those
+        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
+        one. With several CPU devices, all cores work. See Notes.
 
     Returns
     -------
@@ -114,10 +114,11 @@ def chunked_vmap(
     divides the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items
     are computed twice; their cotangents count once.
 
-    *Devices.* A sharded axis is evaluated in parts, one per device, side by side: ``chunk_size``
-    and ``memory_limit`` count per device, and nothing is sent except the cotangents of shared
-    arguments, which are summed over the devices once. Outputs have the same sharding as with
-    `jax.vmap`. Sharding is read from concrete arrays in an eager call, and always on a mesh with
+    *Devices.* An axis that devices share is evaluated in parts, one per device, side by side:
+    ``chunk_size`` and ``memory_limit`` count per device, and nothing is sent except the cotangents
+    of shared arguments, which are summed over the devices once. Outputs have the same sharding as
+    with `jax.vmap`; if the devices do not divide the axis, each has all of them. Without
+    ``devices``, sharding is read from concrete arrays in an eager call, and always on a mesh with
     explicit axes. Items are mapped over the devices even with a ``chunk_size`` of 1. A kernel with
     ordered effects evaluates the axis as one.
 
@@ -144,7 +145,7 @@ def chunked_vmap(
         checkpoint=checkpoint,
         memory_limit=memory_limit,
         progress=progress,
-        shards=shards,
+        devices=devices,
     )
     axes = checked_axes(where, in_axes, axis_size, out_axes, axis_name)
 

@@ -20,8 +20,9 @@ from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import check_method, is_array, is_number
 from rankax._call.bind import bind, rebind
 from rankax._call.kernel import Kernel
-from rankax._call.run import parts_of, run
+from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
+from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._options import Options
 from rankax._progress.bars import wait_for_reports
@@ -83,7 +84,8 @@ class JitKernel:
         if is_staged():  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            with wait_for_reports(frame.options.progress, self._kernel.name):
+            name, shown = self._kernel.name, frame.options.progress
+            with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
                 return self._jitted(frame, *arrays)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
@@ -106,20 +108,27 @@ class JitKernel:
         if len(call.arguments.arguments) > len(call.names):
             others = call.others
             rest, rest_tree = jax.tree.flatten(list(others.values()))
+        options = self._kernel.options()
+        parts = parts_of(call, options)
+        leaves = call.leaves
+        if parts:
+            axes = cut_axes(call, options, parts)
+            leaves = [put(x, axes.get(i), parts[0]) for i, x in enumerate(leaves)]
+            rest = [put(x, None, parts[0]) for x in rest]
         inputs = [
             _as_input(leaf, shapes_only) if rank is None else leaf
-            for leaf, rank in zip(call.leaves, call.structure.ranks, strict=True)
+            for leaf, rank in zip(leaves, call.structure.ranks, strict=True)
         ]
         inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
         arrays = [x for x in inputs if x is not None]
         static: tuple[Any, ...] = ()
         if len(arrays) < len(inputs):
-            leaves = zip([*call.leaves, *rest], traced, strict=True)
+            pairs = zip([*leaves, *rest], traced, strict=True)
             static = tuple(
                 # One NaN object for all, because NaN does not equal itself.
                 math.nan if type(leaf) is float and math.isnan(leaf) else leaf
-                for leaf, is_traced in leaves
+                for leaf, is_traced in pairs
                 if not is_traced
             )
             try:
@@ -130,9 +139,8 @@ class JitKernel:
                 known = zip(paths, traced, strict=True)
                 static = self._hashable(static, [p for p, is_traced in known if not is_traced])
         of_arrays = call.names, call.treedef, tuple(others), rest_tree, traced
-        options = self._kernel.options()
         kinds = tuple(map(_kind, static))
-        return _Frame(*of_arrays, static, kinds, options, parts_of(call, options)), arrays
+        return _Frame(*of_arrays, static, kinds, options, parts), arrays
 
     def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
         hashable: list[Any] = []

@@ -17,7 +17,7 @@ workaround                       seen with             can go if this passes wit
 `first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
 `first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
 `scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
-`carried_with`: types            all                   ``test_shards.py``
+`carried_with`: types            all                   ``test_devices.py``
 `flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
 `widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
 `take_chunk`: nothing between    all (XLA's design)    ``cotangents_are_added_in_place``

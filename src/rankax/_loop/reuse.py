@@ -88,10 +88,12 @@ def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Ha
     ``program`` holds no object of the caller, and equal keys stand for equal programs. With a key
     of None, it is compiled but not kept.
     """
-    if not _is_evaluated([*leaves, *item.closed.consts]):
+    arrays = [*leaves, *item.closed.consts]
+    is_now = _is_evaluated(arrays)
+    if not is_now and not _is_transformed(arrays):
         return program(item, list(leaves))
     try:
-        run, consts = _find(program, item, key)
+        run, consts = _find(program, item, key, differentiable=not is_now)
     except Unknown:
         run, consts = _compiled(program, item, item.closed.jaxpr), _on_device(item.closed.consts)
     return run(consts, list(leaves))

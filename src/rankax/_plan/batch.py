@@ -36,9 +36,9 @@ class BatchPlan:
         The axes of the batch shape that are reduced.
     reduce : str
         The name of the reduction.
-    parts : tuple of (int, int)
-        The axes of the batch shape that are sharded over devices, and the number of parts of each.
-        The parts are evaluated side by side; the levels are those of one part.
+    devices : tuple of (int, int)
+        The axes of the batch shape that several devices share, and the number of devices of each.
+        They work side by side; the levels are those of the part of one device.
     """
 
     kernel: str
@@ -49,7 +49,7 @@ class BatchPlan:
     memory: MemoryFit | None = None
     reduced: tuple[int, ...] = ()
     reduce: str = ""
-    parts: tuple[tuple[int, int], ...] = ()
+    devices: tuple[tuple[int, int], ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -58,7 +58,7 @@ class BatchPlan:
 
     @property
     def in_flight(self) -> int:
-        """The number of items evaluated at once, in each part if there are parts."""
+        """The number of items evaluated at once, on each device if there are several."""
         return math.prod(level.tile for level in self.levels)
 
     @property
@@ -87,15 +87,19 @@ class BatchPlan:
         return (
             f"{self.kernel}: batch shape {self.batch_shape}, "
             f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
-            f"{' in each part' if self.parts else ''}, "
+            f"{' on each device' if self.devices else ''}, "
             f"{plural(self.steps, 'step')}"
         )
 
+    def _items_of_part(self, axis: int, count: int) -> str:
+        shorter, longer = divmod(self.batch_shape[axis], count)
+        return plural(shorter, "item") if not longer else f"{shorter} or {shorter + 1} items"
+
     def _notes(self) -> list[str]:
-        """Describe the parts, the reduction, the measured memory, and arrays without a rank."""
+        """Describe the devices, the reduction, the measured memory, and arrays without a rank."""
         notes = [
-            f"axis {axis}: {count} parts of {self.batch_shape[axis] // count}, side by side"
-            for axis, count in self.parts
+            f"axis {axis}: over {count} devices, {self._items_of_part(axis, count)} on each"
+            for axis, count in self.devices
         ]
         if self.reduced:
             kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)

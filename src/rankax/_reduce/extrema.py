@@ -238,7 +238,7 @@ def best_keys(keys: jax.Array, k: int, *, by_sort: bool) -> tuple[jax.Array, jax
     """Return `jax.lax.top_k`, or the same from a sort.
 
     XLA (JAX 0.7 to 0.12) sends the keys of each device to all others for a `jax.lax.top_k` that is
-    mapped over devices. Test: ``test_shards.py``, ``reductions_send_once``.
+    mapped over devices. Test: ``test_devices.py``, ``reductions_send_once``.
     """
     if not by_sort:
         best, places = lax.top_k(keys, k)

@@ -125,7 +125,7 @@ class _Trial:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        return self.options.compiler_options, self.options.checkpoint
+        return self.options.compiler_options, self.options.checkpoint, self.options.devices
 
 
 class _Search:
@@ -237,7 +237,7 @@ class _Search:
     def _rank(self, trial: _Trial) -> tuple[float, ...]:
         """Return a key that orders candidates by promise."""
         size = self._size(trial)
-        is_variant = trial.variant != self.trials[0].variant
+        is_variant = trial.variant[:2] != self.trials[0].variant[:2]  # but other devices
         if size in _FIRST_SIZES and not is_variant:
             return 0, _FIRST_SIZES.index(size)
         if trial.options.chunk_size is None:  # all items at once, by other means

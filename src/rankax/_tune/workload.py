@@ -28,7 +28,7 @@ __all__ = ["Workload"]
 
 _SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
 _SIZES_WITHOUT_LIBRARY = (16, 256)  # besides all items at once
-_SIZES_STORED = (256, 1024, 4096)  # of chunks whose intermediates a gradient stores
+_FEW_SIZES = (256, 1024, 4096)  # of chunks that a gradient stores, or on several devices
 
 
 class Workload:
@@ -94,8 +94,13 @@ class Workload:
             options += [self.with_chunk(size, compiler_options=pairs) for size in sizes]
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and self.defaults.checkpoint and bound is None:
-            sizes = [n for n in _SIZES_STORED if n <= most]
+            sizes = [n for n in _FEW_SIZES if n <= most]
             options += [self.with_chunk(size, checkpoint=False) for size in sizes]
+        # What is committed to one device is meant to stay there.
+        is_free = not any(getattr(x, "committed", False) for x in [*self.call.leaves, *self.others])
+        if self.defaults.devices is None and jax.local_device_count() > 1 and is_free:
+            sizes = [bound, *(n for n in _FEW_SIZES if n <= most)]
+            options += [self.with_chunk(size, devices="all") for size in sizes]
         return list(dict.fromkeys(options))
 
     def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
@@ -106,6 +111,8 @@ class Workload:
         changes: dict[str, Any] = {"chunk_size": options.chunk_size}
         if options.checkpoint != self.defaults.checkpoint:
             changes["checkpoint"] = options.checkpoint
+        if options.devices != self.defaults.devices:
+            changes["devices"] = options.devices
         if options.compiler_options != self.defaults.compiler_options:
             changes["compiler_options"] = dict(options.compiler_options or ())
         return changes

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Batches that lie on several devices, each case in a process with simulated ones.
+"""Batches that several devices share, each case in a process with simulated ones.
 
 For the number of devices is fixed when JAX starts; all other tests run on one.
 """
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import rankax
+from devices_cases import CASES
 from helpers import slow
-from shards_cases import CASES
+from rankax import auto_vmap, chunked_vmap
 
 CAN_ENTER = pytest.mark.skipif(
     not hasattr(jax.sharding, "use_abstract_mesh"), reason="JAX 0.7 enters no mesh inside jit"
@@ -31,7 +36,7 @@ def run(name, kind, devices):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
-        [sys.executable, str(HERE / "shards_cases.py"), name, kind, str(devices)],
+        [sys.executable, str(HERE / "devices_cases.py"), name, kind, str(devices)],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -59,6 +64,19 @@ def run(name, kind, devices):
         ("the_plan_says_it", "Auto", 4),
         slow("shard_map_checks_what_varies", "Auto", 4),
         ("errors", "Auto", 4),
+        ("maps_of_any_length_send_nothing_inside", "Auto", 4),
+        slow("maps_of_any_length_send_nothing_inside", "Auto", 8),
+        ("usual_reductions_of_any_length", "Auto", 4),
+        slow("other_reductions_of_any_length", "Auto", 8),
+        ("every_length_counts_once", "Auto", 3),
+        ("a_call_takes_arrays_from_anywhere", "Auto", 4),
+        ("devices_are_chosen", "Auto", 4),
+        ("inner_kernels_use_one_device", "Auto", 4),
+        ("the_longest_axis_that_serves_is_spread", "Auto", 4),
+        slow("named_axes_are_of_any_length", "Auto", 4),
+        ("keys_of_any_length_are_those_of_the_whole_batch", "Auto", 4),
+        ("plans_and_tuning_know_devices", "Auto", 4),
+        ("errors_of_devices", "Auto", 4),
         enters_mesh("some_kernels_on_an_explicit_mesh", "Explicit", 4),
         slow("maps_send_nothing", "Explicit", 4),
         slow("maps_send_nothing", "Auto", 8),
@@ -88,3 +106,33 @@ def test_no_case_is_forgotten():
     (cases,) = test_parts_are_walked_side_by_side.pytestmark
     given = {getattr(values, "values", values)[0] for values in cases.args[1]}
     assert given == set(CASES)
+
+
+def test_one_cpu_device_says_how_to_get_more():
+    mapped = chunked_vmap(lambda x: x, 2, devices="all")
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "chunked_vmap(<lambda>): devices='all', but JAX has 1 CPU device; for more "
+            "CPU devices, one for each core, call "
+            f'jax.config.update("jax_num_cpu_devices", {os.cpu_count()}) before JAX is first used'
+        ),
+    ):
+        mapped(jnp.ones(4))
+    (device,) = jax.devices()
+    out = chunked_vmap(lambda x: x * 2, 2, devices=[device])(jnp.arange(4.0))
+    np.testing.assert_array_equal(out, [0, 2, 4, 6])
+    np.testing.assert_array_equal(chunked_vmap(lambda x: x, 2, devices=1)(jnp.ones(4)), np.ones(4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: auto_vmap(1, shards=2)(lambda x: x),
+        lambda: auto_vmap(1)(lambda x: x).with_options(shards=2),
+        lambda: rankax.options(shards=2),
+    ],
+)
+def test_the_old_name_of_the_option_leads_to_the_new_one(call):
+    with pytest.raises(TypeError, match=r"did you mean (the option )?'?devices'?"):
+        call()

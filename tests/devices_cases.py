@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Batches that lie on several devices: cases that `test_shards.py` runs in processes of their own.
+"""Batches that several devices share: cases that `test_devices.py` runs in processes of their own.
 
-``python tests/shards_cases.py NAME KIND DEVICES`` runs one on a mesh of that kind with so many
+``python tests/devices_cases.py NAME KIND DEVICES`` runs one on a mesh of that kind with so many
 simulated devices. What is found is compared with the same kernel on one of them, without a mesh.
 """
 
@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import rankax
 from kernel_kinds import KINDS, WITHOUT_GRADIENT
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
@@ -105,7 +106,7 @@ def loss_of(f):
 
 def given(mesh):
     """Return the option that a call inside `jax.jit` needs."""
-    return {} if AxisType.Explicit in mesh.axis_types else {"shards": P("d")}
+    return {} if AxisType.Explicit in mesh.axis_types else {"devices": P("d")}
 
 
 @case
@@ -372,13 +373,13 @@ def other_ways_to_map(mesh):
     axes = ({"x": 1}, None, None), (0, {"x": -1}, None)
     want = jax.vmap(fun, *axes)({"x": X.T}, W, np.float32(2))
     same(chunked_vmap(fun, 7, *axes)(*args), want)
-    inner = jax.jit(chunked_vmap(fun, 7, *axes, shards=mesh.size))
+    inner = jax.jit(chunked_vmap(fun, 7, *axes, devices=mesh.size))
     same(inner(*args), want)
     assert sent(inner.lower(*args).compile()) == {}
     # Items that lie on several devices are gathered, once.
     square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
     wide = put(square, data(N, 4), "d", "e")
-    doubled = jax.jit(chunked_vmap(lambda x: jnp.tanh(x) * 2, 7, shards=P("d")))
+    doubled = jax.jit(chunked_vmap(lambda x: jnp.tanh(x) * 2, 7, devices=P("d")))
     same(doubled(wide), jnp.tanh(data(N, 4)) * 2)
     assert sent(doubled.lower(wide).compile()) == {"all-gather": 1}
     keys = jax.random.split(jax.random.key(0), N)
@@ -472,16 +473,16 @@ def the_plan_says_it(mesh):
     mapped = auto_vmap(x=1, w=2, chunk_size=7)(scalar)
     devices = mesh.size
     plan = mapped.plan(x, w)
-    assert plan.parts == ((0, devices),)
+    assert plan.devices == ((0, devices),)
     assert plan.batch_shape == (N,)
     assert plan.in_flight <= 7
-    assert f"axis 0: {devices} parts of {N // devices}, side by side" in str(plan)
-    assert "in flight in each part" in str(plan)
-    assert f"{devices} parts" in plan._repr_html_()
+    assert f"axis 0: over {devices} devices, {N // devices} items on each" in str(plan)
+    assert "in flight on each device" in str(plan)
+    assert f"over {devices} devices" in plan._repr_html_()
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     assert mapped.plan(shape, w) == plan
-    assert mapped.with_options(shards=devices).plan(X, W).parts == ((0, devices),)
-    assert mapped.with_options(shards=1).plan(x, w).parts == ()
+    assert mapped.with_options(devices=devices).plan(X, W).devices == ((0, devices),)
+    assert mapped.with_options(devices=1).plan(x, w).devices == ()
     # Where a device has all of its items in flight, this is `jax.vmap`.
     assert str(mapped.with_options(chunk_size=N).plan(x, w)) == str(
         mapped.with_options(chunk_size=None).plan(x, w)
@@ -501,46 +502,46 @@ def errors(mesh):
     mesh = mesh_of(AxisType.Auto, 2, mesh.size // 2)
     x, w = put(mesh, X, "d"), put(mesh, W)
 
-    def wrong(shards, error, text):
+    def wrong(devices, error, text):
         def mapped():
-            chunked_vmap(scalar, 7, shards=shards)
+            chunked_vmap(scalar, 7, devices=devices)
 
         def reduced():
-            chunked_reduce(scalar, "sum", 7, shards=shards)
+            chunked_reduce(scalar, "sum", 7, devices=devices)
 
         def decorated():
-            auto_vmap(1, 2, shards=shards)(scalar)
+            auto_vmap(1, 2, devices=devices)(scalar)
 
         refused(error, f"chunked_vmap(scalar): {text}", mapped)
         refused(error, f"chunked_reduce(scalar): {text}", reduced)
         refused(error, f"auto_vmap(scalar): {text}", decorated)
 
-    wrong(0, ValueError, "shards must be a positive int, got 0")
+    wrong(0, ValueError, "devices must be a positive int, got 0")
+    wrong(True, TypeError, "devices must be a positive int, got True")
     wrong(
         "d",
         TypeError,
-        "shards must be a positive int, a jax.sharding.PartitionSpec, or None, got 'd'; the axes "
-        "of a mesh are named by PartitionSpec('d')",
+        "devices must be 'all', a positive int, a sequence of jax.Device, a "
+        "jax.sharding.PartitionSpec, or None, got 'd'; the axes of a mesh are named by "
+        "PartitionSpec('d')",
+    )
+    wrong(
+        2.0,
+        TypeError,
+        "devices must be 'all', a positive int, a sequence of jax.Device, a "
+        "jax.sharding.PartitionSpec, or None, got 2.0",
     )
 
-    def unfit(shards, args, text):
-        mapped = auto_vmap(x=1, w=2, chunk_size=7, shards=shards)(scalar)
-        refused(ValueError, f"scalar(): shards={shards} {text}", mapped, *args)
+    def unfit(devices, args, text):
+        mapped = auto_vmap(x=1, w=2, chunk_size=7, devices=devices)(scalar)
+        refused(ValueError, f"scalar(): devices={devices!r} {text}", mapped, *args)
 
-    unfit(7, (x, w), "needs a batch whose axis 0 it divides, but there are 480 items")
-    unfit(7, (X[0], w), "needs a batch whose axis 0 it divides, but there is no batch axis")
     unfit(P("z"), (x, w), "names 'z', but the mesh has the axes 'd' and 'e'")
     unfit(P("d", "e"), (x, w), "has 2 entries for the batch shape (480,)")
-    three = put(mesh, X[:3]), w
-    unfit(
-        P("d"),
-        three,
-        "cuts axis 0 of the batch in 2 parts, where there are 3 items, which 2 does not divide",
-    )
     unfit(
         P("d"),
         (X, W),
-        "names axes of a mesh, but no argument is on one here; give the number of parts, or call "
+        "names axes of a mesh, but no argument is on one here; give the number of devices, or call "
         "it with jax.set_mesh(mesh)",
     )
     fold = rd.Fold(jnp.float32(0), lambda y: y, jnp.add)
@@ -551,7 +552,7 @@ def errors(mesh):
         ValueError,
         "<lambda>(): Fold takes items in their order, so of the axes that are reduced, (0, 1), "
         "only the first can be sharded, but axis 1 is",
-        first.with_options(shards=P(None, "d")),
+        first.with_options(devices=P(None, "d")),
         cube,
     )
     explicit = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
@@ -572,6 +573,327 @@ def errors(mesh):
             chunked_vmap(lambda x: x * 2, 7),
             put(explicit, data(N, 4), "d", "e"),
         )
+
+
+# Devices that the call chooses: `devices="all"`, for any length.
+
+ODD = N + 3
+LENGTHS = (N, ODD)
+
+
+def on_all(make):
+    """Return a mapped function over all devices, and over one."""
+    return make(devices="all"), make()
+
+
+@case
+def maps_of_any_length_send_nothing_inside(mesh):
+    for size, length in ((7, N), (7, ODD), (None, ODD), (20, N)):
+        x, b = data(length, 3), data(length, seed=2)
+        mapped, one = on_all(functools.partial(chunked_vmap, kernel, size, (0, None, 0)))
+        ones = jax.tree.map(lambda out: np.ones(out.shape, out.dtype), one(x, W, b))
+        # Where the devices do not divide the length, each gets all results, and all cotangents.
+        gathered = 2 if length % mesh.size else 0  # of two outputs, of x and of b
+
+        def pull(x, w, b, cotangent, mapped=mapped):
+            return jax.vjp(mapped, x, w, b)[1](cotangent)
+
+        def pull_mapped(*args, pull=pull):
+            pulled = pull(*args)
+            return pulled[0], pulled[2]
+
+        forward = compiled(mapped, x, W, b)
+        assert sent(forward) == ({"all-gather": gathered} if gathered else {}), sent(forward)
+        same(forward(x, W, b), one(x, W, b))
+        assert sent(compiled(pull_mapped, x, W, b, ones)) == sent(forward)
+        backward = compiled(pull, x, W, b, ones)
+        assert sent(backward) == {"all-reduce": 1, **sent(forward)}
+        want = jax.vjp(one, x, W, b)[1](ones)
+        same(backward(x, W, b, ones), want, rtol=1e-3, atol=1e-3)
+
+
+def check_any_length(mesh, reduction, fun, size=7):
+    for length in LENGTHS:
+        x = data(length, 3)
+        own, one = on_all(functools.partial(chunked_reduce, fun, reduction, size, (0, None)))
+        forward = compiled(own, x, W)
+        found = sent(forward)
+        pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
+        assert 1 <= sum(found.values()) <= pieces, (reduction, found)
+        same(forward(x, W), one(x, W))
+        same(own(x, W), one(x, W))
+        if reduction in WITHOUT_DERIVATIVE:
+            continue
+        of_mapped = sent(compiled(jax.grad(loss_of(own)), x, W))
+        # One exchange of the cotangents of x, which each device gets, if they do not divide.
+        assert sum(of_mapped.values()) <= sum(found.values()) + bool(length % mesh.size)
+        backward = compiled(jax.grad(loss_of(own), (0, 1)), x, W)
+        assert Counter(sent(backward)) - Counter(of_mapped) == {"all-reduce": 1}, reduction
+        want = jax.jit(jax.grad(loss_of(one), (0, 1)))(x, W)
+        scale = max(float(abs(leaf).max()) for leaf in want)
+        same(backward(x, W), want, rtol=1e-3, atol=1e-4 * scale)
+
+
+@case
+def usual_reductions_of_any_length(mesh):
+    for reduction, fun in USUAL:
+        check_any_length(mesh, reduction, fun)
+    check_any_length(mesh, "sum", scalar, None)
+
+
+@case
+def other_reductions_of_any_length(mesh):
+    for reduction, fun in OTHERS:
+        check_any_length(mesh, reduction, fun)
+
+
+@case
+def every_length_counts_once(mesh):
+    """From no item to more than two for each device; with the index of each item."""
+    for length in (0, 1, 2, *(mesh.size * n + rest for n in (1, 2) for rest in (0, 1, 2))):
+        x = np.arange(length, dtype="f")[::-1].copy()
+        for size in (1, None):
+            doubled = chunked_vmap(lambda x: 2 * x, size, devices="all")
+            same(doubled(x), 2 * x)
+            same(jax.grad(lambda x, f=doubled: jnp.sum(f(x) ** 2))(x), 8 * x)
+            for reduction in ("sum", rd.Fold(jnp.float32(0), lambda x: x, jnp.add)):
+                total = chunked_reduce(lambda x: x * x, reduction, size, devices="all")
+                same(total(x), jnp.sum(x * x))
+                same(jax.grad(total)(x), 2 * x)
+            if length:
+                least, kept = chunked_reduce(
+                    lambda x: (x * 1, x), ("argmin", None), size, devices="all"
+                )(x)
+                assert int(least) == length - 1
+                same(kept, x)
+            if length > 2:
+                top = chunked_reduce(lambda x: x * 1, rd.TopK(3), size, devices="all")(x)
+                assert top.indices.tolist() == [length - 1, length - 2, length - 3]
+                assert top.values.tolist() == [0, 1, 2]
+
+
+@case
+def a_call_takes_arrays_from_anywhere(mesh):
+    devices = jax.devices()
+    own, one = on_all(functools.partial(auto_vmap, x=1, w=2, b=0, chunk_size=7))
+    for length in LENGTHS:
+        x, b = data(length, 3), data(length, seed=2)
+        want = one(kernel)(x, W, b)
+        spread = NamedSharding(mesh, P() if length % mesh.size else P("d"))
+        for jit in (False, True):
+            mapped = own(kernel).with_options(jit=jit)
+            for put_x in (
+                lambda x: x,
+                jnp.asarray,
+                lambda x: jax.device_put(x, devices[1]),
+                lambda x: put(mesh, x),
+                lambda x, spread=spread: jax.device_put(x, spread),
+            ):
+                out = mapped(put_x(x), jax.device_put(W, devices[2]), b)
+                same(out, want)
+                for leaf in jax.tree.leaves(out):  # spread, or on every device
+                    assert leaf.sharding.is_equivalent_to(spread, leaf.ndim)
+
+            def loss(x, w, b, mapped=mapped):
+                return loss_of(mapped)(x, w, b)
+
+            of_one = jax.grad(loss_of(one(kernel)), (0, 1, 2))(x, W, b)
+            for gradient in (jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2)))):
+                same(gradient(jnp.asarray(x), W, b), of_one, rtol=1e-3, atol=1e-3)
+            same(*(jax.jvp(f, (x, W, b), (x, W, b)) for f in (mapped, one(kernel))), rtol=1e-3)
+            both = jax.vmap(lambda w, f=mapped, x=x, b=b: f(x, w, b))(np.stack([W, 2 * W]))
+            same(jax.tree.map(lambda out: out[0], both), want)
+            both = jax.vmap(lambda x, f=mapped, b=b: f(x, W, b), in_axes=1)(np.stack([x, x], 1))
+            same(jax.tree.map(lambda out: out[1], both), want)
+    # What is sharded over the same devices stays on the mesh of the caller.
+    assert own(kernel)(put(mesh, X, "d"), W, B)["v"].sharding.mesh == mesh
+    # What the kernel closes over is copied to all devices, wherever it is.
+    w = jax.device_put(W, devices[3])
+    mapped = chunked_vmap(lambda x: scalar(x, w), 7, devices="all")
+    same(mapped(X), jax.vmap(scalar, (0, None))(X, W))
+
+
+@case
+def devices_are_chosen(mesh):
+    devices = jax.devices()
+    mapped = auto_vmap(x=1, w=2, chunk_size=7, devices=2)(scalar)
+    want = jax.vmap(scalar, (0, None))(X, W)
+    for given, used in (
+        (2, devices[:2]),
+        (3, devices[:3]),
+        ([devices[3], devices[1]], [devices[3], devices[1]]),
+        (mesh.devices, devices),
+        ([devices[2]], [devices[2]]),
+        (1, [devices[0]]),
+    ):
+        out = mapped.with_options(devices=given)(X, W)
+        same(out, want)
+        assert out.sharding.device_set == set(used), given
+    # No more devices than there are items.
+    assert len(mapped.with_options(devices="all")(X[:3], W).sharding.device_set) == 3
+    assert mapped.with_options(devices="all")(X[0], W).shape == ()
+    # 1: as one, wherever the arrays are.
+    one = mapped.with_options(devices=1)
+    assert one.plan(put(mesh, X, "d"), W).devices == ()
+    same(one(put(mesh, X, "d"), W), want)
+    with rankax.options(devices=2):
+        assert auto_vmap(x=1, w=2)(scalar).plan(X, W).devices == ((0, 2),)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with ENTER(mesh_of(kind, mesh.size)):
+            for x in (X, data(ODD, 3)):
+                for call in (
+                    mapped.with_options(devices="all"),
+                    chunked_vmap(scalar, 7, (0, None)),
+                ):
+                    same(call(x, W), jax.vmap(scalar, (0, None))(x, W))
+            refused(
+                ValueError,
+                f"scalar(): devices=2 names 2 devices, but the call is on a mesh of {mesh.size} or "
+                "of others; leave out devices= to use it",
+                mapped,
+                X,
+                W,
+            )
+
+
+@case
+def inner_kernels_use_one_device(mesh):
+    inner = auto_vmap(v=0, devices="all", chunk_size=2)(lambda v: jnp.sin(v))
+    outer = auto_vmap(x=1, devices="all", chunk_size=5)(lambda x: inner(x).sum())
+    want = jnp.sin(X).sum(1)
+    same(outer(X), want)
+    assert sent(compiled(outer, X)) == {}
+    # But they do if the outer one is walked as one.
+    same(outer.with_options(devices=1)(X), want)
+    own = jax.shard_map(
+        lambda x: outer(x), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
+    )
+    same(jax.jit(own)(put(mesh, X, "d")), want)
+
+
+@case
+def the_longest_axis_that_serves_is_spread(mesh):
+    a, s = data(6, ODD, 3), data(6, 1, seed=3)
+    fun = auto_vmap(x=1, w=2, b=0, devices="all")(kernel)
+    one = fun.with_options(devices=None)
+    for reduce, axis in (
+        (None, None),
+        ({"v": "sum", "x": None}, 0),
+        ({"v": "mean", "x": None}, 1),
+        ({"v": "argmax", "x": rd.TopK(3)}, None),
+        ({"v": rd.Moments(), "x": "logsumexp"}, None),
+    ):
+        for size in (5, None):
+            options = {"chunk_size": size, "reduce": reduce, "reduce_axis": axis}
+            assert fun.with_options(**options).plan(a, W, s).devices == ((1, mesh.size),)
+            same(fun.with_options(**options)(a, W, s), one.with_options(**options)(a, W, s))
+    folded = {"v": rd.Fold(jnp.float32(0), lambda y: y, jnp.add), "x": None}
+    ordered = fun.with_options(reduce=folded, chunk_size=5)
+    assert ordered.plan(a, W, s).devices == ((0, mesh.size),)
+    same(ordered(a, W, s)["v"], one(a, W, s)["v"].sum(), rtol=1e-3, atol=1e-3)
+    # Of equally long axes, one that is kept.
+    square = fun.with_options(reduce="sum", reduce_axis=0, chunk_size=5)
+    assert square.plan(data(9, 9, 3), W, s[0]).devices == ((1, mesh.size),)
+
+
+@case
+def named_axes_are_of_any_length(mesh):
+    square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
+    a, s = data(5, 7, 3), data(5, 1, seed=3)
+    fun = auto_vmap(x=1, w=2, b=0, chunk_size=5)(kernel)
+    args = put(square, a), put(square, W), put(square, s)
+    for spec in (P("d"), P(None, "d"), P("d", "e"), P(("d", "e"))):
+        for reduce, axis in (
+            (None, None),
+            ({"v": "sum", "x": None}, 0),
+            ({"v": "argmax", "x": rd.TopK(3)}, None),
+        ):
+            own = fun.with_options(reduce=reduce, reduce_axis=axis)
+            same(jax.jit(own.with_options(devices=spec))(*args), own(a, W, s))
+    # An axis that has fewer items than the mesh is walked as one.
+    few = fun.with_options(devices=P("d"), jit=True)
+    same(few(put(square, a[:1]), W, s[:1]), fun(a[:1], W, s[:1]))
+
+
+@case
+def keys_of_any_length_are_those_of_the_whole_batch(mesh):
+    def draw(x, key):
+        return x + jax.random.normal(key), jax.random.key_data(key)
+
+    key = jax.random.key(3)
+    for shape in ((ODD,), (2, ODD)):
+        batch = data(*shape)
+        mapped = draw
+        for _ in shape:
+            mapped = jax.vmap(mapped)
+        want = mapped(batch, jax.random.split(key, shape))
+        for size in (1, 7, None):
+            drawn = auto_vmap(x=0, key=SplitKey, chunk_size=size, devices="all")(draw)
+            out = drawn(batch, key)
+            np.testing.assert_array_equal(np.asarray(out[1]), np.asarray(want[1]))
+            same(out, want)
+            total = drawn.with_options(reduce=("sum", None))(batch, key)
+            np.testing.assert_array_equal(np.asarray(total[1]), np.asarray(want[1]))
+            same(total[0], jnp.sum(want[0]), atol=1e-3)
+    # Keys that are mapped are cut like any array.
+    keys = jax.random.split(key, ODD)
+    draws = chunked_vmap(jax.random.normal, 7, devices="all")
+    np.testing.assert_array_equal(
+        np.asarray(draws(keys)), np.asarray(jax.vmap(jax.random.normal)(keys))
+    )
+    # An axis that no array has is cut as well.
+    drawn = auto_vmap(x=0, key=SplitKey, batch_shape=ODD, chunk_size=7, devices="all")(draw)
+    same(drawn(1.0, key), jax.vmap(draw, (None, 0))(1.0, jax.random.split(key, ODD)))
+
+
+@case
+def plans_and_tuning_know_devices(mesh):
+    count = mesh.size
+    mapped = auto_vmap(x=1, w=2, chunk_size=7, devices="all")(scalar)
+    x = jax.ShapeDtypeStruct((ODD, 3), jnp.float32)
+    assert mapped.plan(x, W).devices == ((0, count),)
+    assert f"axis 0: over {count} devices, 120 or 121 items on each" in str(mapped.plan(x, W))
+    at_once = mapped.with_options(chunk_size=None).plan(X, W)
+    assert f"{N // count} in flight on each device, 1 step" in str(at_once)
+    assert f"over {count} devices, {N // count} items on each" in at_once._repr_html_()
+    limited = auto_vmap(x=1, w=2, memory_limit="2 kB", devices="all")(scalar)
+    assert limited.plan(x, W).memory.chunk_size <= N // count
+    same(limited(data(ODD, 3), W), jax.vmap(scalar, (0, None))(data(ODD, 3), W))
+    heard = []
+    told = mapped.with_options(progress=lambda *now: heard.append(now))
+    told(X, W)
+    assert heard[0] == (0, N), heard
+    assert heard[-1] == (N, N), heard
+    tuned = mapped.with_options(devices=None).tune(X, W, seconds=0.5)
+    tried = [candidate.options.get("devices") for candidate in tuned.tuning.candidates]
+    assert "all" in tried, tried
+    assert None in tried, tried
+    assert "devices='all'" in str(tuned.tuning)
+    same(tuned(X, W), mapped(X, W))
+
+
+@case
+def errors_of_devices(mesh):
+    mapped = auto_vmap(x=1, w=2, chunk_size=7, devices=99)(scalar)
+    refused(
+        ValueError,
+        f"scalar(): devices=99, but JAX has {mesh.size} CPU devices; for more CPU devices, one for "
+        'each core, call jax.config.update("jax_num_cpu_devices", 99) before JAX is first used',
+        mapped,
+        X,
+        W,
+    )
+    there = jax.device_put(X, jax.devices()[1])
+    for jit in (False, True):
+        mapped = mapped.with_options(devices="all", jit=jit)
+        text = (
+            "scalar(): inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
+            "devices than those of devices=; put it on them before, by jax.device_put"
+        )
+        with pytest.raises(ValueError, match=re.escape(text)):
+            jax.grad(lambda x, f=mapped: f(x, W).sum())(there)
+    with pytest.raises(ValueError, match=r"incompatible devices.*Got argument x "):  # of JAX
+        jax.jit(mapped)(there, W)
 
 
 # Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it.
