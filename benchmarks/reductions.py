@@ -31,6 +31,7 @@ import shown
 from rankax import auto_vmap
 
 CHUNK = 2**16
+ALL = 'rankax, devices="all"'
 
 
 def gauss(x, y, w):
@@ -63,10 +64,13 @@ def whole(kernel: Callable[..., Any], reduce: Callable[..., Any]) -> Callable[..
     return call
 
 
-def ours(kernel: Callable[..., Any], reduce: str) -> Callable[..., Any]:
+def ours(
+    kernel: Callable[..., Any], reduce: str, devices: int | str | None = None
+) -> Callable[..., Any]:
     ranks = {name: 0 if name == "w" else 1 for name in ("x", "y", "w")}
     ranks = dict(list(ranks.items())[: kernel.__code__.co_argcount])
-    mapped = auto_vmap(**ranks, reduce=reduce, reduce_axis=-1, chunk_size=CHUNK)(kernel)
+    options = {"reduce": reduce, "reduce_axis": -1, "chunk_size": CHUNK, "devices": devices}
+    mapped = auto_vmap(**ranks, **options)(kernel)
     return lambda x, *others: mapped(x[:, None], *others)
 
 
@@ -108,18 +112,19 @@ TASKS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
 def contestants(task: str, args: tuple[Any, ...], most_bytes: float) -> dict[str, Any]:
     """Compile all; return by name a call and what is known of it.
 
-    Of the large case only the two that were made for it: the others take as long for each pair as
+    Of the large case only those that were made for it: the others take as long for each pair as
     in the small one, which is a quarter of an hour.
     """
     kernel, name, reduce = TASKS[task]
     found: dict[str, Any] = {}
     functions = {
         "rankax": ours(kernel, name),
+        ALL: ours(kernel, name, "all"),
         "rows by lax.map": rows(kernel, reduce),
         "whole, jax.numpy": whole(kernel, reduce),
     }
     if len(args[0]) > 20_000:
-        functions = {"rankax": functions["rankax"]}
+        functions = {who: functions[who] for who in ("rankax", ALL)}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     for who, fun in functions.items():
         if task.startswith("gradient"):
@@ -190,8 +195,8 @@ HEAD = """# Reductions over all pairs
 
 Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
 {cores} cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns, but a single
-round of 100,000 points; the ratio is to rankax. KeOps computes on all cores, and a gradient by one
-pass for each of the three inputs.
+round of 100,000 points; the ratio is to rankax. KeOps and `devices="all"` (a CPU device for each
+core) compute on all cores; KeOps computes a gradient by one pass for each of the three inputs.
 
 | task | points on each side | contestant | ms | times rankax | temporaries, MB | compile, s |
 |---|---|---|---|---|---|---|
@@ -204,14 +209,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(2, len(os.sched_getaffinity(0))))
     lines = []
     for task in TASKS:
         lines += measure(task, options.count, options.rounds, 4e9)
-        print("\n".join(lines[-4:]), flush=True)
+        print("\n".join(lines[-5:]), flush=True)
     if options.large:
         for task in TASKS:
             lines += measure(task, 100_000, 1, 4e9)
-            print("\n".join(lines[-2:]), flush=True)
+            print("\n".join(lines[-3:]), flush=True)
     head = HEAD.format(
         flag=" --large" if options.large else "",
         machine=platform.processor() or platform.machine(),

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: MIT
+"""What `devices=` gains on the cores of one machine, each a CPU device.
+
+    python -m tox -e bench -- benchmarks/devices.py                      # 1 device, and 2
+    python -m tox -e bench -- benchmarks/devices.py --devices 1 2 4
+
+Each row is one kernel of rankax with its default options and a `chunk_size`, compiled over so many
+devices; they take turns in one process, in another order in each round, and the table has medians.
+A call copies its inputs to the devices, which is part of its time. Writes
+`benchmarks/results/devices.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import reductions
+from kernels import EIGH, PAIRS
+from rankax import auto_vmap
+
+RESULTS = Path(__file__).parent / "results" / "devices.md"
+
+
+class Row(NamedTuple):
+    """A mapped function, which takes the option ``devices``, and its inputs."""
+
+    name: str
+    mapped: Callable[..., Any]
+    inputs: list[np.ndarray]
+    gradient: bool = False
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def over_items(name: str, fun: Any, x: np.ndarray, chunk: int, *, gradient: bool = False) -> Row:
+    mapped = auto_vmap(x.ndim - 1, chunk_size=chunk)(fun)
+    return Row(name, lambda devices: mapped.with_options(devices=devices), [x], gradient)
+
+
+def over_pairs(task: str, count: int) -> Row:
+    kernel, reduce, _ = reductions.TASKS[task]
+    inputs = [drawn(count, 3), drawn(count, 3)[::-1].copy(), drawn(count)]
+    mapped = functools.partial(reductions.ours, kernel, reduce)
+    inputs = inputs[: kernel.__code__.co_argcount]
+    return Row(f"{task}, all pairs", mapped, inputs, task.startswith("gradient"))
+
+
+def rows(scale: float, odd: int) -> list[Row]:
+    """Return the cases; ``odd`` is added to each number of items."""
+    import tiles  # which makes arrays, after which JAX refuses another number of devices
+
+    def items(count: int) -> int:
+        return int(count * scale) + odd
+
+    states = drawn(items(20_000), 2)
+    points = drawn(items(20_000), 8, 3)
+    many = drawn(items(400_000), 8, 3)
+    return [
+        *(over_pairs(task, int(10_000 * scale**0.5) + odd) for task in reductions.TASKS),
+        over_items("RK4", tiles.runge_kutta, states, tiles.CHUNK),
+        over_items("gradient of RK4", tiles.runge_kutta, states, tiles.CHUNK, gradient=True),
+        over_items("eigenvalues 8x8", EIGH.fun, points, 500),
+        over_items("gradient of distances", PAIRS.fun, many, 1000, gradient=True),
+    ]
+
+
+def compiled(row: Row, devices: int) -> Callable[[], Any]:
+    """Compile a row over so many devices, and return a call of it."""
+    fun = row.mapped(devices=devices)
+    if row.gradient:
+
+        def loss(scale: Any, *arrays: Any) -> Any:  # a cotangent that XLA cannot fold
+            return scale * jnp.sum(row.mapped(devices=devices)(*arrays))
+
+        fun = jax.grad(loss, tuple(range(1, len(row.inputs) + 1)))
+    arrays = [*([jnp.float32(1)] if row.gradient else []), *map(jnp.asarray, row.inputs)]
+    program = jax.jit(fun).lower(*arrays).compile()
+    return lambda: jax.block_until_ready(program(*arrays))
+
+
+def measure(row: Row, counts: list[int], seconds: float) -> list[float]:
+    """Return the median time over each number of devices."""
+    runs = [compiled(row, count) for count in counts]
+    first, *others = ([np.asarray(x) for x in jax.tree.leaves(run())] for run in runs)
+    for other in others:
+        for got, want in zip(other, first, strict=True):
+            scale = max(1.0, float(abs(want).max()))
+            np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4 * scale, err_msg=row.name)
+    times: list[list[float]] = [[] for _ in runs]
+    deadline, turn = time.perf_counter() + seconds, 0
+    while turn < 5 or time.perf_counter() < deadline:
+        for i in random.Random(turn).sample(range(len(runs)), len(runs)):
+            begin = time.perf_counter()
+            runs[i]()
+            times[i].append(time.perf_counter() - begin)
+        turn += 1
+    return [statistics.median(found) for found in times]
+
+
+def report(found: dict[str, list[float]], counts: list[int], command: str, odd: int) -> str:
+    machine = platform.processor() or platform.machine()
+    lines = [
+        "# Devices",
+        "",
+        f"Written by `{command}`. {machine}, {len(os.sched_getaffinity(0))} cores, JAX "
+        f"{jax.__version__}, float32.",
+        "",
+        "Milliseconds, medians of turns in one process, over so many CPU devices, and how many "
+        "times as fast that is as over one. "
+        + ("The devices do not divide the number of items." if odd else ""),
+        "",
+    ]
+    head = ["", *(f"{count} device{'s'[: count > 1]}, ms" for count in counts)]
+    head += [f"{count}: times as fast" for count in counts[1:]]
+    lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    gains: list[list[float]] = []
+    for name, (one, *others) in found.items():
+        gains.append([one / other for other in others])
+        cells = [f"{t * 1e3:.1f}" for t in (one, *others)] + [f"{gain:.2f}" for gain in gains[-1]]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for count, gain in zip(counts[1:], zip(*gains, strict=True), strict=True):
+        mean = math.exp(statistics.fmean(map(math.log, gain)))
+        least = min(gain)
+        lines += ["", f"{count} devices: geometric mean {mean:.2f}, least {least:.2f}."]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="1 first")
+    parser.add_argument("--seconds", type=float, default=10, help="for each row")
+    parser.add_argument("--scale", type=float, default=1, help="times the work; else write nothing")
+    parser.add_argument("--odd", type=int, default=0, help="items more, which no device divides")
+    given = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(given.devices))
+    found: dict[str, list[float]] = {}
+    for row in rows(given.scale, given.odd):
+        found[row.name] = measure(row, given.devices, given.seconds)
+        shown = ", ".join(f"{t * 1e3:.1f}" for t in found[row.name])
+        print(f"{row.name}: {shown} ms", flush=True)
+    counts = " ".join(map(str, given.devices))
+    command = f"python benchmarks/devices.py --devices {counts} --seconds {given.seconds:g}"
+    text = report(
+        found, given.devices, command + (f" --odd {given.odd}" * bool(given.odd)), given.odd
+    )
+    print(text)
+    if given.scale == 1:
+        path = RESULTS.with_stem("devices-odd") if given.odd else RESULTS
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
