@@ -41,6 +41,7 @@ class Options:
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
     shards: Shards = None
+    lockstep: bool = True
 
 
 class Scoped(TypedDict, total=False):
@@ -50,6 +51,7 @@ class Scoped(TypedDict, total=False):
     memory_limit: int | str | None
     checkpoint: bool
     progress: bool | str | Callable[[int, int], object]
+    lockstep: bool
 
 
 class Given(Scoped, total=False):
@@ -103,6 +105,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "compiler_options": _compiler_options,
     "progress": checked_progress,
     "shards": checked_shards,
+    "lockstep": functools.partial(check_bool, name="lockstep"),
 }
 
 
@@ -171,7 +174,7 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint, progress
+    chunk_size, memory_limit, checkpoint, progress, lockstep
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 

@@ -41,12 +41,16 @@ from rankax._devices.find import find_parts, is_spread, on_mesh
 from rankax._devices.parts import Parts
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
+from rankax._lockstep.call import check_lanes, most_lanes
+from rankax._lockstep.machine import cut_program
+from rankax._loop.reuse import is_eager
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
-from rankax._plan.nesting import Nesting
+from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import progress_of_call
 from rankax._reduce.run import Reduced, Reductions
+from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, has_order
 
 __all__ = ["parts_of", "plan_of", "prepare", "run"]
@@ -61,6 +65,7 @@ class Prepared(NamedTuple):
     item: ItemProgram | None = None  # the traced kernel, if there is a loop
     parts: tuple[Parts, ...] = ()
     memory: MemoryFit | None = None
+    chunks: Nesting | None = None  # the plan in lockstep, if items end by themselves
 
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
@@ -85,6 +90,9 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
             by_index=bool(ready.parts),
         )
         leaves = [bound.leaves[i] for i in ready.whole.mapped]
+        if ready.chunks is not None:
+            chunks = nest_of(ready.chunks, ready.whole.mapped, ready.options)
+            return _in_lanes(nest, chunks, ready.item, leaves, options.reduce)
         if ready.parts:
             return _over_parts(nest, ready.item, leaves, layout, options.reduce)
         return _walk(nest, ready.item, leaves, options.reduce)
@@ -121,7 +129,8 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if options.memory_limit is not None:
         options = dataclasses.replace(options, memory_limit=None)
     planned = bound.plan(options)
-    if not parts and limited.memory_limit is None and not any(planned.loops):
+    is_short = not any(planned.loops) and options.lockstep
+    if not parts and limited.memory_limit is None and is_short:
         return Prepared(planned, options, planned)
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
     if not whole.plan.levels or not whole.plan.evaluations:
@@ -134,11 +143,18 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
         parts, part = (), bound
     compiler_options = dict(options.compiler_options or ())
     tile = best_tile(item.closed) if tiles_matter(compiler_options) else None
+    ends = () if options.lockstep else cut_program(item.closed).ends
     memory = None
     if limited.memory_limit is not None:
-        memory = _fit(part, limited, whole.mapped, item, tile)
+        memory = _fit(part, limited, whole.mapped, item, tile, ends)
         options = dataclasses.replace(options, chunk_size=memory.chunk_size)
     planned = part.plan(options, tile)
+    if ends:
+        check_lanes(item, len(parts))
+        lanes = plan_lanes(whole, options.chunk_size or most_lanes(), ends)
+        return Prepared(lanes, options, whole, item, (), memory, planned)
+    if not options.lockstep:
+        planned, whole = unparted(planned), unparted(whole)
     # Without loops, several reduced axes become one, along which parts need not be contiguous.
     if not any(planned.loops) and not (parts and len(whole.plan.reduced) > 1):
         # Each device evaluates all of its items at once.
@@ -193,6 +209,29 @@ def _walk(
     return nest.reduce(item.in_tree, leaves, reductions, where=item.where).assembled()
 
 
+def _in_lanes(
+    lanes: Nest,
+    chunks: Nest,
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    reductions: Reductions | None,
+) -> Any:
+    """Evaluate a call whose items end by themselves; derivative rules around a loop count."""
+
+    def walk(nest: Nest) -> Callable[..., Any]:
+        return lambda consts, leaves: _walk(nest, item.with_constants(consts), leaves, reductions)
+
+    arrays = list(item.closed.consts), list(leaves)
+    kept = cut_program(item.closed, keep_rules=True).ends
+    # Scans and branches have a reverse pass in lockstep.
+    has_loop = any(end.startswith("while") for end in kept)
+    is_same = has_loop and kept == cut_program(item.closed).ends
+    if is_same or is_eager([*arrays[0], *leaves]):
+        return walk(lanes)(*arrays)
+    other = lanes.keeping_rules() if has_loop else chunks
+    return call_with_derivative_of(walk(other), walk(lanes), *arrays)
+
+
 def _over_parts(
     nest: Nest,
     item: ItemProgram,
@@ -222,6 +261,7 @@ def _fit(
     inputs: tuple[int, ...],
     item: ItemProgram,
     tile: int | None,
+    ends: Sequence[str],
 ) -> MemoryFit:
     """Return the chunk size that meets the memory limit, with its measurements."""
     limit = options.memory_limit
@@ -229,6 +269,8 @@ def _fit(
     options = dataclasses.replace(options, memory_limit=None)
 
     def plan(chunk_size: int | None, tile: int | None = None) -> Nesting:
+        if ends and chunk_size is not None:
+            return plan_lanes(plan(None), chunk_size, ends)
         return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tile)
 
     loose = plan(None)

@@ -100,6 +100,7 @@ def auto_vmap(
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     shards: int | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -166,6 +167,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         With ``chunk_size`` or ``memory_limit``: the mesh axes along which the batch is sharded, or
         the number of parts of its axis 0. Needed only inside your own `jax.jit`, where the sharding
         cannot be read. 1: evaluate the batch as one. See Notes.
+    lockstep : bool, default True
+        With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
+        slowest one needs, and both branches of a ``cond`` run. ``False``: each item ends by itself.
+        ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a lane
+        whose item has ended takes the next one. If no loop depends on the item, nothing changes.
+        See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
@@ -238,6 +245,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     call JAX; an exception in it ends the call. The bar is closed when the call fails; inside your
     own `jax.jit`, when the next call with the same label begins. Only the first of several
     processes shows it. Pass the same function at each call, because a new one compiles anew.
+
+    *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
+    those of the call in lockstep, up to rounding, and so is the number of each item for reductions
+    and for keys that are split. `jax.jvp` works; the reverse pass works only where each such loop
+    is inside a function with its own derivative rule, and then takes the time of the call in
+    lockstep. The batch must not be sharded, and the kernel has no ordered effects.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own

@@ -31,6 +31,7 @@ def chunked_reduce(
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     shards: int | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
@@ -68,6 +69,9 @@ def chunked_reduce(
         The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
         along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
         be read. 1: evaluate the axis as one. See Notes.
+    lockstep : bool, default True
+        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item. See
+        `auto_vmap`.
 
     Returns
     -------
@@ -122,6 +126,7 @@ def chunked_reduce(
         memory_limit=memory_limit,
         progress=progress,
         shards=shards,
+        lockstep=lockstep,
     )
     options = dataclasses.replace(options, reduce=read_reductions(reduction, where))
     axes = checked_axes(where, in_axes, axis_size)

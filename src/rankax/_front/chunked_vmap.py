@@ -30,6 +30,7 @@ def chunked_vmap(
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     shards: int | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -74,6 +75,9 @@ def chunked_vmap(
         The number of parts that the mapped axis has, each on a device of its own, or the mesh axes
         along which it is sharded. Needed only inside your own `jax.jit`, where the sharding cannot
         be read. 1: evaluate the axis as one. See Notes.
+    lockstep : bool, default True
+        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item.
+        ``chunk_size`` lanes take the next item when theirs has ended. See `auto_vmap`.
 
     Returns
     -------
@@ -145,6 +149,7 @@ def chunked_vmap(
         memory_limit=memory_limit,
         progress=progress,
         shards=shards,
+        lockstep=lockstep,
     )
     axes = checked_axes(where, in_axes, axis_size, out_axes, axis_name)
 

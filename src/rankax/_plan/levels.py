@@ -34,6 +34,8 @@ class Level:
         For each ranked leaf, whether this level maps it; the others are passed whole.
     reduced : bool
         Whether the items along this level are reduced.
+    in_lanes : bool
+        Whether the items along this level end by themselves.
     """
 
     size: int
@@ -41,6 +43,7 @@ class Level:
     axes: tuple[int, ...]
     mapped: tuple[bool, ...]
     reduced: bool = False
+    in_lanes: bool = False
 
     @property
     def steps(self) -> int:
