@@ -53,6 +53,8 @@ def run(name, kind, devices):
         slow("reductions_send_once", "Auto", 4),
         ("nan_survives_the_merge", "Auto", 4),
         ("a_part_may_be_masked", "Auto", 4),
+        ("some_items_count", "Auto", 4),
+        slow("some_items_count", "Explicit", 4),
         ("narrow_floats_are_merged_wide", "Auto", 4),
         ("memory_of_a_device_does_not_grow", "Auto", 4),
         ("other_ways_to_map", "Auto", 4),

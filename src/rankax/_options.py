@@ -23,7 +23,7 @@ from rankax._base.words import listed
 from rankax._devices.find import Shards, checked_shards
 from rankax._plan.budget import checked_limit
 from rankax._progress.bars import checked_progress
-from rankax._reduce.run import Reductions, read_reductions
+from rankax._reduce.run import Reductions, checked_where, read_reductions
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "options_of", "resolve"]
 
@@ -36,11 +36,16 @@ class Options:
     memory_limit: int | str | None = None
     reduce: Reductions | None = None
     reduce_axis: int | tuple[int, ...] | None = None
+    where: str | int | None = None
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
     shards: Shards = None
+
+    def __post_init__(self) -> None:
+        if self.where is not None and self.reduce is not None:
+            object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
 
 
 class Scoped(TypedDict, total=False):
@@ -57,6 +62,7 @@ class Given(Scoped, total=False):
 
     reduce: Any
     reduce_axis: int | Sequence[int] | None
+    where: str | int | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
     shards: int | PartitionSpec | None
@@ -98,6 +104,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "memory_limit": checked_limit,
     "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
+    "where": checked_where,
     "checkpoint": functools.partial(check_bool, name="checkpoint"),
     "jit": functools.partial(check_bool, name="jit"),
     "compiler_options": _compiler_options,
@@ -129,7 +136,7 @@ def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def options_of(where: str, **values: Any) -> Options:
+def options_of(where: str, /, **values: Any) -> Options:
     """Return the options of a function that takes them as parameters; refuse a wrong value."""
     return Options(**checked_options(values, where))
 
@@ -140,6 +147,8 @@ def check_together(options: Options, where: str) -> None:
         raise TypeError(
             f"{where}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
         )
+    if options.where is not None and options.reduce is None:
+        raise TypeError(f"{where}: where={options.where!r} needs reduce, by what to reduce")
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "

@@ -234,7 +234,7 @@ class _BlockCall:
         if count < 2**31 or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
             return
         for reduction in reductions.entries:
-            if reduction.numbers_items:
+            if reduction.numbers_items or reduction.where is not None:
                 raise ValueError(
                     f"{self.where}: {reduction.name} numbers its items, and {count} of them need "
                     '64 bits; call jax.config.update("jax_enable_x64", True) first'

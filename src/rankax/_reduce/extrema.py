@@ -17,10 +17,10 @@ from rankax._reduce.states import Accumulator, State, concatenated, fill
 
 __all__ = [
     "Arg",
-    "DelayedArg",
     "Top",
     "best_keys",
     "first_k",
+    "if_found",
     "no_index",
     "renumbered",
     "sort_key",
@@ -36,8 +36,13 @@ def no_index(dtype: Any) -> Any:
 def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Return the places of indices, leaving `no_index` in place of no item."""
     placed = place(index)
-    none = scalar(no_index(placed.dtype), placed.dtype)
-    return jnp.where(index == no_index(index.dtype), none, placed)
+    return if_found(index, placed, no_index(placed.dtype))
+
+
+def if_found(index: jax.Array, value: jax.Array, otherwise: Any) -> jax.Array:
+    """Return ``value``, or something else where the index is that of no item."""
+    is_item = index != scalar(no_index(index.dtype), index.dtype)
+    return jnp.where(is_item, value, scalar(otherwise, value.dtype))
 
 
 def worst_value(dtype: Any, *, largest: bool) -> Any:
@@ -91,35 +96,7 @@ class Arg(Accumulator):
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         value, index = state
-        return value, place(index)
-
-
-@dataclasses.dataclass(frozen=True)
-class DelayedArg(Arg):
-    """`Arg` that compares each tile in the next step, from the carry of the loop.
-
-    `Arg.step` uses the items twice, for the value and for the index. XLA:CPU (JAX 0.7 to 0.12) can
-    fuse a kernel of one operand into both, and so evaluates it twice; it drops an optimization
-    barrier before it fuses. The carry is an array in memory, which is computed once. It costs about
-    as much as a cheap kernel, so `Row` delays expensive ones only. On one core, the loop takes 0.66
-    times as long for ``jnp.sin``, and 1.05 for the haversine formula, which is not fused twice.
-    Test: ``test_an_expensive_kernel_is_evaluated_once``.
-    """
-
-    def start(self, lanes: int) -> State:
-        # No item is worse than those of the tile before the first.
-        best, at = super().start(lanes)
-        return (best, at), best, scalar(0, self.index_dtype)
-
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        return self._compared(state), tile, lax.index_in_dim(index, 0, keepdims=False)
-
-    def join(self, state: State) -> State:
-        return super().join(self._compared(state))
-
-    def _compared(self, state: State) -> State:
-        before, tile, first = state
-        return super().step(before, tile, first + counted(tile.shape[-1], self.index_dtype))
+        return value, renumbered(index, place)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ defines it, and its accumulator unless one of `states.py` or `extrema.py` fits; 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -44,9 +45,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from rankax._reduce.row import Row
-from rankax._reduce.states import Accumulation, Accumulator, Storage, in_a_row
+from rankax._reduce.row import Row, index_dtype
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Storage, in_a_row
 
 __all__ = [
     "EachLeaf",
@@ -55,6 +57,8 @@ __all__ = [
     "Outputs",
     "Place",
     "Reduction",
+    "Several",
+    "counting",
     "dtype_of",
     "wide",
 ]
@@ -70,6 +74,7 @@ class Outputs(NamedTuple):
     structure: Any
     avals: tuple[Any, ...]  # of the leaves
     first: int  # the position of the first leaf among all outputs
+    mask: int | None = None  # the position of the output that says whether an item counts
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -81,10 +86,20 @@ class MisfitError(Exception):
     """A reduction does not fit an output; the caller adds the kernel's name."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reduction:
-    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`."""
+    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`.
 
-    name: str = ""
+    Parameters
+    ----------
+    where : str or int, optional
+        The key, field or index of the output that says whether an item counts, as in `auto_vmap`.
+        None: every item counts.
+    """
+
+    where: str | int | None = dataclasses.field(default=None, kw_only=True)
+
+    name = ""
 
     #: Whether the outputs are kept, not reduced.
     is_kept = False
@@ -100,6 +115,19 @@ class Reduction:
 
     #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
     is_sum = False
+
+    @property
+    def label(self) -> str:
+        """The name, and which items count."""
+        return self.name if self.where is None else f"{self.name} where {self.where!r}"
+
+    def of_items(self, where: str | int | None) -> Reduction:
+        """Return the same for the items that count; its own ``where`` comes first."""
+        if self.is_kept or self.where is not None:
+            return self
+        changed = copy.copy(self)
+        vars(changed)["where"] = where  # a frozen dataclass refuses an assignment
+        return changed
 
     def lifted(self, out: Any) -> Any:
         """Convert the output of one item to what is folded."""
@@ -173,10 +201,50 @@ class Keep(Reduction):
         return state
 
 
+@dataclasses.dataclass(frozen=True, init=False)
+class Several(Reduction):
+    """More than one reduction of the same output, in one pass.
+
+    ``Several("min", "argmin")`` returns a tuple, ``Several(least="min", at="argmin")`` a dict. Each
+    item is evaluated once.
+
+    Parameters
+    ----------
+    *reductions, **named : str or Reduction
+        Names or objects, as ``reduce`` takes them.
+    where : str or int, optional
+        As in `auto_vmap`, for those that have none of their own.
+    """
+
+    reductions: tuple[Any, ...]
+    keys: tuple[str, ...]
+
+    def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:
+        if bool(reductions) == bool(named):
+            raise TypeError(
+                "Several takes reductions, all by position or all by name: "
+                'Several("min", "argmin") or Several(least="min", at="argmin")'
+            )
+        keys = tuple(sorted(named))
+        entries = reductions or tuple(named[key] for key in keys)
+        for entry in entries:
+            if entry is None or isinstance(entry, Several):
+                raise TypeError(
+                    f"Several takes names and objects of rankax.reductions, got {entry!r}"
+                )
+        # Into the dict, because a frozen dataclass refuses assignments.
+        vars(self).update(where=where, keys=keys, reductions=entries)
+
+
 def wide(dtype: Any) -> Any:
     """Return the dtype in which floats of less than 32 bits are accumulated."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def counting(mask: int, size: int) -> Accumulation:
+    """Return what counts the items that count."""
+    return Accumulation(mask, Elementwise((), index_dtype(size), 0, lax.add, jnp.sum))
 
 
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
@@ -195,7 +263,7 @@ class EachLeaf(Reduction):
         """Return the accumulator of one leaf, for a row of ``size`` items."""
         raise NotImplementedError
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         """Return the result of one leaf."""
         raise NotImplementedError
 

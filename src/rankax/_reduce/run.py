@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from rankax._base.functions import function_location
 from rankax._base.trees import (
     check_outputs,
     leaves_with_names,
-    spread_prefix,
     subtrees_with_entries,
 )
 from rankax._base.words import listed
@@ -25,14 +25,22 @@ from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
-from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
+from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.row import Row, evaluates_functions
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
+from rankax._reduce.where import find_mask, fold_masked, masked_row, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
 
-__all__ = ["Reduced", "Reductions", "RowProgram", "read_reductions", "reduce_row"]
+__all__ = [
+    "Reduced",
+    "Reductions",
+    "RowProgram",
+    "checked_where",
+    "read_reductions",
+    "reduce_row",
+]
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -43,13 +51,22 @@ BY_NAME: dict[str, Reduction] = {
 }
 
 
-def _is_entry(node: Any) -> bool:
-    return isinstance(node, Reduction)
+class _Place(NamedTuple):
+    """The reductions of the same output."""
+
+    entries: tuple[Reduction, ...]
+
+
+def _is_place(node: Any) -> bool:
+    return isinstance(node, _Place)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
     """The argument ``reduce``: a tree of reductions.
+
+    ``entries`` has all of them, and ``structure`` is that of the results. The tree that was given
+    is ``tree``, with one or several entries in each of its ``places``.
 
     ``of_run`` is the number of items in all runs if each row is only one run; `reduce_row` then
     returns states for `merge.py`. None: rows are whole.
@@ -57,16 +74,23 @@ class Reductions:
 
     entries: tuple[Reduction, ...]
     structure: Any
+    tree: Any
+    places: tuple[int, ...]
     of_run: int | None = None
 
-    @property
-    def prefix(self) -> Any:
-        """The tree of the entries."""
-        return self.structure.unflatten(self.entries)
+    def spread(self, out: Any) -> Iterator[tuple[str, Any, Sequence[Reduction]]]:
+        """Yield the name of each subtree of an item's output, the subtree, and its entries."""
+        entries = iter(self.entries)
+        places = [_Place(tuple(itertools.islice(entries, count))) for count in self.places]
+        prefix = self.tree.unflatten(places)
+        for path, tree, place in subtrees_with_entries(
+            prefix, out, "output", is_entry=_is_place, what="reduction"
+        ):
+            yield path, tree, place.entries
 
     def of_outputs(self, out: Any) -> list[Reduction]:
-        """Return the entry of each leaf of the output of an item."""
-        return spread_prefix(self.prefix, out, "output", is_entry=_is_entry, what="reduction")
+        """Return an entry of each leaf of the output of an item."""
+        return [entries[0] for _, tree, entries in self.spread(out) for _ in jax.tree.leaves(tree)]
 
     def for_runs(self, size: int, *, over_devices: bool = False) -> Reductions:
         """Return the same for runs of ``size`` items."""
@@ -75,13 +99,18 @@ class Reductions:
             entries = tuple(entry.over_devices() for entry in entries)
         return dataclasses.replace(self, entries=entries, of_run=size)
 
+    def of_items(self, where: str | int) -> Reductions:
+        """Return the same for the items that count."""
+        entries = tuple(entry.of_items(where) for entry in self.entries)
+        return dataclasses.replace(self, entries=entries)
+
     @property
     def are_ordered(self) -> bool:
         """Whether one of them takes the items in order."""
         return any(entry.is_ordered for entry in self.entries)
 
     def __str__(self) -> str:
-        return listed(list(dict.fromkeys(entry.name for entry in self.entries)))
+        return listed(list(dict.fromkeys(entry.label for entry in self.entries)))
 
 
 def read_reductions(value: Any, where: str) -> Reductions:
@@ -93,17 +122,39 @@ def read_reductions(value: Any, where: str) -> Reductions:
     where : str
         The name of the called function, for errors.
     """
-    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
-    entries = tuple(_reduction(leaf, where) for leaf in leaves)
+    leaves, tree = jax.tree.flatten(value, is_leaf=lambda node: node is None)
+    parts = [_parts(leaf, where) for leaf in leaves]
+    entries, structure = jax.tree.flatten(tree.unflatten(parts))
     if all(entry.is_kept for entry in entries):
         raise ValueError(f"{where}: reduce names no reduction, got {value!r}")
-    return Reductions(entries, structure)
+    places = tuple(len(jax.tree.leaves(part)) for part in parts)
+    return Reductions(tuple(entries), structure, tree, places)
+
+
+def checked_where(value: Any, where: str) -> str | int | None:
+    """Return the name of a mask; refuse anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
+        raise TypeError(
+            f"{where}: where must be the key, field or index of an output, got "
+            f"{type(value).__name__} {value!r}"
+        )
+    return value
+
+
+def _parts(leaf: Any, where: str) -> Any:
+    """Return a reduction, or a tuple or dict of several."""
+    if not isinstance(leaf, Several):
+        return _reduction(leaf, where)
+    mask = checked_where(leaf.where, where)
+    parts = [_reduction(part, where).of_items(mask) for part in leaf.reductions]
+    return dict(zip(leaf.keys, parts, strict=True)) if leaf.keys else tuple(parts)
 
 
 def _reduction(leaf: Any, where: str) -> Reduction:
     if leaf is None:
         return Keep()
     if isinstance(leaf, Reduction):
+        checked_where(leaf.where, where)
         return leaf
     if isinstance(leaf, type) and issubclass(leaf, Reduction):
         raise TypeError(
@@ -211,22 +262,25 @@ class RowProgram(NamedTuple):
         """Trace the kernel for one item, and check that its outputs can be reduced."""
         avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
         avals += [with_shape(PLACE, ()) for spec in specs if spec.numbered]
-        traces: list[list[tuple[str, Any]]] = []
+        traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
 
         def lifted(*items: Any) -> list[Any]:
             out = fun(*items)
             check_outputs(fun, out)
-            traces.append(_by_reduction(where, out, reductions))
-            return jax.tree.leaves([tree for _, tree in traces[-1]])
+            pairs, masks = _by_reduction(where, out, reductions)
+            traces.append((pairs, list(masks)))
+            return [*jax.tree.leaves([tree for _, tree in pairs]), *masks.values()]
 
         closed = jax.make_jaxpr(lifted)(*avals)
         outputs: list[Outputs] = []
-        first = 0
-        for path, tree in traces[-1]:
+        pairs, masks = traces[-1]
+        first, end = 0, len(closed.out_avals) - len(masks)
+        for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
             structure = jax.tree.structure(tree)
             outs = closed.out_avals[first : first + structure.num_leaves]
             names = tuple(name for name, _ in leaves_with_names(tree, path))
-            outputs.append(Outputs(path, names, structure, tuple(outs), first))
+            mask = None if entry.where is None else end + masks.index(entry.where)
+            outputs.append(Outputs(path, names, structure, tuple(outs), first, mask))
             first += structure.num_leaves
         program = cls(
             apart_from_constants(closed, avals),
@@ -254,20 +308,22 @@ class RowProgram(NamedTuple):
                 reduction.check(outputs, size)
             except MisfitError as error:
                 raise ValueError(
-                    f"{where}: it cannot be reduced by {reduction.name}: {error}"
+                    f"{where}: it cannot be reduced by {reduction.label}: {error}"
                 ) from None
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """Return one value for each reduction of a row: its result, or its state."""
         row = self._row(self.consts, leaves)
-        if self.reductions.of_run is None and (row.is_whole or not row.size):
+        has_masks = any(outputs.mask is not None for outputs in self.outputs)
+        is_at_once = not has_masks and (row.is_whole or not row.size)
+        if self.reductions.of_run is None and is_at_once:
             outs = row.whole()
             return [
                 reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
                 for reduction, outputs in self._each()
             ]
         is_linear = all(reduction.is_linear for reduction in self.reductions.entries)
-        if is_linear or is_eager([*leaves, *self.consts]):
+        if (is_linear and not has_masks) or is_eager([*leaves, *self.consts]):
             return self._fold(self.consts, leaves)
         differentiable = functools.partial(self._fold, differentiable=True)
         return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
@@ -281,26 +337,39 @@ class RowProgram(NamedTuple):
     ) -> list[Any]:
         """Fold all reductions in one loop.
 
-        To differentiate them, that loop folds the linear ones; the others are folded one by one.
+        To differentiate them, one loop for each mask folds the linear ones; the others are folded
+        one by one.
         """
         row = self._row(consts, leaves)
         pairs = self._each()
-        in_loop = [reduction.is_linear or not differentiable for reduction, _ in pairs]
-        groups = [
-            reduction.accumulations(outputs, row.size) if is_in_loop else []
-            for (reduction, outputs), is_in_loop in zip(pairs, in_loop, strict=True)
-        ]
-        steps = [step for group in groups for step in group]
-        folded = iter(row.fold(steps) if any(in_loop) else ())
+        rows: dict[int | None, Row] = {None: row}
+        if differentiable:
+            for mask in {outputs.mask for outputs in self.outputs if outputs.mask is not None}:
+                rows[mask] = masked_row(self._row, consts, leaves, mask)
+        states: dict[int, Any] = {}
+        for mask, own in rows.items():
+            groups = {
+                i: reduction.accumulations(outputs, row.size)
+                for i, (reduction, outputs) in enumerate(pairs)
+                if not differentiable or (reduction.is_linear and outputs.mask == mask)
+            }
+            steps = [step for group in groups.values() for step in group]
+            masks = [
+                None if differentiable else pairs[i][1].mask
+                for i, group in groups.items()
+                for _ in group
+            ]
+            folded = iter(fold_masked(own, steps, masks) if groups else ())
+            for i, group in groups.items():
+                reduction, outputs = pairs[i]
+                states[i] = reduction.partial(outputs, own, [next(folded) for _ in group])
         values: list[Any] = []
-        for (reduction, outputs), group, is_in_loop in zip(pairs, groups, in_loop, strict=True):
-            if is_in_loop:
-                state = reduction.partial(outputs, row, [next(folded) for _ in group])
-            else:
-                state = reduction.differentiable(outputs, row)
+        for i, (reduction, outputs) in enumerate(pairs):
+            if i not in states:
+                states[i] = reduction.differentiable(outputs, rows[outputs.mask])
             if self.reductions.of_run is None:
-                state = reduction.finish_state(outputs, state, row.size)
-            values.append(state)
+                states[i] = reduction.finish_state(outputs, states[i], row.size)
+            values.append(states[i])
         return values
 
 
@@ -312,17 +381,29 @@ def _item_aval(leaf: Any, number: int, specs: Sequence[LoopSpec]) -> jax.ShapeDt
     return with_shape(aval, aval.shape)
 
 
-def _by_reduction(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
-    """Split the output of an item by reduction, and lift it."""
+def _by_reduction(
+    where: str, out: Any, reductions: Reductions
+) -> tuple[list[tuple[str, Any]], dict[Any, Any]]:
+    """Split the output of an item by reduction, and lift it; return the masks, too."""
+    named: dict[Any, tuple[str, Any]] = {}
     try:
-        pairs = list(
-            subtrees_with_entries(
-                reductions.prefix, out, "output", is_entry=_is_entry, what="reduction"
-            )
-        )
-    except ValueError as error:
+        for entry in reductions.entries:
+            if entry.where is not None:
+                named[entry.where] = find_mask(out, entry.where)
+    except MisfitError as error:
         raise ValueError(f"{where}: {error}") from None
-    return [(path, entry.lifted(tree)) for path, tree, entry in pairs]
+    try:
+        triples = list(reductions.spread(out))
+    except ValueError as error:
+        is_tuple = "is a tuple of" in str(error)
+        hint = "; for more than one reduction of an output, use rankax.reductions.Several"
+        raise ValueError(f"{where}: {error}{hint if is_tuple else ''}") from None
+    pairs: list[tuple[str, Any]] = []
+    for path, tree, entries in triples:
+        for entry in entries:
+            own = without(tree, path, named[entry.where][0]) if entry.where in named else tree
+            pairs.append((path, entry.lifted(own)))
+    return pairs, {key: mask for key, (_, mask) in named.items()}
 
 
 def _check_numbers(outputs: Outputs) -> None:

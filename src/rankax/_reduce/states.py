@@ -115,13 +115,13 @@ class Accumulation:
 class Storage:
     """An output that is kept whole. Its tiles leave the loop as rows, and nothing is carried."""
 
-    output: int
+    outputs: int
 
     def start(self, lanes: int) -> None:
         return None
 
     def step(self, state: None, outs: list[Any], index: jax.Array) -> tuple[None, Any]:
-        return state, outs[self.output]
+        return state, outs[self.outputs]
 
     def step_merge(self, state: None, new: State, offset: jax.Array) -> tuple[None, Any]:
         return state, new

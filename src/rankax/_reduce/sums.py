@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, wide
+from rankax._base.arrays import scalar
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, counting, dtype_of, wide
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import (
     Accumulation,
@@ -21,7 +22,6 @@ from rankax._reduce.states import (
     LogSumExpOf,
     MomentsOf,
     Ordered,
-    fill,
 )
 from rankax._trace.derivatives import has_tangent
 
@@ -32,6 +32,28 @@ def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     """Sum the only output of a row; as a state, which has one lane."""
     accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
     return row.fold([Accumulation(0, accumulator, aval.shape)])[0]
+
+
+def _shared(total: jax.Array, count: Any) -> jax.Array:
+    """Divide by a number of items."""
+    return total / (count if isinstance(count, int) else count.astype(total.dtype))
+
+
+class _Average(EachLeaf):
+    """A reduction that divides by the number of items; with a mask, that is its last state."""
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        count = [] if outputs.mask is None else [counting(outputs.mask, size)]
+        return [*super().accumulations(outputs, size), *count]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        count = [] if outputs.mask is None else [lax.expand_dims(row.count, (0,))]
+        return [*super().differentiable(outputs, row), *count]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
+        if outputs.mask is not None:
+            *state, (size,) = state
+        return super().finish_state(outputs, state, size)
 
 
 class _Accumulated(EachLeaf):
@@ -49,7 +71,7 @@ class _Accumulated(EachLeaf):
         dtype = wide(self.dtype(aval))
         return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         return state[..., 0].astype(self.dtype(aval))
 
 
@@ -64,14 +86,14 @@ class Sum(_Accumulated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean(Sum):
+class Mean(_Average, Sum):
     """`jax.numpy.mean`."""
 
     name = "mean"
     function = staticmethod(jnp.mean)
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
-        return super().result(state / size, aval, size)
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        return super().result(_shared(state, size), aval, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +154,7 @@ class LogSumExp(_Continuous):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         return LogSumExpOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         largest, total = (x[..., 0] for x in state)
         return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
 
@@ -156,7 +178,7 @@ class MomentsResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments(_Continuous):
+class Moments(_Average, _Continuous):
     """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
 
     No large numbers are subtracted from each other. A derivative takes two passes.
@@ -172,25 +194,32 @@ class Moments(_Continuous):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        mean = mean if size else jnp.full_like(mean, jnp.nan)
-        variance = (squares / size).astype(dtype_of(jnp.var, aval))
+        is_none = size == 0 if isinstance(size, int) else size == scalar(0, size.dtype)
+        mean = jnp.where(is_none, scalar(jnp.nan, mean.dtype), mean)
+        variance = _shared(squares, size).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: [outs[position].astype(dtype)])
-        mean = _sum(values, aval, dtype)[..., 0] / row.size
+        # The mean of no items is 0 in a state, as at the start of a loop.
+        count = row.count if isinstance(row.count, int) else jnp.maximum(row.count, 1)
+        mean = _shared(_sum(values, aval, dtype)[..., 0], count)
 
         def square(outs: list[jax.Array]) -> list[jax.Array]:
             off = outs[0] - mean
             return [jnp.real(off * jnp.conj(off))]
 
         squares = _sum(values.then(square), aval, real)
-        return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
+        return (
+            lax.expand_dims(jnp.asarray(row.count, real), (0,)),
+            lax.expand_dims(mean, (mean.ndim,)),
+            squares,
+        )
 
 
-def _count(size: int) -> jax.Array:
-    return jnp.asarray(size, index_dtype(size))
+def _count(size: Any) -> jax.Array:
+    return jnp.asarray(size, index_dtype(size)) if isinstance(size, int) else size

@@ -23,6 +23,7 @@ from rankax._reduce.extrema import (
     Top,
     best_keys,
     first_k,
+    if_found,
     no_index,
     renumbered,
     sort_key,
@@ -66,7 +67,8 @@ class _ArgExtremum(_Compared):
         return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
-        return state[1][..., 0].astype(dtype_of(jnp.argmin, aval))
+        index = state[1][..., 0]
+        return if_found(index, index, -1).astype(dtype_of(jnp.argmin, aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +91,11 @@ class ArgMin(_ArgExtremum):
 class _Extremum(_Compared):
     arg: _ArgExtremum  # finds its index
 
+    def _worst(self, aval: Any) -> Any:
+        return worst_value(aval.dtype, largest=self.arg.largest)
+
     def accumulator(self, aval: Any, size: int) -> Accumulator:
-        worst = worst_value(aval.dtype, largest=self.arg.largest)
+        worst = self._worst(aval)
         combine = lax.max if self.arg.largest else lax.min
         return Elementwise(aval.shape, aval.dtype, worst, combine, type(self).function)
 
@@ -117,6 +122,7 @@ class _Extremum(_Compared):
             return super().differentiable_leaf(aval, row, position)
         _, index = self.arg.differentiable_leaf(aval, row, position)
         picked = row.pick(index[..., 0], position)
+        picked = if_found(index[..., 0], picked, self._worst(aval))
         return lax.expand_dims(picked, (picked.ndim,))
 
 
@@ -172,7 +178,7 @@ class TopK(_Compared):
         return f"TopK({self.k}{_if_largest(self.largest)})"
 
     def over_devices(self) -> Reduction:
-        return _TopKOverDevices(self.k, self.largest)
+        return _TopKOverDevices(self.k, self.largest, where=self.where)
 
     def check(self, outputs: Outputs, count: int) -> None:
         super().check(outputs, count)
@@ -220,7 +226,14 @@ class TopK(_Compared):
         return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
 
     def finish_state(self, outputs: Outputs, state: list[TopKResult], size: int) -> Any:
-        return state
+        if outputs.mask is None:
+            return state
+
+        def result(values: Any, indices: Any) -> TopKResult:
+            worst = worst_value(values.dtype, largest=self.largest)
+            return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
+
+        return [result(*own) for own in state]
 
 
 class _TopKOverDevices(TopK):
@@ -317,8 +330,12 @@ class Best(Reduction):
         return best, [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        _, outs = state
-        return outs
+        index, outs = state
+        if outputs.mask is None:
+            return outs
+        number = self._number(outputs)
+        worst = worst_value(outs[number].dtype, largest=self.largest)
+        return [if_found(index, x, worst if i == number else 0) for i, x in enumerate(outs)]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         states = row.fold_constants(self.accumulations(outputs, row.size))
