@@ -195,7 +195,11 @@ def eager_calls_see_how_arrays_lie(mesh):
     assert len(programs) > before
 
 
-FOLD = rd.Fold(jnp.float32(1), lambda y: 1 + y / 9, lambda a, b: a * b)
+FOLD = rd.Fold(
+    (jnp.float32(1), jnp.float32(0)),
+    lambda y: (1 + y / 9, y),
+    lambda first, second: (first[0] * second[0], first[1] + second[1]),
+)
 USUAL = [("sum", scalar), ("max", scalar), (rd.TopK(3), scalar)]
 OTHERS = [
     *((name, scalar) for name in ("mean", "min", "logsumexp", rd.Moments(), FOLD)),

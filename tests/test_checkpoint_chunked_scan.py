@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from helpers import assert_same, is_checkpoint, primitives, slow
+from helpers import assert_same, is_checkpoint, primitives, slow, temporary_bytes
 from rankax import checkpoint_chunked_scan
 from scan_cases import (
     TRANSFORMATIONS,
@@ -34,12 +34,13 @@ sizes = st.integers(1, 23)
 
 @given(
     length=st.integers(0, 20),
-    chunk_size=st.none() | sizes | st.lists(sizes, min_size=1, max_size=3),
+    chunk_size=st.just("sqrt") | st.none() | sizes | st.lists(sizes, min_size=1, max_size=3),
     reverse=st.booleans(),
     unroll=st.booleans() | st.integers(0, 5),
     with_xs=st.booleans(),
 )
 @example(19, 4, False, 1, True)  # a prime length
+@example(19, "sqrt", True, 1, True)
 @example(19, [7, 3], True, 2, True)
 @example(20, [3, 7, 2], False, 1, True)  # an inner chunk longer than the outer one
 def test_any_chunk_size_is_scan(length, chunk_size, reverse, unroll, with_xs):
@@ -105,6 +106,8 @@ def chunk_lengths(fun, *args):
         # Nothing near 10 divides 101: ten chunks of 10 and one of 1.
         (101, 10, [(10, [("checkpoint", [(10, [])])]), ("checkpoint", [(1, [])])]),
         (24, (12, 4), [(2, [("checkpoint", [(3, [("checkpoint", [(4, [])])])])])]),
+        (25, "sqrt", [(5, [("checkpoint", [(5, [])])])]),
+        (1, "sqrt", [("checkpoint", [(1, [])])]),
         # An inner checkpoint around all of an outer one would only cost time.
         (24, (12, 12), [(2, [("checkpoint", [(12, [])])])]),
     ],
@@ -245,3 +248,85 @@ def test_bad_shapes_are_found_before_tracing():
     for wrong in ({"xs": [XS, XS[1:]]}, {"xs": XS, "length": 3}, {"xs": 1.0}, {}):
         with pytest.raises(ValueError, match=r"^checkpoint_chunked_scan\(never\): "):
             checkpoint_chunked_scan(never, 0.0, **wrong)
+
+
+# A limit of memory.
+
+
+def swing(state, force):
+    return state + 0.1 * jnp.sin(3 * jnp.tanh(state)) * (1 if force is None else force), state[0]
+
+
+def limited_gradient(xs=None, scale=1.0, **options):
+    def total(state, xs):
+        def f(state, x):
+            return swing(scale * state, x)
+
+        carry, ys = checkpoint_chunked_scan(f, state, xs, 2000, **options)
+        return jnp.sum(carry) + jnp.sum(ys)
+
+    return jax.grad(total, 0 if xs is None else (0, 1))
+
+
+def levels(**options):
+    """The number of checkpoints that are nested in the program."""
+
+    def depth(nested):
+        return max((depth(below) + (name == "checkpoint") for name, below in nested), default=0)
+
+    def forward(state):
+        return checkpoint_chunked_scan(swing, state, length=2000, **options)
+
+    return depth(chunk_lengths(forward, jnp.ones(64)))
+
+
+@pytest.mark.optimized
+def test_a_limit_is_met_by_the_fewest_levels():
+    state = jax.ShapeDtypeStruct((64,), jnp.float32)
+    plain = temporary_bytes(limited_gradient(chunk_size=2000), state, None)
+    one = temporary_bytes(limited_gradient(chunk_size=18), state, None)
+    limits = {plain + 10_000: 0, plain // 2: 1, one + 10_000: 1, one // 2: 2}
+    for limit, expected in limits.items():
+        assert levels(memory_limit=limit) == expected
+        assert temporary_bytes(limited_gradient(memory_limit=limit), state, None) <= limit
+
+
+@pytest.mark.parametrize("reverse", [False, slow(True)])
+def test_a_limit_changes_no_gradient(reverse):
+    state, xs = jnp.linspace(0.0, 1.0, 64), jnp.cos(jnp.arange(2000.0))
+    want = limited_gradient(xs, chunk_size=2000, reverse=reverse)(state, xs)
+    # The scale is traced, and so is an array that the body closes over.
+    got = jax.jit(
+        lambda scale: limited_gradient(xs, scale, memory_limit="60 kB", reverse=reverse)(state, xs)
+    )(1.0)
+    assert_same(got, want, rtol=1e-4)
+
+
+def test_a_limit_traces_the_body_once():
+    traces = []
+
+    def counted(state, x):
+        traces.append(x)
+        return swing(state, x)
+
+    scan = functools.partial(checkpoint_chunked_scan, counted, length=2000, memory_limit="100 kB")
+    jax.eval_shape(lambda state: scan(state), jnp.ones(64))
+    assert len(traces) == 1
+
+
+def test_a_limit_that_cannot_be_met_says_what_is_needed():
+    message = (
+        r"^checkpoint_chunked_scan\(swing\): with up to 3 levels of checkpoints, the gradient "
+        r"needs at least [\d.]+ kB beyond inputs and outputs, and memory_limit is 1 kB; raise it "
+        r"to at least \d+ bytes$"
+    )
+    with pytest.raises(ValueError, match=message):
+        checkpoint_chunked_scan(swing, jnp.ones(64), length=2000, memory_limit=1000)
+
+
+def test_a_limit_excludes_chunks():
+    with pytest.raises(TypeError) as caught:
+        checkpoint_chunked_scan(swing, jnp.ones(4), length=9, chunk_size=3, memory_limit="1 MB")
+    assert str(caught.value) == (
+        "checkpoint_chunked_scan(swing): memory_limit chooses chunk_size, so give one of them"
+    )

@@ -25,11 +25,11 @@ PROJECT = Path(__file__).parents[1]
 
 ROOMS = [
     *["_errors", "_static", "_base", "_declare", "_trace", "_plan", "_progress", "_fit", "_loop"],
-    *["_devices", "_scan", "_reduce", "_options", "_call", "_tune", "_blocks", "_front"],
+    *["_devices", "_reduce", "_scan", "_options", "_call", "_tune", "_blocks", "_front"],
     *["reductions", "xarray", "__init__"],
 ]
 
-MOST_LINES_OF_CODE = 8960
+MOST_LINES_OF_CODE = 9400
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 

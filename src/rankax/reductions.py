@@ -5,6 +5,7 @@ from rankax._reduce.fold import Fold as Fold
 from rankax._reduce.protocol import Reduction as Reduction
 from rankax._reduce.sums import All as All
 from rankax._reduce.sums import AnyOf as Any
+from rankax._reduce.sums import Gram as Gram
 from rankax._reduce.sums import LogSumExp as LogSumExp
 from rankax._reduce.sums import Mean as Mean
 from rankax._reduce.sums import Moments as Moments
@@ -26,6 +27,7 @@ __all__ = [
     "ArgMin",
     "Best",
     "Fold",
+    "Gram",
     "LogSumExp",
     "Max",
     "Mean",

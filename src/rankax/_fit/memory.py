@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,21 @@ from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._trace.derivatives import has_tangent, of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
-__all__ = ["LimitedCall", "Program", "fit_to_limit", "free_bytes", "shape_of"]
+__all__ = [
+    "LimitedCall",
+    "Program",
+    "fit_once",
+    "fit_to_limit",
+    "free_bytes",
+    "gradient_bytes",
+    "shape_of",
+]
 
 # From a chunk size to the number of items in flight, the call as a function of constants and
 # arrays, and the shapes of the arrays.
 Program = Callable[[int], tuple[int, Callable[..., Any], Sequence[Any]]]
+
+Answer = TypeVar("Answer")
 
 _kept = Kept(1024)
 
@@ -67,14 +77,7 @@ def fit_to_limit(
     key : hashable
         Everything else that the call depends on.
     """
-    if any(hasattr(effect, "name") for effect in item.effects):
-        raise ValueError(
-            f"{task.where}: memory_limit cannot measure a kernel with a collective over an outer "
-            "axis; give chunk_size"
-        )
     shapes = [shape_of(const) for const in consts]
-    of_consts = tuple((shape.shape, shape.dtype) for shape in shapes)
-    key = task, _program_key(item), of_consts, key, jax.default_backend()
     options = None if task.compiler_options is None else dict(task.compiler_options)
 
     def measure(chunk_size: int) -> Cost:
@@ -91,7 +94,28 @@ def fit_to_limit(
         limit = limit_in_bytes(task.limit, free_bytes)
         return fit_chunk(measure, task.sizes, task.most, limit, task.where)
 
-    return _kept.find(key, fit)
+    return fit_once(task.where, item, consts, (task, key), fit)
+
+
+def fit_once(
+    where: str, item: Any, arrays: Any, key: Hashable, fit: Callable[[], Answer]
+) -> Answer:
+    """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key."""
+    if any(hasattr(effect, "name") for effect in item.effects):
+        raise ValueError(
+            f"{where}: memory_limit cannot measure a kernel with a collective over an outer axis; "
+            "give chunk_size"
+        )
+    leaves, treedef = jax.tree.flatten(arrays)
+    types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
+    return _kept.find((key, _program_key(item), treedef, types, jax.default_backend()), fit)
+
+
+def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any) -> int:
+    """Return the temporaries of the gradient of a call, or of the call if it has no gradient."""
+    shapes, arrays = jax.tree.map(shape_of, (list(consts), arrays))
+    traced = _gradient(call, shapes, arrays) or jax.jit(call).trace(shapes, arrays)
+    return _temporaries(traced, None)
 
 
 def _program_key(item: Any) -> Hashable:

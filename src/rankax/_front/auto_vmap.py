@@ -141,10 +141,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
-        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
-        an object of `rankax.reductions`. ``None`` inside a tree keeps an output whole. With
-        ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for memory,
-        derivatives and order).
+        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
+        ``"gram"``, or an object of `rankax.reductions`. ``None`` inside a tree keeps an output
+        whole. With ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for
+        memory, derivatives and order).
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The
         others stay, in their order, in front of the core axes.

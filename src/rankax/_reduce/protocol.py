@@ -126,6 +126,8 @@ class Reduction:
 
     def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
         """Replace each index in a state by its ``place``."""
+        if not self.numbers_items:
+            return state
         pairs = zip(self._accumulators(outputs), state, strict=True)
         return [accumulator.renumber(own, place) for accumulator, own in pairs]
 
@@ -141,7 +143,10 @@ class Reduction:
         return [step.accumulator for step in steps if isinstance(step, Accumulation)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        """Return the result of all items, one value for each leaf, from their state."""
+        """Return the result of all items, one value for each leaf, from their state.
+
+        ``size`` is an array if windows of a scan differ in length.
+        """
         raise NotImplementedError
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:

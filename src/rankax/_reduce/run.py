@@ -27,7 +27,7 @@ from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
 from rankax._reduce.row import Row, evaluates_functions
-from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
+from rankax._reduce.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
@@ -38,7 +38,7 @@ BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
     for reduction in (
         *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin()),
-        *(AnyOf(), All(), LogSumExp()),
+        *(AnyOf(), All(), LogSumExp(), Gram()),
     )
 }
 

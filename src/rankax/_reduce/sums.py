@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, wide
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, dtype_of, wide
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import (
     Accumulation,
@@ -21,11 +22,23 @@ from rankax._reduce.states import (
     LogSumExpOf,
     MomentsOf,
     Ordered,
+    State,
     fill,
 )
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
+__all__ = [
+    "All",
+    "AnyOf",
+    "Gram",
+    "LogSumExp",
+    "Mean",
+    "Moments",
+    "MomentsResult",
+    "Prod",
+    "Sum",
+    "Weighted",
+]
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
@@ -71,7 +84,7 @@ class Mean(Sum):
     function = staticmethod(jnp.mean)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
-        return super().result(state / size, aval, size)
+        return super().result(state / _number(size, state.dtype), aval, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +123,81 @@ class All(_Accumulated):
     function = reduce = staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
     is_sum = True
+
+
+class Weighted(NamedTuple):
+    """An item of `Gram`, and how much it counts; None: as much as all others."""
+
+    item: Any
+    weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _GramOf(Accumulator):
+    """The product of two matrices, whose lanes are items. It has one lane."""
+
+    length: int
+    dtype: Any
+
+    def start(self, lanes: int) -> State:
+        return fill(0, self.dtype, (self.length, self.length, 1))
+
+    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+        first, second = (x.astype(self.dtype) for x in tile)
+        return state + lax.expand_dims(first @ second.T, (2,))
+
+    def merge(self, first: State, second: State) -> State:
+        return first + second
+
+    def join(self, state: State) -> State:
+        return jnp.sum(state, axis=-1, keepdims=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gram(Reduction):
+    """The sum of the outer products of the items with themselves, each item as a flat vector.
+
+    Equivalent to ``x.conj().T @ x``, where row ``i`` of ``x`` is
+    ``jax.flatten_util.ravel_pytree(output)[0]`` of item ``i``.
+
+    Parameters
+    ----------
+    weights : array or pytree, optional
+        How much each row of a Jacobian counts, in the structure of the outputs or flat. Only for
+        `chunked_jacfwd`, `chunked_jacrev` and `chunked_hessian`.
+    """
+
+    weights: Any = None
+
+    name = "gram"
+    is_sum = True
+
+    def lifted(self, out: Any) -> tuple[Any, Any]:
+        item, weight = out if isinstance(out, Weighted) else (out, None)
+        vector, _ = ravel_pytree(item)
+        first = jnp.conj(vector)
+        return first if weight is None else first * weight.astype(first.dtype), vector
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        if self.weights is not None:
+            raise MisfitError("its weights are those of the rows of a Jacobian; scale the output")
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [outs[0].T @ outs[1]]
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        aval = outputs.avals[1]
+        return [Accumulation(outputs.positions, _GramOf(aval.size, wide(aval.dtype)))]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        return [state[0][..., 0].astype(outputs.avals[1].dtype)]
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        return values[0]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        # Not as it is: that would store the items.
+        return row.fold(self.accumulations(outputs, row.size), linear=False)
 
 
 class _Continuous(EachLeaf):
@@ -172,10 +260,10 @@ class Moments(_Continuous):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        mean = mean if size else jnp.full_like(mean, jnp.nan)
-        variance = (squares / size).astype(dtype_of(jnp.var, aval))
+        mean = jnp.full_like(mean, jnp.nan) if isinstance(size, int) and not size else mean
+        variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
@@ -192,5 +280,9 @@ class Moments(_Continuous):
         return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
 
 
-def _count(size: int) -> jax.Array:
-    return jnp.asarray(size, index_dtype(size))
+def _count(size: int | jax.Array) -> jax.Array:
+    return jnp.asarray(size, index_dtype(size)) if isinstance(size, int) else size
+
+
+def _number(size: int | jax.Array, dtype: Any) -> Any:
+    return size if isinstance(size, int) else size.astype(dtype)

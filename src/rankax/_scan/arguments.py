@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +20,15 @@ from rankax._base.checks import (
 )
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import table
+from rankax._base.words import listed, plural, table
 from rankax._progress.bars import checked_progress
 
 __all__ = [
     "ScanCall",
     "check_leaves",
     "chunk_sizes",
+    "kept_indices",
     "scan_call",
-    "slice_bounds",
     "type_name",
 ]
 
@@ -62,7 +63,7 @@ def scan_call(
     return ScanCall(where, f, init, xs, length, reverse, unroll, progress)
 
 
-def slice_bounds(where: str, **bounds: Any) -> slice:
+def _slice_bounds(where: str, **bounds: Any) -> slice:
     """Check ``start``, ``stop`` and ``step``; any integer is legal, except a step of 0."""
     for name, bound in bounds.items():
         if bound is not None:
@@ -72,16 +73,41 @@ def slice_bounds(where: str, **bounds: Any) -> slice:
     return slice(bounds["start"], bounds["stop"], bounds["step"])
 
 
+def kept_indices(where: str, length: int, save_at: Any, **bounds: Any) -> Sequence[int]:
+    """Return the steps whose outputs are kept, in the order of the outputs, counted from 0."""
+    if save_at is None:
+        return range(length)[_slice_bounds(where, **bounds)]
+    if given := [name for name, bound in bounds.items() if bound is not None]:
+        raise TypeError(f"{where}: save_at excludes start, stop and step, got {listed(given)}")
+    if not isinstance(save_at, Sequence) and getattr(save_at, "ndim", 0) != 1:
+        raise TypeError(f"{where}: save_at must be a sequence of ints, got {_described(save_at)}")
+    indices = [
+        _checked_int(where, f"save_at[{i}]", index, "an int") for i, index in enumerate(save_at)
+    ]
+    for i, index in enumerate(indices):
+        if not -length <= index < length:
+            raise ValueError(
+                f"{where}: save_at[{i}] is {index}, but there are only {plural(length, 'step')}"
+            )
+    return [index % length for index in indices]
+
+
+def _described(value: Any) -> str:
+    return "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
+
+
 def _checked_int(where: str, name: str, value: Any, expected: str, **options: Any) -> int:
-    came = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
-    return checked_int(value, f"{where}: {name} must be {expected}, got", came=came, **options)
+    refusal = f"{where}: {name} must be {expected}, got"
+    return checked_int(value, refusal, came=_described(value), **options)
 
 
-def chunk_sizes(where: str, chunk_size: Any) -> tuple[int, ...]:
-    """Return the nested chunk sizes, outermost first; none for ``None``."""
+def chunk_sizes(where: str, chunk_size: Any, length: int) -> tuple[int, ...]:
+    """Return the nested chunk sizes, outermost first."""
     if chunk_size is None:
-        return ()
-    if not isinstance(chunk_size, Sequence):
+        return (length,)
+    if isinstance(chunk_size, str) and chunk_size == "sqrt":
+        return (math.isqrt(max(length - 1, 0)) + 1,)
+    if isinstance(chunk_size, str) or not isinstance(chunk_size, Sequence):
         return (positive_int(chunk_size, where, "chunk_size"),)
     if not chunk_size:
         raise ValueError(f"{where}: chunk_size must hold at least one size, got {chunk_size!r}")

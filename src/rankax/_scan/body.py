@@ -35,6 +35,11 @@ class Body:
     carry_tree: Any
     y_tree: Any
 
+    @property
+    def y_avals(self) -> list[Any]:
+        """The shapes and dtypes of the output of a step."""
+        return [y.aval for y in self.jaxpr.outvars[self.carry_tree.num_leaves :]]
+
     def step(self, consts: list[Any]) -> Step:
         carry_leaves = self.carry_tree.num_leaves
 

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
+from rankax._fit.memory import fit_once, free_bytes, gradient_bytes
+from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.chunks import split_into_chunks
 from rankax._scan.arguments import chunk_sizes, scan_call
-from rankax._scan.body import Step
-from rankax._scan.loops import Loop, run_scan
+from rankax._scan.body import Body, Operands, Step
+from rankax._scan.loops import Layout, Loop, run_scan
+from rankax._trace.programs import ClosedJaxpr
 
-__all__ = ["checkpoint_chunked_scan"]
+__all__ = ["checkpoint_chunked_scan", "scan_checkpointed"]
+
+_MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -28,7 +33,8 @@ def checkpoint_chunked_scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
-    chunk_size: int | Sequence[int] | None = None,
+    chunk_size: int | Sequence[int] | Literal["sqrt"] | None = None,
+    memory_limit: int | str | None = None,
     policy: Callable[..., bool] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
 ) -> tuple[Carry, Y]:
@@ -45,12 +51,16 @@ def checkpoint_chunked_scan(
     ----------
     f, init, xs, length, reverse, unroll
         As in `sliced_scan` and `jax.lax.scan`.
-    chunk_size : int or sequence of int, optional
+    chunk_size : int, sequence of int or "sqrt", optional
         The largest number of steps between two checkpoints. A smaller chunk is used where it
         divides the length (down to 4/5 of the bound) or makes the chunks equal in size; the last
         one may be shorter. A sequence nests checkpoints, outermost first: ``(1000, 30)`` puts one
-        every 1000 steps, and while such a chunk is recomputed, one every 30. ``None`` puts one
-        checkpoint around the whole scan.
+        every 1000 steps, and while such a chunk is recomputed, one every 30. ``"sqrt"``: the square
+        root of the length. ``None`` puts one checkpoint around the whole scan.
+    memory_limit : int or str, optional
+        Choose the checkpoints instead: as few levels as keep the temporaries of the gradient within
+        this limit, measured by compiling it; no checkpoint, if it fits without. Bytes, ``"2 GB"``,
+        or ``"50%"`` of the free memory.
     policy : callable, optional
         What a chunk may store all the same, as in `jax.checkpoint` (see
         `jax.checkpoint_policies`). Default: nothing.
@@ -67,12 +77,14 @@ def checkpoint_chunked_scan(
     Raises
     ------
     TypeError
-        An argument has the wrong type.
+        An argument has the wrong type, or both ``chunk_size`` and ``memory_limit`` are given.
     TypeError
         ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
         shape or dtype.
     ValueError
         A chunk size is not positive, or the sequence of them is empty.
+    ValueError
+        ``memory_limit`` cannot be read, or three levels of checkpoints need more.
     ValueError
         ``length`` is negative, missing or contradicts ``xs``.
     ValueError
@@ -89,7 +101,8 @@ def checkpoint_chunked_scan(
 
     *Memory.* For ``n`` steps in chunks of ``c``, the reverse pass stores ``n / c`` carries and what
     ``f`` needs at ``c`` steps: least near ``c = sqrt(n)``. With ``d`` nested levels, it is about
-    ``n ** (1 / (d + 1))`` of each. Where the chunks do not divide the length, ``ys`` are copied
+    ``n ** (1 / (d + 1))`` of each. If a step stores ``r`` carries, least near ``c = sqrt(n / r)``;
+    ``memory_limit`` measures ``r``. Where the chunks do not divide the length, ``ys`` are copied
     once, and a derivative copies ``xs`` once.
 
     *Time.* The reverse pass evaluates ``f`` once more per level of nesting.
@@ -108,20 +121,74 @@ def checkpoint_chunked_scan(
     """
     call = scan_call("checkpoint_chunked_scan", f, init, xs, length, reverse, unroll, progress)
     steps = call.length  # `layout` must not hold `call`, see `run_scan`
-    sizes = chunk_sizes(call.where, chunk_size) or (steps,)
+    limit = checked_limit(memory_limit, call.where)
+    given = chunk_sizes(call.where, chunk_size, steps)
+    if limit is not None and chunk_size is not None:
+        raise TypeError(f"{call.where}: memory_limit chooses chunk_size, so give one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
         raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
 
-    def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-        return _scan_checkpointed(loop, carry, items, steps, sizes, policy)
+    def choose(body: Body, operands: Operands) -> tuple[Layout, bool]:
+        sizes = given
+        if limit is not None:
+            sizes = _fit(call.where, limit, body, operands, (steps, reverse, unroll, policy))
 
-    is_even = steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
-    return run_scan(call, layout, in_place=not is_even)
+        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+            carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
+            return carry, loop.body.y_tree.unflatten(ys)
+
+        is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
+        return layout, not is_even
+
+    return run_scan(call, choose)
 
 
-def _scan_checkpointed(
-    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any
+def _fit(
+    where: str, limit: int | str, body: Body, operands: Operands, options: tuple[Any, ...]
+) -> tuple[int, ...]:
+    """Return the chunk sizes of the fewest levels with which a gradient stays within a limit.
+
+    Without levels, the reverse pass stores ``b`` bytes for each of the ``n`` steps, as measured.
+    With ``d`` levels and ``q`` checkpoints of ``s`` bytes in each, the innermost chunk has
+    ``c = n / q**d`` steps. What it stores is as much as the checkpoints of a level, ``b * c = s *
+    q``, if ``q`` is the ``d + 1``-th root of ``n * b / s``.
+    """
+    steps, reverse, unroll, policy = options
+
+    def measure(sizes: tuple[int, ...]) -> int:
+        def scan(consts: list[Any], arrays: list[Any]) -> list[Any]:
+            loop = Loop(body.step(consts), body, reverse, unroll)
+            init, xs = arrays
+            return jax.tree.leaves(scan_checkpointed(loop, init, xs, steps, sizes, policy))
+
+        return gradient_bytes(scan, operands.consts, [operands.init, operands.xs])
+
+    def fit() -> tuple[int, ...]:
+        most = limit_in_bytes(limit, free_bytes)
+        needed = measure(())
+        if needed <= most:
+            return ()
+        carry = sum(leaf.size * leaf.dtype.itemsize for leaf in operands.init)
+        measured = [needed]
+        for levels in range(1, _MOST_LEVELS + 1):
+            q = max(2.0, (needed / max(carry, 1)) ** (1 / (levels + 1)))
+            sizes = tuple(max(1, round(steps / q**level)) for level in range(1, levels + 1))
+            measured.append(measure(sizes))
+            if measured[-1] <= most:
+                return sizes
+        raise ValueError(
+            f"{where}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at "
+            f"least {shown_bytes(min(measured))} beyond inputs and outputs, and memory_limit is "
+            f"{shown_bytes(most)}; raise it to at least {min(measured)} bytes"
+        )
+
+    closed = ClosedJaxpr(body.jaxpr, operands.consts)
+    return fit_once(where, closed, operands, (limit, *options), fit)
+
+
+def scan_checkpointed(
+    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
 ) -> tuple[Any, Any]:
     """Checkpoint chunks of ``sizes[0]`` steps and, inside each, chunks of ``sizes[1:]``."""
     if not sizes:
@@ -131,7 +198,7 @@ def _scan_checkpointed(
         # A checkpoint around all of another would only add a recomputation.
         inner = tuple(s for s in sizes[1:] if s < size)
         return jax.checkpoint(
-            lambda carry, items: _scan_checkpointed(loop, carry, items, size, inner, policy),
+            lambda carry, items: scan_checkpointed(loop, carry, items, size, inner, policy),
             policy=policy,
         )
 

@@ -23,17 +23,18 @@ from rankax._base.functions import function_name
 from rankax._progress.bars import progress_of_call
 from rankax._progress.report import Reports
 from rankax._scan.arguments import ScanCall
-from rankax._scan.body import Operands, Step, trace_body
+from rankax._scan.body import Body, Operands, Step, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
 
-__all__ = ["Loop", "run_scan"]
+__all__ = ["Layout", "Loop", "run_scan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A step, and how every loop of a layout runs it."""
+    """A step of a body, and how every loop of a layout runs it."""
 
     step: Step
+    body: Body
     reverse: bool
     unroll: int | bool
 
@@ -69,34 +70,37 @@ class Loop:
         return jax.tree.map(lambda *leaves: lax.concatenate(leaves, 0), *pieces)
 
 
-Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]  # takes a loop, the first carry and the items
+# Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
+Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
-    call: ScanCall, layout: Layout, *, in_place: bool, window: slice = slice(None)
+    call: ScanCall,
+    choose: Callable[[Body, Operands], tuple[Layout, bool]],
+    kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
-    """Trace the body and run it in a layout.
+    """Trace the body, choose a layout and whether it reads ``xs`` in place, and run it.
 
-    Under `jax.disable_jit` the body itself runs, step by step, on values, and ``window`` is the
-    slice of its outputs that the layout keeps.
+    Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
+    the layout would, given the outputs of all steps.
 
-    ``in_place`` is for a layout that copies parts of ``xs``: reading ``xs`` by index copies
-    nothing. Transposed, however, each inner loop would begin with a cotangent as large as ``xs``
-    and end by adding all of it. So derivatives, of every order, are those of the layout that
-    slices ``xs``.
+    In place is for a layout that copies parts of ``xs``: reading ``xs`` by index copies nothing.
+    Transposed, however, each inner loop would begin with a cotangent as large as ``xs`` and end by
+    adding all of it. So derivatives, of every order, are those of the layout that slices ``xs``.
     """
     # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
     length, reverse, unroll = call.length, call.reverse, call.unroll
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         carry, ys = lax.scan(call.f, call.init, call.xs, length, reverse, unroll)
-        return carry, jax.tree.map(lambda y: y[window], ys)
+        return carry, kept(ys)
     with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
         body, operands = trace_body(call)
+        layout, in_place = choose(body, operands)
         if shown is not None:
             layout = _with_reports(layout, Reports(shown, length, 1, length))
 
         def sliced(operands: Operands) -> tuple[Any, Any]:
-            loop = Loop(body.step(operands.consts), reverse, unroll)
+            loop = Loop(body.step(operands.consts), body, reverse, unroll)
             return layout(loop, operands.init, operands.xs)
 
         def indexed(operands: Operands) -> tuple[Any, Any]:
@@ -109,7 +113,7 @@ def run_scan(
                 carry, y = body_step(carry, jax.tree.map(take, operands.xs))
                 return (carry, done + 1), y
 
-            loop = Loop(step, reverse, unroll)
+            loop = Loop(step, body, reverse, unroll)
             (carry, _), ys = layout(loop, (operands.init, _no_steps(length)), None)
             return carry, ys
 
@@ -117,7 +121,7 @@ def run_scan(
             carry, ys = call_with_derivative_of(sliced, indexed, operands)
         else:
             carry, ys = sliced(operands)
-        return body.carry_tree.unflatten(carry), body.y_tree.unflatten(ys)
+        return body.carry_tree.unflatten(carry), ys
 
 
 def _with_reports(layout: Layout, reports: Reports) -> Layout:

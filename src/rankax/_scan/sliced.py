@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from rankax._scan.arguments import scan_call, slice_bounds
+from rankax._base.functions import function_location
+from rankax._scan.arguments import kept_indices, scan_call
 from rankax._scan.loops import Loop, run_scan
-from rankax._scan.steps import KeptSteps, find_kept_steps
+from rankax._scan.steps import KeptSteps, as_range, find_kept_steps, find_windows
+from rankax._scan.windows import read_window_reductions, scan_windows
 
 __all__ = ["sliced_scan"]
 
@@ -33,18 +36,34 @@ def sliced_scan(
     start: int | None = None,
     stop: int | None = None,
     step: int | None = None,
+    save_at: Sequence[int] | np.ndarray | jax.Array | None = None,
+    reduce: Any = None,
     checkpoint: bool = False,
     progress: bool | str | Callable[[int, int], object] = False,
 ) -> tuple[Carry, Y]:
-    r"""Scan, and keep only the outputs ``ys[start:stop:step]``.
+    r"""Scan, and keep only the outputs ``ys[start:stop:step]``, or ``ys[save_at]``.
 
     Equivalent to ::
 
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
-        ys = jax.tree.map(lambda y: y[start:stop:step], ys)
+        kept = range(length)[start:stop:step]  # or save_at
+        ys = jax.tree.map(lambda y: y[np.asarray(kept)], ys)
 
     except that the other ``ys`` are never stored. What only they need is not computed either, as
-    far as the compiler can tell.
+    far as the compiler can tell. With ``reduce``, equivalent to (for ``"mean"``) ::
+
+        carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
+        if reverse:  # in the order of execution
+            ys = jax.tree.map(lambda y: y[::-1], ys)
+            kept = [length - 1 - step for step in kept]
+
+
+        def window(end):  # the steps after the one kept before it, up to and including it
+            start = max([step + 1 for step in kept if step < end], default=0)
+            return jax.tree.map(lambda y: y[start : end + 1].mean(0), ys)
+
+
+        ys = jax.tree.map(lambda *means: jnp.stack(means), *map(window, kept))
 
     Parameters
     ----------
@@ -63,9 +82,21 @@ def sliced_scan(
     start, stop, step : int, optional
         The slice of ``ys``, with Python's meaning: negative numbers count from the end, numbers
         out of range are clipped, a negative step reverses the order.
+    save_at : sequence of int, optional
+        The steps to keep, in place of a slice: a list, a range or a NumPy array, in any order.
+        Negative numbers count from the end; a repeated one repeats the output. They must be known
+        while tracing.
+    reduce : str, Reduction, or a pytree prefix of those, optional
+        Reduce each output, or each subtree of outputs, over the steps of a window instead of
+        keeping its last one: ``"mean"``, ``"max"``, ``"sum"`` or another name that
+        `chunked_reduce` knows, or an object from `rankax.reductions`. ``"last"`` and None keep the
+        output of the kept step. The window of a kept step begins after the step that was kept
+        before it, in the order of execution, or with the first step. Indices, as of ``"argmax"``,
+        count from there. Steps after the last kept one belong to no window.
     checkpoint : bool, default False
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
-        the next.
+        the next. With ``reduce``, or steps that are no range: recompute as many stretches of one
+        length.
     progress : bool, str or callable, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
         as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
@@ -81,12 +112,14 @@ def sliced_scan(
     Raises
     ------
     TypeError
-        An argument has the wrong type.
+        An argument has the wrong type, or ``save_at`` comes with a slice.
     TypeError
         ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
         shape or dtype.
     ValueError
-        ``step`` is 0.
+        ``step`` is 0, or an index of ``save_at`` is out of range.
+    ValueError
+        No reduction has this name, or an output cannot be reduced this way.
     ValueError
         ``length`` is negative, missing or contradicts ``xs``.
     ValueError
@@ -105,15 +138,20 @@ def sliced_scan(
     *Memory.* For ``n`` steps of which ``k`` are kept, besides inputs and outputs:
 
     * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
-      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does.
+      negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; once
+      or twice with ``reduce``, or with steps that are no range.
     * In a derivative, ``xs`` is copied at most once, and not at all if the kept steps divide it
       evenly.
     * In the reverse pass, what ``f`` needs to be differentiated, for ``n`` steps. With
       ``checkpoint``: ``k`` carries, and what ``f`` needs for the longest stretch without a kept
-      step.
+      step. With steps that are no range, a gradient without ``checkpoint`` may store twice what
+      ``f`` needs, as a `jax.lax.cond` does.
 
     *Time.* That of `jax.lax.scan`; with ``checkpoint``, one more evaluation of each step in the
     reverse pass.
+
+    *Derivatives.* With ``reduce``, as those of `chunked_reduce`: of equal items, the first has the
+    whole derivative of ``"max"``.
 
     Examples
     --------
@@ -132,22 +170,55 @@ def sliced_scan(
     (4,)
     >>> bool(ys[-1] == carry[0])
     True
+
+    Or keep three of them, or the mean over each of four windows:
+
+    >>> sliced_scan(leapfrog, init, dts, save_at=[0, 9, -1])[1].shape
+    (3,)
+    >>> _, means = sliced_scan(leapfrog, init, dts, start=249, step=250, reduce="mean")
+    >>> means.round(1)
+    Array([ 0.2, -0.6,  0.8, -0.6], dtype=float32)
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
-    window = slice_bounds(call.where, start=start, stop=stop, step=step)
+    kept = kept_indices(call.where, call.length, save_at, start=start, stop=stop, step=step)
+    reductions = read_window_reductions(reduce, call.where)
     steps = call.length  # `layout` must not hold `call`, see `run_scan`
-    kept = find_kept_steps(steps, window, reverse=reverse)
+    even = kept if isinstance(kept, range) else as_range(kept)
+    if even is not None and reductions is None:
+        blocks = find_kept_steps(steps, even, reverse=reverse)
 
-    def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-        if kept.all and not checkpoint:
-            carry, ys = loop.run(carry, items, steps)
-        else:
-            carry, ys = _scan_kept(loop, carry, items, kept, checkpoint=checkpoint)
-        if window.step is not None and window.step < 0:
-            ys = jax.tree.map(lambda y: lax.rev(y, (0,)), ys)
-        return carry, ys
+        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+            if blocks.all and not checkpoint:
+                carry, ys = loop.run(carry, items, steps)
+            else:
+                carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
+            ys = loop.body.y_tree.unflatten(ys)
+            return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
-    return run_scan(call, layout, in_place=not kept.all, window=window)
+        in_place = not blocks.all
+    else:
+        windows = find_windows(steps, kept, reverse=reverse)
+        fold = None if reductions is None else (reductions, function_location(f))
+
+        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+            return scan_windows(
+                loop, carry, items, steps, windows, reduce=fold, checkpoint=checkpoint
+            )
+
+        in_place = True
+
+    def of_all(ys: Any) -> Any:
+        if reductions is None:
+            return jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
+        with jax.disable_jit(False):
+            kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
+        return kept_ys[1]
+
+    return run_scan(call, lambda *_: (layout, in_place), of_all)
+
+
+def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
+    return carry, y
 
 
 def _scan_kept(

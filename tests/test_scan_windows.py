@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: MIT
+"""``save_at`` and ``reduce`` of `sliced_scan` against `jax.lax.scan`, then indices and windows."""
+
+import functools
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax import lax
+
+from helpers import assert_same, at_each_run, slow, temporary_bytes
+from rankax import reductions, sliced_scan
+from scan_cases import (
+    TRANSFORMATIONS,
+    XS,
+    assert_same_weak_types,
+    body,
+    drift,
+    inputs,
+    loss_and_gradient,
+    loss_and_gradient_of_scan,
+    sum_of_squares,
+)
+
+
+def moments(ys):
+    return reductions.MomentsResult(jnp.int32(len(ys)), ys.mean(0), ys.var(0))
+
+
+def smoothed(ys):
+    """Weigh each step half as much as the next; unlike a sum, this depends on the order."""
+    return sum(0.5**i * y for i, y in enumerate(ys[::-1]))
+
+
+SMOOTHED = reductions.Fold(
+    (0.0, 1.0),
+    lambda y: (y, jnp.float32(0.5)),
+    lambda first, second: (first[0] * second[1] + second[0], first[1] * second[1]),
+    lambda state: state[0],
+)
+
+REDUCTIONS = {
+    "last": ("last", lambda ys: ys[-1]),
+    "sum": ("sum", lambda ys: ys.sum(0)),
+    "mean": ("mean", lambda ys: ys.mean(0)),
+    "max": ("max", lambda ys: ys.max(0)),
+    "prod": ("prod", lambda ys: ys.prod(0)),
+    "argmin": ("argmin", lambda ys: ys.argmin(0)),
+    "logsumexp": ("logsumexp", lambda ys: jax.nn.logsumexp(ys, 0)),
+    "moments": (reductions.Moments(), moments),
+    "top 1": (
+        reductions.TopK(1),
+        lambda ys: reductions.TopKResult(ys.min(0)[None], ys.argmin(0)[None]),
+    ),
+    "fold": (SMOOTHED, smoothed),
+}
+
+
+def scan_then_reduce(f, init, xs=None, length=None, reverse=False, *, kept, fun):
+    """Return the program in the docstring, leaf by leaf."""
+    carry, ys = lax.scan(f, init, xs, length, reverse)
+    total = len(jax.tree.leaves(ys)[0])
+    kept = [range(total)[step] for step in kept]
+    if reverse:
+        ys = jax.tree.map(lambda y: y[::-1], ys)
+        kept = [total - 1 - step for step in kept]
+
+    def window(end):
+        start = max([step + 1 for step in kept if step < end], default=0)
+        return jax.tree.map(lambda y: fun(y[start : end + 1]), ys)
+
+    return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *map(window, kept))
+
+
+@st.composite
+def steps_kept(draw):
+    """Draw a length, and steps of it in any order, with repetitions."""
+    length = draw(st.integers(1, 12))
+    return length, draw(st.lists(st.integers(-length, length - 1), max_size=6))
+
+
+@given(
+    steps=steps_kept(),
+    reverse=st.booleans(),
+    unroll=st.booleans() | st.integers(0, 3),
+    with_xs=st.booleans(),
+    checkpoint=st.booleans(),
+)
+@example((12, [0, 3, 4, 11]), False, 1, True, True)
+@example((12, [5, 1, 1, -1]), True, 2, True, False)
+@example((12, [9, 6, 3]), False, 1, True, False)  # a range
+@example((5, []), False, 1, True, True)
+def test_any_save_at_is_scan_then_index(steps, reverse, unroll, with_xs, checkpoint):
+    length, kept = steps
+    init, xs = inputs(length, with_xs)
+
+    def sliced(init, xs):
+        return sliced_scan(
+            body, init, xs, length, reverse, unroll, save_at=kept, checkpoint=checkpoint
+        )
+
+    weights = np.arange(1.0, 1 + len(kept), dtype=np.float32)
+    at_all = np.zeros(length, np.float32)
+    np.add.at(at_all, np.asarray(kept, int), weights)
+    (loss, (carry, ys)), gradient = loss_and_gradient_of_scan(length, reverse)((init, xs), at_all)
+    want = carry, jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
+    got = jax.jit(sliced)(init, xs)
+    assert_same(got, want)
+    assert_same_weak_types(got, want)
+    assert_same(loss_and_gradient(sliced)((init, xs), weights), ((loss, want), gradient))
+
+
+def walk(carry, x):
+    carry = jnp.sin(2 * carry) + x
+    return carry, carry * x + jnp.float32(0.1)
+
+
+NOISE = jnp.cos(3 * jnp.arange(12.0)) / 2
+
+
+def outputs_and_gradient(scan, init, xs):
+    def loss(init, xs):
+        carry, ys = scan(init, xs)
+        floats = [y for y in jax.tree.leaves(ys) if jnp.issubdtype(y.dtype, jnp.floating)]
+        weights = [jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) for y in floats]
+        return carry + sum(map(jnp.vdot, weights, floats)), (carry, ys)
+
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(init, xs)
+
+
+@pytest.mark.parametrize("reduction", at_each_run({"mean", "max", "moments", "fold"}, REDUCTIONS))
+@given(st.data())
+def test_any_window_is_scan_then_reduce(reduction, data):
+    reduce, fun = reduction
+    reverse, checkpoint = data.draw(st.booleans()), data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        kept = data.draw(st.lists(st.integers(-12, 11), min_size=1, max_size=4))
+        chosen = {"save_at": kept}
+    else:
+        start, step = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 5))
+        chosen = {"start": start, "step": step}
+        kept = range(12)[start::step]
+    plain = functools.partial(scan_then_reduce, walk, reverse=reverse, kept=kept, fun=fun)
+    sliced = functools.partial(
+        sliced_scan, walk, reverse=reverse, reduce=reduce, checkpoint=checkpoint, **chosen
+    )
+    init = jnp.float32(0.3)
+    want = outputs_and_gradient(plain, init, NOISE)
+    assert_same(outputs_and_gradient(sliced, init, NOISE), want, rtol=1e-4)
+
+
+def test_a_window_of_equal_items_has_the_derivative_of_logsumexp_and_of_the_first_largest():
+    def of(reduce):
+        def total(xs):
+            same = sliced_scan(lambda c, x: (c, 0 * x + c), 1.0, xs, save_at=[3], reduce=reduce)
+            return same[1][0]
+
+        return jax.grad(lambda xs: total(xs) + 0 * jnp.sum(xs))
+
+    def each(reduce):
+        return jax.grad(
+            lambda xs: sliced_scan(lambda c, x: (c, x), 0.0, xs, save_at=[3], reduce=reduce)[1][0]
+        )(jnp.ones(4))
+
+    assert_same(each("logsumexp"), jnp.full(4, 0.25))
+    assert_same(each("max"), jnp.array([1.0, 0, 0, 0]))
+
+
+def test_the_best_step_of_each_window():
+    def step(carry, x):
+        return carry + x, {"cost": jnp.sin(9 * x), "at": carry}
+
+    _, best = sliced_scan(step, 0.0, XS, save_at=[4, 9], reduce=reductions.Best("cost"))
+    _, ys = lax.scan(step, 0.0, XS)
+    at = jnp.array([jnp.argmin(ys["cost"][:5]), 5 + jnp.argmin(ys["cost"][5:])])
+    assert_same(best, jax.tree.map(lambda y: y[at], ys))
+
+
+def test_a_reduction_for_each_output():
+    def step(carry, x):
+        carry = carry + x
+        return carry, {"total": carry, "x": (x, x > 0.5), "key": jax.random.key(0)}
+
+    keep = {"total": "mean", "x": ("max", "any"), "key": None}
+    _, ys = sliced_scan(step, 0.0, XS, save_at=[4, 9], reduce=keep)
+    totals = jnp.cumsum(XS)
+    assert_same(ys["total"], jnp.stack([totals[:5].mean(), totals[5:].mean()]))
+    assert_same(ys["x"], (XS[jnp.array([4, 9])], jnp.array([False, True])))
+    assert ys["key"].shape == (2,)
+
+
+def test_last_is_the_output_of_the_kept_step():
+    want = sliced_scan(drift, 0.3, XS, save_at=[1, 2, 7])
+    assert_same(sliced_scan(drift, 0.3, XS, save_at=[1, 2, 7], reduce="last"), want)
+    assert_same(sliced_scan(drift, 0.3, XS, save_at=[1, 2, 7], reduce=("last", None)), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_narrow_outputs(dtype):
+    def step(carry, x):
+        return carry + x, (10 * (carry + x)).astype(dtype)
+
+    got = sliced_scan(step, 0.0, XS, save_at=[0, 3, 9], reduce="mean")
+    plain = functools.partial(scan_then_reduce, kept=[0, 3, 9], fun=lambda ys: ys.mean(0))
+    assert_same(got, plain(step, 0.0, XS), rtol=1e-2)
+    sampled = sliced_scan(step, 0.0, XS, save_at=[0, 3, 9])[1]
+    assert_same(sampled, lax.scan(step, 0.0, XS)[1][jnp.array([0, 3, 9])])
+
+
+KEPT = {"save_at": (7, 0, 2), "checkpoint": True}
+WINDOWS = {"save_at": (7, 0, 2), "checkpoint": True, "reduce": "mean"}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("options", [KEPT, slow(WINDOWS)], ids=["kept", "mean"])
+def test_transformations(name, options):
+    transform = TRANSFORMATIONS[name]
+    last_or_mean = (lambda ys: ys.mean(0)) if "reduce" in options else (lambda ys: ys[-1])
+    plain = functools.partial(scan_then_reduce, kept=(7, 0, 2), fun=last_or_mean)
+    want = jax.jit(transform(sum_of_squares(plain)))(jnp.float32(0.3), XS)
+    sliced = functools.partial(sliced_scan, **options)
+    with jax.checking_leaks():
+        got = jax.jit(transform(sum_of_squares(sliced)))(jnp.float32(0.3), XS)
+    assert_same(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [KEPT, WINDOWS], ids=["kept", "mean"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
+def test_body_is_traced_once(options, transform):
+    traces = []
+
+    def counted(carry, x):
+        traces.append(x)
+        return drift(carry, x)
+
+    def total(init):
+        carry, ys = sliced_scan(counted, init, XS, **options)
+        return carry + sum(jnp.sum(y) for y in ys)
+
+    transform(total)(jnp.array(0.3))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("options", [KEPT, WINDOWS], ids=["kept", "mean"])
+def test_debugging_runs_the_body_on_values(options):
+    seen = []
+
+    def printing(carry, x):
+        seen.append(float(x))
+        return carry + x, carry
+
+    want = sliced_scan(lambda c, x: (c + x, c), jnp.float32(1.0), XS, **options)
+    with jax.disable_jit():
+        got = sliced_scan(printing, jnp.float32(1.0), XS, **options)
+    assert seen == XS.tolist()
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("options", [KEPT, WINDOWS], ids=["kept", "mean"])
+def test_callbacks_and_reports_happen_at_every_step(options):
+    seen, reports = [], []
+
+    def note(x):
+        seen.append(float(x))
+        return np.float32(x)
+
+    def noting(carry, x):
+        x = jax.experimental.io_callback(note, jax.ShapeDtypeStruct((), "float32"), x, ordered=True)
+        return carry + x, carry
+
+    jax.block_until_ready(sliced_scan(noting, jnp.float32(0.0), XS, **options))
+    assert seen == XS.tolist()
+    sliced_scan(drift, 0.3, XS, progress=lambda *pair: reports.append(pair), **options)
+    jax.effects_barrier()
+    assert reports[-1] == (10, 10)
+
+
+# Memory.
+
+STATE = jax.ShapeDtypeStruct((512,), jnp.float32)
+
+
+def move(state, force):
+    state = state + 0.01 * (jnp.tanh(state) if force is None else jnp.sin(state) * force)
+    return state, state**3
+
+
+def growing(length):
+    """Return 40 steps, each farther from the last one."""
+    return np.unique(np.geomspace(1, length, 60).astype(int) - 1)[-40:]
+
+
+CASES = {
+    "save_at": lambda n: {"save_at": growing(n)},
+    "mean": lambda n: {"start": n // 40 - 1, "step": n // 40, "reduce": "mean"},
+    "moments": lambda n: {"save_at": growing(n), "reduce": reductions.Moments()},
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("case", [slow("mean"), "save_at", "moments"])
+def test_memory_is_flat_in_the_length(case):
+    def needed(length):
+        xs = jax.ShapeDtypeStruct((length, 512), jnp.float32)
+        sliced = functools.partial(sliced_scan, move, length=length, **CASES[case](length))
+        return temporary_bytes(sliced, STATE), temporary_bytes(sliced, STATE, xs)
+
+    assert max(needed(20_000)) <= min(needed(2000)) + 16_384 <= 200_000
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("case", [slow("mean"), slow("save_at"), "moments"])
+def test_checkpoint_bounds_the_reverse_pass(case):
+    def gradient(length):
+        sliced = functools.partial(
+            sliced_scan, move, length=length, checkpoint=True, **CASES[case](length)
+        )
+        return jax.grad(
+            lambda state: sum(
+                jnp.sum(y) for y in jax.tree.leaves(sliced(state)[1]) if y.dtype == jnp.float32
+            )
+        )
+
+    # 40 carries, and a fortieth of what all 20,000 steps need: up to 7 arrays of 41 MB.
+    assert temporary_bytes(gradient(20_000), STATE) < 8.5e6
+
+
+def test_the_program_does_not_grow_with_the_outputs():
+    def equations(kept):
+        program = jax.make_jaxpr(lambda x: sliced_scan(drift, 0.3, x, save_at=kept))
+        return len(str(program(jnp.ones(1000))).splitlines())
+
+    assert equations(growing(1000)) == equations(growing(1000)[-5:])
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"save_at": [1, -2, 10]},
+            ValueError,
+            "sliced_scan(drift): save_at[2] is 10, but there are only 10 steps",
+        ),
+        (
+            {"save_at": [1, -11]},
+            ValueError,
+            "sliced_scan(drift): save_at[1] is -11, but there are only 10 steps",
+        ),
+        (
+            {"save_at": [1, 2.0]},
+            TypeError,
+            "sliced_scan(drift): save_at[1] must be an int, got float",
+        ),
+        (
+            {"save_at": np.linspace(0, 9, 4)},
+            TypeError,
+            "sliced_scan(drift): save_at[0] must be an int, got float64",
+        ),
+        (
+            {"save_at": 3},
+            TypeError,
+            "sliced_scan(drift): save_at must be a sequence of ints, got int",
+        ),
+        (
+            {"save_at": np.ones((2, 2), int)},
+            TypeError,
+            "sliced_scan(drift): save_at must be a sequence of ints, got ndarray",
+        ),
+        (
+            {"save_at": [1], "start": 0, "step": 2},
+            TypeError,
+            "sliced_scan(drift): save_at excludes start, stop and step, got start and step",
+        ),
+        (
+            {"reduce": "mena"},
+            ValueError,
+            "sliced_scan(drift): no reduction is called 'mena'; did you mean 'mean'?",
+        ),
+    ],
+)
+def test_bad_input_is_named(options, error, message):
+    with pytest.raises(error) as caught:
+        sliced_scan(drift, 0.3, XS, **options)
+    assert str(caught.value) == message
+
+
+def test_traced_indices_are_named():
+    with pytest.raises(TypeError) as caught:
+        jax.jit(lambda at: sliced_scan(drift, 0.3, XS, save_at=at))(jnp.arange(3))
+    assert str(caught.value) == (
+        "sliced_scan(drift): save_at[0] must be an int, got a traced array"
+    )
+
+
+def test_a_window_that_is_too_small_is_named():
+    with pytest.raises(ValueError, match=r"^drift\(\) at ") as caught:
+        sliced_scan(drift, 0.3, XS, step=4, reduce=reductions.TopK(2))
+    assert str(caught.value).endswith(
+        "it cannot be reduced by TopK(2): there are only 1 items to reduce output over"
+    )
