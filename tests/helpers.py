@@ -49,10 +49,27 @@ def primitives(fun: Any, *args: Any) -> Counter[str]:
 
 def _names(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+        name, params = name_and_params(equation)
+        yield name
+        for parameter in jax.tree.leaves(params, is_leaf=_is_jaxpr):
             if _is_jaxpr(parameter):
                 yield from _names(getattr(parameter, "jaxpr", parameter))
+
+
+REMAT3 = getattr(jax.config, "jax_remat3", False)  # JAX's next checkpoint
+
+
+def name_and_params(equation: Any) -> tuple[str, dict[str, Any]]:
+    """The primitive and parameters of an equation, or of what a high-level one stands for.
+
+    JAX 0.12 has those with ``JAX_REMAT3=1``.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name != "call_hi_primitive":
+        return name, params
+    name = type(params["_prim"]).__name__
+    low_level = {"RematTraced": "checkpoint", "HighLevelCall": "rankax_call"}
+    return low_level.get(name, name), params["_prim"].params
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from helpers import assert_same, at_each_run, is_checkpoint, primitives, slow
+from helpers import (
+    REMAT3,
+    assert_same,
+    at_each_run,
+    is_checkpoint,
+    name_and_params,
+    primitives,
+    slow,
+)
 from rankax import chunked_vmap
 
 # 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
@@ -363,7 +371,7 @@ def test_otherwise_one_loop_holds_the_chunk(length):
 def _equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
+        for value in name_and_params(equation)[1].values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _equations(inner)
@@ -411,6 +419,7 @@ def test_derivatives_write_nothing_in_place(length, out_axis):
         assert primitives(program, 2.0)["dynamic_update_slice"] == 0
 
 
+@pytest.mark.skipif(REMAT3, reason="the tangent of such a checkpoint reads the chunk again")
 def test_inputs_that_do_not_move_have_no_tangents():
     x, _ = items(UNEVEN)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import assert_same, at_each_run
+from helpers import REMAT3, assert_same, at_each_run, name_and_params
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -382,6 +382,7 @@ def test_a_rule_leaves_nothing_in_the_compiled_program():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="nor does lax.map, in JAX 0.7")
+@pytest.mark.skipif(REMAT3, reason="JAX 0.12 cannot transpose such a checkpoint")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)
 
@@ -401,7 +402,7 @@ def test_what_a_map_does_not_map_is_not_broadcast():
         return jax.vmap(lambda y: chunked_vmap(kernel_of(self_calling), 2)(x).sum() + y)(y)
 
     jaxpr = jax.make_jaxpr(program)(X, jnp.ones(5)).jaxpr
-    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "rankax_call")
+    (call,) = (eqn for eqn in jaxpr.eqns if name_and_params(eqn)[0] == "rankax_call")
     assert [v.aval.shape for v in call.outvars] == [(7,)]
 
 

@@ -159,8 +159,8 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(chunksize=2),
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
-            "(options: chunk_size, memory_limit, reduce, reduce_axis, checkpoint, jit, "
-            "compiler_options, progress and shards)",
+            "(options: chunk_size, memory_limit, reduce, reduce_axis, batch_shape, checkpoint, "
+            "jit, compiler_options, progress and shards)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),

@@ -5,6 +5,10 @@ Then delete the test, and the section of docs/limits.md that it names, once no s
 fault any more; until then, let the test run below the version that mended it only.
 """
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,3 +169,25 @@ def test_short_sums_of_many_numbers_go_to_a_library(reduce):
 
     assert [calls_library(items, 3) for items in (1365, 1366)] == [False, True]
     assert [calls_library(items, 8) for items in (511, 512)] == [False, True]
+
+
+SHARDED = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("d",))
+x = jnp.arange(8.0).at[3].set(jnp.nan)
+x = jax.device_put(x, NamedSharding(mesh, P("d")))
+print(*(float(f(x)) for f in (jnp.max, jnp.min, jnp.sum)), int(jnp.argmax(x)))
+"""
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a fault of all-reduce on CPUs")
+def test_extremes_of_a_sharded_array_lose_nan():
+    """The line of docs/limits.md: "max and min of a sharded batch lose NaN on a CPU"."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    found = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "7.0 0.0 nan 3\n"

@@ -9,6 +9,7 @@ import pickle
 import pydoc
 import threading
 import weakref
+from typing import Any, NamedTuple
 
 import beartype
 import cloudpickle
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 
 import wrapper_kernels
 from helpers import assert_same, at_each_run
-from rankax import BatchShapeError, Static, auto_vmap
+from rankax import BatchShapeError, SplitKey, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
 X = jnp.arange(1.0, 13.0).reshape(4, 3)
@@ -336,3 +337,26 @@ def test_an_equinox_module_as_kernel_and_as_argument():
         [jax.tree.map(lambda leaf: leaf[i], models)(x) for i, x in enumerate(X)]  # noqa: B023
     )
     assert_same(apply(models, X), want, rtol=1e-4)
+
+
+def test_a_summary_shows_ranks_and_options():
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    @auto_vmap(s=0, v="n 3", chunk_size=4096)
+    def force(s, v, label):
+        return s * v
+
+    assert force.summary == '<auto_vmap kernel force(s: 0, v: "n 3"), chunk_size=4096>'
+    other = force.with_options(chunk_size=None, reduce=("sum", None), memory_limit="2 GB", jit=True)
+    assert other.summary == (
+        '<auto_vmap kernel force(s: 0, v: "n 3"), chunk_size=None, reduce=sum and kept, '
+        "memory_limit=2000000000, jit=True>"
+    )
+    tree = auto_vmap(Pair(1, {"key": SplitKey}), 0, 2)(lambda pair, *args: args)
+    assert tree.summary == (
+        "<auto_vmap kernel <lambda>(pair.first: 1, pair.second['key']: SplitKey, args[0]: 0, "
+        "args[1]: 2)>"
+    )
+    assert pickle.loads(cloudpickle.dumps(other)).summary == other.summary

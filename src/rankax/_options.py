@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
+from rankax._declare.binding import SYNONYMS
 from rankax._devices.find import Shards, checked_shards
 from rankax._plan.budget import checked_limit
 from rankax._progress.bars import checked_progress
@@ -36,6 +37,7 @@ class Options:
     memory_limit: int | str | None = None
     reduce: Reductions | None = None
     reduce_axis: int | tuple[int, ...] | None = None
+    batch_shape: tuple[int, ...] | None = None
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
@@ -57,6 +59,7 @@ class Given(Scoped, total=False):
 
     reduce: Any
     reduce_axis: int | Sequence[int] | None
+    batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
     shards: int | PartitionSpec | None
@@ -75,6 +78,12 @@ def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
     return checked_int(value, refusal)
+
+
+def _batch_shape(value: Any, where: str) -> tuple[int, ...]:
+    refusal = f"{where}: batch_shape must be an int or a tuple of ints, none of them negative, got"
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(checked_int(size, refusal, least=0) for size in sizes)  # pyright: ignore
 
 
 def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
@@ -98,6 +107,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "memory_limit": checked_limit,
     "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
+    "batch_shape": _batch_shape,
     "checkpoint": functools.partial(check_bool, name="checkpoint"),
     "jit": functools.partial(check_bool, name="jit"),
     "compiler_options": _compiler_options,
@@ -119,7 +129,9 @@ def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in values:
         if name not in _CHECKS:
             close = difflib.get_close_matches(name, _CHECKS, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = f"did you mean {close[0]}?" if close else ""
+            hint = SYNONYMS.get(name, hint)
+            hint = f"; {hint}" if hint else ""
             raise TypeError(
                 f"{where}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
             )

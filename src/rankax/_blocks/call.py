@@ -57,6 +57,12 @@ def call_on_blocks(
             "evaluated elsewhere; use the progress bar or the dashboard of the scheduler, and "
             f"{kernel.name}.with_options(progress=False)"
         )
+    if options.batch_shape is not None:
+        raise TypeError(
+            f"{where}: batch_shape={options.batch_shape} has no chunks, by which {package} would "
+            f"evaluate it; pass a {package} array that has these axes, and "
+            f"{kernel.name}.with_options(batch_shape=None)"
+        )
     leaves, values, avals = block_leaves(kernel, call, package)
     nesting = dataclasses.replace(call, leaves=avals).plan(options)
     plan = nesting.plan

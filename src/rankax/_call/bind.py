@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -31,13 +31,14 @@ from rankax._call.arguments import (
 )
 from rankax._call.bound import Bound, planned_reduction
 from rankax._call.kernel import Kernel, keep
+from rankax._call.over_parts import Layout
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
 from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import Shape
-from rankax._plan.nesting import Nesting, plan_nesting
+from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
 
 __all__ = ["BoundKernel", "bind", "flatten", "rebind"]
@@ -63,6 +64,7 @@ class BoundKernel(Bound):
     names: tuple[str, ...]
     treedef: Any
     structure: Structure
+    cut: Shape | None = None  # the batch shape, if this is a part of a call
 
     @property
     def others(self) -> dict[str, Any]:
@@ -75,7 +77,10 @@ class BoundKernel(Bound):
             None if rank is None else getattr(leaf, "shape", ())
             for leaf, rank in zip(self.leaves, ranks, strict=True)
         )
-        key = shapes, tile, options.chunk_size, options.reduce, options.reduce_axis
+        batch_shape = options.batch_shape
+        if batch_shape is not None and self.cut is not None:
+            batch_shape = self.cut
+        key = shapes, tile, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
         plan = self.structure.plans.get(key)
         if plan is None:
             arrays = [
@@ -83,12 +88,18 @@ class BoundKernel(Bound):
                 for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
                 if rank is not None and shape is not None
             ]
+            if batch_shape is not None:
+                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
             reduction = planned_reduction(options)
             plan = plan_nesting(
                 self.fun, arrays, options.chunk_size, self.untouched, reduction, tile
             )
             keep(self.structure.plans, key, plan)
         return plan
+
+    def part(self, plan: Nesting, layout: Layout) -> Self:
+        shape = layout.shape_of_part(layout.shape, range(len(layout.shape)))
+        return dataclasses.replace(super().part(plan, layout), cut=shape)
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)

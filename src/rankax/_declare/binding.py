@@ -14,6 +14,7 @@ from rankax._declare.annotations import Unpacked
 
 __all__ = [
     "ANNOTATED",
+    "SYNONYMS",
     "bind_ranks",
     "items_of_args",
     "lacks_rest",
@@ -75,7 +76,9 @@ def bind_ranks(
     return bound
 
 
-_SYNONYMS = {  # in JAX and NumPy
+SYNONYMS = {  # in JAX and NumPy
+    "axis_size": "did you mean the option 'batch_shape'?",
+    "batch_size": "did you mean the option 'chunk_size'?",
     "in_axes": (
         "auto_vmap takes ranks in place of in_axes: the number of axes of each argument for one "
         "item, as in auto_vmap(0, 1)"
@@ -89,13 +92,13 @@ _SYNONYMS = {  # in JAX and NumPy
 
 def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
     """Return a hint for a name that is neither a parameter nor an option."""
-    known = [*parameters, *known_options, *_SYNONYMS]
+    known = [*parameters, *known_options, *SYNONYMS]
     close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
     if close is None:
         return f"it has {', '.join(parameters) or 'no parameters'}"
     if close in parameters:
         return f"did you mean {close!r}?"
-    return _SYNONYMS.get(close) or f"did you mean the option {close!r}?"
+    return SYNONYMS.get(close) or f"did you mean the option {close!r}?"
 
 
 def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
@@ -111,7 +114,8 @@ def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
 def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
     """Refuse a misspelled option, which would become the rank of an item that no call passes."""
     close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
-    hint = f"did you mean the option {close[0]!r}?" if close else _SYNONYMS.get(name)
+    hint = f"did you mean the option {close[0]!r}?" if close else None
+    hint = SYNONYMS.get(name, hint)
     if hint is not None:
         raise TypeError(f"{where}: {name!r} would be the rank of an item of **{many}; {hint}")
 

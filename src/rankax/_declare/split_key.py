@@ -29,6 +29,9 @@ class SplitKey:
 
     Notes
     -----
+    *How many keys.* One for each item of the batch, so a key alone gives one draw. The option
+    ``batch_shape=2000`` asks for 2000.
+
     *Batches of keys.* Keys broadcast like any argument. Along batch axes that they have, they are
     used directly. Each is split over the axes that they lack, or have with length 1 where the batch
     is longer: in a batch of shape ``(4, 23)``, keys of shape ``(4, 1)`` give item ``(i, j)`` the

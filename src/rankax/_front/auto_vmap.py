@@ -2,8 +2,11 @@
 """``auto_vmap``: the decorator, its options and its type.
 
 A decorated kernel is a plain function, so that methods, pickling, `help` and every tool that asks
-`inspect.isfunction` work. An attribute of a function is not bound to an object, so ``plan`` of a
-method takes the object first: ``Body.energy.plan(body, x)``.
+`inspect.isfunction` work. A callable object, with a `repr` of its own, was tried:
+`typing.get_type_hints` refuses it, and ``jaxtyped`` looks for its ``__globals__``. So
+``print(kernel)`` shows a function; ``kernel.summary`` has the ranks and options. An attribute of a
+function is not bound to an object, so ``plan`` of a method takes the object first:
+``Body.energy.plan(body, x)``.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
 were passed: one may share its name with a parameter of the kernel (`rankax._declare.ranks`). The
@@ -51,6 +54,7 @@ class AutoVmapped(Protocol, Generic[P, R]):
     __qualname__: str
     tuning: Tuning | None
     signature: str | None
+    summary: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
@@ -95,6 +99,7 @@ def auto_vmap(
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
+    batch_shape: int | Sequence[int] | None = None,
     checkpoint: bool = True,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
@@ -148,6 +153,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The
         others stay, in their order, in front of the core axes.
+    batch_shape : int or tuple of int, optional
+        Axes that the batch has besides those of the arguments, and broadcast with them: the
+        counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
+        key gives 2000 draws. None: only the axes of the arguments.
     checkpoint : bool, default True
         Recompute each chunk in the reverse pass instead of storing the intermediate values of all
         chunks.
@@ -184,7 +193,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         in their place) would do. ``with_options(**options)`` returns the same kernel with other
         options; equal options give the same object, so nothing is compiled twice. See `options`
         for setting many kernels at once. ``signature`` is the gufunc signature, with made-up names
-        for unnamed axes; None if the output is not declared.
+        for unnamed axes; None if the output is not declared. ``summary`` is a line with the ranks
+        and the options of the kernel, for ``print(kernel.summary)``.
 
     Raises
     ------
@@ -369,6 +379,7 @@ class _Family:
             _kernel=kernel,
             _with_tuning=lambda tuning: self._function(kernel, jitted, tuning),
             signature=to_gufunc(self._declaration.ranks, self._declaration.outputs),
+            summary=_summary(kernel),
             plan=plan,
             tune=tune,
             tuning=tuning,
@@ -377,6 +388,22 @@ class _Family:
         if jitted is not None:
             vars(mapped)["lower"] = jitted.lower
         return mapped
+
+
+def _summary(kernel: Kernel) -> str:
+    """Return the kernel as a line: its name, the rank of each leaf, and the options set for it."""
+
+    def named(path: str, rank: Any) -> list[str]:
+        if not hasattr(rank, "entries"):
+            return [f"{path}: {rank}"]
+        return [text for key, inner in rank.entries.items() for text in named(path + key, inner)]
+
+    ranks = [text for name, rank in kernel.declaration.ranks.items() for text in named(name, rank)]
+    options = [
+        f", {name}={value if name == 'reduce' else repr(value)}"
+        for name, value in kernel.explicit.items()
+    ]
+    return f"<auto_vmap kernel {kernel.name}({', '.join(ranks)}){''.join(options)}>"
 
 
 def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:

@@ -12,19 +12,20 @@ A call over sharded parts is kept as a whole (`run_kept`). ``jit=True`` (`_front
 (`_blocks/programs.py`) keep their programs in their own ways.
 
 Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept loop is called as well: JAX looks up
-the derivatives of a compiled function by its identity. The kernel must then use no derivative rules
-of its own, because rules are functions, which cannot be compared.
+the derivatives of a compiled function by its identity. If the kernel uses derivative rules of its
+own, what they compute must be equal, too (`_trace/rules.py`).
 
 Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
 compilation depends: shapes, devices, contexts, the configuration of JAX.
 
-A call that is not eager, or whose program cannot be compared, takes the uncached path.
+A call that is not eager, or whose program cannot be compared, takes the uncached path. If its
+derivative is then compiled twice, a warning says so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -33,12 +34,12 @@ from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.cache import Kept
+from rankax._base.functions import caller_level
 from rankax._loop.loop import map_in_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._trace.fingerprint import (
     Unknown,
-    derivatives_key,
     fingerprint,
     opened,
     without_constants,
@@ -46,6 +47,7 @@ from rankax._trace.fingerprint import (
 )
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
+from rankax._trace.rules import traced_rules
 
 __all__ = ["is_eager", "map_chunks", "run_kept"]
 
@@ -66,13 +68,16 @@ def map_chunks(
         spec = dataclasses.replace(spec, checkpoint=False, linear=True)
     if is_now or _is_transformed(arrays):
         bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
-        with contextlib.suppress(Unknown):
+        try:
             kept = _find(
                 lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
                 bare,
                 (spec, sink),
                 differentiable=not is_now,
             )
+        except Unknown:
+            if not is_now:
+                _warn_of_compilations(item, arrays, spec)
     try:
         if kept is None:
             return map_in_chunks(item, leaves, spec, sink)
@@ -126,9 +131,10 @@ def _find(
     if key is None:
         raise Unknown
     closed = opened(item.closed)
-    jaxpr = closed.jaxpr
-    rules = derivatives_key(jaxpr) if differentiable else None
-    whole = _Key((fingerprint(closed), rules, item.where, item.out_axes, item.out_tree, key))
+    program_key, rules, jaxpr = fingerprint(closed), None, closed.jaxpr
+    if differentiable:
+        rules, jaxpr = traced_rules(jaxpr)
+    whole = _Key((program_key, rules, item.where, item.out_axes, item.out_tree, key))
     bare = without_constants if differentiable else without_rules
     run = _kept.find(whole, lambda: _compiled(program, item, bare(jaxpr)))
     return run, _on_device(closed.consts)
@@ -165,4 +171,19 @@ class _Key:
         return isinstance(other, _Key) and self._value == other._value
 
 
+def _warn_of_compilations(item: ItemProgram, arrays: Sequence[Any], spec: LoopSpec) -> None:
+    """Warn, once, when the loop of a kernel is compiled again for the same transformation."""
+    kinds = tuple((type(x), x.shape, x.dtype) for x in arrays)
+    count = _compilations.find((item.where, spec, kinds), lambda: [0])
+    count[0] += 1
+    if count[0] == 2:
+        warnings.warn(
+            f"{item.where}: outside jax.jit, its derivative in chunks (or its vmap) is compiled at "
+            "every call, because rankax cannot tell whether its program is still the same; call it "
+            "inside jax.jit, or give auto_vmap jit=True",
+            stacklevel=caller_level(),
+        )
+
+
 _kept: Kept[Any] = Kept(_MOST_KEPT)
+_compilations: Kept[list[int]] = Kept(_MOST_KEPT)

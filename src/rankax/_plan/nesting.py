@@ -17,9 +17,11 @@ from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
 
-__all__ = ["InAxes", "Nesting", "PlannedReduction", "plan_axis", "plan_nesting"]
+__all__ = ["NO_ARRAY", "InAxes", "Nesting", "PlannedReduction", "plan_axis", "plan_nesting"]
 
 InAxes = tuple[int | None, ...]
+
+NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ def plan_nesting(
     fun : callable
         The kernel.
     arrays : sequence of (position, path, shape, rank)
-        Each leaf that has a rank.
+        Each leaf that has a rank; last, `NO_ARRAY` for a shape that only broadcasts with them.
     chunk_size : int or None
         How many items may be in flight.
     untouched : callable
@@ -100,7 +102,7 @@ def plan_nesting(
     positions = [position for position, *_ in arrays]
     in_order = sorted(plan.levels, key=lambda level: level.axes)
     batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
-    mapped = [i for i, shape in enumerate(batch) if shape]
+    mapped = [i for i, shape in enumerate(batch) if shape and positions[i] != NO_ARRAY]
     return Nesting(
         plan,
         sizes,
@@ -112,7 +114,7 @@ def plan_nesting(
         tuple(
             (position, shape + leaf.core_shape)
             for position, shape, leaf in zip(positions, batch, leaves, strict=True)
-            if shape != leaf.batch_axes
+            if shape != leaf.batch_axes and position != NO_ARRAY
         ),
         plan_splits(fun, leaves, positions, batch_shape),
     )

@@ -218,7 +218,8 @@ def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str
         if any(len(group) > 1 for group in groups):
             return []  # one parameter is on two sides, with others
         sides = [_arguments([leaf.path for leaf in leaves], group) for group in groups]
-    sides.sort(key=len)  # the last side stays as it is
+    # The last side stays as it is; an option cannot be indexed.
+    sides.sort(key=lambda side: ("batch_shape" in side, len(side)))
     batches = [leaf.batch_axes for leaf in leaves]
     codes: list[str] = []
     for number, side in enumerate(sides, 1 - len(sides)):

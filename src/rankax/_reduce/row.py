@@ -32,7 +32,7 @@ from rankax._loop.reuse import map_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
-from rankax._reduce.extrema import Arg, DelayedArg
+from rankax._reduce.extrema import in_tiles
 from rankax._reduce.states import Accumulation, Storage
 from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
@@ -221,9 +221,10 @@ class _RowLoops:
             item = trace_level(fun, leaves, level, -levels_below - 1)
             mapped = mapped_arrays(leaves, level)
             chunks = level.chunks
-            sink = _Tiles(self.steps, chunks.size, levels_below, lanes_below, self.index_dtype)
-            steps = tuple(map(_delayed, self.steps)) if self.is_expensive else self.steps
-            states = map_chunks(item, mapped, level, dataclasses.replace(sink, steps=steps))
+            # Tiles enter these; `self.steps` merge the joined states.
+            steps = tuple(in_tiles(step, is_expensive=self.is_expensive) for step in self.steps)
+            sink = _Tiles(steps, chunks.size, levels_below, lanes_below, self.index_dtype)
+            states = map_chunks(item, mapped, level, sink)
             start = chunks.steps * chunks.size
             if start == chunks.length:
                 return states
@@ -257,15 +258,6 @@ class _RowLoops:
             return map_chunks(item, mapped, one_by_one, sink)
 
         return loop
-
-
-def _delayed(step: Accumulation | Storage) -> Accumulation | Storage:
-    """Return the same step, with `DelayedArg` in place of `Arg`."""
-    if isinstance(step, Storage) or step.is_wide or not isinstance(step.accumulator, Arg):
-        return step
-    arg = step.accumulator
-    delayed = DelayedArg(arg.core, arg.dtype, arg.index_dtype, arg.largest)
-    return dataclasses.replace(step, accumulator=delayed)
 
 
 def _remainder(

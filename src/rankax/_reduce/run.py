@@ -270,7 +270,10 @@ class RowProgram(NamedTuple):
         if is_linear or is_eager([*leaves, *self.consts]):
             return self._fold(self.consts, leaves)
         differentiable = functools.partial(self._fold, differentiable=True)
-        return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
+        key = self.specs, self.reductions
+        return call_with_derivative_of(
+            differentiable, self._fold, self.consts, list(leaves), key=key
+        )
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
         item = functools.partial(self.evaluate, consts)

@@ -15,8 +15,7 @@
   Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
 Both use one primitive, because JAX does not look inside a primitive that it does not know. The
-compiled program shows no trace of it. Rules cannot be compared, so a differentiated eager call of a
-kernel with rules reuses no compiled loop (`fingerprint.derivatives_key`).
+compiled program shows no trace of it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,15 @@ from rankax._trace.programs import (
     with_subprograms,
 )
 
-__all__ = ["RULES", "call_of", "call_with_derivative_of", "has_tangent", "keep_rules", "of_some"]
+__all__ = [
+    "RULES",
+    "call_of",
+    "call_with_derivative_of",
+    "has_tangent",
+    "keep_rules",
+    "kept_equation",
+    "of_some",
+]
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -87,7 +94,7 @@ def keep_rules(closed: Any) -> Any:
 def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
     eqns = [
-        _kept_equation(eqn, jaxpr)
+        kept_equation(eqn, jaxpr)
         if eqn.primitive.name in RULES
         else with_subprograms(eqn, _with_kept_rules)
         for eqn in jaxpr.eqns
@@ -97,7 +104,8 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
+def kept_equation(eqn: Any, jaxpr: Any) -> Any:
+    """Return a call of our primitive, whose program is an equation of ``jaxpr`` alone."""
     inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
     alone = {"invars": inputs, "outvars": eqn.outvars, "eqns": [eqn], "effects": eqn.effects}
     return call_of(eqn, inputs, jaxpr, **alone)

@@ -17,9 +17,9 @@ program that cannot be compared with certainty has no fingerprint:
 Derivative rules are left out: evaluation does not use them, and each trace makes new ones.
 `without_rules` is the program to keep, because it holds no function of the caller.
 
-A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
-Rules are functions, so they cannot be compared, except those of our loops, which follow from the
-program and a key. `without_constants` is the program to keep then.
+A program that is differentiated has equal derivatives only if its rules are equal, too. What those
+of a kernel compute is compared (`_trace/rules.py`); those of our loops follow from the program and
+a key (`derivative_key`). `without_constants` is the program to keep then.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from rankax._trace.programs import (
     Jaxpr,
     Literal,
     is_container,
-    subprograms,
     with_subprograms,
 )
 
 __all__ = [
     "Unknown",
-    "derivatives_key",
+    "derivative_key",
     "fingerprint",
     "opened",
     "without_constants",
@@ -148,19 +147,12 @@ def _is_known(value: Any) -> bool:
 _MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators
 
 
-def derivatives_key(jaxpr: Any) -> Hashable:
-    """Return a key: equal programs with equal keys have equal derivatives."""
-    keys: list[Hashable] = []  # in the order of the equations
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in RULES:
-            raise Unknown
-        if (other := eqn.params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
-            if (key := getattr(other, "rankax_key", None)) is None:
-                raise Unknown
-            keys.append(key)
-        keys += map(derivatives_key, subprograms(eqn))
-    return tuple(keys)
+def derivative_key(eqn: Any) -> Hashable:
+    """Return a key of what defines the derivative of an equation; None if JAX does."""
+    other = eqn.params.get(_DERIVATIVES_ONLY.get(eqn.primitive.name, ""))
+    if other is not None and getattr(other, "rankax_key", None) is None:
+        raise Unknown
+    return other and other.rankax_key
 
 
 def opened(closed: Any) -> Any:

@@ -118,29 +118,32 @@ class Workload:
         others = self.items // max(self.batch)
         return min(self.items, -(-items // others) * others)
 
-    def sliced(self, items: int) -> list[Any]:
-        """Return the leaves of a slice; ``items`` is `rounded`."""
+    def sliced(self, items: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Return the leaves of a slice, and its batch shape; ``items`` is `rounded`."""
         length = max(self.batch)
         axis = self.batch.index(length) - len(self.batch)
         first = slice(items * length // self.items)
+        shape = list(self.batch)
+        shape[axis] = first.stop
         leaves: list[Any] = []
         for leaf, rank in zip(self.call.leaves, self.call.structure.ranks, strict=True):
             batch = () if rank is None else jnp.shape(leaf)[: jnp.ndim(leaf) - rank.rank]
             if items < self.items and -axis <= len(batch) and batch[axis] == length:
                 leaf = leaf[(slice(None),) * (len(batch) + axis) + (first,)]
             leaves.append(leaf)
-        return leaves
+        return leaves, tuple(shape)
 
     def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         """Compile the program for a slice; return it, and a function that runs it."""
-        values = [*self.sliced(items), *self.others]
+        leaves, shape = self.sliced(items)
+        values = [*leaves, *self.others]
         count = len(self.call.leaves)
 
         def outputs(arrays: Mapping[int, Any]) -> Any:
             full = [arrays.get(i, value) for i, value in enumerate(values)]
             others = self.others_tree.unflatten(full[count:])
             call = rebind(self.kernel, self.call.names, full[:count], self.call.treedef, others)
-            return run(call, options)
+            return run(dataclasses.replace(call, cut=shape), options)
 
         def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
             outs = jax.tree.leaves(outputs({**arrays, **floats}))

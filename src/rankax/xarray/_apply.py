@@ -103,6 +103,11 @@ def apply(
             f"rankax.xarray.apply: kernel must be decorated with rankax.auto_vmap, got {kernel!r}"
         )
     where = f"rankax.xarray.apply({declared.name})"
+    if declared.preset.batch_shape is not None:
+        raise TypeError(
+            f"{where}: the axes of batch_shape={declared.preset.batch_shape} have no names; pass a "
+            "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
+        )
     call = flatten(declared, args, kwargs)
     leaves = named_leaves(declared, call, core_dims, where)
     batch = batch_dims(leaves, where)

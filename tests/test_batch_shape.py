@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: MIT
+"""The option ``batch_shape``: beside a dummy argument that has these axes."""
+
+import math
+
+import cubed
+import dask.array as da
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xarray as xr
+
+import rankax.xarray
+from helpers import assert_same, slow, temporary_bytes
+from rankax import BatchShapeError, SplitKey, auto_vmap
+from rankax._tune.workload import Workload
+from rankax.reductions import Moments
+
+KEY = jax.random.key(3)
+
+
+def draw(scale, key):
+    return scale * jax.random.normal(key, (2,)), key
+
+
+def with_dummy(kernel, ranks, **options):
+    """The same kernel with one more argument, whose only use is to be counted."""
+    mapped = auto_vmap(0, *ranks, **options)(lambda dummy, *args: kernel(*args))
+    return lambda shape, *args: mapped(jnp.zeros(shape), *args)
+
+
+OPTIONS = [
+    {},
+    {"jit": True},
+    {"chunk_size": 1},
+    {"chunk_size": 7},
+    {"chunk_size": 7, "shards": 2},
+    {"memory_limit": "4 kB"},
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "options"),
+    [
+        *(((4, 6), (4, 1), options) for options in OPTIONS),
+        ((4, 6), (6,), {"chunk_size": 7, "jit": True}),
+        ((6,), (4, 6), {"chunk_size": 7}),
+        ((30,), (), {"chunk_size": 60}),
+        *(slow((4, 1, 3), (2, 1), options) for options in OPTIONS),
+        *(slow((1, 2), (2, 1), options) for options in OPTIONS),
+        ((1, 2), (2, 1), {"chunk_size": 3}),
+        ((2,), (1,), {"chunk_size": 2}),
+    ],
+    ids=str,
+)
+def test_items_are_those_with_a_dummy_argument(shape, scale, options):
+    scale = jnp.arange(1.0, 1 + math.prod(scale)).reshape(scale)
+    kernel = auto_vmap(0, SplitKey, batch_shape=shape, **options)(draw)
+    want = with_dummy(draw, (0, SplitKey))(shape, scale, KEY)
+    assert_same(kernel(scale, KEY), want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_item_counts_in_a_reduction(options):
+    shape, scale = (4, 6), jnp.arange(1.0, 5.0).reshape(4, 1)
+    for reduce, axis in [(("sum", None), 0), ((Moments(), "sum"), 1), (("argmax", "sum"), None)]:
+
+        def kernel(scale, key):
+            # As if a key could be summed.
+            return draw(scale, key)[0].sum(), jax.random.key_data(key).astype(jnp.float32)[0]
+
+        both = {"reduce": reduce, "reduce_axis": axis, **options}
+        got = auto_vmap(0, SplitKey, batch_shape=shape, **both)(kernel)(scale, KEY)
+        want = with_dummy(kernel, (0, SplitKey), reduce=reduce, reduce_axis=axis)(shape, scale, KEY)
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        *(((2, 4), options) for options in OPTIONS),
+        *((shape, {"chunk_size": 2}) for shape in [(1,), (), (0,), (4, 0)]),
+    ],
+    ids=str,
+)
+def test_a_kernel_without_a_mapped_argument_fills_the_batch(shape, options):
+    def kernel(x, label):
+        assert label == "untouched"
+        return {"x": x + 1, "number": jnp.asarray(3)}
+
+    x = jnp.float32(2)
+    want = {"x": jnp.full(shape, x + 1), "number": jnp.full(shape, 3)}
+    for ranks in [(0, None), (None, None)]:
+        assert_same(auto_vmap(*ranks, batch_shape=shape, **options)(kernel)(x, "untouched"), want)
+    total = auto_vmap(0, None, batch_shape=shape, reduce={"x": "sum", "number": "max"}, **options)
+    if math.prod(shape):
+        want = {"x": 3 * jnp.float32(math.prod(shape)), "number": jnp.asarray(3)}
+        assert_same(total(kernel)(x, "untouched"), want)
+
+
+def test_an_int_is_one_axis_and_none_takes_it_back():
+    kernel = auto_vmap(key=SplitKey, batch_shape=np.int64(5))(jax.random.bits)
+    assert_same(kernel(KEY), jax.vmap(jax.random.bits)(jax.random.split(KEY, 5)))
+    assert kernel.with_options(batch_shape=[5]) is kernel.with_options(batch_shape=5)
+    assert_same(kernel.with_options(batch_shape=None)(KEY), jax.random.bits(KEY))
+    assert kernel.with_options(batch_shape=(2, 3))(KEY).shape == (2, 3)
+
+
+def test_one_item_draws_once():
+    kernel = auto_vmap(key=SplitKey)(jax.random.bits)
+    assert_same(kernel(KEY), jax.random.bits(KEY))
+    assert_same(kernel.with_options(batch_shape=())(KEY), jax.random.bits(KEY))
+    assert_same(
+        kernel.with_options(batch_shape=1)(KEY), jax.random.bits(jax.random.split(KEY, 1)[0])[None]
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_size": 4}, {"chunk_size": 5, "jit": True}], ids=str
+)
+def test_derivatives_sum_over_the_items(options):
+    shape, scale = (3, 4), jnp.asarray([1.0, 2.0, 3.0])[:, None]
+
+    def value(mapped):
+        return lambda scale: jnp.sum(mapped(scale) ** 2)
+
+    kernel = auto_vmap(0, SplitKey, batch_shape=shape, **options)(draw)
+    by_hand = with_dummy(draw, (0, SplitKey))
+    for fun in (jax.grad, lambda f: jax.jvp(f, (scale,), (scale,))[1]):
+        got, want = (
+            fun(value(mapped))
+            for mapped in (lambda s: kernel(s, KEY)[0], lambda s: by_hand(shape, s, KEY)[0])
+        )
+        got, want = (out(scale) if callable(out) else out for out in (got, want))
+        assert_same(got, want)
+    mapped = auto_vmap(0, batch_shape=7, reduce="sum", **options)(jnp.sin)
+    assert_same(jax.grad(mapped)(2.0), 7 * jnp.cos(2.0))
+
+
+@pytest.mark.optimized
+def test_nothing_of_the_batch_is_stored():
+    kernel = auto_vmap(key=SplitKey, batch_shape=400_000, reduce="mean", chunk_size=100)(
+        lambda key: jax.random.normal(key, (16,))
+    )
+    assert temporary_bytes(kernel, KEY) < 100_000
+
+
+def test_the_program_is_that_of_axis_size():
+    kernel = auto_vmap(x=0, batch_shape=(2, 3))(jnp.sin)
+
+    def by_hand(x):
+        inner = jax.vmap(jnp.sin, in_axes=None, out_axes=0, axis_size=3)
+        return jax.vmap(inner, in_axes=None, out_axes=0, axis_size=2)(x)
+
+    assert str(jax.make_jaxpr(kernel)(1.0)) == str(jax.make_jaxpr(by_hand)(1.0))
+
+
+def test_under_jax_vmap_each_item_has_these_axes():
+    kernel = auto_vmap(0, SplitKey, batch_shape=5, chunk_size=2)(draw)
+    scales = jnp.arange(3.0)
+    got = jax.vmap(kernel, in_axes=(0, None))(scales, KEY)
+    assert_same(got[0], jnp.stack([kernel(scale, KEY)[0] for scale in scales]))
+
+
+def test_a_plan_shows_it_as_an_argument():
+    kernel = auto_vmap(scale=0, key=SplitKey, batch_shape=(4, 6), chunk_size=5)(draw)
+    assert str(kernel.plan(jnp.ones((4, 1)), KEY)) == (
+        "draw: batch shape (4, 6), 24 evaluations, 3 in flight, 8 steps\n"
+        "  leaf         shape   rank      core  batch axes\n"
+        "  scale        (4, 1)  0         ()    4 1*\n"
+        "  key          ()      SplitKey  ()    /  /\n"
+        "  batch_shape  (4, 6)  0         ()    4  6\n"
+        "  batch        (4, 6)                  4  6\n"
+        "  axis 0: 4 chunks of 1 over 4, mapping scale, batch_shape\n"
+        "  axis 1: 2 chunks of 3 over 6, mapping batch_shape\n"
+        "  (1* stretched: used again for each item, never copied)\n"
+        "  (/ split: each item has a key of its own)"
+    )
+    assert "<code>batch_shape</code>" in kernel.plan(jnp.ones((4, 1)), KEY)._repr_html_()
+
+
+def test_tune_measures_slices_of_it():
+    kernel = auto_vmap(0, SplitKey, batch_shape=(3, 50))(draw)
+    workload = Workload(vars(kernel)["_kernel"], (1.0, KEY), {}, None, False, "tune")
+    _, call = workload.compiled(workload.with_chunk(4), 30)
+    assert call()[0].shape == (3, 10, 2)
+    assert_same(kernel.tune(1.0, KEY, seconds=0.005)(1.0, KEY), kernel(1.0, KEY))
+
+
+# Refusals.
+
+
+def test_axes_that_clash_are_named_like_arguments():
+    kernel = auto_vmap(scale=0, key=SplitKey, batch_shape=(3,))(draw)
+    with pytest.raises(BatchShapeError) as caught:
+        kernel(jnp.ones(5), KEY)
+    assert str(caught.value).partition("\n\n")[2] == (
+        "    argument     shape  rank      batch axes\n"
+        "  > scale        (5,)   0         (5,)\n"
+        "    key          ()     SplitKey  ()\n"
+        "  > batch_shape  (3,)   0         (3,)\n"
+        "\n"
+        "Batch axis -1 is 5 (scale) and 3 (batch_shape).\n"
+        "To combine every scale with every batch_shape, pass scale[:, None]."
+    )
+    assert kernel(jnp.ones(5)[:, None], KEY)[1].shape == (5, 3)
+    pair = auto_vmap(a=0, b=0, batch_shape=3)(lambda a, b: a + b)
+    with pytest.raises(BatchShapeError) as caught:
+        pair(jnp.ones(5), jnp.ones(5))
+    assert str(caught.value).endswith(
+        "To combine every a and b with every batch_shape, pass a[:, None] and b[:, None]."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "came"),
+    [
+        (-1, ValueError, "-1"),
+        ((3, -2), ValueError, "-2"),
+        (2.0, TypeError, "float 2.0"),
+        ((2, None), TypeError, "NoneType None"),
+        ("3", TypeError, "str '3'"),
+        (True, TypeError, "True"),
+    ],
+    ids=str,
+)
+def test_wrong_shapes_are_refused_at_once(value, error, came):
+    with pytest.raises(error) as caught:
+        auto_vmap(scale=0, key=SplitKey, batch_shape=value)(draw)
+    assert str(caught.value) == (
+        "auto_vmap(draw): batch_shape must be an int or a tuple of ints, none of them negative, "
+        f"got {came}"
+    )
+
+
+def test_it_belongs_to_a_kernel():
+    with pytest.raises(TypeError) as caught:
+        rankax.options(batch_shape=3)
+    assert str(caught.value) == (
+        "rankax.options: batch_shape belongs to a kernel; use kernel.with_options(batch_shape=...) "
+        "(a scope can set chunk_size, memory_limit, checkpoint and progress)"
+    )
+
+
+@pytest.mark.parametrize(("package", "module"), [("dask", da), ("cubed", cubed)])
+def test_blocks_cannot_have_it(package, module):
+    kernel = auto_vmap(x=0, batch_shape=(2, 6))(jnp.sin)
+    x = module.from_array(np.arange(6, dtype=np.float32), chunks=2)
+    with pytest.raises(TypeError) as caught:
+        kernel(x)
+    assert str(caught.value) == (
+        f"sin(): batch_shape=(2, 6) has no chunks, by which {package} would evaluate it; pass a "
+        f"{package} array that has these axes, and sin.with_options(batch_shape=None)"
+    )
+
+
+def test_named_dimensions_cannot_have_it():
+    kernel = auto_vmap(x=0, batch_shape=3)(jnp.sin)
+    with pytest.raises(TypeError) as caught:
+        rankax.xarray.apply(kernel, xr.DataArray(np.ones(3, "float32"), dims="time"))
+    assert str(caught.value) == (
+        "rankax.xarray.apply(sin): the axes of batch_shape=(3,) have no names; pass a DataArray "
+        "that has these dimensions, and kernel.with_options(batch_shape=None)"
+    )
+
+
+def test_names_for_it_elsewhere():
+    with pytest.raises(TypeError) as caught:
+        auto_vmap(0, SplitKey, axis_size=3)(draw)
+    assert str(caught.value) == (
+        "auto_vmap(draw): the kernel has no parameter 'axis_size'; did you mean the option "
+        "'batch_shape'?"
+    )
+    kernel = auto_vmap(0, SplitKey)(draw)
+    with pytest.raises(TypeError, match=r"'batch_size'; did you mean the option 'chunk_size'\?"):
+        kernel.with_options(batch_size=3)
+    with pytest.raises(TypeError, match=r"\*\*rest; did you mean the option 'chunk_size'\?"):
+        auto_vmap(0, batch_size=3)(lambda x, **rest: x)
