@@ -738,7 +738,8 @@ def devices_are_chosen(mesh):
     same(one(put(mesh, X, "d"), W), want)
     with rankax.options(devices=2):
         assert auto_vmap(x=1, w=2)(scalar).plan(X, W).devices == ((0, 2),)
-    for kind in (AxisType.Auto, AxisType.Explicit):
+    # JAX 0.7 cannot write chunks to an array that an explicit mesh is set for.
+    for kind in (AxisType.Auto, *([AxisType.Explicit] if hasattr(jax, "set_mesh") else [])):
         with ENTER(mesh_of(kind, mesh.size)):
             for x in (X, data(ODD, 3)):
                 for call in (
@@ -838,9 +839,7 @@ def keys_of_any_length_are_those_of_the_whole_batch(mesh):
     # Keys that are mapped are cut like any array.
     keys = jax.random.split(key, ODD)
     draws = chunked_vmap(jax.random.normal, 7, devices="all")
-    np.testing.assert_array_equal(
-        np.asarray(draws(keys)), np.asarray(jax.vmap(jax.random.normal)(keys))
-    )
+    same(draws(keys), jax.vmap(jax.random.normal)(keys), rtol=1e-6)
     # An axis that no array has is cut as well.
     drawn = auto_vmap(x=0, key=SplitKey, batch_shape=ODD, chunk_size=7, devices="all")(draw)
     same(drawn(1.0, key), jax.vmap(draw, (None, 0))(1.0, jax.random.split(key, ODD)))

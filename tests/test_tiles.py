@@ -276,6 +276,7 @@ def test_a_prime_chunk_is_walked_in_tiles():
     assert steps(chunked_vmap(distances, 300), x) == [13, 1487]
 
 
+@needs_tiles
 @pytest.mark.optimized
 @pytest.mark.parametrize("axis", [0, slow(1)])
 def test_derivatives_of_a_prime_chunk_copy_no_more_than_a_chunk(axis):

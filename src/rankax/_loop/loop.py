@@ -197,7 +197,7 @@ def _scan_chunks(chunk_at: Chunk, operands: _Operands, spec: LoopSpec, sink: Sin
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (next_start(start, chunks), held), rows
+        return (next_start(start, chunks), carried_with(held, operands)), rows
 
     init = first_start(chunks), carried_with(sink.start(), operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)

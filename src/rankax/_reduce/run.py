@@ -216,8 +216,10 @@ class RowProgram(NamedTuple):
         def lifted(*items: Any) -> list[Any]:
             out = fun(*items)
             check_outputs(fun, out)
-            traces.append(_by_reduction(where, out, reductions))
-            return jax.tree.leaves([tree for _, tree in traces[-1]])
+            trees = _by_reduction(where, out, reductions)
+            # Types, because a tracer kept here would be a leak.
+            traces.append([(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees])
+            return jax.tree.leaves([tree for _, tree in trees])
 
         closed = jax.make_jaxpr(lifted)(*avals)
         outputs: list[Outputs] = []
