@@ -99,7 +99,8 @@ def test_what_is_much_faster_is_chosen(gradient):
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
     assert chosen.seconds < tuning.candidates[0].seconds / 1.5
-    assert 0.97 * chosen.seconds < min(c.seconds for c in tuning.candidates)
+    tried = [c.seconds for c in tuning.candidates if c.seconds is not None]
+    assert 0.97 * chosen.seconds < min(tried)
 
 
 def test_the_result_is_the_kernel_with_those_options():
