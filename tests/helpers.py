@@ -56,8 +56,12 @@ def _names(jaxpr: Any) -> Iterator[str]:
                 yield from _names(getattr(parameter, "jaxpr", parameter))
 
 
+# Whether `jax.checkpoint` is the new one, which JAX 0.12 has with ``JAX_REMAT3=1``.
+REMAT3 = getattr(jax.config, "jax_remat3", False)
+
+
 def name_and_params(equation: Any) -> tuple[str, dict[str, Any]]:
-    """What an equation calls; of JAX 0.12 with ``JAX_REMAT3=1``, what it stands for."""
+    """What an equation calls; of a new checkpoint, what it stands for."""
     name, params = equation.primitive.name, equation.params
     if name != "call_hi_primitive":
         return name, params

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from helpers import assert_same, is_checkpoint, primitives, slow, temporary_bytes
+from helpers import (
+    assert_same,
+    is_checkpoint,
+    name_and_params,
+    primitives,
+    slow,
+    temporary_bytes,
+)
 from rankax import checkpoint_chunked_scan
 from scan_cases import (
     TRANSFORMATIONS,
@@ -79,13 +86,14 @@ def chunk_lengths(fun, *args):
     def inside(jaxpr):
         for equation in jaxpr.eqns:
             below = []
-            for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+            name, params = name_and_params(equation)
+            for parameter in jax.tree.leaves(params, is_leaf=is_jaxpr):
                 if is_jaxpr(parameter):
                     below += inside(getattr(parameter, "jaxpr", parameter))
-            if is_checkpoint(equation.primitive.name):
+            if is_checkpoint(name):
                 yield "checkpoint", below
-            elif equation.primitive.name == "scan":
-                yield equation.params["length"], below
+            elif name == "scan":
+                yield params["length"], below
             else:
                 yield from below
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import assert_same, at_each_run, name_and_params
+from helpers import REMAT3, assert_same, at_each_run, name_and_params
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -382,6 +382,7 @@ def test_a_rule_leaves_nothing_in_the_compiled_program():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="nor does lax.map, in JAX 0.7")
+@pytest.mark.skipif(REMAT3, reason="JAX does not transpose its new checkpoint yet")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)
 

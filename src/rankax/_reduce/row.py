@@ -162,7 +162,10 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        states = dataclasses.replace(self, item=constant).fold(steps)
+        # There is nothing to recompute. With `jax_remat3`, a checkpoint makes tangents of zeros,
+        # and a maximum of lanes makes NaN of those.
+        levels = tuple(dataclasses.replace(level, checkpoint=False) for level in self.levels)
+        states = dataclasses.replace(self, item=constant, levels=levels).fold(steps)
         return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), states)
 
     def fold(self, steps: Steps, *, linear: bool = True) -> list[Any]:

@@ -336,6 +336,14 @@ def _high_level_call() -> Any:
                 for i, aval in enumerate(self.in_avals)
             )
 
+        def remat(self, trace: Any, *args: Any) -> Any:
+            # As a checkpoint of `other`, with the policy of the one around it: what is named in
+            # `other` is kept. By default, all of it would be computed again.
+            program = jax.make_jaxpr(jax.checkpoint(self.other, policy=trace.policy))(*args)
+            (eqn,), consts = program.eqns, program.consts
+            out, residuals, recompute = eqn.params["_prim"].remat(trace, *consts, *args)
+            return out, residuals, lambda res, *args: recompute(res, *consts, *args)
+
         def transpose(self, cotangents: Any, *args: Any) -> None:
             unknown = [i for i, x in enumerate(args) if isinstance(x, hijax.GradAccum)]
             of_unknown = of_some(self.other, args, unknown)

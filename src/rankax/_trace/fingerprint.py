@@ -38,7 +38,9 @@ from rankax._trace.programs import (
     Jaxpr,
     Literal,
     is_container,
+    name_and_params,
     subprograms,
+    with_params,
     with_subprograms,
 )
 
@@ -98,16 +100,18 @@ def _of_literal(literal: Any) -> Hashable:
 
 
 def _of_params(eqn: Any) -> Hashable:
-    if eqn.primitive.name in RULES:
-        return _of_value(eqn.params["call_jaxpr"])
-    left_out = _DERIVATIVES_ONLY.get(eqn.primitive.name)
-    return tuple((name, _of_value(value)) for name, value in eqn.params.items() if name != left_out)
+    kind, params = name_and_params(eqn)
+    if kind in RULES:
+        return _of_value(params["call_jaxpr"])
+    left_out = _DERIVATIVES_ONLY.get(kind)
+    kept = ((name, _of_value(value)) for name, value in params.items() if name != left_out)
+    return kind, *kept
 
 
-# Parameters that define a derivative only. The last one belongs to our own call.
+# Parameters that define a derivative only. The second row belongs to our own call.
 _DERIVATIVES_ONLY = {
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), "policy"),
-    "rankax_call": "other",
+    **dict.fromkeys(("checkpoint", "remat", "remat2", "RematTraced"), "policy"),
+    **dict.fromkeys(("rankax_call", "HighLevelCall"), "other"),
 }
 
 _PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
@@ -152,10 +156,10 @@ def derivatives_key(jaxpr: Any) -> Hashable:
     """Return a key: equal programs with equal keys have equal derivatives."""
     keys: list[Hashable] = []  # in the order of the equations
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, params = name_and_params(eqn)
         if name in RULES:
             raise Unknown
-        if (other := eqn.params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
+        if (other := params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
             if (key := getattr(other, "rankax_key", None)) is None:
                 raise Unknown
             keys.append(key)
@@ -211,5 +215,5 @@ def _without_rule(eqn: Any) -> Any:
     if eqn.primitive.name in RULES:
         return call_of(eqn, eqn.invars, without_rules(eqn.params["call_jaxpr"].jaxpr))
     eqn = with_subprograms(eqn, without_rules)
-    left_out = _DERIVATIVES_ONLY.get(eqn.primitive.name)
-    return eqn.replace(params={**eqn.params, left_out: None}) if left_out else eqn
+    left_out = _DERIVATIVES_ONLY.get(name_and_params(eqn)[0])
+    return with_params(eqn, **{left_out: None}) if left_out else eqn

@@ -5,6 +5,9 @@ A primitive keeps the programs that it calls among its parameters: `jax.jit` hol
 `jax.lax.cond` a tuple of branches, `jax.lax.custom_linear_solve` a NamedTuple. `subprograms` yields
 them; `with_subprograms` replaces them. Each container is rebuilt with its own type, because JAX
 reads the fields of a NamedTuple by name.
+
+With `jax_remat3` (JAX 0.12), an equation with a checkpoint calls a high-level primitive, an object
+that is itself a parameter and has the parameters that count here. `name_and_params` looks into it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ __all__ = [
     "evaluate",
     "is_container",
     "mapped_program",
+    "name_and_params",
     "subprograms",
+    "with_params",
     "with_subprograms",
 ]
 
@@ -59,9 +64,27 @@ def _as_array(value: Any, aval: Any) -> jax.Array:
     return jnp.asarray(value) if is_staged() else scalar(value, aval.dtype)
 
 
+def name_and_params(eqn: Any) -> tuple[str, dict[str, Any]]:
+    """Return what an equation calls, and its parameters."""
+    prim = eqn.params.get("_prim")
+    if type(prim).__name__ in _HIGH_LEVEL:
+        return type(prim).__name__, prim.params
+    return eqn.primitive.name, eqn.params
+
+
+_HIGH_LEVEL = ("RematTraced", "CheckpointName", "HighLevelCall")  # all else is opaque
+
+
+def with_params(eqn: Any, **changes: Any) -> Any:
+    """Return ``eqn`` with other values for some of its parameters."""
+    if (params := name_and_params(eqn)[1]) is not eqn.params:
+        changes = {"_prim": type(eqn.params["_prim"])(**{**params, **changes})}
+    return eqn.replace(params={**eqn.params, **changes})
+
+
 def subprograms(eqn: Any) -> Iterator[Any]:
     """Yield the jaxpr of each program that an equation calls; of a branch, all of them."""
-    for value in eqn.params.values():
+    for value in name_and_params(eqn)[1].values():
         for leaf in jax.tree.leaves(value, is_leaf=_is_leaf):
             if isinstance(leaf, (Jaxpr, ClosedJaxpr)):
                 yield leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf
@@ -79,12 +102,12 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
         return fun(leaf) if isinstance(leaf, Jaxpr) else leaf
 
     changes = {}
-    for name, value in eqn.params.items():
+    for name, value in name_and_params(eqn)[1].items():
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
         new = [replaced(leaf) for leaf in leaves]
         if any(a is not b for a, b in zip(new, leaves, strict=True)):
             changes[name] = treedef.unflatten(new)
-    return eqn.replace(params={**eqn.params, **changes}) if changes else eqn
+    return with_params(eqn, **changes) if changes else eqn
 
 
 def mapped_program(fun: Callable[[Any], Any], closed: Any) -> Any:
