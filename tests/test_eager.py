@@ -3,6 +3,7 @@
 
 import gc
 import math
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -463,6 +464,7 @@ def test_a_second_gradient_of_two_levels_compiles_nothing(reduce):
     assert_same(first, jax.jit(gradient)(X))
 
 
+@pytest.mark.filterwarnings("ignore:rule.*is compiled at every call")
 @pytest.mark.parametrize("order", [1, 2])
 def test_rules_may_change(order):
     factor = [1.0]
@@ -483,3 +485,55 @@ def test_rules_may_change(order):
         got = jax.grad(total)(X) if order == 1 else jax.grad(lambda x: jax.grad(total)(x).sum())(X)
         want = value * jnp.cos(X) if order == 1 else -value * jnp.sin(X)
         assert_same(got, want)
+
+
+def warnings_of(f, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        f(*args)
+    return [str(warning.message) for warning in caught if warning.filename == __file__]
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_derivative_with_rules_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
+    monkeypatch.setattr(eager, "_warnings", Kept(4))
+
+    def kernel(x):
+        return jnp.sum(softplus(x))
+
+    apply = TRANSFORMS[transform](auto_vmap(1, chunk_size=4, reduce=reduce)(kernel))
+    calls = [warnings_of(apply, X), *(compilations(warnings_of, apply, X) for _ in range(2))]
+    assert [calls[0], calls[2][0]] == [[], []]
+    assert calls[1][0] == [
+        f"kernel() at {__file__}:{kernel.__code__.co_firstlineno}: outside jax.jit, its derivative "
+        "(or vmap) in chunks is compiled at every call, because it uses a jax.custom_jvp or "
+        "jax.custom_vjp function or a checkpoint policy, which may have changed; call it inside "
+        "jax.jit, or give auto_vmap jit=True"
+    ]
+    assert min(calls[1][1], calls[2][1]) > 0
+
+
+def test_what_is_compiled_once_for_each_use_does_not_warn(monkeypatch):
+    def kernel(x):
+        return softplus(jnp.sum(x))
+
+    mapped = chunked_vmap(kernel, 4)
+    for transform in TRANSFORMS:  # each compiles another program
+        assert warnings_of(TRANSFORMS[transform](mapped), X) == []
+        assert warnings_of(TRANSFORMS[transform](mapped), X[:8]) == []
+    jitted = auto_vmap(1, chunk_size=4, jit=True)(kernel)
+    for f in (TRANSFORMS["grad"](jitted), jax.jit(TRANSFORMS["grad"](mapped)), mapped):
+        assert [warnings_of(f, X) for _ in range(3)] == [[], [], []]
+    with jax.disable_jit():
+        assert [warnings_of(TRANSFORMS["grad"](mapped), X[:5]) for _ in range(2)] == [[], []]
+
+
+def test_jax_that_keeps_compiled_programs_in_files_does_not_warn(tmp_path):
+    gradient = TRANSFORMS["grad"](chunked_vmap(lambda x: softplus(x) ** 2, 4))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert [warnings_of(gradient, X) for _ in range(3)] == [[], [], []]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +38,13 @@ def function_location(fun: Callable[..., Any]) -> str:
     return f"{name}()" if code is None else f"{name}() at {code.co_filename}:{code.co_firstlineno}"
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# JAX may stand between the caller and this library, as in `jax.vmap(kernel)`.
+_BETWEEN = ("rankax", "jax", "contextlib")
 
 
 def caller_level() -> int:
     """Return the ``stacklevel`` with which a warning shows the line that called this library."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level  # this function's frame takes the place of that of `warnings.warn`

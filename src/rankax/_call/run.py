@@ -43,6 +43,7 @@ from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
+from rankax._loop.reuse import call_of_kernel
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
@@ -78,7 +79,10 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
         return _in_one_piece(bound, ready.plan, ready.options)
     layout = bound.layout(ready.whole, ready.parts)
     shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
-    with progress_of_call(shown, bound.name, layout.count) as progress:
+    with (
+        progress_of_call(shown, bound.name, layout.count) as progress,
+        call_of_kernel(ready.item.where),
+    ):
         nest = functools.partial(
             nest_of,
             inputs=ready.whole.mapped,

@@ -110,9 +110,9 @@ def chunked_vmap(
     than 32 bits are copied as ``float32`` (``float16`` is not).
 
     *Time.* ``fun`` is traced once a call, however the axis divides. Outside `jax.jit`, a loop that
-    does the same as an earlier one is not compiled again; only derivatives are. Where no chunk
-    divides the axis, the last one overlaps its neighbour and fewer than ``n / chunk_size`` items
-    are computed twice; their cotangents count once.
+    does the same as an earlier one is not compiled again, except in derivatives if ``fun`` has
+    custom rules. Where no chunk divides the axis, the last one overlaps its neighbour and fewer
+    than ``n / chunk_size`` items are computed twice; their cotangents count once.
 
     *Devices.* An axis that devices share is evaluated in parts, one per device, side by side:
     ``chunk_size`` and ``memory_limit`` count per device, and nothing is sent except the cotangents

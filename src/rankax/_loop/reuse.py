@@ -18,14 +18,18 @@ of its own, because rules are functions, which cannot be compared.
 Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
 compilation depends: shapes, devices, contexts, the configuration of JAX.
 
-A call that is not eager, or whose program cannot be compared, takes the uncached path.
+A call that is not eager, or whose program cannot be compared, takes the uncached path. Where rules
+are what cannot be compared, a warning says so when the same derivative is compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -33,6 +37,7 @@ from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.cache import Kept
+from rankax._base.functions import caller_level
 from rankax._loop.loop import map_in_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
@@ -47,7 +52,7 @@ from rankax._trace.fingerprint import (
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
 
-__all__ = ["is_eager", "map_chunks", "run_kept"]
+__all__ = ["call_of_kernel", "is_eager", "map_chunks", "run_kept"]
 
 # A program as a function of the program of one item and of arrays.
 Program = Callable[[ItemProgram, list[Any]], Any]
@@ -70,6 +75,7 @@ def map_chunks(
             kept = _find(
                 lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
                 bare,
+                leaves,
                 (spec, sink),
                 differentiable=not is_now,
             )
@@ -93,7 +99,7 @@ def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Ha
     if not is_now and not _is_transformed(arrays):
         return program(item, list(leaves))
     try:
-        run, consts = _find(program, item, key, differentiable=not is_now)
+        run, consts = _find(program, item, leaves, key, differentiable=not is_now)
     except Unknown:
         run, consts = _compiled(program, item, item.closed.jaxpr), _on_device(item.closed.consts)
     return run(consts, list(leaves))
@@ -122,15 +128,27 @@ def _is_evaluated(arrays: Sequence[Any]) -> bool:
 
 
 def _find(
-    program: Program, item: ItemProgram, key: Hashable, *, differentiable: bool = False
+    program: Program,
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    key: Hashable,
+    *,
+    differentiable: bool = False,
 ) -> tuple[Any, list[jax.Array]]:
     """Return the kept program as a function of constants and leaves, and the current constants."""
     if key is None:
         raise Unknown
     closed = opened(item.closed)
     jaxpr = closed.jaxpr
-    rules = derivatives_key(jaxpr) if differentiable else None
-    whole = _Key((fingerprint(closed), rules, item.where, item.out_axes, item.out_tree, key))
+    of_call = fingerprint(closed), item.where, item.out_axes, item.out_tree, key
+    rules = None
+    if differentiable:
+        try:
+            rules = derivatives_key(jaxpr)
+        except Unknown:
+            _warn_if_compiled_again(_Key(of_call), [*leaves, *closed.consts])
+            raise
+    whole = _Key((*of_call, rules))
     bare = without_constants if differentiable else without_rules
     run = _kept.find(whole, lambda: _compiled(program, item, bare(jaxpr)))
     return run, _on_device(closed.consts)
@@ -167,4 +185,42 @@ class _Key:
         return isinstance(other, _Key) and self._value == other._value
 
 
+_kernel = ContextVar("rankax_kernel", default="a kernel")
+
+
+@contextlib.contextmanager
+def call_of_kernel(where: str) -> Generator[None]:
+    """Enter a call of the kernel at ``where``, whose loops belong to functions of this library."""
+    token = _kernel.set(where)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
+    """Warn, once per kernel, when the derivative of a program of this key is compiled again."""
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir or config.jax_disable_jit:
+        return  # JAX finds it in a file, or compiles nothing
+    kinds = tuple((jax.typeof(x), *_transforms(x)) for x in arrays)
+    is_again = next(_compilations.find((key, kinds), itertools.count))
+    if is_again and not next(_warnings.find(where := _kernel.get(), itertools.count)):
+        warnings.warn(
+            f"{where}: outside jax.jit, its derivative (or vmap) in chunks is compiled at every "
+            "call, because it uses a jax.custom_jvp or jax.custom_vjp function or a checkpoint "
+            "policy, which may have changed; call it inside jax.jit, or give auto_vmap jit=True",
+            stacklevel=caller_level(),
+        )
+
+
+def _transforms(x: Any) -> Iterator[type]:
+    """Yield the kinds of the tracers around an array, so that a second derivative is another."""
+    while isinstance(x, core.Tracer):
+        yield type(x)
+        x = getattr(x, "primal", getattr(x, "val", None))
+
+
 _kept: Kept[Any] = Kept(_MOST_KEPT)
+_compilations: Kept[Iterator[int]] = Kept(_MOST_KEPT)
+_warnings: Kept[Iterator[int]] = Kept(_MOST_KEPT)
