@@ -14,6 +14,7 @@ import pytest
 import rankax
 from helpers import assert_same, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax._plan.budget import Cost, fit_chunk
 
 pytestmark = pytest.mark.optimized
 
@@ -432,3 +433,35 @@ def test_the_stretched_axes_of_an_argument_do_not_change_what_is_measured():
     kernel = auto_vmap(a=0, v=1, memory_limit=3000)(lambda a, v: a * jnp.sum(jnp.sort(v)))
     a, v = jnp.ones(300), jnp.ones(100)
     assert kernel.plan(a, v[None]).memory == kernel.plan(a, v).memory
+
+
+# The search, with memory that is a formula: no program is compiled.
+
+
+SEARCHES = {
+    "proportional": (lambda n: 10 * n, 1000, [8, 97]),
+    "a constant part": (lambda n: 400 + 5 * n, 1000, [8, 17, 114]),
+    "more than proportional": (lambda n: n**2, 1000, [8, 121, 15, 20, 24]),
+    "all fits": (lambda n: 3 * n + 5, 10**6, [8, 997]),
+    "tiles, whose memory is that of any chunk": (
+        lambda n: min(n, 20) if n < 997 else 10**6,
+        1000,
+        [8, 970, 997],
+    ),
+    "a step": (lambda n: 100 if n < 700 else 2000, 1000, [8, 77, 997, 537]),
+    "the first is too large": (lambda n: 300 * n, 1000, [8, 3]),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_few_chunk_sizes_are_measured(name):
+    memory, limit, expected = SEARCHES[name]
+    measured = []
+
+    def measure(size):
+        measured.append(size)
+        return Cost(size, memory(size), None)
+
+    fit = fit_chunk(measure, (997,), 997, limit, "kernel()")
+    assert measured == expected
+    assert fit.chunk_size == max(size for size in measured if memory(size) <= limit)

@@ -2,8 +2,8 @@
 """A memory limit: how it is written, and the search for the largest chunk within it.
 
 `rankax._fit.memory` measures a chunk, by compiling the whole call. Only a chunk size that was
-itself measured to be within the limit is chosen. The line through two small chunks only tells where
-to measure next.
+itself measured to be within the limit is chosen. Lines through the measurements only tell where to
+measure next.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ class MemoryFit:
         )
 
 
-_SMALL, _MIDDLE = 8, 64  # chunk sizes of the first measurements
+_SMALL = 8  # the first chunk size to measure
 _MOST_MEASURED = 8
 _ENOUGH = 0.5  # the share of the limit at which the search ends
 _AIM = 0.97  # the share of the limit that a guess aims at
@@ -114,10 +114,11 @@ def fit_chunk(
 ) -> MemoryFit:
     """Return a chunk size of at most ``most`` that was measured to be within ``limit``.
 
-    Memory is assumed to be linear in the chunk size: at first through two small chunks, then
-    through the measurements nearest to the limit. If it is linear, the third measurement is the
-    last. Chunks that divide the batch (of levels of such ``sizes``) are preferred because others
-    copy the outputs in the gradient, which is not linear.
+    Memory is assumed to be linear in the chunk size: at first proportional to it, then on the line
+    through two measurements, those around the limit or else those nearest to it. If it is
+    proportional, the second measurement is the last. The search also ends at a chunk if twice as
+    many items exceed the limit. Chunks that divide the batch (of levels of such ``sizes``) are
+    preferred because others copy the outputs in the gradient, which is not linear.
 
     Raises
     ------
@@ -131,7 +132,8 @@ def fit_chunk(
         measured[candidate] = measure(candidate)
         low = max((size for size, cost in measured.items() if cost.most <= limit), default=0)
         high = min((size for size in measured if size > low), default=most + 1)
-        if high <= low + 1 or (low and measured[low].most >= _ENOUGH * limit):
+        is_close = high <= low + 1 or (high in measured and high <= 2 * low)
+        if is_close or (low and measured[low].most >= _ENOUGH * limit):
             break
         guess = _guess(measured, low, high, limit)
         even = even_chunk_size(sizes, guess)
@@ -145,9 +147,12 @@ def fit_chunk(
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
     """Return a chunk size between ``low`` and ``high`` that should need nearly the limit."""
-    if len(measured) == 1 and low:
-        return min(_MIDDLE, high - 1)
+    below = [measured[size].most for size in sorted(measured) if size <= low]
+    if len(below) > 1 and below[-1] <= below[-2]:  # a tile, say, needs the same for any chunk
+        return (low + high) // 2 if high in measured else high - 1
     near = sorted(measured.values(), key=lambda cost: abs(cost.most - limit))[:2]
+    if low and high in measured:
+        near = [measured[low], measured[high]]
     points = [(cost.in_flight, cost.most) for cost in near]
     (x, y), (x0, y0) = points if len(points) > 1 else (points[0], (0, 0))
     slope = (y - y0) / (x - x0) if x != x0 else 0.0
