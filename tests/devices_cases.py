@@ -301,6 +301,48 @@ def a_part_may_be_masked(mesh):
 
 
 @case
+def some_items_count(mesh):
+    """None of the first device does, and the derivatives of what is left out are nan."""
+    x = np.where((np.arange(N) % 3 == 0) | (np.arange(N) < N // 4), 0, X[:, 0] ** 2).astype("f")
+
+    def root(x, w):
+        return {"v": jnp.sqrt(w[0, 0] ** 2 * x), "ok": x > 0}
+
+    names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.TopK(3), FOLD)
+    reduce = {"v": rd.Several(*(names[:6] if is_too_old(names[6], mesh) else names)), "ok": "sum"}
+    own = chunked_reduce(root, reduce, 7, (0, None), where="ok", **given(mesh))
+    of_one = chunked_reduce(root, reduce, 7, (0, None), where="ok")
+    sharded = put(mesh, x, "d"), put(mesh, W)
+    with outside(mesh):
+        want = jax.tree.map(np.asarray, of_one(x, W))
+        gradients = jax.jit(jax.grad(loss_of(of_one), (0, 1)))(x, W)
+        gradients = jax.tree.map(np.asarray, gradients)
+    same(compiled(own, *sharded)(*sharded), want)
+    assert not any(np.isnan(leaf).any() for leaf in gradients)
+    same(compiled(jax.grad(loss_of(own), (0, 1)), *sharded)(*sharded), gradients, rtol=1e-3)
+    total = chunked_reduce(root, "sum", 7, (0, None), where="ok", **given(mesh))
+    assert sent(compiled(total, *sharded)) == {"all-reduce": 1}
+
+
+@case
+def some_items_of_any_length_count(mesh):
+    """More than one device has an item, or only one; the derivative of what is left out is nan."""
+
+    def root(x, w):
+        return {"v": jnp.sqrt(w * x), "ok": x > 0}
+
+    names = ("sum", rd.Moments(), "argmin", rd.TopK(2), FOLD)
+    reduce = {"v": rd.Several(*names), "ok": None}
+    for length in (2, 2 * mesh.size + 3):
+        x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
+        own, one = on_all(functools.partial(chunked_reduce, root, reduce, 2, (0, None), where="ok"))
+        same(own(x, 2.0), one(x, 2.0))
+        want = jax.grad(loss_of(one), (0, 1))(x, 2.0)
+        assert not any(np.isnan(leaf).any() for leaf in want)
+        same(jax.grad(loss_of(own), (0, 1))(x, 2.0), want, rtol=1e-3)
+
+
+@case
 def narrow_floats_are_merged_wide(mesh):
     values = jnp.where(jnp.arange(256) % 3 > 1, 1000.0, 1004.0).astype(jnp.bfloat16)
     of_one = chunked_reduce(lambda x: x, rd.Moments(), 16)(values)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 import rankax
 from helpers import assert_same, at_each_run, slow
 from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
-from rankax.reductions import Best, Fold, Moments, TopK
+from rankax.reductions import Best, Fold, Moments, Several, TopK
 
 RNG = np.random.default_rng(0)
 S = RNG.normal(size=(4, 1)).astype("float32")
@@ -207,6 +207,21 @@ def test_a_tree_of_reductions_keeps_what_it_is_told_to(package):
     )(hit)
     got = kernel(S, in_blocks(package, V, (2, 3)), in_blocks(package, M, (3, 2, 3, 3)))
     assert_same(computed(got), kernel(S, V, M))
+
+
+@pytest.mark.parametrize("reduce", at_each_run(("mean", "argmax"), REDUCTIONS))
+def test_items_that_count_over_blocks(reduce):
+    """One block has none."""
+
+    def root(s, v, m):
+        out = output(s, v, m)
+        return {"a": jnp.sqrt(out), "ok": jnp.all(out > 0) & (s < 0.5)}
+
+    s = np.linspace(-1, 1, S.size, dtype="float32").reshape(S.shape)
+    tree = {"a": Several(reduce, "sum"), "ok": None}
+    kernel = auto_vmap(s=0, v=1, m=2, reduce=tree, where="ok", chunk_size=2)(root)
+    got = kernel(s, in_blocks("dask", V, (2, 3)), in_blocks("dask", M, (1, 2, 3, 3)))
+    assert_same(computed(got), kernel(s, V, M), rtol=1e-4)
 
 
 BETWEEN = np.ones((6, 7), "float32")

@@ -159,8 +159,8 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(chunksize=2),
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
-            "(options: chunk_size, memory_limit, reduce, reduce_axis, batch_shape, checkpoint, "
-            "jit, compiler_options, progress and devices)",
+            "(options: chunk_size, memory_limit, reduce, reduce_axis, where, batch_shape, "
+            "checkpoint, jit, compiler_options, progress and devices)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),

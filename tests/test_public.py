@@ -101,7 +101,7 @@ def test_help_shows_the_options_of_auto_vmap():
     signature = inspect.signature(rankax.auto_vmap)
     shown = (
         "(*ranks, chunk_size=None, memory_limit=None, reduce=None, reduce_axis=None, "
-        "batch_shape=None, checkpoint=True, jit=False, "
+        "where=None, batch_shape=None, checkpoint=True, jit=False, "
         "compiler_options=None, progress=False, devices=None, **named_ranks)"
     )
     assert str(signature) == shown

@@ -25,6 +25,7 @@ from rankax._devices.place import Devices, checked_devices
 from rankax._plan.budget import checked_limit
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
+from rankax._reduce.where import checked_where
 
 __all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "options_of", "resolve"]
 
@@ -37,12 +38,17 @@ class Options:
     memory_limit: int | str | None = None
     reduce: Reductions | None = None
     reduce_axis: int | tuple[int, ...] | None = None
+    where: str | int | None = None
     batch_shape: tuple[int, ...] | None = None
     checkpoint: bool = True
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
     devices: Devices = None
+
+    def __post_init__(self) -> None:
+        if self.where is not None and self.reduce is not None:
+            object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
 
 
 class Scoped(TypedDict, total=False):
@@ -60,6 +66,7 @@ class Given(Scoped, total=False):
 
     reduce: Any
     reduce_axis: int | Sequence[int] | None
+    where: str | int | None
     batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
@@ -107,6 +114,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "memory_limit": checked_limit,
     "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
+    "where": checked_where,
     "batch_shape": _batch_shape,
     "checkpoint": functools.partial(check_bool, name="checkpoint"),
     "jit": functools.partial(check_bool, name="jit"),
@@ -141,7 +149,7 @@ def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def options_of(where: str, **values: Any) -> Options:
+def options_of(where: str, /, **values: Any) -> Options:
     """Return the options of a function that takes them as parameters; refuse a wrong value."""
     return Options(**checked_options(values, where))
 
@@ -152,6 +160,8 @@ def check_together(options: Options, where: str) -> None:
         raise TypeError(
             f"{where}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
         )
+    if options.where is not None and options.reduce is None:
+        raise TypeError(f"{where}: where={options.where!r} needs reduce, by what to reduce")
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "

@@ -3,6 +3,7 @@
 
 from rankax._reduce.fold import Fold as Fold
 from rankax._reduce.protocol import Reduction as Reduction
+from rankax._reduce.protocol import Several as Several
 from rankax._reduce.sums import All as All
 from rankax._reduce.sums import AnyOf as Any
 from rankax._reduce.sums import LogSumExp as LogSumExp
@@ -34,6 +35,7 @@ __all__ = [
     "MomentsResult",
     "Prod",
     "Reduction",
+    "Several",
     "Sum",
     "TopK",
     "TopKResult",

@@ -95,6 +95,7 @@ def auto_vmap(
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
+    where: str | int | None = None,
     batch_shape: int | Sequence[int] | None = None,
     checkpoint: bool = True,
     jit: bool = False,
@@ -143,12 +144,20 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
-        an object of `rankax.reductions`. ``None`` inside a tree keeps an output whole. With
+        an object of `rankax.reductions`, such as ``Several("min", "argmin")`` for more than one
+        reduction of an output. ``None`` inside a tree keeps an output whole. With
         ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for memory,
         derivatives and order).
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The
         others stay, in their order, in front of the core axes.
+    where : str or int, optional
+        The key, field or index of the output that says whether an item counts, with ``reduce``: one
+        boolean. An output inside another by its path: ``"['masks']['ok']"``. What is left out adds
+        nothing, and its derivative is 0, even where its value or derivative is infinite or NaN. In
+        the result, None takes the place of that output unless it has an entry of its own in
+        ``reduce``. Objects of `rankax.reductions` take ``where`` as well, and theirs comes first.
+        See Notes.
     batch_shape : int or tuple of int, optional
         Axes that the batch has besides those of the arguments, and broadcast with them: the
         counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
@@ -244,6 +253,14 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     call JAX; an exception in it ends the call. The bar is closed when the call fails; inside your
     own `jax.jit`, when the next call with the same label begins. Only the first of several
     processes shows it. Pass the same function at each call, because a new one compiles anew.
+
+    *What counts.* With ``where``, ``"mean"`` and ``Moments`` divide by the number of items that
+    count. Indices number all items. If none counts, ``"argmin"`` and ``"argmax"`` are -1, ``"min"``
+    and ``"max"`` the value that no item is worse than (``inf`` and ``-inf``, or the limit of the
+    integers), means and variances NaN, and all else is the identity. ``TopK`` fills the places of
+    missing items with that worst value and the index -1; ``Best`` has it in the output that
+    decides, and zeros in the others. A derivative makes one more pass over the items, which
+    evaluates their masks.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own

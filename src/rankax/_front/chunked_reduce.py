@@ -26,6 +26,7 @@ def chunked_reduce(
     chunk_size: int | None,
     in_axes: Any = 0,
     *,
+    where: str | int | None = None,
     axis_size: int | None = None,
     checkpoint: bool = True,
     memory_limit: int | str | None = None,
@@ -54,6 +55,9 @@ def chunked_reduce(
     chunk_size : int or None
         Maximum number of items evaluated at once. A tile is smaller where that is faster, as on a
         CPU. ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
+    where : str or int, optional
+        The key, field or index of the output that says whether an item counts: one boolean. What
+        is left out adds nothing and sends nothing back. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, default True
@@ -114,20 +118,21 @@ def chunked_reduce(
     Array(-5000., dtype=float32)
     """
     check_callable(fun, "chunked_reduce", "fun")
-    where = f"chunked_reduce({function_name(fun)})"
+    caller = f"chunked_reduce({function_name(fun)})"
     options = options_of(
-        where,
+        caller,
+        where=where,
         chunk_size=chunk_size,
         checkpoint=checkpoint,
         memory_limit=memory_limit,
         progress=progress,
         devices=devices,
     )
-    options = dataclasses.replace(options, reduce=read_reductions(reduction, where))
-    axes = checked_axes(where, in_axes, axis_size)
+    options = dataclasses.replace(options, reduce=read_reductions(reduction, caller))
+    axes = checked_axes(caller, in_axes, axis_size)
 
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
-        return run(bind_axes(fun, where, args, kwargs, axes), options)
+        return run(bind_axes(fun, caller, args, kwargs, axes), options)
 
     return reduced

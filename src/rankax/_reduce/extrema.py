@@ -14,13 +14,22 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
-from rankax._reduce.states import Accumulation, Accumulator, State, Storage, concatenated, fill
+from rankax._reduce.states import (
+    Accumulation,
+    Accumulator,
+    State,
+    Storage,
+    choose,
+    concatenated,
+    fill,
+)
 
 __all__ = [
     "Arg",
     "Top",
     "best_keys",
     "first_k",
+    "if_found",
     "in_tiles",
     "no_index",
     "renumbered",
@@ -43,6 +52,12 @@ def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax
     return jnp.where(index == no_index(index.dtype), none, placed)
 
 
+def if_found(index: jax.Array, value: jax.Array, otherwise: Any) -> jax.Array:
+    """Return ``value``, or something else where the index is that of no item."""
+    is_item = index != scalar(no_index(index.dtype), index.dtype)
+    return jnp.where(is_item, value, scalar(otherwise, value.dtype))
+
+
 def worst_value(dtype: Any, *, largest: bool) -> Any:
     """Return the value that no item is worse than."""
     if jnp.issubdtype(dtype, jnp.floating):
@@ -57,25 +72,40 @@ def worst_value(dtype: Any, *, largest: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Arg(Accumulator):
-    """The best value so far and its flat index: the first of equals, and NaN before all others."""
+    """The best value so far and its flat index: the first of equals, and NaN before all others.
+
+    If only some items count (``some``), a lane has `no_index` until one of its items does.
+    """
 
     core: tuple[int, ...]
     dtype: Any
     index_dtype: Any
     largest: bool
+    some: bool = False
 
     def start(self, lanes: int) -> State:
         # Items as bad as this value replace no lane, so a lane keeps the index of its first item.
         shape = (*self.core, lanes)
         indices = jnp.broadcast_to(counted(lanes, self.index_dtype), shape)
-        return fill(worst_value(self.dtype, largest=self.largest), self.dtype, shape), indices
+        worst, none = self._nothing(shape)
+        return worst, none if self.some else indices
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        return self.merge(state, (tile, jnp.broadcast_to(index, tile.shape)))
+    def _nothing(self, shape: tuple[int, ...]) -> State:
+        worst = worst_value(self.dtype, largest=self.largest)
+        none = no_index(self.index_dtype)
+        return fill(worst, self.dtype, shape), fill(none, self.index_dtype, shape)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        new = tile, jnp.broadcast_to(index, tile.shape)
+        if self.some:
+            new = choose(counts, new, self._nothing(tile.shape))
+        return self.merge(state, new)
 
     def merge(self, first: State, second: State) -> State:
         (best, at), (value, index) = first, second
         wins = self._wins(value, best)
+        if self.some:
+            wins |= at == scalar(no_index(at.dtype), at.dtype)
         return jnp.where(wins, value, best), jnp.where(wins, index, at)
 
     def _wins(self, value: Any, best: Any) -> Any:
@@ -94,7 +124,7 @@ class Arg(Accumulator):
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         value, index = state
-        return value, place(index)
+        return value, renumbered(index, place) if self.some else place(index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +144,7 @@ class DelayedArg(Arg):
         best, at = super().start(lanes)
         return (best, at), best, scalar(0, self.index_dtype)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         return self._compared(state), tile, lax.index_in_dim(index, 0, keepdims=False)
 
     def join(self, state: State) -> State:
@@ -149,7 +179,15 @@ class Top(Accumulator):
         lowest = jnp.iinfo(self.dtype).min
         return fill(lowest, self.dtype, shape), fill(last, self.index_dtype, shape)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def _entries(self, tile: Any, index: jax.Array, counts: Any) -> State:
+        """Return an entry for each item, empty if it does not count."""
+        keys = sort_key(tile, largest=self.largest)
+        entries = keys, jnp.broadcast_to(index, keys.shape)
+        return entries if counts is None else choose(counts, entries, self._empty(index.size))
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        if counts is not None:
+            return self.merge(state, self._entries(tile, index, counts))
         count = min(self.k, tile.shape[-1])
         keys = sort_key(tile, largest=self.largest)
         keys, places = best_keys(keys, count, by_sort=self.by_sort)
@@ -184,9 +222,8 @@ class TopOfLanes(Top):
     def start(self, lanes: int) -> State:
         return [self._empty(lanes)] * self.k, self._empty(lanes)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        keys = sort_key(tile, largest=self.largest)
-        return self._compared(*state), (keys, jnp.broadcast_to(index, keys.shape))
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        return self._compared(*state), self._entries(tile, index, counts)
 
     def join(self, state: State) -> State:
         entries = zip(*self._compared(*state), strict=True)
@@ -220,7 +257,7 @@ def in_tiles(step: Accumulation | Storage, *, is_expensive: bool) -> Accumulatio
     if isinstance(step, Storage) or step.is_wide or jax.default_backend() != "cpu":
         return step
     accumulator, kind = step.accumulator, type(step.accumulator)
-    if isinstance(accumulator, Arg) and is_expensive:
+    if isinstance(accumulator, Arg) and is_expensive and not accumulator.some:
         kind = DelayedArg
     elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_LANES:
         kind = TopOfLanes

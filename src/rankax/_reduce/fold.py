@@ -35,6 +35,8 @@ class Fold(Reduction):
         of both. It must be associative, but need not be commutative.
     finish : callable, optional
         Takes the last state and returns the result. By default, the state itself.
+    where : str or int, optional
+        As in `auto_vmap`.
 
     Notes
     -----
@@ -50,7 +52,10 @@ class Fold(Reduction):
         lift: Callable[[Any], Any],
         merge: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any] | None = None,
+        *,
+        where: str | int | None = None,
     ) -> None:
+        super().__init__(where=where)
         check_callable(lift, "Fold", "lift")
         check_callable(merge, "Fold", "merge")
         if finish is not None:
@@ -119,7 +124,7 @@ class Fold(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         ordered = Ordered(self._start(outputs), self._combine(outputs))
-        return [Accumulation(outputs.positions, ordered)]
+        return [Accumulation(outputs.positions, ordered, mask=outputs.mask)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         return jax.tree.leaves(states)

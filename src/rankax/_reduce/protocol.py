@@ -27,6 +27,8 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
   memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
   reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
   every order is right if the first one is. With `is_linear`, the fold itself is that program.
+* With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
+  or asks which items count (`where.py`).
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
@@ -37,16 +39,18 @@ defines it, and its accumulator unless one of `states.py` or `extrema.py` fits; 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rankax._reduce.row import Row
-from rankax._reduce.states import Accumulation, Accumulator, Storage, in_a_row
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Storage, in_a_row
 
 __all__ = [
     "EachLeaf",
@@ -55,6 +59,8 @@ __all__ = [
     "Outputs",
     "Place",
     "Reduction",
+    "Several",
+    "counting",
     "dtype_of",
     "wide",
 ]
@@ -70,6 +76,8 @@ class Outputs(NamedTuple):
     structure: Any
     avals: tuple[Any, ...]  # of the leaves
     first: int  # the position of the first leaf among all outputs
+    mask: int | None = None  # the position of the output that says whether an item counts
+    total: int = 0  # how many items there are, in all runs
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -81,10 +89,20 @@ class MisfitError(Exception):
     """A reduction does not fit an output; the caller adds the kernel's name."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reduction:
-    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`."""
+    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`.
 
-    name: str = ""
+    Parameters
+    ----------
+    where : str or int, optional
+        The key, field or index of the output that says whether an item counts, as in `auto_vmap`.
+        None: every item counts.
+    """
+
+    where: str | int | None = dataclasses.field(default=None, kw_only=True)
+
+    name = ""
 
     #: Whether the outputs are kept, not reduced.
     is_kept = False
@@ -100,6 +118,19 @@ class Reduction:
 
     #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
     is_sum = False
+
+    @property
+    def label(self) -> str:
+        """The name, and which items count."""
+        return self.name if self.where is None else f"{self.name} where {self.where!r}"
+
+    def of_items(self, where: str | int | None) -> Self:
+        """Return the same for the items that count; its own ``where`` comes first."""
+        if self.is_kept or self.where is not None:
+            return self
+        changed = copy.copy(self)
+        vars(changed)["where"] = where  # a frozen dataclass refuses an assignment
+        return changed
 
     def lifted(self, out: Any) -> Any:
         """Convert the output of one item to what is folded."""
@@ -178,10 +209,41 @@ class Keep(Reduction):
         return state
 
 
+class Several:
+    """More than one reduction of the same output, in one pass.
+
+    ``Several("min", "argmin")`` returns a tuple, ``Several(least="min", at="argmin")`` a dict.
+
+    Parameters
+    ----------
+    *reductions, **named : str or Reduction
+        Names or objects, as ``reduce`` takes them.
+    where : str or int, optional
+        As in `auto_vmap`, for those that have none of their own.
+    """
+
+    def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:
+        if bool(reductions) == bool(named) or None in (*reductions, *named.values()):
+            raise TypeError(
+                "Several takes names and objects of rankax.reductions, all by position or all by "
+                f'keyword, such as Several("min", "argmin"), got {reductions} and {named}'
+            )
+        self.reductions = reductions or named
+        self.where = where
+
+
 def wide(dtype: Any) -> Any:
     """Return the dtype in which floats of less than 32 bits are accumulated."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def counting(outputs: Outputs) -> Accumulation:
+    """Return what counts the items that count."""
+    assert outputs.mask is not None
+    # Without 64 bits, a float holds more than an integer.
+    dtype = jnp.int32 if outputs.total < 2**31 else jax.dtypes.canonicalize_dtype(jnp.float64)
+    return Accumulation(outputs.mask, Elementwise((), dtype, 0, lax.add, jnp.sum))
 
 
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
@@ -200,7 +262,7 @@ class EachLeaf(Reduction):
         """Return the accumulator of one leaf, for a row of ``size`` items."""
         raise NotImplementedError
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         """Return the result of one leaf."""
         raise NotImplementedError
 
@@ -209,7 +271,7 @@ class EachLeaf(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Accumulation(position, self.accumulator(aval, size), aval.shape)
+            Accumulation(position, self.accumulator(aval, size), aval.shape, outputs.mask)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 

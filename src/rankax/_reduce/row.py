@@ -38,7 +38,7 @@ from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
 from rankax._trace.programs import evaluate, subprograms
 
-__all__ = ["Row", "evaluates_functions", "index_dtype", "most_lanes"]
+__all__ = ["Row", "Steps", "evaluates_functions", "index_dtype", "most_lanes"]
 
 _EXPENSIVE = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
@@ -87,6 +87,11 @@ class Row:
         return math.prod(level.chunks.length for level in self.levels)
 
     @property
+    def count(self) -> Any:
+        """The number of items that count: all, but see `where.py`."""
+        return self.size
+
+    @property
     def is_whole(self) -> bool:
         """Whether the row fits one tile."""
         return not any(level.is_loop for level in self.levels)
@@ -98,6 +103,10 @@ class Row:
 
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index."""
+        return self.item(*self.leaves_at(index))
+
+    def leaves_at(self, index: Any) -> list[Any]:
+        """Return what the item with this flat index is evaluated from."""
         leaves = list(self.leaves)
         # From the outermost level inwards: axes are counted without those of the outer levels.
         for level, place in zip(self.levels, self._places(index), strict=True):
@@ -106,7 +115,7 @@ class Row:
                     leaves[i] = lax.dynamic_index_in_dim(leaves[i], place, axis, keepdims=False)
             if level.numbered:
                 leaves.append(place.astype(PLACE.dtype))
-        return self.item(*leaves)
+        return leaves
 
     def _places(self, index: Any) -> list[Any]:
         """Return the position of a flat index along each level."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
-from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction
+from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.row import Row, evaluates_functions
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
+from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
@@ -43,13 +45,16 @@ BY_NAME: dict[str, Reduction] = {
 }
 
 
-def _is_entry(node: Any) -> bool:
-    return isinstance(node, Reduction)
+def _is_place(node: Any) -> bool:
+    return isinstance(node, range)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
     """The argument ``reduce``: a tree of reductions.
+
+    ``places`` has the positions of the ``entries`` at each leaf of the given ``tree``: one, unless
+    the leaf is `Several`. The results have the structure ``structure``.
 
     ``of_run`` is the number of items in all runs if each row is only one run; `reduce_row` then
     returns states for `merge.py`. None: rows are whole.
@@ -57,16 +62,19 @@ class Reductions:
 
     entries: tuple[Reduction, ...]
     structure: Any
+    tree: Any
+    places: tuple[range, ...]
     of_run: int | None = None
 
     @property
     def prefix(self) -> Any:
-        """The tree of the entries."""
-        return self.structure.unflatten(self.entries)
+        """The tree of the places."""
+        return self.tree.unflatten(self.places)
 
     def of_outputs(self, out: Any) -> list[Reduction]:
-        """Return the entry of each leaf of the output of an item."""
-        return spread_prefix(self.prefix, out, "output", is_entry=_is_entry, what="reduction")
+        """Return an entry of each leaf of the output of an item."""
+        places = spread_prefix(self.prefix, out, "output", is_entry=_is_place, what="reduction")
+        return [self.entries[place.start] for place in places]
 
     def for_runs(self, size: int, *, over_devices: bool = False) -> Reductions:
         """Return the same for runs of ``size`` items."""
@@ -75,13 +83,18 @@ class Reductions:
             entries = tuple(entry.over_devices() for entry in entries)
         return dataclasses.replace(self, entries=entries, of_run=size)
 
+    def of_items(self, where: str | int) -> Reductions:
+        """Return the same for the items that count."""
+        entries = tuple(entry.of_items(where) for entry in self.entries)
+        return dataclasses.replace(self, entries=entries)
+
     @property
     def are_ordered(self) -> bool:
         """Whether one of them takes the items in order."""
         return any(entry.is_ordered for entry in self.entries)
 
     def __str__(self) -> str:
-        return listed(list(dict.fromkeys(entry.name for entry in self.entries)))
+        return listed(list(dict.fromkeys(entry.label for entry in self.entries)))
 
 
 def read_reductions(value: Any, where: str) -> Reductions:
@@ -93,17 +106,29 @@ def read_reductions(value: Any, where: str) -> Reductions:
     where : str
         The name of the called function, for errors.
     """
-    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
-    entries = tuple(_reduction(leaf, where) for leaf in leaves)
+    leaves, tree = jax.tree.flatten(value, is_leaf=lambda node: node is None)
+    parts = [_parts(leaf, where) for leaf in leaves]
+    entries, structure = jax.tree.flatten(tree.unflatten(parts))
     if all(entry.is_kept for entry in entries):
         raise ValueError(f"{where}: reduce names no reduction, got {value!r}")
-    return Reductions(entries, structure)
+    ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in parts))
+    places = tuple(map(range, [0, *ends], ends))
+    return Reductions(tuple(entries), structure, tree, places)
+
+
+def _parts(leaf: Any, where: str) -> Any:
+    """Return a reduction, or a tuple or dict of several."""
+    if not isinstance(leaf, Several):
+        return _reduction(leaf, where)
+    mask = checked_where(leaf.where, where)
+    return jax.tree.map(lambda part: _reduction(part, where).of_items(mask), leaf.reductions)
 
 
 def _reduction(leaf: Any, where: str) -> Reduction:
     if leaf is None:
         return Keep()
     if isinstance(leaf, Reduction):
+        checked_where(leaf.where, where)
         return leaf
     if isinstance(leaf, type) and issubclass(leaf, Reduction):
         raise TypeError(
@@ -211,24 +236,30 @@ class RowProgram(NamedTuple):
         """Trace the kernel for one item, and check that its outputs can be reduced."""
         avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
         avals += [with_shape(PLACE, ()) for spec in specs if spec.numbered]
-        traces: list[list[tuple[str, Any]]] = []
+        traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
 
         def lifted(*items: Any) -> list[Any]:
             out = fun(*items)
             check_outputs(fun, out)
-            trees = _by_reduction(where, out, reductions)
+            trees, masks = _by_reduction(where, out, reductions)
             # Types, because a tracer kept here would be a leak.
-            traces.append([(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees])
-            return jax.tree.leaves([tree for _, tree in trees])
+            types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
+            traces.append((types, list(masks)))
+            return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
 
         closed = jax.make_jaxpr(lifted)(*avals)
         outputs: list[Outputs] = []
-        first = 0
-        for path, tree in traces[-1]:
+        pairs, masks = traces[-1]
+        first, end = 0, len(closed.out_avals) - len(masks)
+        total = reductions.of_run
+        if total is None:
+            total = math.prod(spec.chunks.length for spec in specs)
+        for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
             structure = jax.tree.structure(tree)
             outs = closed.out_avals[first : first + structure.num_leaves]
             names = tuple(name for name, _ in leaves_with_names(tree, path))
-            outputs.append(Outputs(path, names, structure, tuple(outs), first))
+            mask = None if entry.where is None else end + masks.index(entry.where)
+            outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
             first += structure.num_leaves
         program = cls(
             apart_from_constants(closed, avals),
@@ -246,30 +277,29 @@ class RowProgram(NamedTuple):
 
     def check(self, where: str) -> None:
         """Refuse outputs that cannot be reduced."""
-        size = self.reductions.of_run
-        if size is None:
-            size = math.prod(spec.chunks.length for spec in self.specs)
         for reduction, outputs in self._each():
             try:
                 if not reduction.is_kept:
                     _check_numbers(outputs)
-                reduction.check(outputs, size)
+                reduction.check(outputs, outputs.total)
             except MisfitError as error:
                 raise ValueError(
-                    f"{where}: it cannot be reduced by {reduction.name}: {error}"
+                    f"{where}: it cannot be reduced by {reduction.label}: {error}"
                 ) from None
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """Return one value for each reduction of a row: its result, or its state."""
         row = self._row(self.consts, leaves)
-        if self.reductions.of_run is None and (row.is_whole or not row.size):
+        is_masked = any(outputs.mask is not None for outputs in self.outputs)
+        is_at_once = not is_masked and (row.is_whole or not row.size)
+        if self.reductions.of_run is None and is_at_once:
             outs = row.whole()
             return [
                 reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
                 for reduction, outputs in self._each()
             ]
-        is_linear = all(reduction.is_linear for reduction in self.reductions.entries)
-        if is_linear or is_eager([*leaves, *self.consts]):
+        is_linear = all(entry.is_linear for entry in self.reductions.entries)
+        if (is_linear and not is_masked) or is_eager([*leaves, *self.consts]):
             return self._fold(self.consts, leaves)
         differentiable = functools.partial(self._fold, differentiable=True)
         return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
@@ -283,10 +313,26 @@ class RowProgram(NamedTuple):
     ) -> list[Any]:
         """Fold all reductions in one loop.
 
-        To differentiate them, that loop folds the linear ones; the others are folded one by one.
+        To differentiate them, one loop for each mask folds the linear ones; the others are folded
+        one by one.
         """
         row = self._row(consts, leaves)
-        pairs = self._each()
+        if not differentiable:
+            return self._fold_each(row, self._each(), differentiable=False)
+        values: list[Any] = [None] * len(self.outputs)
+        for mask in dict.fromkeys(outputs.mask for outputs in self.outputs):
+            numbers = [i for i, outputs in enumerate(self.outputs) if outputs.mask == mask]
+            each = [self._each()[i] for i in numbers]
+            outputs = each[0][1]
+            own = row if mask is None else MaskedRow.of(self._row, consts, leaves, outputs)
+            folded = self._fold_each(own, each, differentiable=True)
+            for i, value in zip(numbers, folded, strict=True):
+                values[i] = value
+        return values
+
+    def _fold_each(
+        self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, differentiable: bool
+    ) -> list[Any]:
         in_loop = [reduction.is_linear or not differentiable for reduction, _ in pairs]
         groups = [
             reduction.accumulations(outputs, row.size) if is_in_loop else []
@@ -314,17 +360,28 @@ def _item_aval(leaf: Any, number: int, specs: Sequence[LoopSpec]) -> jax.ShapeDt
     return with_shape(aval, aval.shape)
 
 
-def _by_reduction(where: str, out: Any, reductions: Reductions) -> list[tuple[str, Any]]:
-    """Split the output of an item by reduction, and lift it."""
+def _by_reduction(
+    where: str, out: Any, reductions: Reductions
+) -> tuple[list[tuple[str, Any]], dict[Any, Any]]:
+    """Split the output of an item by reduction, and lift it; return the masks, too."""
+    names = {entry.where: None for entry in reductions.entries if entry.where is not None}
     try:
-        pairs = list(
+        masks = {name: find_mask(out, name) for name in names}
+        subtrees = list(
             subtrees_with_entries(
-                reductions.prefix, out, "output", is_entry=_is_entry, what="reduction"
+                reductions.prefix, out, "output", is_entry=_is_place, what="reduction"
             )
         )
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return [(path, entry.lifted(tree)) for path, tree, entry in pairs]
+        hint = "; for more than one reduction of an output, use rankax.reductions.Several"
+        is_array = "is an array" in str(error)
+        raise ValueError(f"{where}: {error}{hint if is_array else ''}") from None
+    pairs: list[tuple[str, Any]] = []
+    for path, tree, place in subtrees:
+        for entry in reductions.entries[place.start : place.stop]:
+            own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
+            pairs.append((path, entry.lifted(own)))
+    return pairs, {name: mask for name, (_, mask) in masks.items()}
 
 
 def _check_numbers(outputs: Outputs) -> None:

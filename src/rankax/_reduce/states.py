@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ __all__ = [
     "MomentsOf",
     "Ordered",
     "Storage",
+    "choose",
     "concatenated",
     "fill",
     "in_a_row",
@@ -51,9 +52,16 @@ class Accumulator:
         """Return the state of no items."""
         raise NotImplementedError
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
-        """Add one tile; ``index`` holds the flat index of its item in each lane."""
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        """Add one tile; ``index`` holds the flat index of its item in each lane.
+
+        ``counts``: which items count; `nothing` is already in place of the others.
+        """
         raise NotImplementedError
+
+    def nothing(self) -> Any:
+        """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
+        return None
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states lane by lane; the items of the first precede those of the second."""
@@ -78,6 +86,7 @@ class Accumulation:
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
     core: tuple[int, ...] = ()  # the shape of the largest output
+    mask: int | None = None  # the output that says whether the item counts
 
     @property
     def is_wide(self) -> bool:
@@ -87,13 +96,22 @@ class Accumulation:
     def start(self, lanes: int) -> Any:
         return self.accumulator.start(1 if self.is_wide else lanes)
 
+    def taken(self, outs: Sequence[Any]) -> Any:
+        """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
+        tile = jax.tree.map(lambda i: outs[i], self.outputs)
+        nothing = self.accumulator.nothing()
+        if self.mask is None or nothing is None:
+            return tile
+        return choose(outs[self.mask], tile, nothing)
+
     def step(self, state: State, outs: list[Any], index: jax.Array) -> tuple[State, Any]:
         """Return the state after one more tile, and the row that leaves the loop."""
         accumulator = self.accumulator
-        tile = jax.tree.map(lambda i: outs[i], self.outputs)
+        tile = self.taken(outs)
+        counts = None if self.mask is None else outs[self.mask]
         if not self.is_wide:
-            return accumulator.step(state, tile, index), None
-        fresh = accumulator.step(accumulator.start(index.size), tile, index)
+            return accumulator.step(state, tile, index, counts), None
+        fresh = accumulator.step(accumulator.start(index.size), tile, index, counts)
         return accumulator.merge(state, accumulator.join(fresh)), None
 
     def step_merge(self, state: State, new: State, offset: jax.Array) -> tuple[State, Any]:
@@ -151,6 +169,17 @@ def fill(value: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast(scalar(value, dtype), shape)
 
 
+def choose(lanes: jax.Array, new: State, old: State) -> State:
+    """Return ``new`` in some lanes, and ``old``, which may have no lanes, in the others."""
+
+    def each(new: jax.Array, old: jax.Array) -> jax.Array:
+        is_new = lax.expand_dims(lanes, range(new.ndim - lanes.ndim))
+        old = lax.expand_dims(old, range(old.ndim, new.ndim))
+        return jnp.where(is_new, new.astype(old.dtype), old)
+
+    return jax.tree.map(each, new, old)
+
+
 # The accumulators.
 
 
@@ -167,8 +196,11 @@ class Elementwise(Accumulator):
     def start(self, lanes: int) -> State:
         return fill(self.identity, self.dtype, (*self.core, lanes))
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         return self.combine(state, tile.astype(self.dtype))
+
+    def nothing(self) -> jax.Array:
+        return scalar(self.identity, self.dtype)
 
     def merge(self, first: State, second: State) -> State:
         return self.combine(first, second)
@@ -189,7 +221,10 @@ class LogSumExpOf(Accumulator):
         shape, real = (*self.core, lanes), jnp.finfo(self.dtype)
         return fill(real.min, real.dtype, shape), fill(0, self.dtype, shape)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def nothing(self) -> jax.Array:
+        return scalar(-jnp.inf, self.dtype)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         largest, total = state
         x = tile.astype(self.dtype)
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
@@ -237,13 +272,14 @@ class MomentsOf(Accumulator):
         real = jnp.finfo(self.dtype).dtype
         return fill(0, real, (lanes,)), fill(0, self.dtype, shape), fill(0, real, shape)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         count, mean, squares = state
         x = tile.astype(self.dtype)
         count = count + 1
         off = x - _finite(mean)
         mean = mean + off / self._like_items(count, mean)
-        return count, mean, squares + jnp.real(off * jnp.conj(x - mean))
+        new = count, mean, squares + jnp.real(off * jnp.conj(x - mean))
+        return new if counts is None else choose(counts, new, state)
 
     def merge(self, first: State, second: State) -> State:
         (n, mean, squares), (m, other, more) = first, second
@@ -299,7 +335,10 @@ class Ordered(Accumulator):
     def start(self, lanes: int) -> State:
         return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def nothing(self) -> Any:
+        return jax.tree.map(jax.device_put, self.identity)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         lanes_first = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), tile)
         return self.merge(state, merge_neighbours(self.combine, lanes_first, index.shape[0]))
 

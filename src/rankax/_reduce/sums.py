@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, dtype_of, wide
+from rankax._base.arrays import scalar
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, counting, dtype_of, wide
 from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import (
     Accumulation,
@@ -34,6 +35,23 @@ def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     return row.fold([Accumulation(0, accumulator, aval.shape)])[0]
 
 
+class _Average(EachLeaf):
+    """A reduction that divides by the number of items; with a mask, that is its last state."""
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        count = [] if outputs.mask is None else [counting(outputs)]
+        return [*super().accumulations(outputs, size), *count]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        count = [] if outputs.mask is None else [lax.expand_dims(row.count, (0,))]
+        return [*super().differentiable(outputs, row), *count]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
+        if outputs.mask is not None:
+            *state, (size,) = state
+        return super().finish_state(outputs, state, size)
+
+
 class _Accumulated(EachLeaf):
     """Reduce each number of an item by a function of two numbers."""
 
@@ -49,7 +67,7 @@ class _Accumulated(EachLeaf):
         dtype = wide(self.dtype(aval))
         return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         return state[..., 0].astype(self.dtype(aval))
 
 
@@ -64,13 +82,13 @@ class Sum(_Accumulated):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean(Sum):
+class Mean(_Average, Sum):
     """`jax.numpy.mean`."""
 
     name = "mean"
     function = staticmethod(jnp.mean)
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         return super().result(state / _number(size, state.dtype), aval, size)
 
 
@@ -132,7 +150,7 @@ class LogSumExp(_Continuous):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         return LogSumExpOf(aval.shape, wide(aval.dtype))
 
-    def result(self, state: Any, aval: Any, size: int) -> Any:
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
         largest, total = (x[..., 0] for x in state)
         return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
 
@@ -156,7 +174,7 @@ class MomentsResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments(_Continuous):
+class Moments(_Average, _Continuous):
     """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
 
     No large numbers are subtracted from each other. A derivative takes two passes.
@@ -174,7 +192,10 @@ class Moments(_Continuous):
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        mean = jnp.full_like(mean, jnp.nan) if isinstance(size, int) and not size else mean
+        if isinstance(size, int):
+            mean = mean if size else jnp.full_like(mean, jnp.nan)
+        elif self.where is not None:
+            mean = jnp.where(size == scalar(0, size.dtype), jnp.full_like(mean, jnp.nan), mean)
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
@@ -182,14 +203,19 @@ class Moments(_Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: [outs[position].astype(dtype)])
-        mean = _sum(values, aval, dtype)[..., 0] / row.size
+        count, number = row.count, fill(row.size, real, (1,))
+        if self.where is not None:
+            # The mean of no items is 0 in a state, as at the start of a loop.
+            number = lax.expand_dims(count.astype(real), (0,))
+            count = jnp.maximum(count, 1).astype(dtype)
+        mean = _sum(values, aval, dtype)[..., 0] / count
 
         def square(outs: list[jax.Array]) -> list[jax.Array]:
             off = outs[0] - mean
             return [jnp.real(off * jnp.conj(off))]
 
         squares = _sum(values.then(square), aval, real)
-        return fill(row.size, real, (1,)), lax.expand_dims(mean, (mean.ndim,)), squares
+        return number, lax.expand_dims(mean, (mean.ndim,)), squares
 
 
 def _count(size: int | jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from rankax._reduce.extrema import (
     Top,
     best_keys,
     first_k,
+    if_found,
     no_index,
     renumbered,
     sort_key,
@@ -63,10 +64,13 @@ class _ArgExtremum(_Compared):
     numbers_items = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
-        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest)
+        some = self.where is not None
+        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest, some)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
-        return state[1][..., 0].astype(dtype_of(jnp.argmin, aval))
+        index = state[1][..., 0]
+        index = index if self.where is None else if_found(index, index, -1)
+        return index.astype(dtype_of(jnp.argmin, aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +119,12 @@ class _Extremum(_Compared):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
-        _, index = self.arg.differentiable_leaf(aval, row, position)
+        arg = self.arg.of_items(self.where)
+        _, index = arg.differentiable_leaf(aval, row, position)
         picked = row.pick(index[..., 0], position)
+        if self.where is not None:
+            worst = worst_value(aval.dtype, largest=self.arg.largest)
+            picked = if_found(index[..., 0], picked, worst)
         return lax.expand_dims(picked, (picked.ndim,))
 
 
@@ -172,7 +180,7 @@ class TopK(_Compared):
         return f"TopK({self.k}{_if_largest(self.largest)})"
 
     def over_devices(self) -> Reduction:
-        return _TopKOverDevices(self.k, self.largest)
+        return _TopKOverDevices(self.k, self.largest, where=self.where)
 
     def check(self, outputs: Outputs, count: int) -> None:
         super().check(outputs, count)
@@ -220,7 +228,14 @@ class TopK(_Compared):
         return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
 
     def finish_state(self, outputs: Outputs, state: list[TopKResult], size: int) -> Any:
-        return state
+        if outputs.mask is None:
+            return state
+
+        def result(values: Any, indices: Any) -> TopKResult:
+            worst = worst_value(values.dtype, largest=self.largest)
+            return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
+
+        return [result(*own) for own in state]
 
 
 class _TopKOverDevices(TopK):
@@ -292,8 +307,9 @@ class Best(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
-        arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest)
-        return [Accumulation(outputs.positions[number], arg)]
+        some = outputs.mask is not None
+        arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest, some)
+        return [Accumulation(outputs.positions[number], arg, mask=outputs.mask)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the winner's index and outputs."""
@@ -317,8 +333,12 @@ class Best(Reduction):
         return best, [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        _, outs = state
-        return outs
+        index, outs = state
+        if outputs.mask is None:
+            return outs
+        number = self._number(outputs)
+        worst = worst_value(outs[number].dtype, largest=self.largest)
+        return [if_found(index, x, worst if i == number else 0) for i, x in enumerate(outs)]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         states = row.fold_constants(self.accumulations(outputs, row.size))

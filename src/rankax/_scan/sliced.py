@@ -151,7 +151,8 @@ def sliced_scan(
     reverse pass.
 
     *Derivatives.* With ``reduce``, as those of `chunked_reduce`: of equal items, the first has the
-    whole derivative of ``"max"``.
+    whole derivative of ``"max"``. A step that is left out by ``Sum(where="ok")`` gets a cotangent
+    of 0, but it was run, so an infinite derivative of its output by the carry still gives NaN.
 
     Examples
     --------

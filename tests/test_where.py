@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: MIT
+"""Reductions of the items that count, against `jax.numpy` on these items alone."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same as assert_equal
+from helpers import primitives, slow
+from rankax import SplitKey, auto_vmap, chunked_reduce, reductions, sliced_scan
+from rankax.reductions import (
+    All,
+    ArgMax,
+    ArgMin,
+    Best,
+    Fold,
+    LogSumExp,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    MomentsResult,
+    Prod,
+    Several,
+    Sum,
+    TopK,
+    TopKResult,
+)
+
+assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
+
+KEYS = jax.random.split(jax.random.key(3), 3)
+Y = jax.random.normal(KEYS[0], (23, 3))
+W = jax.random.normal(KEYS[1], (23,))
+# The last row is nan throughout, in the derivative too. The others have a 0/0 where points meet.
+X = jnp.concatenate([Y[jnp.array([3, 20])], Y[:1] + 1, jnp.full((1, 3), jnp.nan)])
+Y = Y.at[7].set(Y[3])
+ARGS = X[:, None], Y, W
+COUNTS = np.any(np.asarray(X)[:, None] != np.asarray(Y), axis=-1)
+COUNTS[-1] = False
+SIZES = [5, None, *map(slow, (1, 7, 23, 50, 500))]  # 50: two rows in flight
+
+
+def pair(x, y, w):
+    """Infinite, with a derivative that is nan, for equal points."""
+    distance = jnp.sqrt(jnp.sum((x - y) ** 2))
+    return {"e": w * jnp.exp(-distance) / distance, "ok": distance > 0}
+
+
+FOLD = Fold(  # x -> a x + b, one after another
+    (1.0, 0.0),
+    lift=lambda e: (1 + 0.1 * jnp.sin(e), e),
+    merge=lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]),
+)
+REDUCTIONS = {
+    **{name: name for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin")},
+    "logsumexp": "logsumexp",
+    "moments": Moments(),
+    "fold": FOLD,
+    "top": TopK(2),
+    "any": "any",
+    "all": "all",
+}
+NOTHING = {
+    "sum": 0.0,
+    "mean": np.nan,
+    "prod": 1.0,
+    "max": -np.inf,
+    "min": np.inf,
+    "argmax": -1,
+    "argmin": -1,
+    "any": False,
+    "all": True,
+    "logsumexp": -np.inf,
+    "moments": MomentsResult(0, np.nan, np.nan),
+    "fold": (1.0, 0.0),
+    "top": TopKResult(np.full(2, np.inf), np.full(2, -1)),
+}
+
+
+def reduced(e, name):
+    """Reduce an array by `jax.numpy`."""
+    if name == "moments":
+        return MomentsResult(jnp.asarray(len(e)), e.mean(), e.var())
+    if name == "fold":
+        return functools.reduce(FOLD.merge, map(FOLD.lift, e))
+    if name == "top":
+        return TopKResult(jnp.sort(e)[:2], jnp.argsort(e)[:2])
+    return jax.nn.logsumexp(e) if name == "logsumexp" else getattr(jnp, name)(e)
+
+
+def of_row(x, y, w, ok, names):
+    """Reduce the items that count, by their index."""
+    if not ok.any():
+        return {name: NOTHING[name] for name in names}
+    where = np.flatnonzero(ok)
+    e = jax.vmap(pair, (None, 0, 0))(x, y[where], w[where])["e"]
+    outs = {name: reduced(e, name) for name in names}
+    for name in set(names) & {"argmin", "argmax"}:
+        outs[name] = jnp.asarray(where)[outs[name]]
+    if "top" in names:
+        outs["top"] = outs["top"]._replace(indices=jnp.asarray(where)[outs["top"].indices])
+    return outs
+
+
+def stacked(rows):
+    """Stack trees of arrays; their dtypes are those of the first."""
+
+    def each(first, *others):
+        return jnp.stack([first, *(jnp.asarray(x, first.dtype) for x in others)])
+
+    return jax.tree.map(each, *rows)
+
+
+def expected(x, y, w, names):
+    pairs = zip(x, COUNTS, strict=True)
+    return stacked([of_row(each[0], y, w, counts, names) for each, counts in pairs])
+
+
+def found(x, y, w, names, size, **options):
+    each = {name: REDUCTIONS[name] for name in names}
+    kernel = auto_vmap(
+        x=1,
+        y=1,
+        w=0,
+        reduce={"e": Several(**each), "ok": "any"},
+        **{"reduce_axis": -1, "where": "ok", "chunk_size": size, **options},
+    )(pair)
+    out = kernel(x, y, w)
+    assert out["ok"].shape == (4,)
+    return out["e"]
+
+
+def finite(tree):
+    """A number that depends on all finite floats of a tree, on each otherwise."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(
+        jnp.sum(jnp.where(jnp.isfinite(x), jnp.sin(x + 0.1 * number), 0.0))
+        for number, x in enumerate(floats)
+    )
+
+
+FLOATS = ("sum", "mean", "prod", "max", "min", "logsumexp", "moments", "fold", "top")
+
+
+def value_and_gradient(fun):
+    """Everything that ``fun`` returns, and the gradient of a number that depends on it."""
+
+    def call(*args):
+        outs = fun(*args)
+        return finite([outs[name] for name in FLOATS]), outs
+
+    return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))
+
+
+@functools.cache
+def all_expected():
+    return value_and_gradient(functools.partial(expected, names=tuple(REDUCTIONS)))(*ARGS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_and_gradients(size):
+    fun = functools.partial(found, names=tuple(REDUCTIONS), size=size)
+    gradient, values = value_and_gradient(fun)(*ARGS)
+    assert_same(values, all_expected()[1])
+    assert_same(jax.jit(fun)(*ARGS), values)  # without the first pass
+    assert_same(gradient, all_expected()[0], rtol=1e-3)
+    assert not any(np.isnan(x).any() for x in gradient)
+
+
+@pytest.mark.parametrize("name", ["sum", *map(slow, FLOATS[1:])])
+def test_second_derivatives(name):
+    def pushed(fun):
+        gradient = jax.grad(lambda y, w: finite(fun(ARGS[0], y, w, (name,))), (0, 1))
+        back = jax.grad(lambda y, w: sum(map(finite, gradient(y, w))), (0, 1))
+        return jax.jvp(gradient, (Y, W), (jnp.cos(Y), jnp.sin(W)))[1], back(Y, W)
+
+    got = jax.jit(lambda: pushed(functools.partial(found, size=5)))()
+    want = jax.jit(lambda: pushed(expected))()
+    assert_same(got, want, rtol=2e-3, atol=1e-3)
+
+
+class Out(NamedTuple):
+    value: jax.Array
+    ok: jax.Array
+
+
+DATA = jnp.array([3.0, np.nan, -1.0, 2.0, np.inf, -1.0, 0.5])
+KEPT = jnp.array([True, False, True, True, False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "where", "total"),
+    [
+        (lambda x, ok: {"a": x, "ok": ok}, "ok", {"a": 3.5, "ok": None}),
+        (lambda x, ok: (x, ok), 1, (3.5, None)),
+        (Out, "ok", Out(3.5, None)),
+        (lambda x, ok: {"a": x, "b": (ok, 2 * x)}, "['b'][0]", {"a": 3.5, "b": (None, 7.0)}),
+    ],
+)
+def test_the_mask_is_an_output(kernel, where, total):
+    want = jax.tree.map(jnp.float32, total)
+    for size in (None, 3):
+        assert_same(chunked_reduce(kernel, "sum", size, where=where)(DATA, KEPT), want)
+        own = chunked_reduce(kernel, Sum(where=where), size)(DATA, KEPT)
+        assert_same(own, want)
+
+
+def test_the_mask_may_have_an_entry_of_its_own():
+    def kernel(x, ok):
+        return {"a": x, "ok": ok, "odd": (x > 0) & ok}
+
+    reduce = {"a": Mean(where="odd"), "ok": "sum", "odd": None}
+    for size in (None, 2):
+        by_option = chunked_reduce(kernel, reduce, size, where="ok")(DATA, KEPT)
+        assert_same(by_option["a"], jnp.mean(jnp.array([3.0, 2.0, 0.5])))
+        assert_same(by_option["ok"], jnp.int32(5))
+        np.testing.assert_array_equal(by_option["odd"], KEPT & (DATA > 0))
+        assert chunked_reduce(kernel, reduce, size)(DATA, KEPT)["ok"] == 5
+
+
+@pytest.mark.parametrize("dtype", ["int8", slow("uint32"), "bool", "float16", "complex64"])
+@pytest.mark.parametrize("size", [3, slow(None)])
+def test_dtypes_and_the_worst_of_each(dtype, size):
+    """What counts may equal the identity: it is found all the same."""
+    if dtype in ("int8", "uint32", "bool"):
+        worst = [0, 1] if dtype == "bool" else [np.iinfo(dtype).min, np.iinfo(dtype).max]
+    else:
+        worst = [-np.inf, np.inf] if dtype != "complex64" else [1 + 1j, 2]
+    entries = {"sum": "sum", "mean": Mean(), "prod": Prod(), "any": reductions.Any(), "all": All()}
+    if dtype != "complex64":
+        entries |= {"max": Max(), "min": Min(), "at": ArgMax(), "argmin": ArgMin()}
+        entries |= {"top": TopK(3), "last": TopK(3, largest=True)}
+    if dtype in ("float16", "float32", "complex64"):
+        entries |= {"moments": Moments(), "logsumexp": LogSumExp()}
+    reduce = Several(**entries)
+    for bad in worst:
+        values = np.asarray([worst[0], bad, worst[1], bad, bad, worst[1], bad]).astype(dtype)
+        counts = np.array([False, True, False, True, True, False, True])
+        got = chunked_reduce(Out, Out(reduce, "any"), size, where="ok")(values, counts).value
+        want = chunked_reduce(lambda x: x, reduce, size)(values[counts])
+        for name in {"at", "argmin"} & entries.keys():
+            want[name] = jnp.asarray(np.flatnonzero(counts))[want[name]]
+        for name in {"top", "last"} & entries.keys():
+            at = jnp.asarray(np.flatnonzero(counts), "int32")[want[name].indices]
+            want[name] = want[name]._replace(indices=at)
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_nan_that_counts(size):
+    values = jnp.array([np.inf, np.inf, np.nan, 1.0, np.nan])
+    counts = jnp.array([False, True, True, False, True])
+    reduce = Several("min", "argmin", TopK(4))
+    least, at, top = chunked_reduce(Out, Out(reduce, None), size, where="ok")(values, counts)[0]
+    assert np.isnan(least)
+    assert at == 2
+    np.testing.assert_array_equal(top.indices, [1, 2, 4, -1])
+    np.testing.assert_array_equal(top.values, [np.inf, np.nan, np.nan, np.inf])
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("size", [None, 5])
+def test_best(size, largest):
+    def kernel(x, y, w):
+        out = pair(x, y, w)
+        return {"e": out["e"], "y": y, "number": jnp.int32(7), "ok": out["ok"]}
+
+    best = Best("e", largest=largest, where="ok")
+    fun = auto_vmap(x=1, y=1, w=0, reduce=best, reduce_axis=-1, chunk_size=size)(kernel)
+    got, pull = jax.vjp(lambda y, w: jax.jit(fun)(X[:, None], y, w), Y, W)
+    want = expected(*ARGS, ("argmax" if largest else "argmin",))
+    (at,) = want.values()
+    assert_same(got["y"], jnp.where(at[:, None] < 0, 0, Y[at]))
+    worst = -np.inf if largest else np.inf
+    e = jax.vmap(pair)(X, Y[at], W[at])["e"]
+    assert_same(got["e"], jnp.where(at < 0, worst, e))
+    assert_same(got["number"], jnp.where(at < 0, 0, jnp.int32(7)))
+    assert got["ok"] is None
+    ones = jax.tree.map(jnp.ones_like, {name: got[name] for name in ("e", "y")})
+    zeros = {"number": np.zeros(4, jax.dtypes.float0), "ok": None}
+    cotangents = pull({**ones, **zeros})
+
+    def of_winners(y, w):
+        return jax.vmap(pair)(X[:-1], y[at[:-1]], w[at[:-1]])["e"].sum() + y[at[:-1]].sum()
+
+    assert_same(cotangents, jax.grad(of_winners, (0, 1))(Y, W), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunk_size": 4}, {}, slow({"chunk_size": 2, "checkpoint": False})]
+)
+def test_what_items_share_gets_nothing_from_what_is_left_out(options):
+    """The second row has nothing that counts, and its derivatives are infinite or nan."""
+    x = jnp.array([[0.0, 1.0, -1.0, 4.0, 9.0], [0.0, -1.0, 0.0, -4.0, 0.0]])
+
+    def total(scale, bias, x):
+        reduce = Several("sum", "min"), "any"
+        root = auto_vmap(x=0, bias=1, reduce=reduce, where=1, reduce_axis=-1, **options)(
+            lambda x, bias: (jnp.sqrt(scale * x) * bias[0], x > 0)
+        )
+        (total, least), _ = root(x, bias)
+        return total.sum() + least[0]
+
+    args = jnp.float32(4), jnp.array([2.0, 5.0]), x
+    found, pull = jax.vjp(total, *args)
+    assert_same(found, jnp.float32(28))
+    want = jnp.float32(3.5), jnp.array([14.0, 0]), jnp.array([[0, 4.0, 0, 1, 2 / 3], [0.0] * 5])
+    assert_same(pull(jnp.float32(1)), want)
+    tangents = jnp.float32(1), jnp.ones(2), jnp.ones_like(x)
+    assert_same(jax.jvp(total, args, tangents)[1], sum(map(jnp.sum, want)))
+
+
+def test_keys_are_those_of_the_items():
+    kernel = auto_vmap(x=0, key=SplitKey, reduce="sum", where="ok", reduce_axis=-1, chunk_size=4)(
+        lambda x, key: {"a": jax.random.normal(key) * jnp.sqrt(x), "ok": x > 0}
+    )
+    x, key = jnp.arange(-2.0, 12.0).reshape(2, 7).at[0, 3].set(0.0), jax.random.key(5)
+    draws = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(key, (2, 7)))
+
+    def plain(x):
+        return jnp.sum(jnp.where(x > 0, draws * jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0), axis=1)
+
+    assert_same(kernel(x, key)["a"], plain(x))
+    found = jax.grad(lambda x: kernel(x, key)["a"].sum())(x)
+    assert_same(found, jax.grad(lambda x: plain(x).sum())(x))
+
+
+def test_several_levels_and_vmap_around():
+    """All three axes are reduced: loops in a loop, whose states are merged."""
+    x = jnp.sin(jnp.arange(3 * 4 * 5.0)).reshape(3, 4, 5)
+    names = "sum", "mean", "min", "argmin", "argmax", "moments", "top"
+    reduce = Several(**{name: REDUCTIONS[name] for name in names})
+    kernel = auto_vmap(a=0, b=0, c=0, where="ok", reduce=Out(reduce, "any"), chunk_size=2)(
+        lambda a, b, c: Out(a * b / c, (c > 0) & (a > -0.5))
+    )
+    args = x[:, :1, :1], x[0, :, :1], x[1, 1]
+    value, ok = jax.vmap(
+        lambda a: jax.vmap(lambda b: jax.vmap(kernel.__wrapped__, (None, None, 0))(a, b, args[2]))(
+            args[1][:, 0]
+        )
+    )(args[0][:, 0, 0])
+    where = np.flatnonzero(ok)
+    want = {name: reduced(value.ravel()[where], name) for name in names}
+    for name in ("argmin", "argmax"):
+        want[name] = jnp.asarray(where)[want[name]]
+    want["top"] = want["top"]._replace(indices=jnp.asarray(where)[want["top"].indices])
+    assert_same(jax.jit(kernel)(*args).value, want)
+    none = jax.jit(kernel)(*args[:2], -jnp.abs(args[2])).value
+    assert (none["argmin"], none["min"], none["moments"].count) == (-1, np.inf, 0)
+    many = args[0][None] * jnp.array([1.0, 2.0])[:, None, None, None]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(kernel(a, *args[1:]).value for a in many))
+    assert_same(jax.vmap(kernel, (0, None, None))(many, *args[1:]).value, stacked)
+
+
+def test_steps_that_count_in_a_window():
+    """What is left out is nan; in the last window, everything is."""
+    data = np.array([1.0, -2.0, 4.0, 9.0, -1.0, 16.0, 2.0, -3.0], "f")
+    x = jnp.asarray(data)
+    windows = [range(4), range(4, 7), range(7, 8)]
+    names = ("sum", "mean", "min", "argmin", "moments")
+    reduce = Several(**{name: REDUCTIONS[name] for name in names}, where="ok")
+
+    def step(carry, x):
+        carry = jnp.where(x > 0, jnp.sin(carry + x), carry)
+        return carry, {"e": jnp.where(x > 0, carry * x, jnp.nan), "ok": x > 0}
+
+    def by_window(x):
+        ends = [window[-1] for window in windows]
+        return sliced_scan(step, 1.0, x, save_at=ends, reduce={"e": reduce, "ok": "any"})[1]["e"]
+
+    def plain(x):
+        e = jax.lax.scan(step, 1.0, x)[1]["e"]
+        rows = []
+        for window in windows:
+            counts = [i for i in window if data[i] > 0]
+            row = {name: NOTHING[name] for name in names}
+            if counts:
+                row = {name: reduced(e[np.array(counts)], name) for name in names}
+                row["argmin"] = jnp.asarray(np.array(counts) - window[0])[row["argmin"]]
+            rows.append(row)
+        return stacked(rows)
+
+    assert_same(by_window(x), plain(x))
+    found, want = (jax.jit(jax.grad(lambda x, f=f: finite(f(x))))(x) for f in (by_window, plain))
+    assert_same(found, want)
+    assert not np.isnan(found).any()
+
+
+# Programs.
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("reduce", ["sum", *map(slow, ("logsumexp", "min", "prod", Moments()))])
+def test_a_mask_takes_no_memory(reduce):
+    """At most 5 % and some numbers for each row and item; a mask of all pairs would be 10 MB."""
+
+    def temporaries(rows, items, *, gradient, **options):
+        fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**16, **options)(
+            pair if options else lambda x, y, w: pair(x, y, w)["e"]
+        )
+        fun = jax.grad(lambda *args, f=fun: finite(f(*args)), (0, 1, 2)) if gradient else fun
+        shapes = [(rows, 1, 3), (items, 3), (items,)]
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    for rows, items in ((1000, 10_000), (1007, 30_007)):
+        for gradient in (False, True):
+            plain = temporaries(rows, items, gradient=gradient)
+            assert plain < 1_500_000
+            masked = temporaries(rows, items, gradient=gradient, where="ok")
+            assert masked < 1.05 * plain + 100 * rows + 10 * items
+
+
+def test_only_a_derivative_looks_for_an_item_that_counts():
+    """It does so once for all reductions with the same mask, and the sums take one loop."""
+    fun = chunked_reduce(lambda x: (jnp.sqrt(x), x, x > 0), "sum", 4, where=2)
+    x = jnp.arange(10.0)
+    assert primitives(lambda x: fun(x)[0], x)["scan"] == 1
+    assert primitives(jax.grad(lambda x: fun(x)[0]), x)["scan"] == 3  # first, forward, reverse
+    each = chunked_reduce(lambda x: (jnp.sqrt(x), x, x > 0), ("sum", "mean", None), 4, where=2)
+    assert primitives(jax.grad(lambda x: each(x)[0] + each(x)[1]), x)["scan"] == 8
+
+
+# Words.
+
+
+def test_the_plan_says_what_counts():
+    kernel = auto_vmap(x=0, reduce={"a": Several("min", "argmin"), "ok": "sum"}, where="ok")
+    plan = kernel(lambda x: {"a": x, "ok": x > 0}).plan(jnp.ones(3))
+    assert str(plan).endswith(
+        "reduced by min where 'ok', argmin where 'ok' and sum where 'ok', to ()"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reduce", "where", "error", "text"),
+    [
+        (
+            "sum",
+            "o",
+            ValueError,
+            "where='o': there is no such output; there is output['a'], "
+            "output['ok'] and output['v']",
+        ),
+        (Sum(where=1), None, ValueError, "where=1: there is no such output; there is output['a']"),
+        (
+            "sum",
+            "a",
+            ValueError,
+            "where='a': output['a'] must be one boolean, which says whether "
+            "the item counts, but it has shape () and dtype float32",
+        ),
+        (
+            "sum",
+            "v",
+            ValueError,
+            "where='v': output['v'] must be one boolean, which says whether "
+            "the item counts, but it has shape (2,) and dtype bool",
+        ),
+        (
+            "sum",
+            1.5,
+            TypeError,
+            "where must be the key, field or index of an output, got float 1.5",
+        ),
+        (
+            Min(where=True),
+            None,
+            TypeError,
+            "where must be the key, field or index of an output, got bool True",
+        ),
+        (
+            {"a": TopK(4), "ok": None, "v": None},
+            "ok",
+            ValueError,
+            "it cannot be reduced by TopK(4) "
+            "where 'ok': there are only 3 items to reduce output['a'] over",
+        ),
+        (None, "ok", TypeError, "auto_vmap(kernel): where='ok' needs reduce, by what to reduce"),
+        (
+            {"a": ("min", "argmin"), "ok": None, "v": None},
+            None,
+            ValueError,
+            "the reduction of output['a'] is a tuple of 2 entries, but output['a'] is an array of "
+            "shape (); for more than one reduction of an output, use rankax.reductions.Several",
+        ),
+        (
+            Several("min", "argmn"),
+            None,
+            ValueError,
+            "auto_vmap(kernel): no reduction is called 'argmn'; did you mean 'argmin'?",
+        ),
+    ],
+)
+def test_errors(reduce, where, error, text):
+    def kernel(x):
+        return {"a": x, "ok": x > 0, "v": jnp.stack([x > 0, x > 1])}
+
+    with pytest.raises(error, match=re.escape(text)):
+        auto_vmap(x=0, reduce=reduce, where=where)(kernel)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Several(), lambda: Several("min", at="argmin"), lambda: Several("min", None)]
+)
+def test_wrong_several(make):
+    with pytest.raises(
+        TypeError, match=r"^Several takes names and objects of rankax.reductions, all"
+    ):
+        make()
+
+
+def test_a_tuple_of_outputs_takes_a_tuple_of_reductions():
+    x = jnp.arange(3.0)
+    assert chunked_reduce(lambda x: (x, -x), ("min", "argmin"), 2)(x) == (0, 2)
+    several = chunked_reduce(lambda x: x, Several(least="min", at="argmin"), 2)(x)
+    assert several == {"least": 0, "at": 0}
+
+
+def test_options_at_the_call():
+    kernel = auto_vmap(x=0, reduce="sum", jit=True)(lambda x: Out(jnp.sqrt(x), x > 0))
+    x = jnp.array([-1.0, 4.0])
+    assert np.isnan(kernel(x).value)
+    some = kernel.with_options(where="ok", chunk_size=1)
+    assert some(x) == Out(2.0, None)
+    assert some.with_options(reduce="max")(x) == Out(2.0, None)
+    assert some.with_options(where=None) is kernel.with_options(chunk_size=1, where=None)
+    assert np.isnan(some.with_options(where=None)(x).value)
+    limited = kernel.with_options(where="ok", memory_limit="1 MB")
+    assert limited(jnp.arange(-3.0, 2.0)).value == 1
