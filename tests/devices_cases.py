@@ -23,7 +23,15 @@ from jax.sharding import PartitionSpec as P
 
 import rankax
 from kernel_kinds import KINDS, WITHOUT_GRADIENT
-from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax import (
+    SplitKey,
+    auto_vmap,
+    chunked_hessian,
+    chunked_jacfwd,
+    chunked_jacrev,
+    chunked_reduce,
+    chunked_vmap,
+)
 from rankax import reductions as rd
 
 N = 480
@@ -211,8 +219,9 @@ OTHERS = [
     ("all", lambda x, w: scalar(x, w) < 4),
     ("argmax", scalar),
     ("argmin", scalar),
+    ("gram", lambda x, w: jnp.tanh(w @ x)),
 ]
-BY_SUM = ("sum", "mean", "any", "all")
+BY_SUM = ("sum", "mean", "any", "all", "gram")
 WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
 
 
@@ -687,6 +696,24 @@ def usual_reductions_of_any_length(mesh):
 def other_reductions_of_any_length(mesh):
     for reduction, fun in OTHERS:
         check_any_length(mesh, reduction, fun)
+
+
+@case
+def basis_vectors_of_a_jacobian_are_items(mesh):
+    def fun(x):
+        return jnp.cumsum(jnp.sin(x)) * jnp.sum(x**2)
+
+    x = data(100)
+    plain = jax.jacfwd(fun)(x)
+    for jacobian in (chunked_jacfwd, chunked_jacrev):
+        spread = functools.partial(jacobian, fun, chunk_size=7, devices="all")
+        found = spread()(x)
+        assert len(found.sharding.device_set) == mesh.size
+        same(found, plain, rtol=1e-4, atol=1e-3)
+        same(jax.jit(spread(reduce="trace"))(x), jnp.trace(plain), rtol=1e-4)
+        same(spread(reduce="gram")(x), plain.T @ plain, rtol=1e-3, atol=1.0)
+    hessian = chunked_hessian(lambda x: jnp.sum(fun(x)), chunk_size=7, devices="all")
+    same(hessian(x), jax.hessian(lambda x: jnp.sum(fun(x)))(x), rtol=1e-3, atol=1e-2)
 
 
 @case

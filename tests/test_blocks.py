@@ -176,7 +176,7 @@ def test_the_bound_on_memory_holds_in_a_block():
 
 REDUCTIONS = {
     **{name: name for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin")},
-    **{name: name for name in ("any", "all", "logsumexp")},
+    **{name: name for name in ("any", "all", "logsumexp", "gram")},
     "moments": Moments(),
     "top": TopK(2),
     "largest": TopK(3, largest=True),

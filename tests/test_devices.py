@@ -71,6 +71,7 @@ def run(name, kind, devices):
         ("usual_reductions_of_any_length", "Auto", 4),
         ("some_items_of_any_length_count", "Auto", 3),
         slow("other_reductions_of_any_length", "Auto", 8),
+        ("basis_vectors_of_a_jacobian_are_items", "Auto", 4),
         ("every_length_counts_once", "Auto", 3),
         ("a_call_takes_arrays_from_anywhere", "Auto", 4),
         ("devices_are_chosen", "Auto", 4),

@@ -106,6 +106,17 @@ def test_a_second_call_compiles_nothing(name, chunk_size):
     assert_same(second, first)
 
 
+@pytest.mark.parametrize("reduce", [None, "gram"])
+@pytest.mark.parametrize("chunked", [rankax.chunked_jacfwd, rankax.chunked_jacrev])
+def test_a_second_jacobian_compiles_nothing(chunked, reduce):
+    def fun(x):
+        return jnp.sin(x) * jnp.sum(x**3)
+
+    _, some = compilations(chunked(fun, chunk_size=2, reduce=reduce), X[0])
+    _, more = compilations(chunked(fun, chunk_size=2, reduce=reduce), X[1])
+    assert some > more == 0
+
+
 def test_a_kernel_compiles_once_however_many_levels_it_has():
     @auto_vmap(0, 1, chunk_size=3)
     def kernel(s, v):

@@ -77,6 +77,9 @@ def test_functions_have_their_source_and_examples():
     functions = [
         "auto_vmap",
         "checkpoint_chunked_scan",
+        "chunked_hessian",
+        "chunked_jacfwd",
+        "chunked_jacrev",
         "chunked_reduce",
         "chunked_vmap",
         "load_tuning",

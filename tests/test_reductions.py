@@ -793,14 +793,15 @@ def test_chunked_reduce_takes_what_vmap_takes():
             -1,
             ValueError,
             "auto_vmap(outputs): no reduction is called 'average'; there is sum, mean, prod, max, "
-            "min, argmax, argmin, any, all or logsumexp",
+            "min, argmax, argmin, any, all, logsumexp or gram",
         ),
         (
             jnp.sum,
             -1,
             TypeError,
             "auto_vmap(outputs): reduce must hold names (sum, mean, prod, max, min, argmax, "
-            "argmin, any, all or logsumexp), objects of rankax.reductions and None, got function",
+            "argmin, any, all, logsumexp or gram), objects of rankax.reductions and None, got "
+            "function",
         ),
         (
             TopK,

@@ -17,6 +17,9 @@ __all__ = [
     "Tunings",
     "auto_vmap",
     "checkpoint_chunked_scan",
+    "chunked_hessian",
+    "chunked_jacfwd",
+    "chunked_jacrev",
     "chunked_reduce",
     "chunked_vmap",
     "load_tuning",
@@ -35,6 +38,9 @@ from rankax._errors import RankError as RankError
 from rankax._front.auto_vmap import auto_vmap as auto_vmap
 from rankax._front.chunked_reduce import chunked_reduce as chunked_reduce
 from rankax._front.chunked_vmap import chunked_vmap as chunked_vmap
+from rankax._front.jacobians import chunked_hessian as chunked_hessian
+from rankax._front.jacobians import chunked_jacfwd as chunked_jacfwd
+from rankax._front.jacobians import chunked_jacrev as chunked_jacrev
 from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
 from rankax._plan.budget import MemoryFit as MemoryFit

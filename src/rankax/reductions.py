@@ -2,6 +2,7 @@
 """The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
 from rankax._reduce.fold import Fold as Fold
+from rankax._reduce.gram import Gram as Gram
 from rankax._reduce.protocol import Reduction as Reduction
 from rankax._reduce.protocol import Several as Several
 from rankax._reduce.sums import All as All
@@ -27,6 +28,7 @@ __all__ = [
     "ArgMin",
     "Best",
     "Fold",
+    "Gram",
     "LogSumExp",
     "Max",
     "Mean",

@@ -143,9 +143,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
-        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``, or
-        an object of `rankax.reductions`, such as ``Several("min", "argmin")`` for more than one
-        reduction of an output. ``None`` inside a tree keeps an output whole. With
+        ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
+        ``"gram"``, or an object of `rankax.reductions`, such as ``Several("min", "argmin")`` for
+        more than one reduction of an output. ``None`` inside a tree keeps an output whole. With
         ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for memory,
         derivatives and order).
     reduce_axis : int or tuple of int, optional

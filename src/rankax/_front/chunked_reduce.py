@@ -49,9 +49,10 @@ def chunked_reduce(
     reduction : str, Reduction, None, or a pytree prefix of those
         How to reduce each output of ``fun``, or each subtree of outputs. A name: ``"sum"``,
         ``"mean"``, ``"prod"``, ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``,
-        ``"all"`` or ``"logsumexp"``, with the values and dtypes of `jax.numpy`
-        (`jax.nn.logsumexp` for the last). An object from `rankax.reductions`, such as ``TopK(3)``
-        or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in front.
+        ``"all"``, ``"logsumexp"`` or ``"gram"``, with the values and dtypes of `jax.numpy`
+        (`jax.nn.logsumexp`; `rankax.reductions.Gram`). An object from `rankax.reductions`, such as
+        ``TopK(3)`` or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in
+        front.
     chunk_size : int or None
         Maximum number of items evaluated at once. A tile is smaller where that is faster, as on a
         CPU. ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.

@@ -26,6 +26,7 @@ from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
+from rankax._reduce.gram import Gram
 from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.row import Row, evaluates_functions
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
@@ -40,7 +41,7 @@ BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
     for reduction in (
         *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin()),
-        *(AnyOf(), All(), LogSumExp()),
+        *(AnyOf(), All(), LogSumExp(), Gram()),
     )
 }
 

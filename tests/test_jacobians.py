@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: MIT
+"""`chunked_jacfwd`, `chunked_jacrev` and `chunked_hessian` against those of JAX, and their rows."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import rankax
+from helpers import assert_same, at_each_run, slow, temporary_bytes
+from rankax import chunked_hessian, chunked_jacfwd, chunked_jacrev, reductions
+from scan_cases import assert_same_weak_types
+
+BOTH = [
+    pytest.param(jax.jacfwd, chunked_jacfwd, id="jacfwd"),
+    pytest.param(jax.jacrev, chunked_jacrev, id="jacrev"),
+]
+ALL = [*BOTH, pytest.param(jax.hessian, chunked_hessian, id="hessian")]
+
+
+class Pose(NamedTuple):
+    turn: jax.Array
+    shift: jax.Array
+
+
+def of_tree(tree):
+    turned = jnp.outer(jnp.sin(tree["pose"].turn), tree["scale"])
+    return {"all": turned, "sum": (jnp.sum(turned**2), tree["pose"].shift * tree["scale"][0])}
+
+
+TREE = {"pose": Pose(jnp.linspace(0, 1, 3), jnp.float32(2)), "scale": jnp.array([0.5, -1.5])}
+
+
+def of_two(x, y, *, power=2):
+    return jnp.sum(x) * y**power
+
+
+def with_aux(x):
+    return jnp.sin(x) * jnp.sum(x), {"aux": x[0]}
+
+
+X = jnp.linspace(0.1, 1, 5)
+C = lax.complex(X[:3], jnp.full(3, 2.0))
+ARRAY = (jnp.linspace(0, 1, 6).reshape(2, 3),)
+
+# A function, its arguments, and those of the transformation.
+CASES = {
+    "vector": (lambda x: jnp.cumsum(jnp.tanh(x)), (X,), {}),
+    "number": (jnp.sin, (0.3,), {}),
+    "matrix": (lambda x: x @ x.T, ARRAY, {}),
+    "scalar output": (lambda x: jnp.sum(x**3), (X,), {}),
+    "tree": (of_tree, (TREE,), {}),
+    "two arguments": (of_two, (X, X[:3]), {"argnums": (1, 0)}),
+    "a tuple of one": (of_two, (X, X[:3]), {"argnums": (1,)}),
+    "negative argnums": (of_two, (X, X[:3]), {"argnums": -1}),
+    "weak and not": (lambda x, y: (x * 1.5, x + y), (0.5, X), {"argnums": (0, 1)}),
+    "aux": (with_aux, (X,), {"has_aux": True}),
+    "holomorphic": (lambda z: z**2 * z[0], (C,), {"holomorphic": True}),
+    "bfloat16": (lambda x: jnp.sin(x) * x[0], (X.astype(jnp.bfloat16),), {}),
+    "constant": (lambda x: jnp.ones(2), (X,), {}),
+    "empty": (lambda x: jnp.sin(x), (jnp.zeros(0),), {}),
+    "a number as output": (lambda x: 1.0, (X,), {}),
+}
+
+AT_EACH_RUN = ("tree", "two arguments", "weak and not", "aux", "holomorphic", "a number as output")
+
+# Reverse mode refuses these outputs.
+FORWARD_CASES = {
+    "complex output": (lambda x: lax.complex(x, 2 * x), (X,), {}),
+    "integers": (lambda x: {"n": 2, "x": x}, (X,), {}),
+}
+
+
+def check(plain, chunked, case, chunk_size, wrap=lambda fun: fun, rtol=1e-5):
+    fun, args, options = case
+    want = plain(fun, **options)(*args)
+    got = wrap(chunked(fun, **options, chunk_size=chunk_size))(*args)
+    assert_same(got, want, rtol=rtol, atol=1e-5)
+    assert_same_weak_types(got, want)
+
+
+@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
+@pytest.mark.parametrize(("plain", "chunked"), ALL)
+@pytest.mark.parametrize("chunk_size", [slow(None), slow(1), 2])
+@pytest.mark.parametrize("wrap", [slow(lambda fun: fun), jax.jit], ids=["eager", "jit"])
+def test_as_in_jax(plain, chunked, case, chunk_size, wrap):
+    rtol = 2e-2 if case is CASES["bfloat16"] else 1e-5
+    check(plain, chunked, case, chunk_size, wrap, rtol)
+
+
+@pytest.mark.parametrize("name", FORWARD_CASES)
+def test_outputs_that_only_forward_mode_takes(name):
+    check(jax.jacfwd, chunked_jacfwd, FORWARD_CASES[name], 2)
+
+
+def test_integers_as_inputs():
+    def fun(tree):
+        return tree["x"] * tree["n"].astype(jnp.float32)[0]
+
+    tree = {"n": jnp.arange(3), "x": X}
+    want = jax.jacrev(fun, allow_int=True)(tree)
+    assert_same(chunked_jacrev(fun, allow_int=True, chunk_size=2)(tree), want)
+
+
+def test_complex_inputs_of_a_real_function():
+    def fun(z):
+        return jnp.abs(z) ** 2
+
+    assert_same(chunked_jacrev(fun, chunk_size=2)(C), jax.jacrev(fun)(C))
+
+
+def test_inputs_and_outputs_of_several_dtypes():
+    def fun(pair):
+        x, y = pair
+        return y * jnp.sum(x).astype(jnp.float16), x * 2
+
+    pair = X[:3], X.astype(jnp.float16)
+    with jax.numpy_dtype_promotion("standard"):  # JAX needs it
+        for plain, chunked in ((jax.jacfwd, chunked_jacfwd), (jax.jacrev, chunked_jacrev)):
+            assert_same(chunked(fun, chunk_size=2)(pair), plain(fun)(pair), rtol=1e-2)
+
+
+def test_keywords_and_what_is_no_array():
+    def fun(x, name, *, power):
+        assert name == "any"
+        return x**power
+
+    want = jax.jacfwd(fun)(X, "any", power=3)
+    assert_same(chunked_jacfwd(fun, chunk_size=2)(X, "any", power=3), want)
+
+
+@pytest.mark.parametrize("order", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize(("plain", "chunked"), BOTH)
+def test_jacobians_have_derivatives(plain, chunked, order):
+    def fun(x):
+        return jnp.sin(x) * jnp.sum(x**2)
+
+    assert_same(order(chunked(fun, chunk_size=2))(X), order(plain(fun))(X), rtol=1e-4, atol=1e-5)
+    mapped = jax.vmap(chunked(fun, chunk_size=2))(jnp.stack([X, -X]))
+    assert_same(mapped, jax.vmap(plain(fun))(jnp.stack([X, -X])))
+
+
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev, chunked_hessian])
+@pytest.mark.parametrize("reduce", [None, "gram"])
+def test_the_function_is_traced_once(chunked, reduce):
+    traces = []
+
+    def fun(x):
+        traces.append(x)
+        return jnp.sum(jnp.sin(x)) if chunked is chunked_hessian else jnp.sin(x)
+
+    jax.jit(chunked(fun, chunk_size=2, reduce=reduce))(X)
+    assert len(traces) == 1
+
+
+# Reductions of the rows.
+
+
+def matrix(fun, tree):
+    """Return the Jacobian of a function of a tree as a matrix, and its flat weights."""
+    flat, unravel = ravel_pytree(tree)
+    return jax.jacfwd(lambda v: ravel_pytree(fun(unravel(v)))[0])(flat), unravel
+
+
+ROWS = {
+    "sum": lambda j: j.sum(0),
+    "max": lambda j: j.max(0),
+    "mean": lambda j: j.mean(0),
+    "argmin": lambda j: j.argmin(0),
+    "logsumexp": lambda j: jax.nn.logsumexp(j, 0),
+}
+REDUCED = [
+    pytest.param(chunked, chunk_size, id=f"{chunked.__name__}-{chunk_size}", marks=marks)
+    for chunked in (chunked_jacfwd, chunked_jacrev)
+    for chunk_size, marks in ((None, pytest.mark.slow), (1, pytest.mark.slow), (3, ()))
+]
+
+
+@pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
+@pytest.mark.parametrize("name", ["sum", "max", *map(slow, ("mean", "argmin", "logsumexp"))])
+def test_rows_are_reduced(chunked, chunk_size, name):
+    jacobian, unravel = matrix(of_tree, TREE)
+    got = chunked(of_tree, chunk_size=chunk_size, reduce=name)(TREE)
+    want = ROWS[name](jacobian)
+    assert_same(
+        got, jax.tree.map(lambda x: x.astype(want.dtype), unravel(want.astype(jacobian.dtype)))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
+def test_a_reduction_may_return_a_tree_for_each_input(chunked, chunk_size):
+    jacobian, _ = matrix(of_tree, TREE)
+    top = chunked(of_tree, reduce=reductions.TopK(2), chunk_size=chunk_size)(TREE)
+    assert_same(top["pose"].turn.values, jnp.sort(jacobian[:, :3], 0)[:2])
+
+
+@pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
+def test_the_gram_matrix_is_that_of_the_flat_inputs(chunked, chunk_size):
+    jacobian, _ = matrix(of_tree, TREE)
+    of = functools.partial(chunked, of_tree, chunk_size=chunk_size)
+    assert_same(of(reduce="gram")(TREE), jacobian.T @ jacobian)
+    weights = jnp.linspace(-0.5, 2, len(jacobian))
+    want = jacobian.T @ (weights[:, None] * jacobian)
+    assert_same(of(reduce=reductions.Gram(weights))(TREE), want)
+    shaped = ravel_pytree(of_tree(TREE))[1](weights)
+    assert_same(of(reduce=reductions.Gram(shaped))(TREE), want)
+
+
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
+@pytest.mark.parametrize("chunk_size", [slow(None), 2])
+def test_the_diagonal_and_the_trace(chunked, chunk_size):
+    def flow(tree):
+        return jax.tree.map(lambda x: jnp.sin(x) * jnp.sum(tree["scale"]), tree)
+
+    jacobian, unravel = matrix(flow, TREE)
+    of = functools.partial(chunked, flow, chunk_size=chunk_size, has_aux=False)
+    assert_same(of(reduce="trace")(TREE), jnp.trace(jacobian))
+    assert_same(of(reduce="diagonal")(TREE), unravel(jnp.diagonal(jacobian)))
+
+
+@pytest.mark.parametrize("chunk_size", [slow(None), 2])
+def test_the_rows_of_a_hessian(chunk_size):
+    def energy(tree):
+        return jnp.sum(of_tree(tree)["all"] ** 3) + tree["pose"].shift ** 2, {"aux": 1.0}
+
+    hessian, unravel = matrix(jax.grad(lambda tree: energy(tree)[0]), TREE)
+    of = functools.partial(chunked_hessian, energy, has_aux=True, chunk_size=chunk_size)
+    got, aux = of(reduce="trace")(TREE)
+    assert_same(got, jnp.trace(hessian), atol=1e-5)
+    assert aux == {"aux": 1.0}
+    assert_same(of(reduce="diagonal")(TREE)[0], unravel(jnp.diagonal(hessian)), atol=1e-5)
+    assert_same(of(reduce="gram")(TREE)[0], hessian @ hessian, atol=1e-5)
+
+
+def test_the_gram_matrix_of_a_complex_jacobian():
+    def fun(z):
+        return z**2 * z[0]
+
+    jacobian = jax.jacfwd(fun, holomorphic=True)(C)
+    for chunked in (chunked_jacfwd, chunked_jacrev):
+        got = chunked(fun, holomorphic=True, reduce="gram", chunk_size=2)(C)
+        assert_same(got, jacobian.conj().T @ jacobian)
+
+
+def test_the_gram_matrix_of_real_inputs_is_real():
+    def fun(x):
+        return lax.complex(x**2, x[0] * x)
+
+    jacobian = jax.jacfwd(fun)(X)
+    got = chunked_jacfwd(fun, reduce="gram", chunk_size=2)(X)
+    assert_same(got, (jacobian.conj().T @ jacobian).real)
+
+
+@pytest.mark.parametrize(("plain", "chunked"), BOTH)
+def test_reduced_rows_have_derivatives(plain, chunked):
+    def fun(x):
+        return jnp.sin(x) * jnp.sum(x**2)
+
+    weights = jnp.linspace(0.5, 1, 5)
+
+    def by_hand(x, weights):
+        jacobian = plain(fun)(x)
+        return jnp.sum(jnp.cos(jacobian.T @ (weights[:, None] * jacobian))) + jacobian.max(0).sum()
+
+    def reduced(x, weights):
+        gram = chunked(fun, reduce=reductions.Gram(weights), chunk_size=2)(x)
+        return jnp.sum(jnp.cos(gram)) + chunked(fun, reduce="max", chunk_size=2)(x).sum()
+
+    want = jax.grad(by_hand, (0, 1))(X, weights)
+    assert_same(jax.grad(reduced, (0, 1))(X, weights), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_row_is_an_item_in_reverse_mode():
+    norms = reductions.Fold(0.0, lambda row: jnp.vdot(row, row), jnp.add, jnp.sqrt)
+    jacobian = jax.jacfwd(jnp.cumsum)(X)
+    got = chunked_jacrev(jnp.cumsum, reduce=norms, chunk_size=2)(X)
+    assert_same(got, jnp.linalg.norm(jacobian))
+
+
+def test_the_gram_matrix_of_any_items():
+    rows = jnp.sin(jnp.arange(50.0)).reshape(10, 5)
+
+    def split(row):
+        return {"a": row[:2], "b": row[2:].reshape(3, 1)}
+
+    for chunk_size in (None, 3):
+        reduced = rankax.chunked_reduce(split, "gram", chunk_size)
+        assert_same(reduced(rows), rows.T @ rows)
+        want = jax.grad(lambda rows: jnp.sum(jnp.sin(rows.T @ rows)))(rows)
+        got = jax.grad(lambda rows: jnp.sum(jnp.sin(reduced(rows))))(rows)  # noqa: B023
+        assert_same(got, want, rtol=1e-4)
+
+
+@pytest.mark.optimized
+def test_the_gradient_of_a_gram_matrix_stores_no_items():
+    def total(x):
+        return jnp.sum(jnp.sin(rankax.chunked_reduce(jnp.cumsum, "gram", 500)(x)))
+
+    few, many = (jax.ShapeDtypeStruct((n, 100), jnp.float32) for n in (5000, 50_000))
+    need = temporary_bytes(jax.grad(total), few)
+    assert temporary_bytes(jax.grad(total), many) <= need + 4096 < 5000 * 100 * 4
+
+
+def test_a_memory_limit_and_progress():
+    reports = []
+
+    def fun(x):
+        return jnp.sin(jnp.outer(x, jnp.arange(1000.0))).sum(1)
+
+    x = jnp.linspace(0, 1, 100)
+    limited = chunked_jacfwd(fun, memory_limit="1 MB")
+    assert_same(jax.jit(limited)(x), jax.jacfwd(fun)(x), rtol=1e-4, atol=1e-2)
+    shown = chunked_jacrev(fun, chunk_size=10, progress=lambda *pair: reports.append(pair))
+    shown(x)
+    jax.effects_barrier()
+    assert reports[-1] == (100, 100)
+
+
+# Memory.
+
+M, N = 20_000, 2000
+POINT = jax.ShapeDtypeStruct((N,), jnp.float32)
+RATES = jnp.linspace(1, 2, 4)
+
+
+def waves(p):
+    """From 2000 inputs to 20,000 outputs, by way of 160,000 numbers."""
+    u = jnp.repeat(p, M // N)
+    features = jnp.sin(jnp.cumsum(u[:, None] * RATES[None], axis=0) / M)
+    return u + jnp.cumsum(features, axis=0).sum(1) / M
+
+
+@pytest.mark.optimized
+def test_a_jacobian_needs_one_chunk_beyond_itself():
+    assert temporary_bytes(jax.jacfwd(waves), POINT) > 1e9
+    for chunked in (chunked_jacfwd, chunked_jacrev):  # the output has 160 MB, and is not copied
+        assert temporary_bytes(chunked(waves, chunk_size=50), POINT) < 50e6
+        assert temporary_bytes(chunked(waves, chunk_size=10), POINT) < 10e6
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
+def test_what_is_reduced_needs_no_jacobian(chunked):
+    assert temporary_bytes(chunked(waves, reduce="gram", chunk_size=10), POINT) < 20e6
+    assert temporary_bytes(chunked(waves, reduce="max", chunk_size=10), POINT) < 10e6
+
+    def flow(u):
+        return jnp.cumsum(jnp.sin(jnp.cumsum(u) / M))
+
+    large = jax.ShapeDtypeStruct((M,), jnp.float32)  # the Jacobian has 1.6 GB
+    assert temporary_bytes(chunked(flow, reduce="trace", chunk_size=10), large) < 10e6
+
+
+@pytest.mark.optimized
+def test_both_passes_of_a_hessian_are_bounded():
+    def layer(p, weights):  # 200 rows of 5000 numbers each
+        return jnp.tanh(weights @ jnp.sin(jnp.repeat(p, 50)))
+
+    shapes = (100,), (200, 5000)
+    point, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    need = temporary_bytes(chunked_hessian(layer, chunk_size=10), point, weights)
+    rows_at_once = chunked_jacfwd(jax.jacrev(layer), chunk_size=10)
+    assert need < temporary_bytes(rows_at_once, point, weights) / 3
+
+
+@pytest.mark.optimized
+def test_a_hessian_of_a_scalar_needs_one_chunk_beyond_itself():
+    def energy(p):
+        return jnp.sum(jnp.sin(waves(p)) ** 2)
+
+    plain = temporary_bytes(jax.hessian(energy), POINT)
+    assert plain > 1e9
+    assert temporary_bytes(chunked_hessian(energy, chunk_size=10), POINT) < N * N * 4 + 40e6
+    assert temporary_bytes(chunked_hessian(energy, chunk_size=10, reduce="trace"), POINT) < 40e6
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(("plain", "chunked"), ALL)
+@pytest.mark.parametrize(
+    ("fun", "args", "options"),
+    [
+        (jnp.sin, (1,), {}),
+        (jnp.sin, (1.0,), {"argnums": 1}),
+        (jnp.sin, (1.0,), {"argnums": "a"}),
+        (jnp.sin, (1.0,), {"holomorphic": True}),
+        (3, (1.0,), {}),
+        (lambda x: "text", (1.0,), {}),
+    ],
+)
+def test_errors_are_those_of_jax(plain, chunked, fun, args, options):
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        plain(fun, **options)(*args)
+    with pytest.raises(wanted.type) as caught:
+        chunked(fun, **options, chunk_size=2)(*args)
+    assert str(caught.value).split("\n")[0][:60] == str(wanted.value).split("\n")[0][:60]
+
+
+@pytest.mark.parametrize(("plain", "chunked"), ALL[1:])
+@pytest.mark.parametrize(
+    ("fun", "has_aux"),
+    [
+        (lambda x: x > 0, False),
+        (lambda x: lax.complex(x, x), False),
+        (lambda x: (x, x, x), True),
+    ],
+)
+def test_reverse_mode_refuses_what_it_refuses_in_jax(plain, chunked, fun, has_aux):
+    with pytest.raises(TypeError) as wanted:
+        plain(fun, has_aux=has_aux)(1.0)
+    with pytest.raises(TypeError) as caught:
+        chunked(fun, has_aux=has_aux, chunk_size=2)(1.0)
+    assert str(caught.value)[:60] == str(wanted.value)[:60]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: chunked_jacfwd(jnp.sum, reduce="trace")(X),
+            ValueError,
+            "chunked_jacfwd(sum): 'trace' needs outputs with the structure and the shapes of the "
+            "inputs, got () for (5,)",
+        ),
+        (
+            lambda: chunked_jacfwd(jnp.sin, reduce=reductions.Best(0))(X),
+            TypeError,
+            "chunked_jacfwd(sin): Best(0) takes whole rows, and forward mode has columns; use "
+            "chunked_jacrev",
+        ),
+        (
+            lambda: chunked_jacrev(jnp.sin, reduce=("sum", "max")),
+            TypeError,
+            "chunked_jacrev(sin): reduce must be one reduction, which all inputs share",
+        ),
+        (
+            lambda: chunked_jacrev(jnp.sin, reduce=reductions.Gram(X[:2]))(X),
+            ValueError,
+            "chunked_jacrev(sin): Gram has 2 weights for 5 outputs",
+        ),
+        (
+            lambda: chunked_jacrev(jnp.sin, allow_int=True, reduce="sum")(jnp.arange(3)),
+            TypeError,
+            "chunked_jacrev(sin): reduce needs inputs and outputs of floats",
+        ),
+        (
+            lambda: chunked_jacrev(jnp.sin, reduce="diagonl"),
+            ValueError,
+            "chunked_jacrev(sin): no reduction is called 'diagonl'; there is sum, mean, prod, max, "
+            "min, argmax, argmin, any, all, logsumexp or gram",
+        ),
+        (
+            lambda: chunked_hessian(jnp.sum, chunk_size=0),
+            ValueError,
+            "chunked_hessian(sum): chunk_size must be a positive int, got 0",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_weights_belong_to_jacobians():
+    with pytest.raises(ValueError, match="its weights are those of the rows of a Jacobian"):
+        rankax.chunked_reduce(jnp.sin, reductions.Gram(X), 2)(X)
