@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Evaluations, memory and time of the gradient of a long scan, by the levels of its checkpoints.
 
-Run with ``python benchmarks/scan_levels.py``; it prints the table of ``docs/howto/scans.md``.
+``python benchmarks/scan_levels.py`` writes ``benchmarks/results/scan_levels.md``.
 Evaluations are counted by a callback, in a shorter scan; memory is what the compiler reports; the
 times are medians, taken in turns.
 """
 
+import os
+import platform
 import statistics
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,17 @@ from jax import lax
 
 from rankax import checkpoint_chunked_scan
 
+RESULTS = Path(__file__).parent / "results" / "scan_levels.md"
+HEAD = """# Levels of checkpoints
+
+Written by `python benchmarks/scan_levels.py`. {machine}, {cores} cores, JAX {jax}, float32.
+
+The gradient of {steps:,} steps of a state of {width} numbers, each of which stores 15 such states.
+Evaluations of each step, temporaries, and medians of {rounds} turns in one process.
+
+| levels | `chunk_size` | evaluations of a step | temporaries, MB | ms |
+|---|---|---:|---:|---:|
+"""
 STEPS, FEW, WIDTH, ROUNDS = 20_000, 1000, 512, 7
 
 
@@ -33,12 +47,18 @@ def gradient(step, length, sizes):
     return jax.jit(jax.grad(last))
 
 
-def levels(length):
-    yield "`jax.lax.scan`", None
-    yield '1: `"sqrt"`', "sqrt"
-    for count in (1, 2, 3):
-        q = (length * 15) ** (1 / (count + 1))  # 15: what a step stores, in carries
-        yield f"{count}", tuple(round(length / q**level) for level in range(1, count + 1))
+def chunk_sizes(length):
+    """Return None, for `jax.lax.scan`, and the ``chunk_size`` of one to three levels."""
+    return [
+        None,
+        "sqrt",
+        # A level divides its steps by q; 15 carries are what a step stores.
+        *(
+            tuple(round(length / q**level) for level in range(1, count + 1))
+            for count in (1, 2, 3)
+            for q in [(length * 15) ** (1 / (count + 1))]
+        ),
+    ]
 
 
 CALLS = []
@@ -70,25 +90,33 @@ def evaluations(sizes):
 
 def main():
     state = jnp.full(WIDTH, 0.3)
-    few = dict(levels(FEW))
-    compiled = {
-        name: (sizes, gradient(body, STEPS, sizes).lower(state).compile())
-        for name, sizes in levels(STEPS)
-    }
-    times = {name: [] for name in compiled}
+    compiled = [gradient(body, STEPS, sizes).lower(state).compile() for sizes in chunk_sizes(STEPS)]
+    times = [[] for _ in compiled]
     for _ in range(ROUNDS):
-        for name, (_, program) in compiled.items():
+        for program, own in zip(compiled, times, strict=True):
             begin = time.perf_counter()
             jax.block_until_ready(program(state))
-            times[name].append(time.perf_counter() - begin)
-    print(f"{STEPS} steps of a state of {WIDTH} numbers, {jax.devices()[0].device_kind}\n")
-    print("| levels | `chunk_size` | evaluations | memory | time |\n|---|---|---|---|---|")
-    for name, (sizes, program) in compiled.items():
+            own.append(time.perf_counter() - begin)
+    text = HEAD.format(
+        machine=platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        jax=jax.__version__,
+        steps=STEPS,
+        width=WIDTH,
+        rounds=ROUNDS,
+    )
+    for sizes, few, program, own in zip(
+        chunk_sizes(STEPS), chunk_sizes(FEW), compiled, times, strict=True
+    ):
+        levels = len(sizes) if isinstance(sizes, tuple) else int(sizes is not None)
+        shown = "`jax.lax.scan`" if sizes is None else f"`{sizes!r}`".replace("'", '"')
         memory = program.memory_analysis().temp_size_in_bytes / 1e6
-        shown = "" if sizes is None else f"`{sizes!r}`"
-        milliseconds = statistics.median(times[name]) * 1e3
-        count = evaluations(few[name])
-        print(f"| {name} | {shown} | {count:.1f} | {memory:.2f} MB | {milliseconds:.0f} ms |")
+        milliseconds = statistics.median(own) * 1e3
+        text += (
+            f"| {levels} | {shown} | {evaluations(few):.1f} | {memory:.2f} | {milliseconds:.0f} |\n"
+        )
+    RESULTS.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
