@@ -60,6 +60,7 @@ FOLD = Fold(  # x -> a x + b, one after another
 REDUCTIONS = {
     **{name: name for name in ("sum", "mean", "prod", "max", "min", "argmax", "argmin")},
     "logsumexp": "logsumexp",
+    "gram": "gram",
     "moments": Moments(),
     "fold": FOLD,
     "top": TopK(2),
@@ -77,6 +78,7 @@ NOTHING = {
     "any": False,
     "all": True,
     "logsumexp": -np.inf,
+    "gram": np.zeros((1, 1)),
     "moments": MomentsResult(0, np.nan, np.nan),
     "fold": (1.0, 0.0),
     "top": TopKResult(np.full(2, np.inf), np.full(2, -1)),
@@ -87,6 +89,8 @@ def reduced(e, name):
     """Reduce an array by `jax.numpy`."""
     if name == "moments":
         return MomentsResult(jnp.asarray(len(e)), e.mean(), e.var())
+    if name == "gram":
+        return jnp.reshape(e @ e, (1, 1))
     if name == "fold":
         return functools.reduce(FOLD.merge, map(FOLD.lift, e))
     if name == "top":
@@ -145,7 +149,7 @@ def finite(tree):
     )
 
 
-FLOATS = ("sum", "mean", "prod", "max", "min", "logsumexp", "moments", "fold", "top")
+FLOATS = ("sum", "mean", "prod", "max", "min", "logsumexp", "gram", "moments", "fold", "top")
 
 
 def value_and_gradient(fun):

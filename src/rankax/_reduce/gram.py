@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from rankax._base.arrays import scalar
 from rankax._reduce.protocol import MisfitError, Outputs, Reduction, wide
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, State, fill
@@ -28,9 +29,12 @@ class _ProductOf(Accumulator):
     def start(self, lanes: int) -> State:
         return fill(0, self.dtype, (self.length, self.length, 1))
 
-    def step(self, state: State, tile: Any, index: jax.Array) -> State:
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         first, second = (x.astype(self.dtype) for x in tile)
         return state + lax.expand_dims(first @ second.T, (2,))
+
+    def nothing(self) -> Any:
+        return (scalar(0, self.dtype),) * 2
 
     def merge(self, first: State, second: State) -> State:
         return first + second
@@ -71,7 +75,8 @@ class Gram(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         aval = outputs.avals[1]
-        return [Accumulation(outputs.positions, _ProductOf(aval.size, wide(aval.dtype)))]
+        product = _ProductOf(aval.size, wide(aval.dtype))
+        return [Accumulation(outputs.positions, product, mask=outputs.mask)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
         return [state[0][..., 0].astype(outputs.avals[1].dtype)]
