@@ -827,6 +827,64 @@ def devices_are_chosen(mesh):
 
 
 @case
+def items_end_alone(mesh):
+    def collatz(n, w):
+        def body(state):
+            n, count, total = state
+            following = jnp.where(n % 2 == 0, n // 2, 3 * n + 1)
+            return following, count + 1, total + w[0] * jnp.sin(n * w[1])
+
+        start = n, 0, jnp.float32(0)
+        return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]
+
+    w = jnp.array([0.3, 0.7])
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
+    # A vmapped loop asks all devices at each step whether it is done; here each ends alone.
+    assert sent(compiled(mapped, jnp.arange(1, N + 1), w)) == {}
+    totals = mapped.with_options(reduce="sum")
+    assert sent(compiled(totals, jnp.arange(1, N + 1), w)) == {"all-reduce": 2}
+    for length in (N, ODD, 2):
+        n = jnp.arange(1, length + 1)
+        want = jax.vmap(collatz, (0, None))(n, w)
+        same(mapped(n, w), want)
+        same(jax.jit(mapped)(n, w), want)
+        same(totals(n, w), jax.tree.map(lambda x: jnp.sum(x, 0), want))
+        best = mapped.with_options(reduce=(None, "argmax"))(n, w)
+        same(best, (want[0], jnp.argmax(want[1])))
+
+        def pushed(fun, n=n):
+            return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,))
+
+        same(pushed(mapped), pushed(jax.vmap(collatz, (0, None))), rtol=1e-3, atol=1e-3)
+    plan = mapped.plan(jnp.arange(N), w)
+    assert (plan.lanes, plan.devices) == (3, ((0, mesh.size),))
+    # Noise is that of the whole batch, and progress counts all items.
+    key, seen = jax.random.key(1), []
+
+    def noisy(n, key):
+        def body(state):
+            return state[0] - 1, state[1] + jax.random.normal(jax.random.fold_in(key, state[0]))
+
+        return jax.lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.float32(0)))[1]
+
+    n = jnp.arange(ODD) % 5
+    drawn = auto_vmap(n=0, key=SplitKey, chunk_size=3, lockstep=False, devices="all")(noisy)
+    same(drawn(n, key), jax.vmap(noisy)(n, jax.random.split(key, ODD)))
+    jax.block_until_ready(
+        drawn.with_options(progress=lambda done, total: seen.append((done, total)))(n, key)
+    )
+    jax.effects_barrier()
+    assert seen[-1][0] == seen[-1][1] == max(seen)[0]
+    with ENTER(mesh_of(AxisType.Explicit, mesh.size)):
+        text = (
+            ": the batch is sharded over a mesh with explicit axes, where items cannot end by "
+            "themselves; use lockstep=True, devices=1, or a mesh with AxisType.Auto"
+        )
+        with pytest.raises(ValueError, match=f"^collatz.*{re.escape(text)}$"):
+            mapped(jnp.arange(1, N + 1), w)
+
+
+@case
 def inner_kernels_use_one_device(mesh):
     inner = auto_vmap(v=0, devices="all", chunk_size=2)(lambda v: jnp.sin(v))
     outer = auto_vmap(x=1, devices="all", chunk_size=5)(lambda x: inner(x).sum())

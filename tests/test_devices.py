@@ -75,6 +75,7 @@ def run(name, kind, devices):
         ("every_length_counts_once", "Auto", 3),
         ("a_call_takes_arrays_from_anywhere", "Auto", 4),
         ("devices_are_chosen", "Auto", 4),
+        ("items_end_alone", "Auto", 4),
         ("inner_kernels_use_one_device", "Auto", 4),
         ("the_longest_axis_that_serves_is_spread", "Auto", 4),
         slow("named_axes_are_of_any_length", "Auto", 4),

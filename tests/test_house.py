@@ -25,11 +25,21 @@ PROJECT = Path(__file__).parents[1]
 
 ROOMS = [
     *["_errors", "_static", "_base", "_declare", "_trace", "_plan", "_progress", "_fit", "_loop"],
-    *["_devices", "_reduce", "_scan", "_options", "_call", "_tune", "_blocks", "_front"],
+    *[
+        "_devices",
+        "_lockstep",
+        "_reduce",
+        "_scan",
+        "_options",
+        "_call",
+        "_tune",
+        "_blocks",
+        "_front",
+    ],
     *["reductions", "xarray", "__init__"],
 ]
 
-MOST_LINES_OF_CODE = 10120
+MOST_LINES_OF_CODE = 10936
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 

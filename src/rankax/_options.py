@@ -45,6 +45,7 @@ class Options:
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
     devices: Devices = None
+    lockstep: bool = True
 
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
@@ -59,6 +60,7 @@ class Scoped(TypedDict, total=False):
     checkpoint: bool
     progress: bool | str | Callable[[int, int], object]
     devices: int | str | Sequence[Any] | PartitionSpec | None
+    lockstep: bool
 
 
 class Given(Scoped, total=False):
@@ -121,6 +123,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "compiler_options": _compiler_options,
     "progress": checked_progress,
     "devices": checked_devices,
+    "lockstep": functools.partial(check_bool, name="lockstep"),
 }
 
 
@@ -193,7 +196,7 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
 
     Parameters
     ----------
-    chunk_size, memory_limit, checkpoint, progress, devices
+    chunk_size, memory_limit, checkpoint, progress, devices, lockstep
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
 

@@ -23,6 +23,7 @@ def check_against_vmap(
     jit: bool,
     gradient: bool = False,
     rtol: float = 2e-4,
+    lockstep: bool = True,
 ) -> None:
     """Assert that ``fun`` in chunks returns what `jax.vmap` does, or has the same gradient.
 
@@ -36,7 +37,7 @@ def check_against_vmap(
 
     want = jax.jit(call(jax.vmap(fun)))(*arrays)
     _assert_depends_on_item(want)
-    run = call(auto_vmap(*ranks, chunk_size=chunk_size)(fun))
+    run = call(auto_vmap(*ranks, chunk_size=chunk_size, lockstep=lockstep)(fun))
     _assert_same((jax.jit(run) if jit else run)(*arrays), want, rtol)
 
 

@@ -9,8 +9,14 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
-# A chunk that divides the batch and one that does not, one of them eager and one compiled.
-@pytest.fixture(params=[(3, True), (4, False)], ids=["chunk_size=3-jit", "chunk_size=4-eager"])
+# A chunk that divides the batch, compiled; one that does not, eager; lanes.
+WAYS = {
+    "chunk_size=3-jit": {"chunk_size": 3, "jit": True},
+    "chunk_size=4-eager": {"chunk_size": 4, "jit": False},
+    "lanes": {"chunk_size": 4, "jit": True, "lockstep": False},
+}
+
+
+@pytest.fixture(params=WAYS.values(), ids=list(WAYS))
 def way(request):
-    chunk_size, jit = request.param
-    return {"chunk_size": chunk_size, "jit": jit}
+    return request.param

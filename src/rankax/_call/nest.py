@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rankax._call.over_parts import Begins
+from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import add_places, number_items
 from rankax._loop.level import map_level
 from rankax._loop.spec import LoopSpec
@@ -71,12 +73,17 @@ class Nest:
         begins : mapping, optional
             Where a part of a batch begins, if keys are split (see `number_items`).
         """
-        fun, leaves = self._entered(item, leaves)
-        outs = _nested(self._placed(fun, begins), self.specs)(*leaves)
-        # A level may cover more than one axis of the batch, or none where it has length 1.
         plan = self.plan
-        if tuple(level.size for level in plan.levels) != plan.batch_shape:
-            shapes = [plan.batch_shape + leaf.shape[len(plan.levels) :] for leaf in outs]
+        fun, leaves = self._entered(item, leaves)
+        fun = self._placed(fun, begins)
+        sizes = tuple(level.size for level in plan.levels)
+        if plan.lanes is not None:
+            outs, sizes = walk_in_lanes(fun, leaves, self.specs), (math.prod(sizes),)
+        else:
+            outs = _nested(fun, self.specs)(*leaves)
+        # A level may cover more than one axis of the batch, or none where it has length 1.
+        if sizes != plan.batch_shape:
+            shapes = [plan.batch_shape + leaf.shape[len(sizes) :] for leaf in outs]
             outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
         return outs
 
@@ -98,7 +105,7 @@ class Nest:
         specs = list(self.specs)
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
         # longer by the copy than they gain.
-        if plan.leaves:
+        if plan.leaves and plan.lanes is None:
             leaves, specs = _lanes_last(leaves, specs, kept)
         fun = self._placed(fun, begins)
         rows: list[Reduced] = []
@@ -121,6 +128,11 @@ class Nest:
             else:
                 outs.append(jnp.reshape(array, kept_shape + array.shape[kept:]))
         return rows[-1].with_arrays(outs)
+
+    def keeping_rules(self) -> Nest:
+        """Return the nest whose lanes leave functions with derivative rules whole."""
+        specs = tuple(dataclasses.replace(spec, keep_rules=True) for spec in self.specs)
+        return dataclasses.replace(self, specs=specs)
 
     def _entered(self, item: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the item as a function of the leaves that the nest maps, and those leaves."""
@@ -174,9 +186,10 @@ def nest_of(
         if level.chunk:
             chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
         axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
-        may_report = is_loop or level.reduced  # only the outermost loop does
+        may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
         shared["progress"] = progress if may_report else None
         progress = None if may_report else progress
+        shared["lanes"] = plan.plan.lanes if level.in_lanes else None
         specs.append(LoopSpec(chunks, axes, is_loop, bool(splits), by_index, **shared))
     return Nest(plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits)
 

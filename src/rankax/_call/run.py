@@ -43,14 +43,17 @@ from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tile, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
-from rankax._loop.reuse import call_of_kernel
+from rankax._lockstep.call import check_lanes, most_lanes
+from rankax._lockstep.machine import cut_program
+from rankax._loop.reuse import call_of_kernel, is_eager
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import Shape
-from rankax._plan.nesting import Nesting
+from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import progress_of_call
 from rankax._reduce.run import Reduced, Reductions
+from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, has_order
 
 __all__ = ["cut_axes", "parts_of", "plan_of", "prepare", "run"]
@@ -65,6 +68,7 @@ class Prepared(NamedTuple):
     item: ItemProgram | None = None  # the traced kernel, if there is a loop
     parts: tuple[Parts, ...] = ()
     memory: MemoryFit | None = None
+    chunks: Nesting | None = None  # the plan in lockstep, if items end by themselves
 
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
@@ -91,14 +95,21 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
             by_index=bool(ready.parts),
         )
         leaves = [bound.leaves[i] for i in ready.whole.mapped]
-        if not ready.parts:
-            return _walk(nest(ready.plan, progress=progress), ready.item, leaves, options.reduce)
+        nests: dict[Shape, Nest] = {}
         *others, shape = layout.shapes()
-        plans = {other: bound.part(ready.whole, other).plan(ready.options) for other in others}
-        nests = {other: nest(plan) for other, plan in plans.items()}
-        nests[shape] = nest(ready.plan, progress=progress)
+        for other in others:
+            nests[other] = nest(bound.part(ready.whole, other).plan(ready.options))
+
+        def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
+            if not ready.parts:
+                return _walk(nest, item, leaves, options.reduce)
+            return _over_parts({**nests, shape: nest}, item, leaves, layout, options.reduce)
+
         with committed_elsewhere(bound.where, ready.parts):
-            return _over_parts(nests, ready.item, leaves, layout, options.reduce)
+            main = nest(ready.plan, progress=progress)
+            if ready.chunks is None:
+                return walk(main, ready.item, leaves)
+            return _in_lanes(walk, main, nest(ready.chunks), ready.item, leaves)
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
@@ -135,7 +146,8 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if options.memory_limit is not None:
         options = dataclasses.replace(options, memory_limit=None)
     planned = bound.plan(options)
-    if not parts and limited.memory_limit is None and not any(planned.loops):
+    is_short = not any(planned.loops) and options.lockstep
+    if not parts and limited.memory_limit is None and is_short:
         return Prepared(planned, options, planned)
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
     if not whole.plan.levels or not whole.plan.evaluations:
@@ -148,11 +160,20 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
         parts, part = (), bound
     compiler_options = dict(options.compiler_options or ())
     tile = best_tile(item.closed) if tiles_matter(compiler_options) else None
+    ends = () if options.lockstep else cut_program(item.closed).ends
     memory = None
     if limited.memory_limit is not None:
-        memory = _fit(part, limited, whole.mapped, item, tile)
+        memory = _fit(part, limited, whole.mapped, item, tile, ends)
         options = dataclasses.replace(options, chunk_size=memory.chunk_size)
     planned = part.plan(options, tile)
+    if ends:
+        check_lanes(item, parts)
+        loose = part.plan(dataclasses.replace(options, chunk_size=None))
+        lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
+        parts = tuple(dataclasses.replace(each, is_alone=True) for each in parts)
+        return Prepared(lanes, options, whole, item, parts, memory, planned)
+    if not options.lockstep:
+        planned, whole = unparted(planned), unparted(whole)
     # Without loops, several reduced axes become one, along which parts need not be contiguous.
     is_asked = options.devices not in (None, 1)
     if not any(planned.loops) and not (parts and (is_asked or len(whole.plan.reduced) > 1)):
@@ -220,6 +241,29 @@ def _walk(
     return nest.reduce(item.in_tree, leaves, reductions, where=item.where).assembled()
 
 
+def _in_lanes(
+    walk: Callable[[Nest, ItemProgram, Sequence[Any]], Any],
+    lanes: Nest,
+    chunks: Nest,
+    item: ItemProgram,
+    leaves: Sequence[Any],
+) -> Any:
+    """Evaluate a call whose items end by themselves; derivative rules around a loop count."""
+
+    def by(nest: Nest) -> Callable[..., Any]:
+        return lambda consts, leaves: walk(nest, item.with_constants(consts), leaves)
+
+    arrays = list(item.closed.consts), list(leaves)
+    kept = cut_program(item.closed, keep_rules=True).ends
+    # Scans and branches have a reverse pass in lockstep.
+    has_loop = any(end.startswith("while") for end in kept)
+    is_same = has_loop and kept == cut_program(item.closed).ends
+    if is_same or is_eager([*arrays[0], *leaves]):
+        return by(lanes)(*arrays)
+    other = lanes.keeping_rules() if has_loop else chunks
+    return call_with_derivative_of(by(other), by(lanes), *arrays)
+
+
 def _over_parts(
     nests: Mapping[Shape, Nest],
     item: ItemProgram,
@@ -254,6 +298,7 @@ def _fit(
     inputs: tuple[int, ...],
     item: ItemProgram,
     tile: int | None,
+    ends: Sequence[str],
 ) -> MemoryFit:
     """Return the chunk size that meets the memory limit, with its measurements."""
     limit = options.memory_limit
@@ -261,6 +306,8 @@ def _fit(
     options = dataclasses.replace(options, memory_limit=None)
 
     def plan(chunk_size: int | None, tile: int | None = None) -> Nesting:
+        if ends and chunk_size is not None:
+            return plan_lanes(plan(None), chunk_size, ends)
         return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tile)
 
     loose = plan(None)

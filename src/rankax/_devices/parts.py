@@ -57,6 +57,7 @@ class Parts:
     count: int
     names: tuple[str, ...] = ()  # the mesh axes that shard it; empty if unknown
     mesh: Any = None
+    is_alone: bool = False  # whether a loop of one device may end before those of others
 
     @property
     def is_explicit(self) -> bool:
@@ -121,7 +122,32 @@ def over_parts(
         number = lax.squeeze(numbers, (0,))
         return fun(list(arrays[: len(shared)]), list(arrays[len(shared) :]), number)
 
+    if parts.is_alone:
+        return _each_alone(on_part, in_axes, parts)(*inputs)
     return jax.vmap(on_part, in_axes=tuple(in_axes), axis_size=parts.count)(*inputs)
+
+
+def _each_alone(
+    on_part: Callable[..., list[Any]], in_axes: Sequence[int | None], parts: Parts
+) -> Callable[..., list[Any]]:
+    """Map over the parts as `jax.vmap` does, but a `while_loop` of one device asks no other."""
+
+    def on_device(*arrays: Any) -> list[Any]:
+        pairs = zip(arrays, in_axes, strict=True)
+        outs = on_part(*(x if axis is None else lax.squeeze(x, (axis,)) for x, axis in pairs))
+        return [lax.expand_dims(out, (0,)) for out in outs]
+
+    specs = [
+        PartitionSpec() if i is None else PartitionSpec(*[None] * i, parts.names) for i in in_axes
+    ]
+    return jax.shard_map(
+        on_device,
+        mesh=parts.mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(parts.names),
+        axis_names=set(parts.names),
+        check_vma=False,
+    )
 
 
 def join(out: jax.Array, axis: int, length: int, parts: Parts) -> jax.Array:

@@ -102,6 +102,7 @@ def auto_vmap(
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -181,6 +182,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:
         as the arrays are sharded. 1: evaluate the batch as one. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
+    lockstep : bool, default True
+        With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
+        slowest one needs, and both branches of a ``cond`` run. ``False``: each item ends by itself.
+        ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a lane
+        whose item has ended takes the next one. If no loop depends on the item, nothing changes.
+        See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
@@ -261,6 +268,13 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     missing items with that worst value and the index -1; ``Best`` has it in the output that
     decides, and zeros in the others. A derivative makes one more pass over the items, which
     evaluates their masks.
+
+    *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
+    those of the call in lockstep, up to rounding, and so is the number of each item for reductions
+    and for keys that are split. `jax.jvp` works; the reverse pass works only where each such loop
+    is inside a function with its own derivative rule, and then takes the time of the call in
+    lockstep. Each device has its own lanes and waits for no other. The kernel must have no ordered
+    effects.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own

@@ -32,6 +32,7 @@ def chunked_reduce(
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
@@ -73,6 +74,9 @@ def chunked_reduce(
         Which devices share the mapped axis: all that are local, the first few, these, or those
         along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
         one. With several CPU devices, all cores work. See Notes.
+    lockstep : bool, default True
+        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item. See
+        `auto_vmap`.
 
     Returns
     -------
@@ -128,6 +132,7 @@ def chunked_reduce(
         memory_limit=memory_limit,
         progress=progress,
         devices=devices,
+        lockstep=lockstep,
     )
     options = dataclasses.replace(options, reduce=read_reductions(reduction, caller))
     axes = checked_axes(caller, in_axes, axis_size)

@@ -30,6 +30,7 @@ def chunked_vmap(
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
+    lockstep: bool = True,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -74,6 +75,9 @@ def chunked_vmap(
         Which devices share the mapped axis: all that are local, the first few, these, or those
         along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
         one. With several CPU devices, all cores work. See Notes.
+    lockstep : bool, default True
+        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item.
+        ``chunk_size`` lanes take the next item when theirs has ended. See `auto_vmap`.
 
     Returns
     -------
@@ -146,6 +150,7 @@ def chunked_vmap(
         memory_limit=memory_limit,
         progress=progress,
         devices=devices,
+        lockstep=lockstep,
     )
     axes = checked_axes(where, in_axes, axis_size, out_axes, axis_name)
 

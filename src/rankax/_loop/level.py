@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.reuse import map_chunks
 from rankax._loop.spec import LoopSpec
 from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
-__all__ = ["map_level", "mapped_arrays", "trace_level"]
+__all__ = ["map_level", "mapped_arrays", "places_of", "trace_level"]
 
 
 def map_level(fun: Callable[..., Any], spec: LoopSpec) -> Callable[..., Any]:
@@ -53,3 +54,13 @@ def trace_level(
     return trace_item(
         fun, lambda *items: (tuple(spec.with_items(leaves, items)), {}), avals, out_axes
     )
+
+
+def places_of(index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return the place of an item along each level, given its flat index."""
+    places: list[Any] = []
+    for level in reversed(levels):
+        size = np.asarray(max(level.chunks.length, 1), index.dtype)
+        places.append(index % size)
+        index = index // size
+    return places[::-1]

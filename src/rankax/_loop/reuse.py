@@ -61,9 +61,13 @@ _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
 def map_chunks(
-    item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None = None
-) -> list[Any]:
-    """Do what `map_in_chunks` does; outside a trace, by a kept loop."""
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    spec: LoopSpec,
+    sink: Sink | None = None,
+    walk: Callable[..., Any] = map_in_chunks,
+) -> Any:
+    """Do what `map_in_chunks`, or another ``walk``, does; outside a trace, by a kept loop."""
     arrays = [*leaves, *item.closed.consts]
     is_now = is_eager(arrays)
     kept = None
@@ -73,15 +77,15 @@ def map_chunks(
         bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
         with contextlib.suppress(Unknown):
             kept = _find(
-                lambda item, leaves: map_in_chunks(item, leaves, spec, sink),
+                lambda item, leaves: walk(item, leaves, spec, sink),
                 bare,
                 leaves,
-                (spec, sink),
+                (spec, sink, walk),
                 differentiable=not is_now,
             )
     try:
         if kept is None:
-            return map_in_chunks(item, leaves, spec, sink)
+            return walk(item, leaves, spec, sink)
         loop, consts = kept
         return loop(consts, list(leaves))
     except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse

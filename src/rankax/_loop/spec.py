@@ -42,6 +42,11 @@ class LoopSpec:
         so that what they compute is not stored either.
     progress : Progress or None
         Where the loop reports.
+    lanes : int or None
+        How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
+        None: chunks, whose items run together.
+    keep_rules : bool
+        Whether lanes leave functions with derivative rules whole.
     """
 
     chunks: Chunks
@@ -52,6 +57,8 @@ class LoopSpec:
     checkpoint: bool = True
     linear: bool = True
     progress: Progress | None = None
+    lanes: int | None = None
+    keep_rules: bool = False
 
     @property
     def axes(self) -> tuple[int, ...]:

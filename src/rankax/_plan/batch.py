@@ -9,7 +9,7 @@ from rankax._plan.budget import MemoryFit
 from rankax._plan.html import plan_html
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
-from rankax._plan.text import leaf_table, legend, level_sentence, untouched_line
+from rankax._plan.text import ends_lines, leaf_table, legend, level_sentence, untouched_line
 
 __all__ = ["BatchPlan"]
 
@@ -39,6 +39,11 @@ class BatchPlan:
     devices : tuple of (int, int)
         The axes of the batch shape that several devices share, and the number of devices of each.
         They work side by side; the levels are those of the part of one device.
+    lanes : int or None
+        With ``lockstep=False``, how many items are in flight, each of which ends by itself.
+    ends : tuple of str, or None
+        With ``lockstep=False``, where items part: loops whose length depends on the item, and
+        expensive branches. Empty: nowhere, so they run in lockstep.
     """
 
     kernel: str
@@ -50,6 +55,8 @@ class BatchPlan:
     reduced: tuple[int, ...] = ()
     reduce: str = ""
     devices: tuple[tuple[int, int], ...] = ()
+    lanes: int | None = None
+    ends: tuple[str, ...] | None = None
 
     @property
     def evaluations(self) -> int:
@@ -59,11 +66,16 @@ class BatchPlan:
     @property
     def in_flight(self) -> int:
         """The number of items evaluated at once, on each device if there are several."""
-        return math.prod(level.tile for level in self.levels)
+        return math.prod(level.tile for level in self.levels) if self.lanes is None else self.lanes
 
     @property
     def steps(self) -> int:
-        """The number of times that the batched kernel runs, one after another."""
+        """The number of times that the batched kernel runs, one after another.
+
+        Where items end by themselves, the number of items that each lane evaluates on average.
+        """
+        if self.lanes is not None:
+            return -(-self.evaluations // self.lanes)
         return math.prod(level.steps for level in self.levels)
 
     def __str__(self) -> str:
@@ -88,7 +100,7 @@ class BatchPlan:
             f"{self.kernel}: batch shape {self.batch_shape}, "
             f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
             f"{' on each device' if self.devices else ''}, "
-            f"{plural(self.steps, 'step')}"
+            f"{'items end by themselves' if self.lanes else plural(self.steps, 'step')}"
         )
 
     def _items_of_part(self, axis: int, count: int) -> str:
@@ -97,7 +109,8 @@ class BatchPlan:
 
     def _notes(self) -> list[str]:
         """Describe the devices, the reduction, the measured memory, and arrays without a rank."""
-        notes = [
+        notes = [] if self.ends is None else ends_lines(self.ends, self.lanes)
+        notes += [
             f"axis {axis}: over {count} devices, {self._items_of_part(axis, count)} on each"
             for axis, count in self.devices
         ]

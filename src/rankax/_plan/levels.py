@@ -36,6 +36,8 @@ class Level:
         Whether the items along this level are reduced.
     chunk : int or None
         If no good tile divides the level: how many items a chunk has, which is cut by itself.
+    in_lanes : bool
+        Whether the items along this level end by themselves.
     """
 
     size: int
@@ -44,6 +46,7 @@ class Level:
     mapped: tuple[bool, ...]
     reduced: bool = False
     chunk: int | None = None
+    in_lanes: bool = False
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,16 @@ from rankax._plan.levels import Level, Shape, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
 
-__all__ = ["NO_ARRAY", "InAxes", "Nesting", "PlannedReduction", "plan_axis", "plan_nesting"]
+__all__ = [
+    "NO_ARRAY",
+    "InAxes",
+    "Nesting",
+    "PlannedReduction",
+    "plan_axis",
+    "plan_lanes",
+    "plan_nesting",
+    "unparted",
+]
 
 InAxes = tuple[int | None, ...]
 
@@ -118,6 +128,30 @@ def plan_nesting(
         ),
         plan_splits(fun, leaves, positions, batch_shape),
     )
+
+
+def plan_lanes(whole: Nesting, lanes: int, ends: Sequence[str]) -> Nesting:
+    """Plan a call whose items end by themselves, from its plan without chunks.
+
+    The axes that a reduction keeps are walked item by item.
+    """
+    plan = whole.plan
+    levels = tuple(
+        dataclasses.replace(level, in_lanes=True)
+        if level.reduced or not plan.reduced
+        else dataclasses.replace(level, tile=1)
+        for level in plan.levels
+    )
+    items = math.prod(level.size for level in levels if level.in_lanes)
+    plan = dataclasses.replace(plan, levels=levels, lanes=min(lanes, items), ends=tuple(ends))
+    return dataclasses.replace(
+        whole, plan=plan, loops=tuple(not level.in_lanes for level in levels)
+    )
+
+
+def unparted(nesting: Nesting) -> Nesting:
+    """Return a plan that says that items do not part."""
+    return dataclasses.replace(nesting, plan=dataclasses.replace(nesting.plan, ends=()))
 
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again

@@ -9,7 +9,15 @@ from rankax._base.words import plural, shortened, table
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 
-__all__ = ["axis_cells", "leaf_table", "legend", "level_how", "level_sentence", "untouched_line"]
+__all__ = [
+    "axis_cells",
+    "ends_lines",
+    "leaf_table",
+    "legend",
+    "level_how",
+    "level_sentence",
+    "untouched_line",
+]
 
 
 def leaf_table(leaves: Sequence[LeafPlan], batch_shape: Shape) -> list[str]:
@@ -59,10 +67,19 @@ def level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
 
 def level_how(level: Level) -> str:
     """Describe how one level is evaluated."""
+    if level.in_lanes:
+        return f"{level.size} in the lanes"
     if level.tile == level.size:
         return f"vmap over {level.size}"
     word = "tile" if level.reduced else "chunk"
     return f"{plural(level.steps, word)} of {level.tile} over {level.size}"
+
+
+def ends_lines(ends: Sequence[str], lanes: int | None) -> list[str]:
+    """Say where items part, and so end by themselves."""
+    if lanes is None:
+        return ["in lockstep: no loop, and no expensive branch, depends on the item"]
+    return [f"{plural(lanes, 'lane')}; items part at", *(f"  {end}" for end in ends)]
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:

@@ -25,8 +25,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, scalar
+from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.level import mapped_arrays, trace_level
+from rankax._loop.level import mapped_arrays, places_of, trace_level
 from rankax._loop.loop import KEPT_IN_REVERSE
 from rankax._loop.reuse import map_chunks
 from rankax._loop.sinks import Sink
@@ -94,7 +95,7 @@ class Row:
     @property
     def is_whole(self) -> bool:
         """Whether the row fits one tile."""
-        return not any(level.is_loop for level in self.levels)
+        return not any(level.is_loop or level.lanes for level in self.levels)
 
     def then(self, fun: Callable[[list[jax.Array]], list[jax.Array]]) -> Row:
         """Return the row with ``fun`` applied to the outputs of each item."""
@@ -109,22 +110,13 @@ class Row:
         """Return what the item with this flat index is evaluated from."""
         leaves = list(self.leaves)
         # From the outermost level inwards: axes are counted without those of the outer levels.
-        for level, place in zip(self.levels, self._places(index), strict=True):
+        for level, place in zip(self.levels, places_of(index, self.levels), strict=True):
             for i, axis in enumerate(level.in_axes):
                 if axis is not None:
                     leaves[i] = lax.dynamic_index_in_dim(leaves[i], place, axis, keepdims=False)
             if level.numbered:
                 leaves.append(place.astype(PLACE.dtype))
         return leaves
-
-    def _places(self, index: Any) -> list[Any]:
-        """Return the position of a flat index along each level."""
-        places: list[Any] = []
-        for level in reversed(self.levels):
-            size = np.asarray(max(level.chunks.length, 1), index.dtype)
-            places.append(index % size)
-            index = index // size
-        return places[::-1]
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:
         """Return one output, each number of it from the item at the same position of ``index``.
@@ -185,6 +177,8 @@ class Row:
         loops = _RowLoops(tuple(steps), index_dtype(self.size), self.is_expensive)
         if self.is_whole or not self.size:
             return loops.at_once(self.whole(), self.size)
+        if (lanes := self.levels[0].lanes) is not None:
+            return loops.in_lanes(self, min(lanes, self.size, most_lanes() or lanes))
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
         lanes = math.prod(level.chunks.length for level in below)
@@ -240,13 +234,26 @@ class _RowLoops:
             start = chunks.steps * chunks.size
             if start == chunks.length:
                 return states
-            rest = dataclasses.replace(sink, tile=chunks.length - start)
             outs = _remainder(item, mapped, start, level)
-            more = rest.single(outs, scalar(start, self.index_dtype))
-            both = zip(self.steps, states, more, strict=True)
-            return [step.merge(first, second) for step, first, second in both]
+            return self.with_rest(states, sink, outs, start, chunks.length - start)
 
         return loop
+
+    def with_rest(
+        self, states: list[Any], sink: _Tiles, outs: list[Any], start: int, size: int
+    ) -> list[Any]:
+        """Add the items from ``start`` on, which are less than a tile."""
+        rest = dataclasses.replace(sink, tile=size)
+        more = rest.single(outs, scalar(start, self.index_dtype))
+        both = zip(self.steps, states, more, strict=True)
+        return [step.merge(first, second) for step, first, second in both]
+
+    def in_lanes(self, row: Row, tile: int) -> list[Any]:
+        """Fold a row whose items end by themselves."""
+        sink = _Tiles(self.steps, tile, 0, 1, self.index_dtype)
+        states, outs = walk_in_lanes(row.item, row.leaves, row.levels, sink, tile)
+        rest = row.size % tile
+        return self.with_rest(states, sink, outs, row.size - rest, rest) if rest else states
 
     def item_by_item(
         self, fun: Callable[..., list[Any]], level: LoopSpec, each: int

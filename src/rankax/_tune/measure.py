@@ -125,7 +125,9 @@ class _Trial:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        return self.options.compiler_options, self.options.checkpoint, self.options.devices
+        options = self.options
+        lanes = None if options.lockstep else options.chunk_size  # which levels do not say
+        return options.compiler_options, options.checkpoint, options.devices, lanes
 
 
 class _Search:
@@ -240,7 +242,7 @@ class _Search:
         is_variant = trial.variant[:2] != self.trials[0].variant[:2]  # but other devices
         if size in _FIRST_SIZES and not is_variant:
             return 0, _FIRST_SIZES.index(size)
-        if trial.options.chunk_size is None:  # all items at once, by other means
+        if trial.options.chunk_size is None or not trial.options.lockstep:  # by other means
             return 0, 0.5
         fastest = min(self.trials, key=lambda t: t.shortest)
         distance = abs(math.log2(size / self._size(fastest)))

@@ -22,12 +22,14 @@ from rankax._call.bind import bind, rebind
 from rankax._call.kernel import Kernel
 from rankax._call.run import run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
+from rankax._lockstep.machine import cut_program
 from rankax._options import Options
 
 __all__ = ["Workload"]
 
 _SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
 _SIZES_WITHOUT_LIBRARY = (16, 256)  # besides all items at once
+_LANES = (64, 256, 1024)  # where items end by themselves
 _FEW_SIZES = (256, 1024, 4096)  # of chunks that a gradient stores, or on several devices
 
 
@@ -101,7 +103,15 @@ class Workload:
         if self.defaults.devices is None and jax.local_device_count() > 1 and is_free:
             sizes = [bound, *(n for n in _FEW_SIZES if n <= most)]
             options += [self.with_chunk(size, devices="all") for size in sizes]
+        if not self.gradient and self._has_ends():
+            sizes = [n for n in (*_LANES, bound) if n is not None and n <= most]
+            options += [self.with_chunk(size, lockstep=False) for size in sizes]
         return list(dict.fromkeys(options))
+
+    def _has_ends(self) -> bool:
+        """Whether items differ in cost: a loop or an expensive branch depends on the item."""
+        plan = self.call.plan(self.with_chunk(None))
+        return bool(cut_program(self.call.trace(plan).closed).ends)
 
     def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
         return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
@@ -113,6 +123,8 @@ class Workload:
             changes["checkpoint"] = options.checkpoint
         if options.devices != self.defaults.devices:
             changes["devices"] = options.devices
+        if options.lockstep != self.defaults.lockstep:
+            changes["lockstep"] = options.lockstep
         if options.compiler_options != self.defaults.compiler_options:
             changes["compiler_options"] = dict(options.compiler_options or ())
         return changes

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: MIT
+"""Walk the items of a batch in lanes, in place of a nest of loops over chunks.
+
+The items of all levels are numbered as one row. Each output is written to the place of its item.
+A reduction takes outputs in the order of the items, tile by tile, as in lockstep, so its result is
+the same: outputs of items that end early wait in a window, and no item begins beyond the window.
+
+Derivatives are those of the loops of JAX: `jax.jvp` goes through them, and the reverse pass cannot.
+A derivative rule around a loop counts. So functions with rules are left whole in the program that
+is differentiated (`LoopSpec.keep_rules`), and if that program has no other loop to cut, the
+derivative is that of the call in lockstep (`rankax._call.run`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from rankax._base.arrays import counted, scalar, zeros
+from rankax._devices.parts import Parts
+from rankax._lockstep.engine import Engine, Output
+from rankax._lockstep.machine import cut_program
+from rankax._loop.access import first_start, write_chunk
+from rankax._loop.keys import PLACE
+from rankax._loop.level import places_of
+from rankax._loop.reuse import map_chunks
+from rankax._loop.sinks import Sink
+from rankax._loop.spec import LoopSpec
+from rankax._plan.chunks import Chunks
+from rankax._progress.report import Reports
+from rankax._trace.derivatives import has_tangent
+from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
+
+__all__ = ["check_lanes", "most_lanes", "walk_in_lanes"]
+
+_REPORTS = 50
+_WINDOW = 16  # for each lane, the outputs that may wait to be reduced
+
+
+def most_lanes() -> int:
+    """Return how many lanes there are if nothing bounds them."""
+    return 256 if jax.default_backend() == "cpu" else 4096
+
+
+def check_lanes(item: ItemProgram, parts: Sequence[Parts]) -> None:
+    """Refuse a kernel whose items must run together, or in order."""
+    if any(each.is_explicit for each in parts):
+        raise ValueError(
+            f"{item.where}: the batch is sharded over a mesh with explicit axes, where items "
+            "cannot end by themselves; use lockstep=True, devices=1, or a mesh with AxisType.Auto"
+        )
+    if has_order(item.closed):
+        raise ValueError(
+            f"{item.where}: it has an ordered effect, as a callback with ordered=True, but with "
+            "lockstep=False items end in any order; use lockstep=True, or ordered=False"
+        )
+    names = [effect.name for effect in item.closed.effects if hasattr(effect, "name")]
+    if names:
+        raise ValueError(
+            f"{item.where}: it uses a collective over {names[0]!r}, but with lockstep=False items "
+            "do not run together; use lockstep=True, or take the collective out of the kernel"
+        )
+
+
+def walk_in_lanes(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    sink: Sink | None = None,
+    tile: int = 1,
+) -> Any:
+    """Map ``fun``, which takes arrays and returns a list of them, over all levels.
+
+    The items are on axis 0 of the outputs, or where an `ItemProgram` says. With a ``sink``, return
+    what it makes of whole tiles, and the outputs of the items that are left, on the last axis.
+    """
+    count = math.prod(level.chunks.length for level in levels)
+    number = with_shape(jax.ShapeDtypeStruct((), jnp.int32 if count < 2**31 else jnp.int64), ())
+
+    def items(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        places = places_of(number, levels)
+        numbered = [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
+        return (*(_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)), *numbered), {}
+
+    item = trace_item(fun, items, [number], 0)
+    if isinstance(fun, ItemProgram):
+        item = dataclasses.replace(item, where=fun.where, out_axes=fun.out_axes)
+    return map_chunks(item, [], levels[0], sink, _Walk(count, tile))
+
+
+def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
+    """Return the item of leaf ``i`` at these places.
+
+    It is read along all levels at once, so that `jax.vmap` makes it one gather.
+    """
+    starts, axes = {}, list(range(jnp.ndim(leaf)))
+    for place, level in zip(places, levels, strict=True):
+        if (axis := level.in_axes[i]) is not None:
+            starts[axes.pop(axis)] = place  # axes are counted without those of the levels outside
+    if not starts:
+        return leaf
+    start = [starts.get(axis, np.zeros((), places[0].dtype)) for axis in range(leaf.ndim)]
+    sizes = [1 if axis in starts else n for axis, n in enumerate(leaf.shape)]
+    window = lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False)
+    return lax.squeeze(window, list(starts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How `map_chunks` walks the items, given the program of the number of an item."""
+
+    count: int
+    tile: int
+
+    def __call__(self, item: ItemProgram, _: Any, spec: LoopSpec, sink: Sink | None) -> Any:
+        lanes, avals = min(spec.lanes or 1, self.count), item.closed.out_avals
+        output: Output = _Buffers(self.count, item.out_axes, avals)
+        if sink is not None:
+            output = _Window(self.count, self.tile, lanes, sink, avals)
+        if spec.progress is not None:
+            output = _Reported(output, Reports(spec.progress, self.count, 1, 1))
+        machine = cut_program(item.closed, keep_rules=spec.keep_rules)
+        outs = Engine(machine, item.closed.consts, self.count, lanes, output).run()
+        return jax.tree.map(lambda x: _forward_only(x, item.where), outs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reported(Output):
+    """An output that reports how many items have ended."""
+
+    output: Output
+    reports: Reports
+
+    def start(self) -> Any:
+        done = scalar(0, jnp.int32)
+        self.reports.step(done)
+        return self.output.start(), done
+
+    def put(self, held: Any, outs: list[Any], items: jax.Array, on: jax.Array) -> Any:
+        inner, before = held
+        after = before + jnp.sum(on, dtype=before.dtype)
+        each = max(1, self.reports.length // _REPORTS)
+        lax.cond(after // each > before // each, self.reports.step, lambda _: None, after)
+        return self.output.put(inner, outs, items, on), after
+
+    def limit(self, held: Any) -> Any:
+        return self.output.limit(held[0])
+
+    def end(self, held: Any) -> Any:
+        outs = self.output.end(held[0])
+        self.reports.end(held[1], outs)
+        return outs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffers(Output):
+    """Whole outputs: each item is written where it belongs."""
+
+    count: int
+    axes: Sequence[int | None]  # of the items; None if an output is the same for all
+    avals: Sequence[Any]  # of one item
+
+    def start(self) -> list[jax.Array]:
+        sizes = [() if axis is None else (self.count,) for axis in self.axes]
+        pairs = zip(sizes, self.avals, strict=True)
+        return [zeros((*size, *aval.shape), aval.dtype) for size, aval in pairs]
+
+    def put(self, held: list[Any], outs: list[Any], items: jax.Array, on: jax.Array) -> list[Any]:
+        at, one = _written(on, items, self.count), jnp.argmax(on)
+        return [
+            jnp.where(on[one], new[one], old)
+            if axis is None
+            else old.at[at].set(new, mode="drop", unique_indices=True)
+            for axis, new, old in zip(self.axes, outs, held, strict=True)
+        ]
+
+    def limit(self, held: Any) -> int:  # noqa: ARG002
+        return self.count
+
+    def end(self, held: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.moveaxis(x, 0, a) if a else x for x, a in zip(held, self.axes, strict=True)]
+
+
+class _Waiting(NamedTuple):
+    """What a window holds."""
+
+    start: jax.Array  # the first item that is not folded
+    outs: list[jax.Array]  # items on the last axis, at their numbers modulo the size of the window
+    ended: jax.Array  # which of them are there
+    carry: Any
+    rows: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window(Output):
+    """A window of outputs that wait for items before them; a sink takes whole tiles."""
+
+    count: int
+    tile: int
+    lanes: int
+    sink: Sink
+    avals: Sequence[Any]
+
+    @property
+    def size(self) -> int:
+        return self.tile * min(_WINDOW * -(-self.lanes // self.tile), -(-self.count // self.tile))
+
+    def start(self) -> _Waiting:
+        outs = [zeros((*aval.shape, self.size), aval.dtype) for aval in self.avals]
+        begin, carry = first_start(Chunks(self.count, 1, self.count)), self.sink.start()
+        _, row = jax.eval_shape(self.sink.step, carry, self._tile(outs, 0), begin)
+        tiles = self.count // self.tile
+        rows = jax.tree.map(lambda x: zeros((tiles, *x.shape), x.dtype), row)
+        return _Waiting(begin, outs, zeros((self.size,), jnp.bool_), carry, rows)
+
+    def put(self, held: _Waiting, outs: list[Any], items: jax.Array, on: jax.Array) -> _Waiting:
+        at = _written(on, items % self.size, self.size)
+        new = [
+            old.at[..., at].set(jnp.moveaxis(x, 0, -1), mode="drop", unique_indices=True)
+            for x, old in zip(outs, held.outs, strict=True)
+        ]
+        ended = held.ended.at[at].set(True, mode="drop", unique_indices=True)
+        held = held._replace(outs=new, ended=ended)
+        return lax.while_loop(self._has_tile, self._fold, held)
+
+    def _tile(self, outs: Sequence[jax.Array], at: Any) -> list[jax.Array]:
+        return [lax.dynamic_slice_in_dim(x, at, self.tile, x.ndim - 1) for x in outs]
+
+    def _has_tile(self, held: _Waiting) -> Any:
+        (ended,) = self._tile([held.ended], held.start % self.size)
+        return jnp.all(ended) & (held.start + self.tile <= self.count)
+
+    def _fold(self, held: _Waiting) -> _Waiting:
+        at, number = held.start % self.size, held.start // self.tile
+        carry, row = self.sink.step(held.carry, self._tile(held.outs, at), held.start)
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
+        rows = jax.tree.map(put, held.rows, row)
+        ended = write_chunk(held.ended, zeros((self.tile,), jnp.bool_), at, 0)
+        return _Waiting(held.start + self.tile, held.outs, ended, carry, rows)
+
+    def limit(self, held: _Waiting) -> Any:
+        return jnp.minimum(held.start + self.size, self.count)
+
+    def end(self, held: _Waiting) -> Any:
+        rest = self.count % self.tile
+        at = (self.count - rest) % self.size
+        left = [lax.slice_in_dim(x, at, at + rest, axis=-1) for x in held.outs]
+        return self.sink.end(held.carry, held.rows), left
+
+
+def _written(on: jax.Array, places: jax.Array, size: int) -> jax.Array:
+    """Return the places that are on; the others are out of bounds, no two of them the same."""
+    return jnp.where(on, places, counted(on.shape[0], places.dtype) + size)
+
+
+# An identity that has no transpose, for an error in words.
+
+_identity = jax.extend.core.Primitive("rankax_forward_only")
+
+
+def _forward_only(x: jax.Array, where: str) -> jax.Array:
+    return _identity.bind(x, where=where) if has_tangent(x) else x
+
+
+_identity.def_impl(lambda x, **_: x)
+_identity.def_abstract_eval(lambda x, **_: x)
+
+
+def _no_reverse(*_: Any, where: str) -> Any:
+    raise ValueError(
+        f"{where}: Reverse-mode differentiation does not work for lax.while_loop, and not for "
+        "lockstep=False, which runs the items in one; use jax.jvp or jax.jacfwd, or put a "
+        "derivative rule around the loop (jax.lax.custom_root, jax.custom_vjp)"
+    )
+
+
+mlir.register_lowering(_identity, lambda _, x, **__: [x])
+batching.defvectorized(_identity)
+ad.deflinear2(_identity, _no_reverse)

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: MIT
+"""``lockstep=False``: items that end by themselves, against a Python loop over the items."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import io_callback
+
+import rankax
+from helpers import assert_same, primitives
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax.reductions import Best, Fold, TopK
+
+# Random machines. A program is a tree of steps on three integers, which Python evaluates as well.
+
+PRIME = 97
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """``kind``, the register that it reads, a number, and the programs inside."""
+
+    kind: str
+    at: int = 0
+    number: int = 1
+    inside: tuple[tuple["Step", ...], ...] = ()
+
+
+STRAIGHT = st.builds(Step, st.just("mix"), st.integers(0, 2), st.integers(1, 9))
+
+
+def _blocks(inside: Any) -> Any:
+    block = st.lists(inside, min_size=1, max_size=3).map(tuple)
+    one, two = st.tuples(block), st.tuples(block, block)
+    kinds = st.sampled_from(["while", "while", "scan", "back", "jit", "checkpoint", "rule"])
+    return st.one_of(
+        st.builds(Step, kinds, st.integers(0, 2), st.integers(0, 3), one),
+        st.builds(Step, st.just("cond"), st.integers(0, 2), st.just(2), two),
+    )
+
+
+PROGRAMS = st.lists(
+    st.one_of(STRAIGHT, st.recursive(STRAIGHT, _blocks, max_leaves=6)), min_size=1, max_size=4
+).map(tuple)
+
+
+def plain(program: tuple[Step, ...], x: list[int]) -> list[int]:
+    """Evaluate a program in Python."""
+    for step in program:
+        if step.kind == "mix":
+            x = list(x)
+            x[step.at] = (x[0] + step.number * x[1] + 3 * x[2] + 1) % PRIME
+        elif step.kind == "cond":
+            x = plain(step.inside[x[step.at] % 2], x)
+        elif step.kind == "while":
+            for _ in range(x[step.at] % (step.number + 2)):
+                x = plain(step.inside[0], x)
+        elif step.kind in ("scan", "back"):
+            rows = []
+            order = range(step.number)
+            for k in order if step.kind == "scan" else reversed(order):
+                x = plain(step.inside[0], [(x[0] + k) % PRIME, x[1], x[2]])
+                rows.append(x[step.at] * (k + 1))
+            x = [x[0], (x[1] + sum(rows)) % PRIME, x[2]]
+        else:
+            x = plain(step.inside[0], x)
+    return x
+
+
+def traced(program: tuple[Step, ...], x: jax.Array) -> jax.Array:
+    """Evaluate a program in JAX."""
+    for step in program:
+        x = _traced(step, x)
+    return x
+
+
+def _traced(step: Step, x: jax.Array) -> jax.Array:
+    inside = [functools.partial(traced, block) for block in step.inside]
+    if step.kind == "mix":
+        return x.at[step.at].set((x[0] + step.number * x[1] + 3 * x[2] + 1) % PRIME)
+    if step.kind == "cond":
+        return lax.cond(x[step.at] % 2 == 0, inside[0], inside[1], x)
+    if step.kind == "while":
+        count = x[step.at] % (step.number + 2)
+        start = jnp.int32(0), x
+        return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + 1, inside[0](s[1])), start)[
+            1
+        ]
+    if step.kind in ("scan", "back"):
+
+        def body(x, k):
+            x = inside[0](x.at[0].set((x[0] + k) % PRIME))
+            return x, x[step.at] * (k + 1)
+
+        x, rows = lax.scan(body, x, jnp.arange(step.number), reverse=step.kind == "back")
+        return x.at[1].set((x[1] + rows.sum()) % PRIME)
+    wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint, "rule": _with_rule}[step.kind]
+    return wrap(inside[0])(x)
+
+
+def _with_rule(fun: Any) -> Any:
+    fun = jax.custom_jvp(fun)
+    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
+    return fun
+
+
+ITEMS = np.random.default_rng(0).integers(0, PRIME, (11, 3)).astype(np.int32)
+
+
+@given(PROGRAMS, st.sampled_from([1, 2, 3, 5, 11, 40]), st.sampled_from(["map", "sum", "argmax"]))
+def test_random_machines_against_a_python_loop(program, lanes, reduction):
+    want = np.array([plain(program, [int(n) for n in item]) for item in ITEMS])
+    item = lambda x: traced(program, x)  # noqa: E731
+    if reduction == "map":
+        got = chunked_vmap(item, lanes, lockstep=False)(jnp.asarray(ITEMS))
+        np.testing.assert_array_equal(got, want)
+    else:
+        got = chunked_reduce(item, reduction, lanes, lockstep=False)(jnp.asarray(ITEMS))
+        np.testing.assert_array_equal(got, getattr(want, reduction)(0))
+
+
+# Kernels whose loops differ in length.
+
+
+def halvings(x):
+    """Return a tree: how often ``x`` can be halved, what is left, whether it was even at all."""
+
+    def step(s):
+        return s["x"] / 2, s["n"] + 1, s["x"] > 8
+
+    def body(s):
+        return dict(zip(["x", "n", "large"], step(s), strict=True))
+
+    start = {"x": x, "n": jnp.int32(0), "large": jnp.bool_(0)}
+    return lax.while_loop(lambda s: s["x"] > 1, body, start)
+
+
+def newton(a):
+    """Return the square root of ``a``; each step moves towards it."""
+
+    def step(s):
+        return 0.5 * (s[0] + a / s[0]), s[1] + 1
+
+    def goes_on(s):
+        return (jnp.abs(s[0] * s[0] - a) > 1e-5 * a) & (s[1] < 50)
+
+    return lax.while_loop(goes_on, step, (a + 1, jnp.int32(0)))[0]
+
+
+def implicit_root(a):
+    def solve(f, start):
+        return lax.while_loop(lambda v: f(v) > 1e-5, lambda v: v - f(v) / (2 * v), start)
+
+    return lax.custom_root(lambda v: v * v - a, a + 1, solve, lambda g, y: y / g(1.0))
+
+
+X = jnp.linspace(0.5, 90, 37)
+
+
+def free(fun, lanes=5, **options):
+    return chunked_vmap(fun, lanes, lockstep=False, **options)
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 37, 100])
+def test_trees_integers_and_bools(lanes):
+    assert_same(free(halvings, lanes)(X), jax.vmap(halvings)(X))
+    assert_same(jax.jit(free(halvings, lanes))(X), jax.vmap(halvings)(X))
+
+
+def test_empty_batches_and_loops_of_no_step():
+    assert_same(free(halvings)(X[:0]), jax.vmap(halvings)(X[:0]))
+    assert_same(free(halvings)(X * 0), jax.vmap(halvings)(X * 0))
+
+
+def test_nan_in_a_condition_ends_a_loop():
+    x = X.at[3].set(jnp.nan).at[30].set(jnp.inf)
+    assert_same(free(newton)(x), jax.vmap(newton)(x))
+    assert jnp.isnan(free(newton)(x)[3])
+
+
+def test_axes_of_inputs_and_outputs():
+    def kernel(x, shift):
+        s = halvings(x[0])
+        return x[1] * s["x"] + shift, shift * 2
+
+    x = jnp.stack([X, X], 0)
+    axes = {"in_axes": (1, None), "out_axes": (0, None)}
+    shift = jnp.float32(3)
+    assert_same(free(kernel, **axes)(x, shift), jax.vmap(kernel, **axes)(x, shift))
+
+    def vector(x):
+        return jnp.full(3, newton(x))
+
+    assert_same(free(vector, out_axes=1)(X), jax.vmap(vector, out_axes=1)(X))
+
+
+def test_several_batch_axes_broadcast():
+    kernel = auto_vmap(a=0, b=1, chunk_size=4)(lambda a, b: b * newton(a + b.sum()))
+    a, b = X[:15].reshape(5, 1, 3), jnp.ones((4, 1, 2))
+    assert_same(kernel.with_options(lockstep=False)(a, b), kernel(a, b))
+
+
+def test_split_keys_draw_what_they_draw_in_lockstep():
+    def walk(key, far):
+        def step(s):
+            key, at, n = s
+            key, use = jax.random.split(key)
+            return key, at + jax.random.normal(use), n + 1
+
+        return lax.while_loop(lambda s: jnp.abs(s[1]) < far, step, (key, 0.0, 0))
+
+    kernel = auto_vmap(key=SplitKey, far=0, chunk_size=4)(walk)
+    far = jnp.arange(6.0).reshape(2, 3)
+    got = kernel.with_options(lockstep=False)(jax.random.key(0), far)
+    assert_same(got, kernel(jax.random.key(0), far))
+
+
+def test_a_branch_with_many_sides():
+    def kernel(x, which):
+        loops = [lambda x, n=n: halvings(x + n)["x"] for n in range(3)]
+        return lax.switch(which, [*loops, lambda x: x], x)
+
+    which = jnp.arange(37) % 4
+    assert_same(free(kernel)(X, which), jax.vmap(kernel)(X, which))
+
+
+def test_an_expensive_branch_runs_for_the_items_that_take_it():
+    matrix = jnp.eye(64) * 0.5
+
+    def kernel(x):
+        expensive = lambda x: lax.fori_loop(0, 4, lambda _, v: matrix @ v, jnp.full(64, x))  # noqa: E731
+        return lax.cond(x < 40, expensive, lambda x: jnp.full(64, x), x)
+
+    assert_same(free(kernel)(X), jax.vmap(kernel)(X))
+    assert primitives(free(kernel), X)["cond"] > 1
+    assert primitives(jax.vmap(kernel), X)["cond"] == 0
+    gradients = [jax.grad(lambda x: f(x).sum())(X) for f in (free(kernel), jax.vmap(kernel))]  # noqa: B023
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize(("numbers", "loops"), [(1, 1), (999, 2)], ids=["cheap", "expensive"])
+def test_a_cheap_loop_inside_a_step_stays_whole(numbers, loops):
+    def kernel(x):
+        def inner(s):
+            total, n = s
+            return total + jnp.sin(total + jnp.ones(numbers)).mean(), n - 1
+
+        def outer(s):
+            total, n = s
+            total, _ = lax.while_loop(lambda s: s[1] > 0, inner, (total, n % 3))
+            return total + jnp.cos(total + jnp.arange(200.0)).mean(), n - 1
+
+        return lax.while_loop(lambda s: s[1] > 0, outer, (x, x.astype(jnp.int32) % 7))
+
+    assert_same(free(kernel)(X), jax.vmap(kernel)(X), rtol=1e-4)
+    lanes = auto_vmap(x=0, chunk_size=4, lockstep=False)(kernel)
+    assert len(lanes.plan(X).ends) == loops
+
+
+def test_loops_of_closed_over_arrays_and_of_length_zero():
+    rows, none = jnp.arange(12.0).reshape(4, 3), jnp.zeros((0, 3))
+
+    def kernel(x):
+        def body(total, row):
+            return total + newton(x + row[0]), row * x
+
+        return lax.scan(body, 0.0, rows, reverse=True), lax.scan(body, 0.0, none)
+
+    assert_same(free(kernel)(X), jax.vmap(kernel)(X))
+
+
+# Reductions.
+
+
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        *["sum", "argmax", "logsumexp", TopK(3), Best("n")],
+        {"x": "mean", "n": None, "large": "any"},
+        Fold(0, lambda out: out["n"], lambda a, b: (3 * a + b) % 101),
+    ],
+    ids=lambda reduction: getattr(reduction, "name", str(reduction)),
+)
+def test_reductions_are_those_of_lockstep(reduction):
+    def kernel(x):
+        out = halvings(x)
+        return out if not isinstance(reduction, str) else {"x": out["x"], "n": out["n"]}
+
+    if isinstance(reduction, TopK) or reduction == "logsumexp":
+        kernel = newton
+    got = chunked_reduce(kernel, reduction, 4, lockstep=False)(X)
+    assert_same(got, chunked_reduce(kernel, reduction, 4)(X))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "argmin"])
+def test_only_items_that_count_are_reduced(reduction):
+    def kernel(x):
+        return {"y": newton(x), "ok": x.astype(jnp.int32) % 3 == 0}
+
+    options = {"reduce": reduction, "where": "ok", "chunk_size": 4}
+    got, want = (auto_vmap(x=0, lockstep=way, **options)(kernel)(X) for way in (False, True))
+    assert_same(got, want)
+
+
+def test_a_reduction_over_some_axes():
+    kernel = auto_vmap(a=0, b=0, chunk_size=4, reduce="sum", reduce_axis=0)(
+        lambda a, b: newton(a * b)
+    )
+    a, b = X[:5, None], X[None, 5:12]
+    assert_same(kernel.with_options(lockstep=False)(a, b), kernel(a, b))
+
+
+def test_a_long_item_holds_up_a_window_only():
+    def count(n):
+        return lax.while_loop(lambda i: i < n, lambda i: i + 1, 0)
+
+    lengths = jnp.ones(500, int).at[0].set(10_000)
+    assert chunked_reduce(count, "sum", 2, lockstep=False)(lengths) == 10_499
+
+
+# Transformations.
+
+
+def test_forward_derivatives():
+    tangent = jnp.cos(X)
+    got = jax.jvp(free(newton), (X,), (tangent,))
+    assert_same(got, jax.jvp(jax.vmap(newton), (X,), (tangent,)), rtol=1e-4)
+    got = jax.jvp(lambda x: chunked_reduce(newton, "sum", 5, lockstep=False)(x), (X,), (tangent,))
+    want = jax.jvp(lambda x: jax.vmap(newton)(x).sum(), (X,), (tangent,))
+    assert_same(got, want, rtol=1e-4)
+
+
+def test_reverse_mode_names_what_to_do():
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work") as error:
+        jax.grad(lambda x: free(newton)(x).sum())(X)
+    assert str(error.value).partition(": ")[2] == (
+        "Reverse-mode differentiation does not work for lax.while_loop, and not for "
+        "lockstep=False, which runs the items in one; use jax.jvp or jax.jacfwd, or put a "
+        "derivative rule around the loop (jax.lax.custom_root, jax.custom_vjp)"
+    )
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_rule_around_a_loop_counts(jit):
+    gradient = jax.grad(lambda x: jit(free(implicit_root))(x).sum())(X)
+    assert_same(gradient, 0.5 / jnp.sqrt(X), rtol=1e-3)
+    assert str(jax.make_jaxpr(free(implicit_root))(X)).count("while[") > 1
+
+    @jax.custom_jvp
+    def ruled(x):
+        return newton(x)
+
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), 7 * tangents[0]))
+    _, tangent = jax.jvp(jit(free(lambda x: newton(ruled(x)) * 0 + ruled(x))), (X,), (X,))
+    assert_same(tangent, 7 * X)
+
+
+def test_an_outer_vmap():
+    x = X[:36].reshape(3, 12)
+    assert_same(jax.vmap(free(newton))(x), jax.vmap(jax.vmap(newton))(x))
+
+
+# Programs, plans and errors.
+
+
+def test_without_a_loop_of_its_own_the_call_is_the_ordinary_one():
+    def kernel(x):
+        return lax.fori_loop(0, 3, lambda _, v: jnp.sin(v), x)
+
+    assert str(jax.make_jaxpr(free(kernel))(X)) == str(jax.make_jaxpr(chunked_vmap(kernel, 5))(X))
+
+    count = jnp.array(3)
+
+    def shared(x):  # as many steps for all items
+        return lax.fori_loop(0, count, lambda _, v: jnp.sin(v), x)
+
+    assert primitives(free(shared), X) == primitives(chunked_vmap(shared, 5), X)
+
+
+def test_plans_name_the_loops():
+    kernel = auto_vmap(0, chunk_size=5, lockstep=False)(newton)
+    lines = str(kernel.plan(X)).splitlines()
+    assert lines[0] == (
+        "newton: batch shape (37,), 37 evaluations, 5 in flight, items end by themselves"
+    )
+    assert lines[-3] == "  axis 0: 37 in the lanes, mapping a"
+    assert lines[-2] == "  5 lanes; items part at"
+    assert re.fullmatch(r"    while at .*test_lockstep.py:\d+:\d+ \(newton\)", lines[-1])
+    assert "37 in the lanes" in kernel.plan(X)._repr_html_()
+    plain = auto_vmap(x=0, chunk_size=5, lockstep=False)(lambda x: 2 * x)
+    assert str(plain.plan(X)).splitlines()[-1] == (
+        "  in lockstep: no loop, and no expensive branch, depends on the item"
+    )
+
+
+def test_a_scope_sets_it():
+    kernel = auto_vmap(0, chunk_size=5)(newton)
+    with rankax.options(lockstep=False):
+        assert kernel.plan(X).lanes == 5
+    assert kernel.plan(X).lanes is None
+    assert auto_vmap(0, lockstep=False)(newton).plan(jnp.ones(10_000)).lanes == 256
+
+
+def test_effects_in_order_and_collectives_are_refused():
+    def told(x):
+        io_callback(lambda _: None, None, x, ordered=True)
+        return newton(x)
+
+    with pytest.raises(ValueError, match="ordered effect") as error:
+        free(told)(X)
+    assert str(error.value).partition(": ")[2] == (
+        "it has an ordered effect, as a callback with ordered=True, but with lockstep=False items "
+        "end in any order; use lockstep=True, or ordered=False"
+    )
+    with pytest.raises(ValueError, match="collective") as error:
+        jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])
+    assert str(error.value).partition(": ")[2] == (
+        "it uses a collective over 'outer', but with lockstep=False items do not run together; use "
+        "lockstep=True, or take the collective out of the kernel"
+    )
+
+
+def test_progress_counts_items(monkeypatch):
+    monkeypatch.setattr("rankax._progress.bars._SECONDS", 0)
+    told: list[tuple[int, int]] = []
+
+    def show(done, total):
+        told.append((done, total))
+
+    free(newton, progress=show)(X)
+    assert told[0] == (0, 37)
+    assert told[-1] == (37, 37)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len(told) > 3
+
+
+@pytest.mark.optimized
+def test_memory_is_that_of_the_lanes():
+    def temporaries(items):
+        like = jax.ShapeDtypeStruct((items,), jnp.float32)
+        program = jax.jit(free(newton, 64)).lower(like).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(1_000_000) <= temporaries(1000) + 4096
+
+
+def test_a_memory_limit_chooses_the_lanes():
+    def kernel(x):
+        return jnp.sort(jnp.sin(newton(x) * jnp.arange(1000.0)))[7]
+
+    mapped = auto_vmap(x=0, memory_limit="100 KB", lockstep=False)(kernel)
+    lanes = mapped.plan(X).lanes
+    assert lanes is not None
+    assert 1 <= lanes < 37
+    assert_same(mapped(X), jax.vmap(kernel)(X), rtol=1e-4)
