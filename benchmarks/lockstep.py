@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Items that differ in cost: ``lockstep=False`` against `jax.vmap` and the best `jax.lax.map`.
 
-Run with ``python benchmarks/lockstep.py``; names of cases choose some. Every program is compiled
-first; then all take turns, so that a slow moment of the machine falls on each of them. It prints
-medians of the time, and in brackets of the processor time, in milliseconds, and how many times as
-long as the best number of lanes the others take.
+Run with ``python benchmarks/lockstep.py``; names of cases choose some. ``diffrax`` and ``nuts``
+need the packages of the dependency group ``clients``, and run only if they are named. Every program
+is compiled first; then all take turns, so that a slow moment of the machine falls on each of them.
+It prints medians of the time, and in brackets of the processor time, in milliseconds, and how many
+times as long as the best number of lanes the others take.
 """
 
 import statistics
@@ -96,6 +97,37 @@ def branch(x):
     return lax.cond(jnp.abs(x) < 1 / 8, expensive, lambda x: 2 * x, x)
 
 
+def diffrax(mu):
+    """The same oscillator, by a library."""
+    import diffrax
+
+    def slope(time, y, args):
+        return jnp.stack([y[1], mu * (1 - y[0] ** 2) * y[1] - y[0]])
+
+    start = jnp.array([2.0, 0.0])
+    control = diffrax.PIDController(rtol=1e-4, atol=1e-4)
+    options = {"stepsize_controller": control, "max_steps": 20_000}
+    term, solver = diffrax.ODETerm(slope), diffrax.Bosh3()
+    return diffrax.diffeqsolve(term, solver, 0.0, 10.0, 1e-3, start, **options).ys[0]
+
+
+def nuts(key, x):
+    """A chain of the No-U-Turn sampler, whose trajectories differ in length."""
+    import blackjax
+
+    many = jax.random.normal(jax.random.key(8), (5000, WIDTH))
+    odds = many @ jax.random.normal(jax.random.key(9), (WIDTH,))
+    outcomes = jnp.where(odds > jax.random.logistic(jax.random.key(10), (5000,)), 1.0, 0.0)
+
+    def log_density(x):
+        z = many @ x
+        return jnp.sum(outcomes * z - jnp.logaddexp(0.0, z)) - x @ x / 2
+
+    sampler = blackjax.nuts(log_density, 0.02, jnp.ones(WIDTH))
+    keys = jax.random.split(key, 10)
+    return lax.scan(lambda s, key: (sampler.step(key, s)[0], None), sampler.init(x), keys)[0][0]
+
+
 def cases():
     real, imaginary = np.linspace(-2, 0.6, 400), np.linspace(-1.2, 1.2, 200)
     grid = np.stack(np.meshgrid(real, imaginary), -1).reshape(-1, 2)
@@ -107,6 +139,8 @@ def cases():
         "sampler": (sampler, (keys, jax.random.normal(jax.random.key(1), (500, WIDTH)))),
         "equal": (equal, (jnp.full(20_000, 200),)),
         "branch": (branch, (jnp.linspace(-1, 1, 20_000),)),
+        "diffrax": (diffrax, (jnp.asarray(stiffness, jnp.float32),)),
+        "nuts": (nuts, (keys[:128], jax.random.normal(jax.random.key(1), (128, WIDTH)))),
     }
 
 
@@ -136,9 +170,9 @@ def measured(compiled, arrays):
 
 
 def main():
-    for name, (kernel, arrays) in cases().items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
+    found = cases()
+    for name in sys.argv[1:] or [name for name in found if name not in ("diffrax", "nuts")]:
+        kernel, arrays = found[name]
         compiled = {
             way: jax.jit(program).lower(*arrays).compile() for way, program in programs(kernel)
         }
