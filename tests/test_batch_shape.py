@@ -238,7 +238,7 @@ def test_it_belongs_to_a_kernel():
         rankax.options(batch_shape=3)
     assert str(caught.value) == (
         "rankax.options: batch_shape belongs to a kernel; use kernel.with_options(batch_shape=...) "
-        "(a scope can set chunk_size, memory_limit, checkpoint, progress and devices)"
+        "(a scope can set chunk_size, memory_limit, checkpoint, progress, devices and lockstep)"
     )
 
 

@@ -193,9 +193,10 @@ def _jacobian(
     """
     transform(fun)
     if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
-        reduce = read_reductions(reduce, where).prefix
-        if not isinstance(reduce, Reduction):
+        found = read_reductions(reduce, where)
+        if not jax.tree_util.treedef_is_leaf(found.structure):
             raise TypeError(f"{where}: reduce must be one reduction, which all inputs share")
+        (reduce,) = found.entries
     columns = transform.func is jax.jacfwd
     argnums, holomorphic = transform.keywords["argnums"], transform.keywords["holomorphic"]
     places = (argnums,) if isinstance(argnums, int) else argnums
