@@ -43,6 +43,7 @@ from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._trace.fingerprint import (
     Unknown,
+    UnknownRule,
     derivatives_key,
     fingerprint,
     opened,
@@ -149,7 +150,7 @@ def _find(
     if differentiable:
         try:
             rules = derivatives_key(jaxpr)
-        except Unknown:
+        except UnknownRule:
             _warn_if_compiled_again(_Key(of_call), [*leaves, *closed.consts])
             raise
     whole = _Key((*of_call, rules))

@@ -36,7 +36,7 @@ class Fold(Reduction):
     finish : callable, optional
         Takes the last state and returns the result. By default, the state itself.
     where : str or int, optional
-        As in `auto_vmap`.
+        As in `rankax.auto_vmap`.
 
     Notes
     -----

@@ -54,7 +54,7 @@ class Gram(Reduction):
     ----------
     weights : array or pytree, optional
         How much each row of a Jacobian counts, in the structure of the outputs or flat. Only for
-        `chunked_jacfwd`, `chunked_jacrev` and `chunked_hessian`.
+        `rankax.chunked_jacfwd`, `rankax.chunked_jacrev` and `rankax.chunked_hessian`.
     """
 
     weights: Any = None

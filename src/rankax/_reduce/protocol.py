@@ -96,8 +96,8 @@ class Reduction:
     Parameters
     ----------
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts, as in `auto_vmap`.
-        None: every item counts.
+        The key, field or index of the output that says whether an item counts, as in
+        `rankax.auto_vmap`. None: every item counts.
     """
 
     where: str | int | None = dataclasses.field(default=None, kw_only=True)
@@ -219,7 +219,7 @@ class Several:
     *reductions, **named : str or Reduction
         Names or objects, as ``reduce`` takes them.
     where : str or int, optional
-        As in `auto_vmap`, for those that have none of their own.
+        As in `rankax.auto_vmap`, for those that have none of their own.
     """
 
     def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:

@@ -163,10 +163,13 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        # There is nothing to recompute. With `jax_remat3`, a checkpoint makes tangents of zeros,
-        # and a maximum of lanes makes NaN of those.
-        levels = tuple(dataclasses.replace(level, checkpoint=False) for level in self.levels)
-        states = dataclasses.replace(self, item=constant, levels=levels).fold(steps)
+        row = dataclasses.replace(self, item=constant)
+        if getattr(jax.config, "jax_remat3", False):
+            # A checkpoint makes tangents of zeros there, and a maximum of lanes makes NaN of those.
+            # Elsewhere, two loops with a checkpoint share a copy of the inputs.
+            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in self.levels)
+            row = dataclasses.replace(row, levels=levels)
+        states = row.fold(steps)
         return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), states)
 
     def fold(self, steps: Steps, *, linear: bool = True) -> list[Any]:

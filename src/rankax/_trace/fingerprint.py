@@ -46,6 +46,7 @@ from rankax._trace.programs import (
 
 __all__ = [
     "Unknown",
+    "UnknownRule",
     "derivatives_key",
     "fingerprint",
     "opened",
@@ -56,6 +57,10 @@ __all__ = [
 
 class Unknown(Exception):  # noqa: N818  (an answer, not an error)
     """Raised for a program that cannot be compared."""
+
+
+class UnknownRule(Unknown):
+    """Raised because a derivative rule of the caller cannot be compared."""
 
 
 def fingerprint(closed: Any) -> Hashable:
@@ -108,10 +113,12 @@ def _of_params(eqn: Any) -> Hashable:
     return kind, *kept
 
 
-# Parameters that define a derivative only. The second row belongs to our own call.
+_OWN_CALLS = ("rankax_call", "HighLevelCall")
+
+# Parameters that define a derivative only.
 _DERIVATIVES_ONLY = {
     **dict.fromkeys(("checkpoint", "remat", "remat2", "RematTraced"), "policy"),
-    **dict.fromkeys(("rankax_call", "HighLevelCall"), "other"),
+    **dict.fromkeys(_OWN_CALLS, "other"),
 }
 
 _PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
@@ -158,10 +165,10 @@ def derivatives_key(jaxpr: Any) -> Hashable:
     for eqn in jaxpr.eqns:
         name, params = name_and_params(eqn)
         if name in RULES:
-            raise Unknown
+            raise UnknownRule
         if (other := params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
             if (key := getattr(other, "rankax_key", None)) is None:
-                raise Unknown
+                raise Unknown if name in _OWN_CALLS else UnknownRule
             keys.append(key)
         keys += map(derivatives_key, subprograms(eqn))
     return tuple(keys)
