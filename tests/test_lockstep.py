@@ -353,7 +353,8 @@ def test_reverse_mode_names_what_to_do():
 def test_a_rule_around_a_loop_counts(jit):
     gradient = jax.grad(lambda x: jit(free(implicit_root))(x).sum())(X)
     assert_same(gradient, 0.5 / jnp.sqrt(X), rtol=1e-3)
-    assert str(jax.make_jaxpr(free(implicit_root))(X)).count("while[") > 1
+    if jax.__version_info__ < (0, 12):  # whose `custom_root` hides its loop, which stays whole
+        assert str(jax.make_jaxpr(free(implicit_root))(X)).count("while[") > 1
 
     @jax.custom_jvp
     def ruled(x):
@@ -362,6 +363,16 @@ def test_a_rule_around_a_loop_counts(jit):
     ruled.defjvp(lambda primals, tangents: (ruled(*primals), 7 * tangents[0]))
     _, tangent = jax.jvp(jit(free(lambda x: newton(ruled(x)) * 0 + ruled(x))), (X,), (X,))
     assert_same(tangent, 7 * X)
+
+
+def test_a_root_inside_a_loop():
+    def kernel(x):
+        def body(s):
+            return implicit_root(s[0] + 1), s[1] - 1
+
+        return lax.while_loop(lambda s: s[1] > 0, body, (x, x.astype(jnp.int32) % 5))
+
+    assert_same(free(kernel)(X), jax.vmap(kernel)(X), rtol=1e-4)
 
 
 def test_an_outer_vmap():
