@@ -23,17 +23,23 @@ computed once, before all states (`Machine.once`).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import source_info_util
 
-from rankax._trace.programs import ClosedJaxpr, Literal, evaluate, subprograms
+from rankax._lockstep.equations import (
+    called,
+    cost,
+    evaluator,
+    harmed,
+    is_minor,
+    split_loop,
+    take_rows,
+)
+from rankax._trace.programs import Literal
 
 __all__ = ["Machine", "Slot", "State", "cut_program", "differs", "run_ops", "value_of"]
 
@@ -46,7 +52,6 @@ _RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom
 _IN_TEST, _ELSEWHERE = {"unvmap_any", "nonbatchable"}, {"nonbatchable"}
 
 _EXPENSIVE = 4096  # numbers that a branch computes, from which on it is cut: benchmarks/lockstep.py
-_TRIPS = 16  # of a loop of unknown length
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -199,7 +204,7 @@ class _Cutter:
             if name not in _CALLS and not self._is_cut(eqn, values):
                 outs = self._equation(eqn, jaxpr, values)
             elif name in _CALLS | _RULES:
-                outs = self._call(*_called(eqn, values))
+                outs = self._call(*called(eqn, values))
             else:
                 self.ends.append(f"{name} at {source_info_util.summarize(eqn.source_info)}")
                 self.depth += 1
@@ -219,10 +224,10 @@ class _Cutter:
         # Inside a loop, XLA makes constants where they are used.
         is_lane = any(map(differs, values)) or bool(eqn.effects or (self.depth and not given))
         outs = self.slots(eqn.outvars, is_lane=is_lane)
-        run = _evaluator(eqn, jaxpr, list(given))
+        run = evaluator(eqn, jaxpr, list(given))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
-        self.here.is_exposed |= is_lane and _harmed(eqn)
+        self.here.is_exposed |= is_lane and harmed(eqn)
         (self.here.ops if is_lane else self.once).append(Op(run, list(given.values()), outs))
         return outs
 
@@ -233,34 +238,21 @@ class _Cutter:
         name, flags = eqn.primitive.name, [differs(x) for x in values]
         if name == "cond":
             branches = eqn.params["branches"]
-            is_expensive = (
-                flags[0] and max(_cost(branch.jaxpr) for branch in branches) >= _EXPENSIVE
-            )
+            is_expensive = flags[0] and max(cost(branch.jaxpr) for branch in branches) >= _EXPENSIVE
             return is_expensive or any(self._flow(b, flags[1:], self.around)[1] for b in branches)
         if name == "while":
-            if self._is_minor(eqn):
+            if is_minor(eqn, self.around):
                 return False
-            of_cond, of_body, carry = _split(eqn, flags)
+            of_cond, of_body, carry = split_loop(eqn, flags)
             carry, is_cut = self._settled(eqn.params["body_jaxpr"], of_body, carry, [])
             (ends,), in_cond = self._flow(eqn.params["cond_jaxpr"], of_cond + carry, None)
             return ends or is_cut or in_cond
         if name == "scan":
-            is_cut = self._settled(eqn.params["jaxpr"], *_split(eqn, flags))[1]
+            is_cut = self._settled(eqn.params["jaxpr"], *split_loop(eqn, flags))[1]
             return is_cut and eqn.params["length"] > 0
         if name in _RULES and not self.keep_rules:
-            return self._flow(*_called(eqn, flags), self.around)[1]
+            return self._flow(*called(eqn, flags), self.around)[1]
         return False
-
-    def _is_minor(self, eqn: Any) -> bool:
-        """Whether a step of a loop costs less than the rest of a step of the `while` around it.
-
-        Such a loop stays whole, and all lanes go through it together: to cut it, and so the loop
-        around, costs more. diffrax saves outputs by such a loop in each step of its solver.
-        """
-        if self.around is None:
-            return False
-        of_step = _cost(eqn.params["body_jaxpr"].jaxpr)
-        return of_step < self.around - _TRIPS * of_step
 
     def _settled(
         self, body: Any, consts: list[bool], carry: list[bool], rows: list[bool]
@@ -294,11 +286,11 @@ class _Cutter:
         self.here.add(lambda *values: values, [x for x, _ in pairs], [slot for _, slot in pairs])
 
     def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
-        of_cond, of_body, start = _split(eqn, values)
+        of_cond, of_body, start = split_loop(eqn, values)
         carry = self.slots(eqn.outvars)
 
         def body() -> None:
-            outside, self.around = self.around, _cost(eqn.params["body_jaxpr"].jaxpr)
+            outside, self.around = self.around, cost(eqn.params["body_jaxpr"].jaxpr)
             self._move(self._call(eqn.params["body_jaxpr"], [*of_body, *carry]), carry)
             self.around = outside
 
@@ -313,7 +305,7 @@ class _Cutter:
         return carry
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
-        consts, start, rows = _split(eqn, values)
+        consts, start, rows = split_loop(eqn, values)
         length, is_reversed = eqn.params["length"], eqn.params["reverse"]
         outs, body_ins = self.slots(eqn.outvars), eqn.params["jaxpr"].jaxpr.invars
         carry, buffers = outs[: len(start)], outs[len(start) :]
@@ -323,7 +315,7 @@ class _Cutter:
         def body() -> None:
             self.here.add(lambda i: [length - 1 - i if is_reversed else i], [step], [place])
             items = self.slots(body_ins[len(consts) + len(carry) :])
-            self.here.add(_take_rows, [place, *rows], items)
+            self.here.add(take_rows, [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
             ys = zip(buffers, new[len(carry) :], strict=True)
             self.here.writes += [Stored(buffer, place, y) for buffer, y in ys]
@@ -363,72 +355,3 @@ class _Cutter:
         for end in ends:
             end.targets = (after,)
         return outs
-
-
-def _called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the program that an equation calls, and its inputs among those of the equation."""
-    if eqn.primitive.name == "custom_linear_solve":
-        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        first = lengths.matvec + lengths.vecmat
-        return solve, [*values[first : first + lengths.solve], *values[sum(lengths) :]]
-    held = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
-    closed = held[0] if held else ClosedJaxpr(next(subprograms(eqn)), ())
-    return closed, list(values)
-
-
-def _split(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split the inputs of a loop.
-
-    For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
-    constants, the carry, the rows.
-    """
-    if eqn.primitive.name == "while":
-        first = eqn.params["cond_nconsts"]
-        end = first + eqn.params["body_nconsts"]
-    else:  # the parameters that count them differ between versions of JAX; a row has one more axis
-        body = eqn.params["jaxpr"].jaxpr
-        end = len(values) - _count_rows(eqn.invars, body.invars)
-        first = end - len(eqn.outvars) + _count_rows(eqn.outvars, body.outvars)
-    return list(values[:first]), list(values[first:end]), list(values[end:])
-
-
-def _count_rows(whole: Sequence[Any], items: Sequence[Any]) -> int:
-    pairs = zip(whole, items, strict=True)
-    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
-
-
-def _cost(jaxpr: Any) -> int:
-    """Return about how many numbers a program computes."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        trips = _TRIPS if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-        total += trips * sum(map(_cost, subprograms(eqn))) or max(sizes, default=0)
-    return total
-
-
-def _harmed(eqn: Any) -> bool:
-    """Whether arbitrary inputs may do harm: an error that is raised, or a loop without end."""
-    name = eqn.primitive.name
-    return (
-        name.endswith("callback")
-        or name in ("while", "call_hi_primitive")  # JAX 0.12 hides a program in the second
-        or any(_harmed(inner) for program in subprograms(eqn) for inner in program.eqns)
-    )
-
-
-def _take_rows(place: Any, *rows: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(x, place, keepdims=False) for x in rows]
-
-
-def _evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Return an equation as a function."""
-    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        debug_info=jaxpr.debug_info._replace(**unnamed),
-    )
-    return functools.partial(evaluate, alone, ())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""Single equations of a program: what they call, what they cost, how they run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from rankax._trace.programs import ClosedJaxpr, evaluate, subprograms
+
+__all__ = ["called", "cost", "evaluator", "harmed", "is_minor", "split_loop", "take_rows"]
+
+_TRIPS = 16  # of a loop of unknown length
+
+
+def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the program that an equation calls, and its inputs among those of the equation."""
+    if eqn.primitive.name == "custom_linear_solve":
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        return solve, [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+    held = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
+    closed = held[0] if held else ClosedJaxpr(next(subprograms(eqn)), ())
+    return closed, list(values)
+
+
+def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the inputs of a loop.
+
+    For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
+    constants, the carry, the rows.
+    """
+    if eqn.primitive.name == "while":
+        first = eqn.params["cond_nconsts"]
+        end = first + eqn.params["body_nconsts"]
+    else:  # the parameters that count them differ between versions of JAX; a row has one more axis
+        body = eqn.params["jaxpr"].jaxpr
+        end = len(values) - _count_rows(eqn.invars, body.invars)
+        first = end - len(eqn.outvars) + _count_rows(eqn.outvars, body.outvars)
+    return list(values[:first]), list(values[first:end]), list(values[end:])
+
+
+def _count_rows(whole: Sequence[Any], items: Sequence[Any]) -> int:
+    pairs = zip(whole, items, strict=True)
+    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
+
+
+def cost(jaxpr: Any) -> int:
+    """Return about how many numbers a program computes."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        trips = _TRIPS if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+        sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+        total += trips * sum(map(cost, subprograms(eqn))) or max(sizes, default=0)
+    return total
+
+
+def is_minor(eqn: Any, around: int | None) -> bool:
+    """Whether a step of a loop costs less than the rest of a step of the `while` around it.
+
+    Such a loop stays whole, and all lanes go through it together: to cut it, and so the loop
+    around, costs more. diffrax saves outputs by such a loop in each step of its solver.
+    """
+    if around is None:
+        return False
+    of_step = cost(eqn.params["body_jaxpr"].jaxpr)
+    return of_step < around - _TRIPS * of_step
+
+
+def harmed(eqn: Any) -> bool:
+    """Whether arbitrary inputs may do harm: an error that is raised, or a loop without end."""
+    name = eqn.primitive.name
+    return (
+        name.endswith("callback")
+        or name in ("while", "call_hi_primitive")  # JAX 0.12 hides a program in the second
+        or any(harmed(inner) for program in subprograms(eqn) for inner in program.eqns)
+    )
+
+
+def take_rows(place: Any, *rows: Any) -> list[Any]:
+    return [lax.dynamic_index_in_dim(x, place, keepdims=False) for x in rows]
+
+
+def evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return an equation as a function."""
+    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=inputs,
+        outvars=eqn.outvars,
+        eqns=[eqn],
+        debug_info=jaxpr.debug_info._replace(**unnamed),
+    )
+    return functools.partial(evaluate, alone, ())
