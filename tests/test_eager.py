@@ -19,7 +19,9 @@ import rankax
 from helpers import assert_same
 from rankax import auto_vmap, chunked_vmap
 from rankax._base.cache import Kept
+from rankax._call import run
 from rankax._loop import reuse as eager
+from rankax._plan.levels import Tiles
 
 X = jnp.arange(30.0).reshape(10, 3) / 30
 W = jnp.arange(9.0).reshape(3, 3) / 9
@@ -115,6 +117,21 @@ def test_a_second_jacobian_compiles_nothing(chunked, reduce):
     _, some = compilations(chunked(fun, chunk_size=2, reduce=reduce), X[0])
     _, more = compilations(chunked(fun, chunk_size=2, reduce=reduce), X[1])
     assert some > more == 0
+
+
+def test_a_second_derivative_in_tiles_of_its_own_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(run, "best_tiles", lambda _: Tiles(5, 2))
+    monkeypatch.setattr(run, "tiles_matter", lambda _: True)
+
+    def mapped(x):
+        return jnp.sum(chunked_vmap(lambda x: jnp.tanh(x) * 0.7193, 6)(x))
+
+    assert "length=2\n" in str(jax.make_jaxpr(mapped)(X))
+    assert "length=5\n" in str(jax.make_jaxpr(jax.grad(mapped))(X))
+    _, some = compilations(jax.grad(mapped), X)
+    _, more = compilations(jax.grad(mapped), X + 1)
+    assert some > 0
+    assert more == 0
 
 
 def test_a_kernel_compiles_once_however_many_levels_it_has():

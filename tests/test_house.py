@@ -39,7 +39,7 @@ ROOMS = [
     *["reductions", "xarray", "__init__"],
 ]
 
-MOST_LINES_OF_CODE = 10967
+MOST_LINES_OF_CODE = 11_071
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
@@ -205,7 +205,7 @@ def test_a_chunked_call_takes_the_path_that_the_page_draws():
     drawn = drawn_path()
     assert len({file for file, _ in drawn}) <= 10
     if jax.__version_info__ < (0, 10):  # where a chunk is one tile
-        drawn.remove(("_fit/cpu.py", "best_tile"))
+        drawn.remove(("_fit/cpu.py", "best_tiles"))
     calls = iter(called)  # each search goes on where the last one ended
     assert [step for step in drawn if step not in calls] == []
     assert len(drawn) >= 8

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Tiles: chunks that are walked in smaller steps, where XLA:CPU is faster so."""
 
+import importlib
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,11 @@ from jax import lax
 
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax._fit import cpu
 from rankax._plan.chunks import split_into_tiles
-from rankax._plan.levels import plan_levels
+from rankax._plan.levels import Tiles, plan_levels
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 needs_tiles = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
@@ -40,9 +45,15 @@ def steps(fun, *args):
     return [int(n) for n in re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(fun)(*args)))]
 
 
+@pytest.fixture(autouse=True)
+def caches(monkeypatch):
+    """Test on a machine whose cores have a cache of a megabyte each."""
+    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
+
+
 # Which tile.
 
-SHARED = jnp.ones((300, 300))
+SHARED = jnp.ones((24, 24))
 THREE = jnp.ones(3)
 
 
@@ -58,6 +69,10 @@ def in_a_loop(x):
     return lax.fori_loop(0, 8, lambda _, x: x + distances(x) / (1 + jnp.sum(x**2, axis=-1))[0], x)
 
 
+def shifted(x):
+    return lax.fori_loop(0, 9, lambda _, y: jnp.roll(y, 1), x)
+
+
 WITH_TILES = {
     "distances": (distances, (8, 3), 21),
     "largest": (lambda x: distances(x[:8]) + distances(x), (16, 3), 5),
@@ -70,15 +85,16 @@ WITH_TILES = {
     "in cond": (lambda x: lax.cond(x[0] > 0, of_three, jnp.max, x), (3,), 1365),
     "in checkpoint": (jax.checkpoint(of_three), (3,), 1365),
     "a rule": (jax.nn.logsumexp, (8,), 511),
-    "beside a small matrix": (lambda x: distances(x) + SHARED[:24, :24] @ x.ravel(), (8, 3), 21),
+    "beside a small matrix": (lambda x: distances(x) + SHARED @ x.ravel(), (8, 3), 21),
     "beside an effect": (lambda x: jax.debug.callback(print, x) or of_three(x), (3,), 1365),
     "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
+    "more than the cache": (lambda x: jnp.outer(x, x)[::2], (64,), 16),
+    "more than the cache, in a loop": (shifted, (1000,), 32),
 }  # fmt: skip
 
 WITHOUT = {
     "no sum": (jnp.sin, (3,)),
     "long": (jnp.sum, (16,)),
-    "more than fits": (distances, (40, 3)),
     "product": (jnp.prod, (3,)),
     "ints": (lambda x: jnp.sum(x.astype(jnp.int32)), (3,)),
     "of one": (jnp.sum, (1,)),
@@ -88,12 +104,9 @@ WITHOUT = {
         (3,),
     ),
     "matrices": (lambda x: x @ x.T, (3, 3)),
-    "mostly long": (lambda x: jnp.sum(x) + of_three(x), (1000,)),
-    "a large shared matrix": (lambda x: rows_of_three(SHARED @ x), (300,)),
-    "a long loop beside one sum": (
-        lambda x: lax.scan(lambda c, _: (jnp.sin(c), c), rows_of_three(x), None, 500),
-        (300,),
-    ),
+    "a sort": (jnp.sort, (10,)),
+    "a transform": (lambda x: jnp.abs(jnp.fft.rfft(x)), (100,)),
+    "a convolution": (lambda x: jnp.convolve(x, THREE), (1000,)),
 }
 
 
@@ -259,11 +272,11 @@ LONG = 269 * 1487  # both are primes
 @pytest.mark.parametrize("tile", [4, 21, 100])
 def test_a_tile_is_near_the_best_for_any_chunk(tile):
     for size in range(250, 351):
-        (level,) = plan_levels(((LONG,),), (LONG,), size, best_tile=tile)
+        (level,) = plan_levels(((LONG,),), (LONG,), size, tiles=Tiles(tile, tile))
         assert 0.8 * tile <= level.tile <= tile
         assert level.chunk == (269 if 269 <= size <= 336 else None)
     for size in range(tile + 1, 2000):  # a divisor may be small
-        (level,) = plan_levels(((7 * size,),), (7 * size,), size, best_tile=tile)
+        (level,) = plan_levels(((7 * size,),), (7 * size,), size, tiles=Tiles(tile, tile))
         assert tile / 4 < level.tile <= tile
 
 
@@ -337,7 +350,7 @@ def test_several_levels_of_tiles_fill_up_from_the_inside():
     batches = ((60, 1), (1, 50))
 
     def tiles(chunk_size, tile):
-        levels = plan_levels(batches, (60, 50), chunk_size, best_tile=tile)
+        levels = plan_levels(batches, (60, 50), chunk_size, tiles=Tiles(tile, tile))
         return [level.tile for level in levels]
 
     assert tiles(1000, None) == [20, 50]
@@ -347,5 +360,84 @@ def test_several_levels_of_tiles_fill_up_from_the_inside():
     assert tiles(3000, 21) == [60, 50]  # all at once
 
     for chunk_size in (37, 500, 2000):  # a row of prime length, whose tiles overlap
-        rows, row = plan_levels(((60, 1), (1, 37)), (60, 37), chunk_size, best_tile=21)
+        rows, row = plan_levels(((60, 1), (1, 37)), (60, 37), chunk_size, tiles=Tiles(21, 21))
         assert (rows.tile, row.tile, row.chunk) == (1, 19, None)
+
+
+# A derivative has tiles of its own.
+
+
+def stored(points):
+    """Many numbers, without a sum."""
+    return jnp.prod(jnp.tanh(jnp.outer(points[:, 0], points[:, 1])) ** 2, axis=0)
+
+
+@needs_tiles
+def test_derivatives_have_smaller_tiles():
+    x = clouds(1024)
+    x = jnp.tile(x, (1, 4, 1))
+    kernel = auto_vmap(2, chunk_size=512)(stored)
+    (level,) = kernel.plan(x).levels
+    assert level.derivative is not None
+    forward, derivative = level.size // level.tile, level.derivative.steps
+    assert forward < derivative
+    assert steps(kernel, x) == [forward]
+    assert steps(gradient(kernel), x) == [derivative, derivative]
+    assert steps(lambda x: jax.jvp(kernel, (x,), (x,)), x) == [derivative]
+    assert f"chunks of {level.tile} over 1024 ({level.derivative.size} in derivatives)" in str(
+        kernel.plan(x)
+    )
+
+
+@needs_tiles
+@pytest.mark.parametrize("length", [1024, slow(1021)])
+def test_derivatives_in_tiles_of_their_own(length):
+    x = jnp.tile(clouds(length), (1, 4, 1))
+    kernel, plain = auto_vmap(2, chunk_size=512)(stored), jax.vmap(stored)
+    assert_same(kernel(x), plain(x), rtol=1e-5)
+    assert_same(jax.jit(gradient(kernel))(x), gradient(plain)(x), rtol=1e-4, atol=1e-5)
+    assert_same(gradient(kernel)(x), gradient(plain)(x), rtol=1e-4, atol=1e-5)
+    got, want = (jax.jvp(gradient(f), (x,), (x + 1,)) for f in (kernel, plain))
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
+    got, want = (jax.vmap(f)(jnp.stack([x, 2 * x])) for f in (kernel, plain))
+    assert_same(got, want, rtol=1e-5)
+
+
+@needs_tiles
+def test_derivatives_of_several_levels_have_tiles_of_their_own():
+    def between(a, b):
+        return stored(a) * jnp.sum(b)
+
+    a, b = jnp.tile(clouds(96), (1, 4, 1)), clouds(5, 1)
+    kernel = auto_vmap(2, 2, chunk_size=200)(between)
+    levels = kernel.plan(a, b).levels
+    assert any(level.derivative for level in levels)
+    plain = jax.vmap(jax.vmap(between, (0, None)), (None, 0))
+
+    def loss(fun):
+        return lambda a, b: jnp.sum(jnp.tanh(fun(a, b)))
+
+    got = jax.grad(loss(kernel), (0, 1))(a, b)
+    want = jax.grad(loss(plain), (0, 1))(a, b[:, 0])
+    assert_same(got, (want[0], want[1][:, None]), rtol=1e-3, atol=1e-3)
+
+
+# The costs.
+
+
+@pytest.mark.slow
+def test_the_costs_choose_tiles_that_are_faster_by_the_times_in_the_files(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    speed = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        fit = importlib.import_module("fit_tiles")
+        for name, cases in (("training", fit.TRAINING), ("held out", fit.HELD_OUT)):
+            for mode, share in (("forward", cpu.COSTS.forward), ("gradient", cpu.COSTS.derivative)):
+                rows = fit.rows_of(cases, mode)
+                speed[name, mode] = fit.mean(
+                    rows.times[:, -1] / fit.times_of(rows, cpu.COSTS, share)
+                )
+    assert speed["training", "forward"] > 1.5
+    assert speed["training", "gradient"] > 1.4
+    assert speed["held out", "forward"] > 1.25
+    assert speed["held out", "gradient"] > 1.1

@@ -40,7 +40,7 @@ class Options:
     reduce_axis: int | tuple[int, ...] | None = None
     where: str | int | None = None
     batch_shape: tuple[int, ...] | None = None
-    checkpoint: bool = True
+    checkpoint: bool | None = None
     jit: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
     progress: bool | str | Callable[[int, int], object] = False
@@ -57,7 +57,7 @@ class Scoped(TypedDict, total=False):
 
     chunk_size: int | None
     memory_limit: int | str | None
-    checkpoint: bool
+    checkpoint: bool | None
     progress: bool | str | Callable[[int, int], object]
     devices: int | str | Sequence[Any] | PartitionSpec | None
     lockstep: bool

@@ -36,7 +36,7 @@ from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
 from rankax._plan.leaves import leaf_plan
-from rankax._plan.levels import Shape
+from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
 
@@ -70,7 +70,7 @@ class BoundKernel(Bound):
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
 
-    def plan(self, options: Options, tile: int | None = None) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
@@ -79,7 +79,7 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
-        key = shapes, tile, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
+        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
         plan = self.structure.plans.get(key)
         if plan is None:
             arrays = [
@@ -91,7 +91,7 @@ class BoundKernel(Bound):
                 arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
             reduction = planned_reduction(options)
             plan = plan_nesting(
-                self.fun, arrays, options.chunk_size, self.untouched, reduction, tile
+                self.fun, arrays, options.chunk_size, self.untouched, reduction, tiles
             )
             keep(self.structure.plans, key, plan)
         return plan

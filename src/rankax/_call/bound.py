@@ -21,6 +21,7 @@ from rankax._devices.parts import Parts
 from rankax._fit.memory import shape_of
 from rankax._loop.keys import PLACE, item_key
 from rankax._options import Options
+from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, PlannedReduction
 from rankax._reduce.row import most_lanes
 from rankax._trace.item import ItemProgram, trace_item, with_shape
@@ -61,7 +62,7 @@ class Bound(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def plan(self, options: Options, tile: int | None = None) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
     @abc.abstractmethod

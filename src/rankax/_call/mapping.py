@@ -19,6 +19,7 @@ from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._call.bound import Bound, planned_reduction
 from rankax._options import Options
+from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
 from rankax._trace.item import checked_output_axes, is_axis
 
@@ -73,11 +74,11 @@ class BoundAxes(Bound):
     def axis_name(self) -> Hashable | None:
         return self.axes.axis_name
 
-    def plan(self, options: Options, tile: int | None = None) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
         reduction = planned_reduction(options)
-        return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tile)
+        return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tiles)
 
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         return dataclasses.replace(super().part(plan, shape), length=shape[0])

@@ -178,6 +178,7 @@ def nest_of(
     """
     splits = plan.splits if splits is None else splits
     shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
+    shared["checkpoint"] = options.checkpoint is not False
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
         chunks = Chunks(level.size, level.tile, level.steps)
@@ -185,6 +186,7 @@ def nest_of(
             chunks = Chunks(level.size, level.tile, level.size // level.tile)
         if level.chunk:
             chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
+        shared["derivative"] = level.derivative if is_loop else None
         axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
         may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
         shared["progress"] = progress if may_report else None

@@ -41,7 +41,7 @@ from rankax._call.over_parts import (
 from rankax._devices.find import find_parts, inside, is_spread, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
-from rankax._fit.cpu import best_tile, tiles_matter
+from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
@@ -49,7 +49,7 @@ from rankax._loop.reuse import call_of_kernel, is_eager
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
-from rankax._plan.levels import Shape
+from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import progress_of_call
 from rankax._reduce.run import Reduced, Reductions
@@ -159,13 +159,14 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if parts and has_order(item.closed):
         parts, part = (), bound
     compiler_options = dict(options.compiler_options or ())
-    tile = best_tile(item.closed) if tiles_matter(compiler_options) else None
+    tiles = best_tiles(item.closed) if tiles_matter(compiler_options) else WHOLE_CHUNKS
     ends = () if options.lockstep else cut_program(item.closed).ends
     memory = None
     if limited.memory_limit is not None:
-        memory = _fit(part, limited, whole.mapped, item, tile, ends)
-        options = dataclasses.replace(options, chunk_size=memory.chunk_size)
-    planned = part.plan(options, tile)
+        memory = _fit(part, limited, whole.mapped, item, tiles, ends)
+        checkpoint = False if memory.stored else options.checkpoint
+        options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
+    planned = part.plan(options, tiles)
     if ends:
         check_lanes(item, parts)
         loose = part.plan(dataclasses.replace(options, chunk_size=None))
@@ -297,7 +298,7 @@ def _fit(
     options: Options,
     inputs: tuple[int, ...],
     item: ItemProgram,
-    tile: int | None,
+    tiles: Tiles,
     ends: Sequence[str],
 ) -> MemoryFit:
     """Return the chunk size that meets the memory limit, with its measurements."""
@@ -305,17 +306,19 @@ def _fit(
     assert limit is not None
     options = dataclasses.replace(options, memory_limit=None)
 
-    def plan(chunk_size: int | None, tile: int | None = None) -> Nesting:
+    def plan(chunk_size: int | None, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         if ends and chunk_size is not None:
             return plan_lanes(plan(None), chunk_size, ends)
-        return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tile)
+        return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tiles)
 
     loose = plan(None)
     shapes = [shape_of(part.leaves[i]) for i in inputs]
 
-    def program(chunk_size: int) -> tuple[int, Callable[..., Any], list[Any]]:
-        planned = plan(chunk_size, tile)
-        nest = nest_of(planned, inputs, options)
+    def program(
+        chunk_size: int, checkpoint: bool | None
+    ) -> tuple[int, Callable[..., Any], list[Any]]:
+        planned = plan(chunk_size, tiles)
+        nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
 
         def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
             whole = _walk(nest, item.with_constants(consts), leaves, options.reduce)
@@ -329,7 +332,8 @@ def _fit(
         limit,
         tuple(level.size for level in plan(1).plan.levels),
         min(options.chunk_size or evaluations, evaluations),
-        with_gradient=options.checkpoint,
+        checkpoint=options.checkpoint,
+        may_store=options.checkpoint is None and pays_to_store(item.closed),
         compiler_options=options.compiler_options,
     )
     of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)

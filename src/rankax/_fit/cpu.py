@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""The tile that a CPU evaluates fastest, chosen from the program of one item.
+"""The tiles that a CPU evaluates fastest, chosen from the program of one item.
 
-A tile holds the items that are evaluated at once. ``chunk_size`` is only an upper bound. For maps
-there is one reason so far to stay below it: a library that XLA:CPU calls in JAX 0.10 to 0.12, but
-not in 0.9 (``__ynn_fusion`` in a compiled program). It computes sums, maxima and minima of floats
-with an operand of 4096 numbers or more, and dot products of two vectors. It takes some nanoseconds
-for each result. That is nothing if a result comes from 32 numbers or more, and up to six times the
-work if it comes from three. `best_tile` weighs the short reductions against the long ones and
-against the cost of small tiles. If the short ones prevail, it returns a tile that keeps their
-operands below 4096 numbers.
+A tile holds the items that are evaluated at once. ``chunk_size`` is only an upper bound. Large
+tiles are good: each costs the same few hundred nanoseconds, whatever its size, and more if the item
+sorts, convolves or factorises. For maps there are two reasons to stay below the bound:
+
+* The cache. What a tile computes should fit, in a derivative above all, which stores it.
+* A library that XLA:CPU calls in JAX 0.10 to 0.12, but not in 0.9 (``__ynn_fusion`` in a compiled
+  program). It computes sums, maxima and minima of floats with an operand of 4096 numbers or more,
+  and dot products of two vectors. The operand must be stored first, and is not fused with what
+  computes it. On the other hand, the library sums long rows faster than a loop does.
+
+`best_tiles` adds up these costs for each size of a tile and takes the least. Their ratios, `COSTS`,
+are fitted to the times of 56 kernels, and checked on 27 others: see ``benchmarks/fit_tiles.py``,
+which fits them again for another version of JAX.
 
 The tiles of a reduction also have a limit of their own, `_reduce.row.most_lanes`.
 
@@ -17,38 +22,58 @@ the same program is then mapped: a call still traces it once. `plan` traces it, 
 fits one chunk has no tiles; it stays plain `jax.vmap`.
 
 Test: ``test_upstream.py::test_short_sums_of_many_numbers_go_to_a_library``. When no supported JAX
-calls the library, this module and all that calls it may go.
+calls the library, `Work.sums` and their costs may go.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rankax._plan.levels import Tiles
 from rankax._trace.programs import Literal, subprograms
 
-__all__ = ["NO_LIBRARY", "best_tile", "tiles_matter"]
+__all__ = [
+    "COSTS",
+    "NO_LIBRARY",
+    "Costs",
+    "Work",
+    "best_tiles",
+    "pays_to_store",
+    "tiles_matter",
+    "work_of",
+]
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
+_LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
-_LONG = 16  # numbers per result from which on the library is no slower
+_LONG = 16  # numbers for each result, from which on the library is faster than a loop
+_STEPS_OF_WHILE = 10  # assumed
+_PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
-# Nanoseconds on x86, rounded. They only have to tell a gain of a factor from a loss.
-_PER_SHORT_RESULT = 6.0  # for the library, and for storing its operands
-_PER_LONG_NUMBER = 1.0  # that the library saves where a reduction is long
-_PER_OPERATION = 20.0  # of a tile, whatever its size
-_PER_CALL = 600.0  # of a tile, for a product of matrices
-_PER_STEP = 1500.0  # of a tile, for each step of a loop inside the item
-_PER_PRODUCT = 1.0  # of a tile, for each number of a matrix that all items share
 
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_LOOPS = ("scan", "while")
+class Costs(NamedTuple):
+    """What a call costs, where the unit is what each tile costs whatever its size."""
+
+    library: float = 30.0  # of a tile, for each sort, transform or factorisation
+    convolution: float = 30.0  # of a tile
+    product: float = 1e-4  # of a tile, for each number of a matrix that all items share
+    number: float = 1e-3  # that the library sums
+    row: float = 2e-3  # for each number of a long row that a loop sums
+    byte: float = 4e-5  # that the item computes, if those of the tile do not fit the cache
+    forward: float = 1.0  # of the L2 cache, for a tile of a call
+    derivative: float = 1 / 4  # of the L2 cache, for a tile of a derivative
+
+
+COSTS = Costs()
 
 
 def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
@@ -61,78 +86,131 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
     )
 
 
-def best_tile(program: Any) -> int | None:
-    """Return how many items a tile should have at most, from the ``ClosedJaxpr`` of one item.
+def best_tiles(program: Any) -> Tiles:
+    """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
+    work = work_of(program)
+    shares = COSTS.forward, COSTS.derivative
+    return Tiles(*(work.best_tile(COSTS, share * _cache_bytes()) for share in shares))
 
-    None: as many as a chunk may have.
-    """
-    cost = _Cost()
-    _add(cost, program.jaxpr, set(program.jaxpr.invars), 1)
-    if not 0 < cost.largest < _LIBRARY_FROM:
-        return None
-    tile = (_LIBRARY_FROM - 1) // cost.largest
-    gain = _PER_SHORT_RESULT * cost.short_results
-    loss = _PER_LONG_NUMBER * cost.long_numbers + cost.per_tile / tile
-    return tile if gain > loss else None
+
+def pays_to_store(program: Any) -> bool:
+    """Whether to store what an item computes takes less time than to compute it again."""
+    if jax.default_backend() != "cpu":
+        return True
+    # Elementwise operations run faster in the cache than their results are read from memory.
+    work = work_of(program)
+    return work.libraries > 0 or work.products > _PRODUCTS_PER_BYTE * work.bytes
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Return the size of the L2 cache of a core; a megabyte if the machine does not tell."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text(encoding="ascii")
+        return int(text.strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 2**20
 
 
 @dataclasses.dataclass
-class _Cost:
-    """What an item does, in numbers and nanoseconds."""
+class Work:
+    """What an item does.
 
-    largest: int = 0  # operand of a short reduction
-    short_results: int = 0
-    long_numbers: int = 0
-    per_tile: float = 0.0
+    Attributes
+    ----------
+    bytes : int
+        Of all inputs, and all values that it computes.
+    libraries, convolutions : int
+        How many it calls.
+    products : int
+        Of its numbers with those of matrices that all items share.
+    sums : list of (int, bool, int)
+        Of how many numbers, whether they are long rows, and how often.
+    """
+
+    bytes: int = 0
+    libraries: int = 0
+    convolutions: int = 0
+    products: int = 0
+    sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
+
+    def best_tile(self, costs: Costs, cache: float) -> int | None:
+        """Return the best number of items; None: as many as a chunk may have."""
+        sizes = {2**n for n in range(_LARGEST.bit_length())}
+        sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in self.sums}
+        best = min(sizes, key=lambda tile: (self.cost(tile, costs, cache), -tile))
+        return None if best == _LARGEST else best
+
+    def cost(self, tile: int, costs: Costs, cache: float) -> float:
+        """Return what an item costs in a tile of this size."""
+        once = 1 + costs.library * self.libraries + costs.convolution * self.convolutions
+        cost = (once + costs.product * self.products) / tile
+        for numbers, is_long, times in self.sums:
+            if numbers * tile >= _LIBRARY_FROM:
+                cost += costs.number * numbers * times
+            elif is_long:
+                cost += costs.row * numbers * times
+        return cost + costs.byte * self.bytes * (self.bytes * tile >= cache)
 
 
-def _add(cost: _Cost, jaxpr: Any, moving: set[Any], times: int) -> None:
+_SUMS = ("reduce_sum", "reduce_max", "reduce_min")
+_LOOPS = ("scan", "while")
+_LIBRARIES = {
+    *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
+    *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
+    "tridiagonal_solve",
+}
+
+
+def work_of(program: Any) -> Work:
+    """Count what one item does, from its ``ClosedJaxpr``."""
+    jaxpr = program.jaxpr
+    work = Work(sum(_bytes(v) for v in (*jaxpr.invars, *jaxpr.outvars)))
+    _add(work, jaxpr, set(jaxpr.invars), 1)
+    return work
+
+
+def _add(work: Work, jaxpr: Any, moving: set[Any], times: int) -> None:
     """Count what depends on the item; ``moving`` holds the variables that do."""
     for eqn in jaxpr.eqns:
         flags = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
         if not any(flags):
             continue
         moving.update(eqn.outvars)
-        steps = times
-        if eqn.primitive.name in _LOOPS:
-            steps *= eqn.params.get("length", 1)  # unknown for a `while`
-            cost.per_tile += _PER_STEP * steps
+        is_loop = eqn.primitive.name in _LOOPS
+        steps = times * eqn.params.get("length", _STEPS_OF_WHILE) if is_loop else times
         inner = list(subprograms(eqn))
         for program in inner:
-            inputs = _inputs_that_move(eqn, program, flags)
-            _add(cost, program, inputs, steps)
-        if not inner:
-            _add_operation(cost, eqn, flags, times)
+            _add(work, program, _inputs_that_move(eqn, program, flags), steps)
+        if is_loop or not inner:
+            work.bytes += sum(map(_bytes, eqn.outvars))
+        if eqn.outvars and not inner:
+            _add_operation(work, eqn, flags, times)
 
 
-def _add_operation(cost: _Cost, eqn: Any, flags: Sequence[bool], times: int) -> None:
-    cost.per_tile += _PER_OPERATION * times
-    name = eqn.primitive.name
-    if name not in (*_REDUCTIONS, "dot_general"):
-        return
-    out = eqn.outvars[0].aval
-    if not jnp.issubdtype(out.dtype, jnp.floating):
-        return
-    if name in _REDUCTIONS:
-        _add_reduction(cost, eqn.invars[0].aval.size, out.size, times)
-    else:
-        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        numbers = out.size * math.prod(left[axis] for axis in contracted)
-        if not all(flags):
-            cost.per_tile += _PER_PRODUCT * numbers * times
-        elif out.ndim == len(batch):
-            _add_reduction(cost, numbers, out.size, times)
+def _add_operation(work: Work, eqn: Any, flags: Sequence[bool], times: int) -> None:
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name in _LIBRARIES:
+        work.libraries += times
+    elif name == "conv_general_dilated":
+        work.convolutions += times
+    elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
+        operand = eqn.invars[0].aval
+        if name == "dot_general":
+            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+            numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
+            is_sum, is_row = all(flags) and out.ndim == len(batch), True
+            work.products += 0 if all(flags) else numbers * times
         else:
-            cost.per_tile += _PER_CALL * times
+            numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
+            is_sum = numbers > out.size
+        if is_sum:
+            work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))
 
 
-def _add_reduction(cost: _Cost, numbers: int, results: int, times: int) -> None:
-    if numbers >= _LONG * results:
-        cost.long_numbers += numbers * times
-    elif numbers > results:
-        cost.short_results += results * times
-        cost.largest = max(cost.largest, numbers)
+def _bytes(variable: Any) -> int:
+    aval = variable.aval
+    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
 def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:

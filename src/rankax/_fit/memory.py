@@ -15,6 +15,7 @@ program: they may be tracers of an outer trace, and only their shapes are known.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -38,9 +39,9 @@ __all__ = [
     "shape_of",
 ]
 
-# From a chunk size to the number of items in flight, the call as a function of constants and
-# arrays, and the shapes of the arrays.
-Program = Callable[[int], tuple[int, Callable[..., Any], Sequence[Any]]]
+# From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call
+# as a function of constants and arrays, and the shapes of the arrays.
+Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], Sequence[Any]]]
 
 Answer = TypeVar("Answer")
 
@@ -55,7 +56,8 @@ class LimitedCall:
     limit: int | str  # in normal form; a share counts what is free at the first such call
     sizes: tuple[int, ...]  # of the levels, outermost first
     most: int  # the largest chunk
-    with_gradient: bool  # whether the gradient must stay within the limit, too
+    checkpoint: bool | None  # if False, the gradient need not stay within the limit
+    may_store: bool = False  # chunks that need no checkpoint to stay within the limit
     compiler_options: tuple[tuple[str, Any], ...] | None = None
 
 
@@ -81,18 +83,26 @@ def fit_to_limit(
     options = None if task.compiler_options is None else dict(task.compiler_options)
 
     def measure(chunk_size: int) -> Cost:
-        in_flight, call, arrays = program(chunk_size)
+        in_flight, call, arrays = program(chunk_size, task.checkpoint)
         forward = jax.jit(call).trace(shapes, list(arrays))
-        gradient = _gradient(call, shapes, list(arrays)) if task.with_gradient else None
-        return Cost(
-            in_flight,
-            _temporaries(forward, options),
-            None if gradient is None else _temporaries(gradient, options),
-        )
+        gradient = None if task.checkpoint is False else measure_gradient(call, arrays)
+        return Cost(in_flight, _temporaries(forward, options), gradient)
+
+    def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> int | None:
+        traced = _gradient(call, shapes, list(arrays))
+        return None if traced is None else _temporaries(traced, options)
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(task.limit, free_bytes)
-        return fit_chunk(measure, task.sizes, task.most, limit, task.where)
+        found = fit_chunk(measure, task.sizes, task.most, limit, task.where)
+        is_loop = found.chunk_size < math.prod(task.sizes)
+        if not task.may_store or found.gradient is None or not is_loop:
+            return found
+        _, call, arrays = program(found.chunk_size, False)
+        gradient = measure_gradient(call, arrays)
+        if gradient is None or gradient > limit:
+            return found
+        return dataclasses.replace(found, gradient=gradient, stored=True)
 
     return fit_once(task.where, item, consts, (task, key), fit)
 

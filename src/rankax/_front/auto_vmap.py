@@ -97,7 +97,7 @@ def auto_vmap(
     reduce_axis: int | Sequence[int] | None = None,
     where: str | int | None = None,
     batch_shape: int | Sequence[int] | None = None,
-    checkpoint: bool = True,
+    checkpoint: bool | None = None,
     jit: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
@@ -163,9 +163,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         Axes that the batch has besides those of the arguments, and broadcast with them: the
         counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
         key gives 2000 draws. None: only the axes of the arguments.
-    checkpoint : bool, default True
+    checkpoint : bool, optional
         Recompute each chunk in the reverse pass instead of storing the intermediate values of all
-        chunks.
+        chunks. None: store them only if they stay within a ``memory_limit``, and cost more to
+        recompute than to store.
     jit : bool, default False
         Compile the mapped call, once for each set of shapes, dtypes and static values. Arrays are
         traced, and so are Python scalars on parameters with a rank; everything else is static and

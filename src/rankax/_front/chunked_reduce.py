@@ -28,7 +28,7 @@ def chunked_reduce(
     *,
     where: str | int | None = None,
     axis_size: int | None = None,
-    checkpoint: bool = True,
+    checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
@@ -62,8 +62,9 @@ def chunked_reduce(
         is left out adds nothing and sends nothing back. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
-    checkpoint : bool, default True
-        Recompute each tile in the reverse pass instead of storing its intermediate values.
+    checkpoint : bool, optional
+        Recompute each tile in the reverse pass instead of storing its intermediate values. None:
+        as in `auto_vmap`.
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.

@@ -26,7 +26,7 @@ def chunked_vmap(
     *,
     axis_name: Hashable | None = None,
     axis_size: int | None = None,
-    checkpoint: bool = True,
+    checkpoint: bool | None = None,
     memory_limit: int | str | None = None,
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
@@ -61,10 +61,10 @@ def chunked_vmap(
         is an error, because it would see the items of one chunk only.
     axis_size : int, optional
         Length of the mapped axis, needed only if no argument is mapped.
-    checkpoint : bool, default True
+    checkpoint : bool, optional
         Recompute each chunk in the reverse pass instead of storing the intermediate values of
-        all chunks. ``False`` is faster (one evaluation less) and takes memory that grows with the
-        axis.
+        all chunks. ``False`` is one evaluation less and takes memory that grows with the axis.
+        None: as in `auto_vmap`.
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:
         bytes, ``"2 GB"``, or ``"50%"`` of the free memory. See `auto_vmap`.

@@ -99,6 +99,35 @@ def map_in_chunks(
 
     ``sink`` takes all outputs; by default, each output has a sink of its own.
     """
+    key = spec, sink
+    if spec.derivative is None:
+        loop = _loop_of(item, leaves, spec, sink)
+        if loop.differentiated is None:
+            return loop.evaluated(loop.operands)
+        return call_with_derivative_of(loop.differentiated, loop.evaluated, loop.operands, key=key)
+    here = dataclasses.replace(spec, derivative=None)
+    there = dataclasses.replace(here, chunks=spec.derivative)
+
+    def differentiated(consts: list[Any], leaves: list[Any]) -> list[Any]:
+        return map_in_chunks(item.with_constants(consts), leaves, there, sink)
+
+    def evaluated(consts: list[Any], leaves: list[Any]) -> list[Any]:
+        loop = _loop_of(item.with_constants(consts), leaves, here, sink)
+        return loop.evaluated(loop.operands)
+
+    arrays = list(item.closed.consts), list(leaves)
+    return call_with_derivative_of(differentiated, evaluated, *arrays, key=key)
+
+
+class _Loop(NamedTuple):
+    """A loop as a function of its operands, and the one to differentiate in its place, if any."""
+
+    evaluated: Callable[[_Operands], list[Any]]
+    differentiated: Callable[[_Operands], list[Any]] | None
+    operands: _Operands
+
+
+def _loop_of(item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None) -> _Loop:
     chunks, axes = spec.chunks, spec.axes
     # As a jaxpr: the kernel is traced once, and all that it closes over becomes an operand, as
     # `call_with_derivative_of` requires.
@@ -137,16 +166,14 @@ def map_in_chunks(
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         return run(operands.shared, chunk)
 
-    def to_differentiate(operands: _Operands) -> list[Any]:
+    def differentiated(operands: _Operands) -> list[Any]:
         wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
         read_once = functools.partial(chunk_at, once=True)
         return _scan_chunks(read_once, wide, spec, sink.to_differentiate())
 
     scan = functools.partial(_scan_chunks, chunk_at, spec=spec, sink=sink)
     writes = isinstance(sink, Each) and any(isinstance(s, Write) for s in sink.sinks)
-    if operands.sliced or writes:
-        return call_with_derivative_of(to_differentiate, scan, operands, key=(spec, sink))
-    return scan(operands)
+    return _Loop(scan, differentiated if operands.sliced or writes else None, operands)
 
 
 def _chunk_program(item: ItemProgram, inputs: Sequence[Any], spec: LoopSpec) -> Any:

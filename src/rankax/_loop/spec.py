@@ -42,6 +42,8 @@ class LoopSpec:
         so that what they compute is not stored either.
     progress : Progress or None
         Where the loop reports.
+    derivative : Chunks or None
+        The chunks of a derivative, if they are others.
     lanes : int or None
         How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
         None: chunks, whose items run together.
@@ -57,6 +59,7 @@ class LoopSpec:
     checkpoint: bool = True
     linear: bool = True
     progress: Progress | None = None
+    derivative: Chunks | None = None
     lanes: int | None = None
     keep_rules: bool = False
 

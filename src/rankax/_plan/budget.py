@@ -88,18 +88,22 @@ class MemoryFit:
     gradient : int or None
         Those of its gradient. None if there is no gradient, or if chunks do not bound its memory,
         as with ``checkpoint=False``.
+    stored : bool
+        Whether the reverse pass computes nothing again, because the limit leaves room for all.
     """
 
     limit: int
     chunk_size: int
     forward: int
     gradient: int | None
+    stored: bool = False
 
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
+        stored = ", nothing computed again" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
-            f"{shown_bytes(self.forward)}{gradient}"
+            f"{shown_bytes(self.forward)}{gradient}{stored}"
         )
 
 

@@ -10,12 +10,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from rankax._plan.chunks import split_into_tiles
+from rankax._plan.chunks import Chunks, split_into_tiles
 
-__all__ = ["Level", "Shape", "plan_levels"]
+__all__ = ["WHOLE_CHUNKS", "Level", "Shape", "Tiles", "plan_levels"]
 
 Shape = tuple[int, ...]
+
+
+class Tiles(NamedTuple):
+    """How many items are best evaluated at once; None: as many as a chunk may have."""
+
+    forward: int | None = None
+    derivative: int | None = None
+
+
+WHOLE_CHUNKS = Tiles()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +47,8 @@ class Level:
         Whether the items along this level are reduced.
     chunk : int or None
         If no good tile divides the level: how many items a chunk has, which is cut by itself.
+    derivative : Chunks or None
+        How a derivative walks this level, if in other tiles.
     in_lanes : bool
         Whether the items along this level end by themselves.
     """
@@ -46,6 +59,7 @@ class Level:
     mapped: tuple[bool, ...]
     reduced: bool = False
     chunk: int | None = None
+    derivative: Chunks | None = None
     in_lanes: bool = False
 
     @property
@@ -62,7 +76,7 @@ def plan_levels(
     chunk_size: int | None,
     reduced: frozenset[int] = frozenset(),
     most_lanes: int | None = None,
-    best_tile: int | None = None,
+    tiles: Tiles = WHOLE_CHUNKS,
 ) -> tuple[Level, ...]:
     """Nest the maps that cover ``batch_shape``, outermost first; those that are reduced come last.
 
@@ -76,7 +90,7 @@ def plan_levels(
         The axes of ``batch_shape`` that are reduced.
     most_lanes : int or None
         Where axes are reduced in chunks, how many items a tile has at most.
-    best_tile : int or None
+    tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
     """
     aligned = [(None,) * (len(batch_shape) - len(batch)) + batch for batch in batches]
@@ -87,10 +101,12 @@ def plan_levels(
     levels.sort(key=lambda level: level.reduced)
     if chunk_size is None or math.prod(batch_shape) <= chunk_size:
         return tuple(levels)
-    tile = min(chunk_size, best_tile or chunk_size)
+    tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
+    merged = _merged(levels, batch_shape)
     if reduced:  # what is left over is a tile of its own, so no derivative copies more
-        chunk_size = tile = min(tile, most_lanes or tile)
-    return _tiled(_merged(levels, batch_shape), chunk_size, tile)
+        tile = min(tile, most_lanes or tile)
+        return _tiled(merged, _cut(merged, tile, tile))
+    return _tiled(merged, _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other))
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
@@ -111,14 +127,29 @@ def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
     return merged
 
 
-def _tiled(levels: list[Level], chunk_size: int, tile: int) -> tuple[Level, ...]:
+def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
     """Fill the tile from the innermost level outwards."""
-    room, better = chunk_size, tile
-    tiled: list[Level] = []
+    cut: list[Chunks] = []
     for level in reversed(levels):
-        chunks = split_into_tiles(level.size, min(level.size, room), better)
-        tile, chunk = (chunks.tile, chunks.size) if chunks.tile else (chunks.size, None)
-        tiled.append(dataclasses.replace(level, tile=tile, chunk=chunk))
-        room //= tile
-        better //= tile
-    return tuple(reversed(tiled))
+        chunks = split_into_tiles(level.size, min(level.size, chunk_size), tile)
+        cut.append(chunks)
+        in_tile = chunks.tile or chunks.size
+        chunk_size //= in_tile
+        tile //= in_tile
+    return cut[::-1]
+
+
+def _tiled(
+    levels: Sequence[Level], cut: Sequence[Chunks], derivative: Sequence[Chunks] | None = None
+) -> tuple[Level, ...]:
+    """Return the levels in these tiles."""
+    return tuple(
+        dataclasses.replace(
+            level,
+            tile=chunks.tile or chunks.size,
+            chunk=chunks.size if chunks.tile else None,
+            # A level that is mapped whole is no loop, in any direction.
+            derivative=None if other == chunks or chunks.steps == 1 else other,
+        )
+        for level, chunks, other in zip(levels, cut, derivative or cut, strict=True)
+    )

@@ -14,7 +14,7 @@ from rankax._declare.dims import Rank
 from rankax._plan.batch import BatchPlan
 from rankax._plan.broadcast import bind_sizes, broadcast
 from rankax._plan.leaves import leaf_plan
-from rankax._plan.levels import Level, Shape, plan_levels
+from rankax._plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
 
@@ -67,7 +67,7 @@ def plan_nesting(
     chunk_size: int | None,
     untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
     reduction: PlannedReduction | None = None,
-    best_tile: int | None = None,
+    tiles: Tiles = WHOLE_CHUNKS,
 ) -> Nesting:
     """Check the shapes of a call, and plan it.
 
@@ -83,7 +83,7 @@ def plan_nesting(
         Returns path and shape of the arrays without a rank; called for an error only.
     reduction : PlannedReduction, optional
         What is reduced.
-    best_tile : int, optional
+    tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
 
     Raises
@@ -105,7 +105,7 @@ def plan_nesting(
     batches = tuple(leaf.batch_axes for leaf in leaves)
     reduction = reduction or PlannedReduction()
     axes, lanes = reduced_axes(fun, reduction.axis, batch_shape), reduction.most_lanes
-    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, best_tile)
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, tiles)
     plan = BatchPlan(
         function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
     )
@@ -161,7 +161,7 @@ def plan_axis(
     arrays: tuple[tuple[int, Shape, int], ...],
     chunk_size: int | None,
     reduction: PlannedReduction | None = None,
-    best_tile: int | None = None,
+    tiles: Tiles = WHOLE_CHUNKS,
 ) -> Nesting:
     """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
 
@@ -169,13 +169,13 @@ def plan_axis(
     ----------
     arrays : tuple of (position, shape, axis)
         Each array that is mapped.
-    chunk_size, reduction, best_tile
+    chunk_size, reduction, tiles
         As in `plan_nesting`; the one axis is the reduced one.
     """
     shape, axes = (length,), () if reduction is None else (0,)
     reduction = reduction or PlannedReduction()
     batches, lanes = (shape,) * len(arrays), reduction.most_lanes
-    levels = plan_levels(batches, shape, chunk_size, frozenset(axes), lanes, best_tile)
+    levels = plan_levels(batches, shape, chunk_size, frozenset(axes), lanes, tiles)
     return Nesting(
         BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduction.name),
         {},

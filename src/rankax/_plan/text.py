@@ -72,7 +72,9 @@ def level_how(level: Level) -> str:
     if level.tile == level.size:
         return f"vmap over {level.size}"
     word = "tile" if level.reduced else "chunk"
-    return f"{plural(level.steps, word)} of {level.tile} over {level.size}"
+    other = level.derivative
+    there = "" if other is None else f" ({other.tile or other.size} in derivatives)"
+    return f"{plural(level.steps, word)} of {level.tile} over {level.size}{there}"
 
 
 def ends_lines(ends: Sequence[str], lanes: int | None) -> list[str]:

@@ -95,7 +95,7 @@ class Workload:
             pairs = tuple(sorted(compiler_options.items()))
             options += [self.with_chunk(size, compiler_options=pairs) for size in sizes]
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
-        if self.gradient and self.defaults.checkpoint and bound is None:
+        if self.gradient and self.defaults.checkpoint is not False and bound is None:
             sizes = [n for n in _FEW_SIZES if n <= most]
             options += [self.with_chunk(size, checkpoint=False) for size in sizes]
         # What is committed to one device is meant to stay there.
