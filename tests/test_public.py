@@ -105,7 +105,8 @@ def test_help_shows_the_options_of_auto_vmap():
     shown = (
         "(*ranks, chunk_size=None, memory_limit=None, reduce=None, reduce_axis=None, "
         "where=None, batch_shape=None, checkpoint=None, jit=False, "
-        "compiler_options=None, progress=False, devices=None, lockstep=True, **named_ranks)"
+        "compiler_options=None, progress=False, devices=None, lockstep=True, bucket=False, "
+        "**named_ranks)"
     )
     assert str(signature) == shown
     page = pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)

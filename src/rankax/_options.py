@@ -22,6 +22,7 @@ from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
+from rankax._plan.buckets import Bucket, checked_bucket
 from rankax._plan.budget import checked_limit
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
@@ -46,6 +47,7 @@ class Options:
     progress: bool | str | Callable[[int, int], object] = False
     devices: Devices = None
     lockstep: bool = True
+    bucket: Bucket = False
 
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
@@ -72,6 +74,7 @@ class Given(Scoped, total=False):
     batch_shape: int | Sequence[int] | None
     jit: bool
     compiler_options: Mapping[str, Any] | None
+    bucket: bool | Sequence[int]
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -124,6 +127,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "progress": checked_progress,
     "devices": checked_devices,
     "lockstep": functools.partial(check_bool, name="lockstep"),
+    "bucket": checked_bucket,
 }
 
 
@@ -169,6 +173,11 @@ def check_together(options: Options, where: str) -> None:
         raise TypeError(
             f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "
             "call jax.jit yourself, give them there"
+        )
+    if options.bucket and not options.jit:
+        raise TypeError(
+            f"{where}: bucket={options.bucket} is for programs that jit=True compiles, so it needs "
+            "jit=True; where you call jax.jit yourself, fill the arrays up before"
         )
 
 

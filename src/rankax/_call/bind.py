@@ -39,6 +39,7 @@ from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
+from rankax._plan.splits import Split
 
 __all__ = ["BoundKernel", "bind", "flatten", "rebind"]
 
@@ -94,6 +95,10 @@ class BoundKernel(Bound):
                 self.fun, arrays, options.chunk_size, self.untouched, reduction, tiles
             )
             keep(self.structure.plans, key, plan)
+        if marked := self.lengths.keys() & plan.plan.reduced:
+            strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
+            marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
+            plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
 
     def part(self, plan: Nesting, shape: Shape) -> Self:

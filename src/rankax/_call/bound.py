@@ -10,7 +10,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 from rankax._call.over_parts import Layout
 from rankax._devices.parts import Parts
 from rankax._fit.memory import shape_of
-from rankax._loop.keys import PLACE, item_key
+from rankax._loop.keys import PLACE, index_without_fill, item_key
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import Nesting, PlannedReduction
+from rankax._plan.nesting import NO_ARRAY, Nesting, PlannedReduction
+from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._trace.item import ItemProgram, trace_item, with_shape
 
@@ -44,12 +46,15 @@ class Bound(abc.ABC):
         The call as errors name it: ``energy()``, ``chunked_vmap(energy)``.
     leaves : list
         Arrays, numbers, other objects; `jax.ShapeDtypeStruct` if only a plan is needed.
+    lengths : mapping of int to uint32
+        How many items along each batch axis that is filled up (`fill.py`) are no copies.
     """
 
     fun: Callable[..., Any]
     name: str
     where: str
     leaves: list[Any]
+    lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
     def out_axes(self) -> Any:
@@ -101,9 +106,17 @@ class Bound(abc.ABC):
             numbers = items[len(plan.mapped) :]
             for position, item in zip(plan.mapped, items, strict=False):
                 leaves[position] = item
+            marks: list[Any] = []
             for split, number in zip(plan.splits, numbers, strict=True):
-                leaves[split.position] = item_key(leaves[split.position], number)
-            return self.evaluate(leaves, plan)
+                axes = [axis for axis, stride in enumerate(split.strides) if stride]
+                if split.position == NO_ARRAY:
+                    marks.append(number < self.lengths[axes[0]])
+                    continue
+                shape, key = plan.plan.batch_shape, leaves[split.position]
+                number = index_without_fill(number, shape, axes, self.lengths)
+                leaves[split.position] = item_key(key, number)
+            out = self.evaluate(leaves, plan)
+            return Marked(out, functools.reduce(operator.and_, marks)) if marks else out
 
         return on_item
 

@@ -122,10 +122,10 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
         devices = tuple((parts.axis, parts.count) for parts in ready.parts if parts.count > 1)
         fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
         batch_plan = dataclasses.replace(batch_plan, **fields)
-    untouched = bound.untouched()
-    if ready.memory is None and not untouched:
+    untouched, filled = bound.untouched(), tuple(bound.lengths.items())
+    if ready.memory is None and not untouched and not filled:
         return batch_plan
-    return dataclasses.replace(batch_plan, untouched=untouched, memory=ready.memory)
+    return dataclasses.replace(batch_plan, untouched=untouched, memory=ready.memory, filled=filled)
 
 
 def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:

@@ -24,6 +24,7 @@ from rankax._base.functions import function_name, unwrapped
 from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import check_method
 from rankax._call.bind import bind
+from rankax._call.fill import fill_up, marked
 from rankax._call.kernel import Kernel
 from rankax._call.run import plan_of, run
 from rankax._declare.gufunc import to_gufunc
@@ -103,6 +104,7 @@ def auto_vmap(
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
+    bucket: bool | Sequence[int] = False,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -189,6 +191,11 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a lane
         whose item has ended takes the next one. If no loop depends on the item, nothing changes.
         See Notes.
+    bucket : bool or sequence of int, default False
+        With ``jit=True``: compile one program for many batch lengths. Each batch axis is filled up
+        to the next of these lengths with copies of the last item, and the results are cut. True: a
+        series of lengths, each a quarter longer than the one before. Inside another ``jit`` it has
+        no effect. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
@@ -276,6 +283,14 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     is inside a function with its own derivative rule, and then takes the time of the call in
     lockstep. Each device has its own lanes and waits for no other. The kernel must have no ordered
     effects.
+
+    *Buckets.* With ``bucket``, values, gradients and reductions are those of the call without it:
+    copies are neither counted nor differentiated. One case differs: where the derivative of the
+    last item is infinite, that of an argument that all items share may be NaN instead. Arrays are
+    filled, and results cut, by NumPy on the host, because XLA would compile a program for each
+    length. So a call waits for its result, which may lose a weak type. Axes of length 0 and 1 are
+    not filled. What counts items, such as ``progress``, ``memory_limit`` and ``devices``,
+    counts the copies, too.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own
@@ -393,7 +408,8 @@ class _Family:
         def plan(*args: Any, **kwargs: Any) -> BatchPlan:
             """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
             check_method(kernel, "plan", args, kwargs)
-            return plan_of(bind(kernel, args, kwargs, shapes_only=True), kernel.options())
+            call = fill_up(bind(kernel, args, kwargs, shapes_only=True), kernel.options())
+            return plan_of(call, marked(call, kernel.options()))
 
         def tune(
             *args: Any,

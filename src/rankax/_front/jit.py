@@ -8,6 +8,7 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,16 +16,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rankax._base.arrays import is_staged
+from rankax._base.arrays import is_staged, scalar
 from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import check_method, is_array, is_number
-from rankax._call.bind import bind, rebind
+from rankax._call.bind import BoundKernel, bind, rebind
+from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.kernel import Kernel
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._loop.keys import PLACE
 from rankax._options import Options
+from rankax._plan.levels import Shape
 from rankax._progress.bars import wait_for_reports
 
 __all__ = ["JitKernel"]
@@ -42,6 +46,9 @@ class _Frame(NamedTuple):
     kinds: tuple[Any, ...]  # differences between static values that `==` does not see
     options: Options
     parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
+    filled: tuple[int, ...]  # the batch axes that are filled up; their true lengths come last
+    cut: Shape | None  # the batch shape with them
+    weak: tuple[int, ...]  # the leaves of a weak type
 
 
 _NOTHING = jax.tree.structure([])
@@ -80,13 +87,14 @@ class JitKernel:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled kernel on every item of the batch."""
-        frame, arrays = self._split(args, kwargs)
-        if is_staged():  # the outer program shows no call of ours
+        staged = is_staged()
+        frame, arrays, call = self._split(args, kwargs, is_alone=not staged)
+        if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
             name, shown = self._kernel.name, frame.options.progress
             with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
-                return self._jitted(frame, *arrays)
+                return cut(self._jitted(frame, *arrays), call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
@@ -96,19 +104,30 @@ class JitKernel:
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
         check_method(self._kernel, "lower", args, kwargs)
-        frame, arrays = self._split(args, kwargs, shapes_only=True)
+        frame, arrays, _ = self._split(args, kwargs, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
-    ) -> tuple[_Frame, list[Any]]:
-        """Split a bound call into a static frame and traced arrays."""
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        shapes_only: bool = False,
+        is_alone: bool = True,
+    ) -> tuple[_Frame, list[Any], BoundKernel]:
+        """Split a bound call into a static frame and traced arrays; return the call, too."""
         call = bind(self._kernel, args, kwargs, shapes_only=shapes_only)
         others, rest, rest_tree = {}, [], _NOTHING
         if len(call.arguments.arguments) > len(call.names):
             others = call.others
             rest, rest_tree = jax.tree.flatten(list(others.values()))
         options = self._kernel.options()
+        weak: tuple[int, ...] = ()
+        if options.bucket and is_alone:
+            shapes = fill_up(call, options)
+            pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
+            weak = tuple(i for i, (x, y) in pairs if x is not y and y.weak_type)
+            call = filled(call, shapes)
         parts = parts_of(call, options)
         leaves = call.leaves
         if parts:
@@ -122,6 +141,7 @@ class JitKernel:
         inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
         arrays = [x for x in inputs if x is not None]
+        arrays += [scalar(n, PLACE.dtype) for n in call.lengths.values()]
         static: tuple[Any, ...] = ()
         if len(arrays) < len(inputs):
             pairs = zip([*leaves, *rest], traced, strict=True)
@@ -140,7 +160,8 @@ class JitKernel:
                 static = self._hashable(static, [p for p, is_traced in known if not is_traced])
         of_arrays = call.names, call.treedef, tuple(others), rest_tree, traced
         kinds = tuple(map(_kind, static))
-        return _Frame(*of_arrays, static, kinds, options, parts), arrays
+        of_batch = options, parts, tuple(call.lengths), call.cut, weak
+        return _Frame(*of_arrays, static, kinds, *of_batch), arrays, call
 
     def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
         hashable: list[Any] = []
@@ -163,10 +184,17 @@ class JitKernel:
         traced, static = iter(arrays), iter(frame.static)
         leaves = [next(traced) if is_traced else next(static) for is_traced in frame.traced]
         leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
+        for i in frame.weak:
+            leaves[i] = weakened(leaves[i])
         count = frame.treedef.num_leaves
         others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
         call = rebind(self._kernel, frame.names, leaves[:count], frame.treedef, dict(others))
-        return run(call, frame.options, frame.parts)
+        if not frame.filled:
+            return run(call, frame.options, frame.parts)
+        lengths = dict(zip(frame.filled, traced, strict=True))
+        call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
+        out = run(call, marked(call, frame.options), frame.parts)
+        return with_places(out, call, frame.options)
 
 
 def _as_input(leaf: Any, shapes_only: bool) -> Any:

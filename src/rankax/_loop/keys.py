@@ -28,7 +28,7 @@ from rankax._base.arrays import counted, scalar
 from rankax._plan.levels import Level, Shape
 from rankax._plan.splits import Split
 
-__all__ = ["PLACE", "add_places", "item_key", "number_items", "vmap_level"]
+__all__ = ["PLACE", "add_places", "index_without_fill", "item_key", "number_items", "vmap_level"]
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"
@@ -43,6 +43,31 @@ def item_key(key: Any, number: Any) -> Any:
     safe = jax.random.wrap_key_data(jax.random.key_data(key), impl=_SAFE)
     folded = jax.random.key_data(jax.random.fold_in(safe, number))
     return jax.random.wrap_key_data(folded, impl=_UNSAFE)
+
+
+def index_without_fill(
+    index: jax.Array, shape: Shape, axes: Sequence[int], lengths: Mapping[int, Any]
+) -> jax.Array:
+    """Return a flat index into some axes of a batch as it was before it was filled up.
+
+    Parameters
+    ----------
+    index : array of ints
+        Negative: no item.
+    shape : tuple of int
+        The shape of the batch that is filled up.
+    axes : sequence of int
+    lengths : mapping of int to uint32
+        How long each axis was that is filled up; traced.
+    """
+    if not lengths.keys() & axes[1:]:
+        return index
+    rest, total, stride = index, jnp.zeros_like(index), scalar(1, index.dtype)
+    for axis in reversed(axes):
+        size = scalar(shape[axis], index.dtype)
+        total, rest = total + rest % size * stride, rest // size
+        stride = stride * jnp.asarray(lengths.get(axis, size)).astype(index.dtype)
+    return jnp.where(index < scalar(0, index.dtype), index, total)
 
 
 def number_items(

@@ -44,6 +44,9 @@ class BatchPlan:
     ends : tuple of str, or None
         With ``lockstep=False``, where items part: loops whose length depends on the item, and
         expensive branches. Empty: nowhere, so they run in lockstep.
+    filled : tuple of (int, int)
+        With ``bucket=``, the axes of the batch shape that are filled up, and the length that each
+        has in the arguments and the results.
     """
 
     kernel: str
@@ -57,6 +60,7 @@ class BatchPlan:
     devices: tuple[tuple[int, int], ...] = ()
     lanes: int | None = None
     ends: tuple[str, ...] | None = None
+    filled: tuple[tuple[int, int], ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -108,8 +112,12 @@ class BatchPlan:
         return plural(shorter, "item") if not longer else f"{shorter} or {shorter + 1} items"
 
     def _notes(self) -> list[str]:
-        """Describe the devices, the reduction, the measured memory, and arrays without a rank."""
-        notes = [] if self.ends is None else ends_lines(self.ends, self.lanes)
+        """Describe what the leaves and levels do not show, such as devices and reductions."""
+        notes = [
+            f"axis {axis}: {length} items, in a bucket of {self.batch_shape[axis]}"
+            for axis, length in self.filled
+        ]
+        notes += [] if self.ends is None else ends_lines(self.ends, self.lanes)
         notes += [
             f"axis {axis}: over {count} devices, {self._items_of_part(axis, count)} on each"
             for axis, count in self.devices

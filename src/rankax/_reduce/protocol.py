@@ -53,8 +53,10 @@ from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Storage, in_a_row
 
 __all__ = [
+    "FILL",
     "EachLeaf",
     "Keep",
+    "Marked",
     "MisfitError",
     "Outputs",
     "Place",
@@ -83,6 +85,16 @@ class Outputs(NamedTuple):
     def positions(self) -> tuple[int, ...]:
         """The positions of the leaves among all outputs."""
         return tuple(range(self.first, self.first + len(self.avals)))
+
+
+FILL = "\0fill"  # in place of ``where``: items count if they are no copies that fill the batch up
+
+
+class Marked(NamedTuple):
+    """The output of an item of a batch that is filled up, and whether the item is no copy."""
+
+    out: Any
+    counts: Any
 
 
 class MisfitError(Exception):
@@ -122,7 +134,8 @@ class Reduction:
     @property
     def label(self) -> str:
         """The name, and which items count."""
-        return self.name if self.where is None else f"{self.name} where {self.where!r}"
+        is_plain = self.where is None or self.where == FILL
+        return self.name if is_plain else f"{self.name} where {self.where!r}"
 
     def of_items(self, where: str | int | None) -> Self:
         """Return the same for the items that count; its own ``where`` comes first."""
@@ -187,6 +200,10 @@ class Reduction:
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         """Return the result as the user sees it."""
         return outputs.structure.unflatten(values)
+
+    def with_places(self, result: Any, place: Place) -> Any:
+        """Return an assembled result with each index of an item replaced by its ``place``."""
+        return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,15 @@ from rankax._loop.loop import apart_from_constants
 from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.gram import Gram
-from rankax._reduce.protocol import Keep, MisfitError, Outputs, Reduction, Several
+from rankax._reduce.protocol import (
+    FILL,
+    Keep,
+    Marked,
+    MisfitError,
+    Outputs,
+    Reduction,
+    Several,
+)
 from rankax._reduce.row import Row, evaluates_functions
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
@@ -366,8 +374,9 @@ def _by_reduction(
 ) -> tuple[list[tuple[str, Any]], dict[Any, Any]]:
     """Split the output of an item by reduction, and lift it; return the masks, too."""
     names = {entry.where: None for entry in reductions.entries if entry.where is not None}
+    out, counts = out if isinstance(out, Marked) else (out, True)
     try:
-        masks = {name: find_mask(out, name) for name in names}
+        masks = {name: ("", counts) if name == FILL else find_mask(out, name) for name in names}
         subtrees = list(
             subtrees_with_entries(
                 reductions.prefix, out, "output", is_entry=_is_place, what="reduction"
@@ -382,7 +391,7 @@ def _by_reduction(
         for entry in reductions.entries[place.start : place.stop]:
             own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
             pairs.append((path, entry.lifted(own)))
-    return pairs, {name: mask for name, (_, mask) in masks.items()}
+    return pairs, {name: mask & counts for name, (_, mask) in masks.items()}
 
 
 def _check_numbers(outputs: Outputs) -> None:

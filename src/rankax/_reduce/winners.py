@@ -72,6 +72,9 @@ class _ArgExtremum(_Compared):
         index = index if self.where is None else if_found(index, index, -1)
         return index.astype(dtype_of(jnp.argmin, aval))
 
+    def with_places(self, result: Any, place: Place) -> Any:
+        return jax.tree.map(place, result)
+
 
 @dataclasses.dataclass(frozen=True)
 class ArgMax(_ArgExtremum):
@@ -236,6 +239,12 @@ class TopK(_Compared):
             return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
 
         return [result(*own) for own in state]
+
+    def with_places(self, result: Any, place: Place) -> Any:
+        def placed(top: TopKResult) -> TopKResult:
+            return TopKResult(top.values, place(top.indices))
+
+        return jax.tree.map(placed, result, is_leaf=lambda node: isinstance(node, TopKResult))
 
 
 class _TopKOverDevices(TopK):

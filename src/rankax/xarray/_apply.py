@@ -132,7 +132,12 @@ def apply(
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     plain = mapped.with_options(
-        jit=False, compiler_options=None, chunk_size=None, memory_limit=None, progress=False
+        jit=False,
+        bucket=False,
+        compiler_options=None,
+        chunk_size=None,
+        memory_limit=None,
+        progress=False,
     )
     out = jax.eval_shape(  # without the batch dimensions that remain
         lambda known: called(plain, [known.get(i, leaf.value) for i, leaf in enumerate(leaves)]),

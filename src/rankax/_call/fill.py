@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: MIT
+"""``bucket=``: fill the axes of a batch up to one of a few lengths, and cut the results.
+
+A filled axis has copies of its last item at its end. The program gets the true lengths as numbers
+(`Bound.lengths`), so it is the same for all lengths of a bucket:
+
+* Outputs with an axis for the batch are cut. The cotangents of the copies are zero.
+* For a reduction, each item says whether it is no copy (`Marked`), as with ``where``.
+* Keys are split, and indices counted, as if there were no copies.
+
+Filling and cutting would be a program for each length if XLA did it. So `_resize` is a primitive
+that NumPy evaluates on the host, also where it is differentiated or mapped. Where JAX adds it to a
+program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rankax._call.bind import BoundKernel
+from rankax._devices.find import is_spread
+from rankax._loop.keys import index_without_fill
+from rankax._options import Options
+from rankax._plan.buckets import bucket_of
+from rankax._plan.levels import Shape
+from rankax._reduce.protocol import FILL, Keep, Reduction
+from rankax._reduce.winners import TopK
+
+__all__ = ["cut", "fill_up", "filled", "marked", "weakened", "with_places"]
+
+
+def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
+    """Return a call with its batch filled up, as shapes; the call itself if there is no bucket.
+
+    An axis of length 1 broadcasts, and an empty batch has no item to copy.
+    """
+    if not options.bucket:
+        return call
+    plan = call.plan(dataclasses.replace(options, chunk_size=None))
+    shape, lengths = list(plan.plan.batch_shape), dict[int, int]()
+    for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
+        if options.devices is None and is_spread(call.leaves[i]):
+            raise ValueError(
+                f"{call.where}: {call.structure.paths[i]} is sharded over devices, but bucket= "
+                "fills it up on the host; with devices=, the devices share the filled batch"
+            )
+        for axis, length in enumerate(plan.plan.batch_shape):
+            if axes[axis] is None or length == 1:
+                continue
+            lengths[axis] = length
+            size = bucket_of(length, options.bucket)
+            if size is None:
+                most = options.bucket[-1] if isinstance(options.bucket, tuple) else ""
+                raise ValueError(
+                    f"{call.where}: {call.structure.paths[i]} has {length} items along batch axis "
+                    f"{axis}, but the largest bucket is {most}; add a larger one, or use "
+                    "bucket=True, which has no end"
+                )
+            shape[axis] = size
+    row = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
+    entries = () if options.reduce is None else options.reduce.entries
+    # Without the copies, `TopK` may have too few items, which it says itself.
+    too_few = any(isinstance(entry, TopK) and entry.k > row for entry in entries)
+    if not plan.plan.evaluations or too_few:
+        return call
+    part = call.part(plan, tuple(shape)) if lengths else call
+    return dataclasses.replace(part, lengths=dict(sorted(lengths.items())))
+
+
+def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
+    """Return a call with its arrays filled up to these shapes, by copies of their last items."""
+    leaves = [
+        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else _resized(x, y.shape, copies=True)
+        for x, y in zip(call.leaves, shapes.leaves, strict=True)
+    ]
+    return dataclasses.replace(shapes, leaves=leaves)
+
+
+def marked(call: BoundKernel, options: Options) -> Options:
+    """Return options whose reductions do not count the copies."""
+    if options.reduce is None or not call.lengths:
+        return options
+    return dataclasses.replace(options, reduce=options.reduce.of_items(FILL))
+
+
+def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
+    """Return a result whose indices count the items as if there were no copies."""
+    plan = call.plan(options).plan
+
+    def place(index: jax.Array) -> jax.Array:
+        return index_without_fill(index, plan.batch_shape, plan.reduced, call.lengths)
+
+    return _by_entry(lambda entry, part: entry.with_places(part, place), out, options)
+
+
+def cut(out: Any, call: BoundKernel, options: Options) -> Any:
+    """Return a result without the copies; ``call`` is that which was filled up."""
+    if not call.lengths:
+        return out
+    plan = call.plan(options).plan
+    sizes = [call.lengths.get(axis, size) for axis, size in enumerate(plan.batch_shape)]
+
+    def cut_part(entry: Reduction, part: Any) -> Any:
+        gone = () if entry.is_kept else plan.reduced
+        front = [size for axis, size in enumerate(sizes) if axis not in gone]
+        return jax.tree.map(lambda x: _resized(x, (*front, *x.shape[len(front) :])), part)
+
+    return _by_entry(cut_part, out, options)
+
+
+def _by_entry(fun: Callable[[Reduction, Any], Any], out: Any, options: Options) -> Any:
+    """Apply a function to each reduction and its part of the result."""
+    if options.reduce is None:
+        return fun(Keep(), out)
+    entries, structure = options.reduce.entries, options.reduce.structure
+    pairs = zip(entries, structure.flatten_up_to(out), strict=True)
+    return structure.unflatten([fun(entry, part) for entry, part in pairs])
+
+
+def _resized(x: Any, shape: Shape, *, copies: bool = False) -> Any:
+    """Cut the axes of an array at their ends, or lengthen them: by zeros, or by copies."""
+    if x.shape == shape:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        data = _resized(data, (*shape, *data.shape[x.ndim :]), copies=copies)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return _resize.bind(x, shape=shape, copies=copies, weak=False)
+
+
+def weakened(x: Any) -> Any:
+    """Return an array of a traced program with a weak type, which it lost on the host."""
+    return _resize.bind(x, shape=x.shape, copies=False, weak=True)
+
+
+def _by(package: Any, x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
+    widths = [(0, max(new - old, 0)) for new, old in zip(shape, x.shape, strict=True)]
+    return package.pad(x[tuple(map(slice, shape))], widths, mode="edge" if copies else "constant")
+
+
+_resize = jax.extend.core.Primitive("rankax_resize")
+
+
+@_resize.def_impl
+def _on_host(x: Any, **params: Any) -> Any:
+    """Resize by NumPy; the result is where the array was."""
+    resized = _by(np, jax.device_get(x), **params)
+    if isinstance(x, np.ndarray):
+        return resized
+    sharding = x.sharding if x.committed else None
+    try:
+        return jax.device_put(resized, sharding)
+    except ValueError:  # the devices do not divide it, so each gets all of it
+        return jax.device_put(resized, NamedSharding(x.sharding.mesh, PartitionSpec()))
+
+
+@_resize.def_abstract_eval
+def _(x: Any, *, shape: Shape, weak: bool, **_: Any) -> Any:
+    return x.update(shape=shape, weak_type=weak)
+
+
+def _tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    out, (tangent,) = _resize.bind(*primals, **params), tangents
+    if isinstance(tangent, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _resize.bind(tangent, **{**params, "copies": False})
+
+
+def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:
+    is_zero = isinstance(cotangent, ad.Zero)
+    return [ad.Zero(x.aval) if is_zero else _resized(cotangent, x.aval.shape)]
+
+
+def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:
+    (x,), (dim,) = args, dims
+    shape = (*shape[:dim], x.shape[dim], *shape[dim:])
+    return _resize.bind(x, shape=shape, **params), dim
+
+
+ad.primitive_jvps[_resize] = _tangent
+ad.primitive_transposes[_resize] = _transposed
+batching.primitive_batchers[_resize] = _mapped
+mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: MIT
+"""``bucket=`` with ``jit=True``: against the same kernel without it, and how much is compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same as assert_equal
+from helpers import at_each_run, slow
+from rankax import SplitKey, auto_vmap
+from rankax.reductions import Best, Fold, Moments, Several, TopK
+
+assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
+
+KEYS = jax.random.split(jax.random.key(5), 3)
+X = jax.random.normal(KEYS[0], (7, 3))  # filled up to 8
+Y = jax.random.normal(KEYS[1], (11, 1, 3))  # filled up to 12
+W = jax.random.normal(KEYS[2], (3,))
+ARGS = X, Y, W
+
+
+def pair(x, y, w):
+    return {"d": jnp.sum(jnp.sin(x * w - y) ** 2), "v": x * y, "ok": x[0] > y[0]}
+
+
+PAIRS = auto_vmap(x=1, y=1, w=1, jit=True)(pair)
+
+
+def value(kernel, *args):
+    """Return a number that has a derivative with respect to all arrays."""
+    floats = [x for x in jax.tree.leaves(kernel(*args)) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(jnp.log1p(x**2)) for x in floats), jnp.float32(0))
+
+
+EVENTS = []  # JAX 0.7 cannot unregister a listener
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
+
+
+def compiled(fun):
+    """Return how many programs XLA compiles in a call."""
+    EVENTS.clear()
+    fun()
+    return EVENTS.count("/jax/core/compile/backend_compile_duration")
+
+
+OPTIONS = {
+    "no option": {},
+    "chunks": {"chunk_size": 20},
+    "a memory limit": {"memory_limit": "2 kB"},
+    "a batch shape": {"batch_shape": (2, 1, 1)},
+    "one reduced axis": {"reduce": "mean", "reduce_axis": 1},
+    "the other in chunks": {"reduce": {"d": "logsumexp", "v": "max", "ok": None}, "reduce_axis": 0}
+    | {"chunk_size": 20},
+    "indices of both": {"reduce": {"d": Several("argmin", TopK(3)), "v": "argmax", "ok": "any"}},
+    "a mask": {"reduce": Several("sum", "argmax", Moments()), "where": "ok", "chunk_size": 20},
+    "a fold": {
+        "reduce": {
+            "d": Fold(jnp.float32(1), lambda d: 1 + d, lambda a, b: a * b, jnp.log),
+            "v": "gram",
+            "ok": "all",
+        },
+        "chunk_size": 20,
+    },
+    **{
+        f"{name} in {'chunks' if size else 'one'}": {
+            "reduce": {"d": reduce, "v": reduce, "ok": None},
+            "chunk_size": size,
+        }
+        for name, reduce in {
+            **{name: name for name in ("sum", "prod", "min", "max", "logsumexp", "argmin")},
+            "gram": "gram",
+            "TopK": TopK(4, largest=True),
+            "Moments": Moments(),
+        }.items()
+        for size in (None, 20)
+    },
+    "the best": {"reduce": Best("d", largest=True), "chunk_size": 20},
+}
+QUICK = ("chunks", "the other in chunks", "indices of both", "a fold")
+
+
+@pytest.mark.parametrize("options", at_each_run(QUICK, OPTIONS))
+def test_values_and_gradients_are_those_without_a_bucket(options):
+    kernel = PAIRS.with_options(**options)
+    filled = kernel.with_options(bucket=True)
+    assert_same(filled(*ARGS), kernel(*ARGS))
+    gradients = [jax.grad(functools.partial(value, k), (0, 1, 2))(*ARGS) for k in (filled, kernel)]
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("reduce", [{"d": "sum", "v": None}, slow(None), slow("argmax")])
+def test_a_hundred_lengths_need_no_more_programs_than_buckets(reduce):
+    kernel = auto_vmap(x=1, w=1, jit=True, bucket=True, chunk_size=300, reduce=reduce)(
+        lambda x, w: {"d": jnp.sum(x * w), "v": x}
+    )
+    lengths = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(10_000), 100)).astype(int)
+    arrays = [jax.device_put(np.ones((n, 3), np.float32)) for n in [100, *lengths, 10_000]]
+    outs = []
+
+    def calls():
+        outs[:] = [kernel(x, W) for x in arrays]
+
+    assert compiled(calls) <= 22
+    assert compiled(calls) == 0
+    if reduce != "argmax":
+        assert [out["v"].shape for out in outs] == [x.shape for x in arrays]
+
+
+def test_gradients_of_one_bucket_compile_two_programs():
+    kernel = auto_vmap(x=1, w=1, jit=True, bucket=(64,))(lambda x, w: jnp.sin(x) @ w)
+    pairs = [(np.ones((n, 3), np.float32), np.ones(n, np.float32)) for n in (20, 41, 63, 64)]
+    pairs = jax.tree.map(jax.device_put, pairs)
+
+    def gradients():
+        for x, cotangent in pairs:
+            _, pull = jax.vjp(kernel, x, W)
+            of_x, _ = pull(cotangent)
+            assert of_x.shape == x.shape
+
+    assert compiled(gradients) == 2
+
+
+def test_arrays_of_numpy_and_keys_are_filled_without_a_program():
+    kernel = auto_vmap(x=1, key=0, jit=True, bucket=(8,))(
+        lambda x, key: (key, x * jax.random.uniform(key))
+    )
+    plain = kernel.with_options(bucket=False)
+    x = np.asarray(X)
+    few, more = (jax.random.split(jax.random.key(1), n) for n in (5, 7))
+    assert_same(kernel(x[:5], few), plain(x[:5], few))
+    assert compiled(lambda: kernel(x, more)) == 0
+    assert_same(kernel(x, more), plain(x, more))
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 20}, slow({}), slow({"reduce": "sum"})])
+def test_split_keys_are_those_without_a_bucket(options):
+    def draw(x, y, key):
+        return (x + y) * jax.random.normal(key, x.shape)
+
+    kernel = auto_vmap(x=1, y=1, key=SplitKey, jit=True, **options)(draw)
+    args = X, Y, jax.random.key(2)
+    assert_same(kernel.with_options(bucket=True)(*args), kernel(*args))
+
+
+@pytest.mark.parametrize("reduce", [None, Several("sum", "argmax")])
+def test_items_that_end_by_themselves(reduce):
+    def steps(x, y):
+        def body(state):
+            return state[0] + 1, state[1] * 0.9 + y[0]
+
+        most = jnp.abs(x[0] * 10).astype(int)
+        return jax.lax.while_loop(lambda state: state[0] < most, body, (0, x[1]))[1]
+
+    kernel = auto_vmap(x=1, y=1, jit=True, lockstep=False, chunk_size=16, reduce=reduce)(steps)
+    assert_same(kernel.with_options(bucket=True)(X, Y), kernel(X, Y))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(X[0], Y[0, 0], W), (X[:1], Y[:1], W), (X[:0], Y, W), (X[:, None, None], Y, W), (X, X, X)],
+    ids=["no batch", "length 1", "no item", "three axes", "one axis"],
+)
+def test_other_batches(args):
+    for kernel in (PAIRS, PAIRS.with_options(reduce="sum")):
+        assert_same(kernel.with_options(bucket=(8, 16))(*args), kernel(*args))
+
+
+def test_copies_send_nothing_back():
+    """Neither to shared arguments nor NaN: the last item has an infinite derivative."""
+    x = jnp.array([1.0, 4.0, 0.0])
+
+    def loss(kernel, x, w):
+        return jnp.sum(kernel(x, w))
+
+    for reduce in (None, "sum"):
+        kernel = auto_vmap(0, 0, jit=True, reduce=reduce)(lambda x, w: w * jnp.sqrt(x))
+        filled = kernel.with_options(bucket=(8,))
+        got, want = (jax.grad(functools.partial(loss, k), (0, 1))(x, 2.0) for k in (filled, kernel))
+        assert_same(got, want)
+        assert_same(got[0], jnp.array([1.0, 0.5, jnp.inf]))
+
+
+def test_transformations():
+    kernel, w = PAIRS, jnp.stack([W, 2 * W])
+    filled = kernel.with_options(bucket=True)
+
+    def of_w(k):
+        return lambda w: jnp.sum(k(X, Y, w)["d"])
+
+    for transform in (
+        lambda k: jax.jit(k)(*ARGS),
+        lambda k: jax.vmap(k, (None, None, 0))(X, Y, w),
+        lambda k: jax.vmap(k, (2, None, None))(jnp.stack([X, -X], 2), Y, W),
+        lambda k: jax.jvp(k, ARGS, ARGS),
+        lambda k: jax.linearize(lambda x: k(x, Y, W)["v"], X)[1](X),
+        lambda k: jax.jit(jax.vjp(lambda x: k(x, Y, W)["v"], X)[1])(kernel(*ARGS)["v"]),
+        lambda k: jax.hessian(of_w(k))(W),
+    ):
+        assert_same(transform(filled), transform(kernel))
+    assert jax.eval_shape(filled, *ARGS) == jax.eval_shape(kernel, *ARGS)
+
+
+def test_weak_types_are_promoted_as_without_a_bucket():
+    kernel = auto_vmap(1, jit=True)(lambda x: x * jnp.ones(3, jnp.bfloat16))
+    for x in (jnp.full((7, 3), 2.0), jnp.full((8, 3), 2.0)):
+        assert_same(kernel.with_options(bucket=(8,))(x), kernel(x))
+
+
+def test_inside_jit_nothing_is_filled():
+    shapes = []
+
+    @auto_vmap(0, jit=True, bucket=True, chunk_size=4)
+    def double(x):
+        return 2 * x
+
+    jax.jit(lambda x: shapes.append(double(x).shape))(jnp.ones(7))
+    assert shapes == [(7,)]
+    assert "f32[8]" not in str(jax.make_jaxpr(double)(jnp.ones(7)))
+
+
+def test_a_plan_shows_the_bucket():
+    kernel = PAIRS.with_options(bucket=(10, 20), reduce="sum", reduce_axis=0)
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARGS]
+    for args in (ARGS, like):
+        plan = kernel.plan(*args)
+        assert (plan.batch_shape, plan.filled) == ((20, 10), ((0, 11), (1, 7)))
+        assert str(plan).split("\n")[-3:] == [
+            "  axis 0: 11 items, in a bucket of 20",
+            "  axis 1: 7 items, in a bucket of 10",
+            "  reduced by sum, to (10,)",
+        ]
+    assert PAIRS.with_options(bucket=True).plan(X[0], Y[0, 0], W).filled == ()
+    assert kernel.lower(*like).compile().memory_analysis().argument_size_in_bytes > 12 * 30
+
+
+def test_a_committed_array_stays_on_its_device():
+    x = jax.device_put(X, jax.local_devices()[0])
+    kernel = auto_vmap(1, jit=True, bucket=True)(jnp.sum)
+    assert kernel(x).committed
+    assert not kernel(X).committed
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: PAIRS.with_options(bucket=(8, 4))(*ARGS),
+            ValueError,
+            "pair(): y has 11 items along batch axis 0, but the largest bucket is 8; add a larger "
+            "one, or use bucket=True, which has no end",
+        ),
+        (
+            lambda: PAIRS.with_options(bucket=True, jit=False),
+            TypeError,
+            "pair.with_options: bucket=True is for programs that jit=True compiles, so it needs "
+            "jit=True; where you call jax.jit yourself, fill the arrays up before",
+        ),
+        (
+            lambda: PAIRS.with_options(bucket=128),
+            TypeError,
+            "pair.with_options: bucket must be True, False or lengths such as (128, 1024, 8192), "
+            "got int 128",
+        ),
+        (
+            lambda: PAIRS.with_options(bucket=()),
+            ValueError,
+            "pair.with_options: bucket must be True, False or lengths such as (128, 1024, 8192), "
+            "got no length",
+        ),
+        (
+            lambda: PAIRS.with_options(bucket=(0, 8)),
+            ValueError,
+            "pair.with_options: the lengths of bucket must be positive ints, got 0",
+        ),
+        (
+            lambda: PAIRS.with_options(bucket=True, reduce={"d": TopK(78), "v": None, "ok": None})(
+                *ARGS
+            ),
+            ValueError,
+            None,
+        ),
+    ],
+)
+def test_errors(call, error, text):
+    if text is None:  # that of the call without a bucket
+        with pytest.raises(error) as found:
+            PAIRS.with_options(reduce={"d": TopK(78), "v": None, "ok": None})(*ARGS)
+        text = str(found.value).split("\n")[0]
+    with pytest.raises(error) as found:
+        call()
+    assert str(found.value).split("\n")[0] == text
