@@ -65,6 +65,12 @@ def test_core_dimensions_are_found_in_any_order_and_batches_broadcast_by_name(t)
     assert "level" not in got.dims
 
 
+def test_a_kernel_with_buckets():
+    compiled = mean.with_options(jit=True, bucket=True)
+    got = rankax.xarray.apply(compiled, P, T, W)
+    np.testing.assert_allclose(bare(got, "time", "x"), WANTED, rtol=1e-5)
+
+
 def test_names_coordinates_and_attributes_follow_xarrays_rules():
     def by_hand(p, t):
         return xr.apply_ufunc(
