@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: MIT
+"""Every operation of JAX in chunks, against a loop over items in Python.
+
+A tenth of the operations is tested each time; with RANKAX_OPS=all, as ``tox -e ops`` sets it, all.
+To add an operation, or arguments of one, add a line to `samples.py`.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from operations import ALL, MAPPED, REFUSED, Operation, chosen, covered, public_names
+from rankax import chunked_vmap
+from samples import COLLECTIVE
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # they are about the operations
+
+# Length, chunk size, and the batch axis of inputs and outputs. Here chunks are the rows of a scan;
+# there they overlap, are read by index, and written.
+CASES = [(4, 2, 0), (5, 2, -1)]
+
+
+def is_inexact(x):
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def inexact(tree):
+    return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+
+
+def of_inexact(f, arrays):
+    """Leave out the inputs and outputs of a function that have no derivative."""
+
+    def reduced(primals):
+        rest = iter(primals)
+        return inexact(f(*(next(rest) if is_inexact(x) else x for x in arrays)))
+
+    return reduced, inexact(arrays)
+
+
+def value(f, arrays):
+    return f(*arrays)
+
+
+def jvp(f, arrays):
+    f, primals = of_inexact(f, arrays)
+    return jax.jvp(f, (primals,), (jax.tree.map(jnp.cos, primals),))[1]
+
+
+def vjp(f, arrays):
+    f, primals = of_inexact(f, arrays)
+    out, pull = jax.vjp(f, primals)
+    return pull(jax.tree.map(jnp.cos, out))[0]
+
+
+MODES = (value, jvp, vjp)
+
+
+def data(x):
+    """Return what can be compared of an output: of keys, their data."""
+    x = jnp.asarray(x)
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def by_loop(f, arrays, modes):
+    """Transform the function of each item on its own."""
+
+    @jax.jit
+    def one(arrays):
+        return jax.tree.map(data, [mode(f, arrays) for mode in modes])
+
+    items = [one([x[n] for x in arrays]) for n in range(len(arrays[0]))]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+
+def in_chunks(f, arrays, modes):
+    """Transform the map for each of `CASES`, in one program."""
+
+    @jax.jit
+    def all_cases(arrays):
+        results = []
+        for length, size, axis in CASES:
+            items = [jnp.moveaxis(x[:length], 0, axis) for x in arrays]
+            out = [mode(chunked_vmap(f, size, axis, axis), items) for mode in modes]
+            results.append(jax.tree.map(lambda x, axis=axis: data(jnp.moveaxis(x, axis, 0)), out))
+        return results
+
+    return all_cases(arrays)
+
+
+def possible(f, arrays):
+    """Return the transformations that JAX has for the function, and the errors of the others."""
+    modes, errors = [], {}
+    for mode in MODES:
+        try:
+            jax.eval_shape(lambda arrays, mode=mode: mode(f, arrays), arrays)
+        except Exception as error:
+            errors[mode] = type(error)
+        else:
+            modes.append(mode)
+    return modes, errors
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("call", chosen(MAPPED))
+def test_in_chunks_as_in_a_loop(call):
+    f = Operation(call)
+    arrays = f.arrays(5)
+    modes, errors = possible(f, [x[0] for x in arrays])
+    assert value in modes
+    for mode, error in errors.items():
+        with pytest.raises(error):
+            jax.eval_shape(lambda xs, mode=mode: mode(chunked_vmap(f, 2), xs), arrays)
+    want = by_loop(f, arrays, modes)
+    for (length, *_), got in zip(CASES, in_chunks(f, arrays, modes), strict=True):
+        assert_close(got, jax.tree.map(lambda x, n=length: x[:n], want))
+
+
+def assert_close(got, want):
+    """Assert equality up to rounding, relative to the largest number of an array."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        rounding = 1e-4 if is_inexact(a) else 0
+        scale = np.max(np.abs(b), initial=1, where=np.isfinite(b))
+        np.testing.assert_allclose(a, b, rounding, rounding * scale)
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED)
+def test_what_cannot_be_mapped_says_so(words, call):
+    f = Operation(call)
+    arrays = f.arrays(5)
+    mapped = chunked_vmap(f, 2, axis_name="x")
+    try:
+        jax.eval_shape(lambda arrays: [value(mapped, arrays), vjp(mapped, arrays)], arrays)
+    except Exception as error:
+        assert re.search(words, str(error))  # noqa: PT017
+    else:  # in another JAX
+        assert words != COLLECTIVE
+        test_in_chunks_as_in_a_loop(call)
+
+
+@pytest.mark.skipif(not ALL, reason="only RANKAX_OPS=all reports what a new JAX brings")
+def test_every_public_function_is_listed():
+    assert public_names() - set().union(*covered()) == set()
