@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: MIT
-# ruff: noqa: T201
 """Random programs: a kernel drawn from `STEPS`, called by rankax under a drawn transformation.
 
 `draw` makes a `Program` of a seed, and `Program.check` compares it with plain JAX. A program prints
-itself as the Python that makes it, so that what fails can be pasted, and made smaller by
-`dataclasses.replace`. From a shell, in the folder of this file::
-
-    python programs.py 0 1000            # the seeds from 0 to 999
-    python programs.py 17                # one seed, with the traceback of what fails
-    python programs.py 0 1000 --rules    # with a rule that is not the derivative in each
-    python programs.py 0 1000 --types    # trace only, which finds what raises in little time
+itself as the Python that makes it, so that what fails can be pasted. `README.md` says how to run
+many, and what they found.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import random
@@ -425,6 +418,17 @@ REVERSE = (
 FORGETFUL = ("grad of scan", "grad of checkpoint", "jvp of grad of checkpoint")
 
 
+# Simpler values, for a program that fails to be tried with, the simplest first.
+SIMPLE = ("value", "jvp", "grad", "jvp of jvp", "jvp of grad")
+PLAIN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("start", "stop", "step"), (None,)),
+    "reverse": (False,),
+    "unroll": (1,),
+    "checkpoint": (True,),
+    "out_axes": (0,),
+}
+
+
 # One program.
 
 # There are many to compile, and each runs once.
@@ -458,6 +462,39 @@ class Program:
         if "h" in self.layout:
             return 5e-2
         return 1e-7 if self.x64 else 5e-3
+
+    def simpler(self) -> Iterator[Program]:
+        """Yield programs with less in them, those with much less first."""
+        changes: list[dict[str, Any]] = []
+        count = len(self.steps)
+        if count > 1:
+            halves = self.steps[: count // 2], self.steps[count // 2 :]
+            each = [self.steps[:n] + self.steps[n + 1 :] for n in range(count)]
+            changes += [{"steps": steps} for steps in (*halves, *each)]
+        needed = {"s", "v", *" ".join(STEPS[name][0] for name in self.steps).split()}
+        if not needed >= self.layout.keys():
+            changes += [{"layout": {n: x for n, x in self.layout.items() if n in needed}}]
+        is_simple = self.transformation in SIMPLE
+        simple = SIMPLE[: SIMPLE.index(self.transformation)] if is_simple else SIMPLE
+        changes += [{"transformation": name} for name in simple]
+        changes += [{"length": n} for n in range(1, self.length)] if self.length else []
+        changes += [{"core": n} for n in range(1, self.core)]
+        changes += [{"jit": True}, {"x64": True}, {"optimize": False}]
+        for name, value in self.options.items():
+            changes += [{"options": self.options | {name: x}} for x in PLAIN.get(name, ())]
+            if type(value) is int and value > 1:
+                changes.append({"options": self.options | {name: value - 1}})
+        for name, place in self.layout.items():
+            if self.caller == "chunked_vmap":
+                changes.append({"layout": self.layout | {name: 0}})
+            elif self.caller == "auto_vmap" and place:
+                changes.append({"layout": self.layout | {name: place[1:]}})
+        if "length" in self.options:  # of a scan, which is told twice
+            for n in range(1, self.length):
+                changes.append({"length": n, "options": self.options | {"length": n}})
+        for change in changes:
+            if any(getattr(self, name) != value for name, value in change.items()):
+                yield dataclasses.replace(self, **change)
 
     def arrays(self) -> Item:
         """Draw the values, each leaf from its own generator, so that smaller programs keep them."""
@@ -649,58 +686,3 @@ _DRAWS: dict[str, Any] = {
     "sliced_scan": _draw_sliced_scan,
     "checkpoint_chunked_scan": _draw_checkpoint_chunked_scan,
 }
-
-
-def smaller(program: Program, check: Callable[[Program], None]) -> Program:
-    """Simplify a program as long as ``check`` still fails as it does now."""
-    first = _failure(program, check)
-    candidates = [
-        *({"steps": program.steps[:n]} for n in range(1, len(program.steps))),
-        *({"steps": (name,)} for name in program.steps),
-        {"core": 1}, {"core": 2}, {"jit": True}, {"x64": True}, {"optimize": False},
-        {"transformation": "grad"}, {"transformation": "jvp of grad"},
-    ]  # fmt: skip
-    for change in candidates:
-        candidate = dataclasses.replace(program, **change)
-        if candidate != program and _failure(candidate, check) == first:
-            program = candidate
-    return program
-
-
-def _failure(program: Program, check: Callable[[Program], None]) -> str | None:
-    """Say in a few words how the program fails."""
-    try:
-        check(program)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip()[:60]}"
-    return None
-
-
-def main() -> None:
-    """Check the programs of a range of seeds, and print those that disagree."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    parser.add_argument("--rules", action="store_true", help="rules that are not the derivative")
-    parser.add_argument("--types", action="store_true", help="trace only")
-    arguments = parser.parse_args()
-    check = Program.check_types if arguments.types else Program.check
-    if arguments.last is None:
-        program = draw(arguments.first, rules=arguments.rules)
-        print(program)
-        check(program)
-        return
-    failed = 0
-    for number, seed in enumerate(range(arguments.first, arguments.last)):
-        program = draw(seed, rules=arguments.rules)
-        if failure := _failure(program, check):
-            failed += 1
-            print(f"seed {seed}: {failure}\n  {smaller(program, check)}", flush=True)
-        if number % 50 == 49:
-            jax.clear_caches()  # else memory grows without end
-            print(f"{number + 1} programs, {failed} disagree", flush=True)
-    print(f"JAX {jax.__version__}: {arguments.last - arguments.first} programs, {failed} disagree")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ import pytest
 
 import programs
 from programs import Program, draw
+from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
 COUNT = int(os.environ.get("RANKAX_PROGRAMS", "24"))
@@ -102,3 +103,26 @@ def test_a_wrong_dtype_is_seen(monkeypatch):
     program = dataclasses.replace(SMALL, transformation="value")
     with pytest.raises(AssertionError, match="'v'"):
         program.check()
+
+
+def test_what_fails_is_made_small():
+    def check(program):
+        assert "sine" not in program.steps or program.options["chunk_size"] < 2, "3.5 is wrong"
+
+    first = draw(next(n for n in range(10**6) if large_with_sine(draw(n))))
+    small = smaller(first, check)
+    assert small.steps == ("sine",)
+    assert small.layout == {"s": 0, "v": 0}
+    assert small.options == {"chunk_size": 2, "out_axes": 0, "checkpoint": True}
+    assert (small.transformation, small.length, small.core) == ("value", 1, 1)
+    assert (small.jit, small.x64, small.optimize) == (True, True, False)
+    assert failure(small, check) == failure(first, check) == "AssertionError: # is wrong"
+
+
+def large_with_sine(program):
+    return (
+        program.caller == "chunked_vmap"
+        and len(program.steps) == 3
+        and program.steps.count("sine") == 1
+        and program.options["chunk_size"] > 2
+    )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+# ruff: noqa: T201
+"""Compare random programs with plain JAX, see `README.md`."""
+
+import argparse
+import traceback
+
+import jax
+
+from .programs import Program, draw
+from .shrink import failure, smaller
+
+
+def main() -> int:
+    """Compare N programs, from that of SEED on; print a minimal one for each that disagrees."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=main.__doc__)
+    parser.add_argument("count", metavar="N", type=int)
+    parser.add_argument("seed", metavar="SEED", type=int)
+    parser.add_argument("--rules", action="store_true", help="rules that are not the derivative")
+    parser.add_argument("--types", action="store_true", help="trace only")
+    arguments = parser.parse_args()
+    check = Program.check_types if arguments.types else Program.check
+    failed = 0
+    for number in range(arguments.count):
+        seed = arguments.seed + number
+        program = draw(seed, rules=arguments.rules)
+        if failure(program, check):
+            failed += 1
+            show(seed, smaller(program, check), check)
+        if number % 50 == 49:
+            jax.clear_caches()  # else memory grows without end
+            print(f"{number + 1} programs, {failed} disagree", flush=True)
+    print(f"JAX {jax.__version__}: {arguments.count} programs, {failed} disagree")
+    return min(failed, 1)
+
+
+def show(seed: int, program: Program, check: object) -> None:
+    """Print a minimal program as the Python that makes it, and how it fails."""
+    print(f"\nseed {seed}:\n{program}.{check.__name__}()\n", flush=True)
+    try:
+        check(program)
+    except Exception:
+        print(traceback.format_exc(limit=-3), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
