@@ -201,6 +201,16 @@ def test_what_is_outside_may_change(values):
         assert_fresh(in_a_loop, set_value)
 
 
+def test_operands_may_change_places():
+    chosen = [None]
+    functions = [jnp.subtract, lambda x, y: y - x, jnp.arctan2]
+
+    def change(i):
+        chosen[0] = functions[i]
+
+    assert_fresh(lambda x: chosen[0](x, jnp.cos(x)), change)
+
+
 def test_an_array_of_numpy_may_be_changed_in_place():
     table = np.ones(3, np.float32)
 

@@ -278,6 +278,14 @@ def test_loops_of_closed_over_arrays_and_of_length_zero():
     assert_same(free(kernel)(X), jax.vmap(kernel)(X))
 
 
+def test_carried_values_change_places():
+    def kernel(x):
+        start = x, x + 0.5, (x * 10).astype(jnp.int32) % 5
+        return lax.while_loop(lambda s: s[2] > 0, lambda s: (s[1], s[0], s[2] - 1), start)
+
+    assert_same(free(kernel)(X), jax.vmap(kernel)(X))
+
+
 # Reductions.
 
 

@@ -396,6 +396,19 @@ def test_steps_that_count_in_a_window():
     assert not np.isnan(found).any()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_best_step_that_counts_in_a_window(sign):
+    x = sign * jnp.array([3.0, 0.0, 2.0, 0.0, 0.0])
+    reduce = Best("x", largest=sign < 0, where="ok")
+
+    def step(i, x):
+        return i + 1, {"x": x, "i": i, "ok": x != 0}
+
+    best = sliced_scan(step, 0, x, save_at=[3, 4], reduce=reduce)[1]
+    np.testing.assert_array_equal(best["x"], [2 * sign, sign * np.inf])
+    np.testing.assert_array_equal(best["i"], [2, 0])
+
+
 # Programs.
 
 
