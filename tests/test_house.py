@@ -36,10 +36,10 @@ ROOMS = [
         "_blocks",
         "_front",
     ],
-    *["reductions", "xarray", "__init__"],
+    *["reductions", "xarray", "__init__", "stream", "__main__"],
 ]
 
-MOST_LINES_OF_CODE = 11_319
+MOST_LINES_OF_CODE = 12_042
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 

@@ -89,7 +89,8 @@ def test_functions_have_their_source_and_examples():
     ]
     for name in functions:
         assert f"def {name}(" in inspect.getsource(getattr(rankax, name))
-    importlib.import_module("rankax.xarray")  # which has one of its own
+    for name in ("rankax.xarray", "rankax.stream"):  # each of which has one of its own
+        importlib.import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = [
         test.name.rpartition(".")[2]
@@ -97,7 +98,7 @@ def test_functions_have_their_source_and_examples():
         for test in finder.find(module)
         if test.examples
     ]
-    assert sorted(found) == sorted(["SplitKey", "Static", "apply", *functions])  # each once
+    assert sorted(found) == sorted(["SplitKey", "Static", "apply", "run", *functions])  # each once
 
 
 def test_help_shows_the_options_of_auto_vmap():

@@ -16,6 +16,7 @@ __all__ = ["InBlocksError", "blocks_of", "in_blocks"]
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
     "cubed": ("cubed", ("Array",)),
+    "streamed": ("rankax._blocks.on_streamed", ("Streamed",)),
     "xarray": ("xarray", ("DataArray", "Dataset", "Variable")),
 }
 

@@ -278,6 +278,25 @@ class OnBlocks:
         limit = self._program.setup.options["memory_limit"]
         return limit if isinstance(limit, int) else 0  # a share depends on the machine that runs it
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the kernel is reduced in the order of its items."""
+        reductions = self._program.setup.kernel.preset.reduce
+        return reductions is not None and reductions.are_ordered
+
+    def unpacked(self, states: Array) -> list[Array]:
+        """Return the arrays of packed states."""
+        assert isinstance(self._program, StateProgram)
+        return self._program.layout.unpacked(states)
+
+    def traced(self, blocks: Sequence[Any]) -> Any:
+        """Return the program for blocks of these shapes and dtypes, without a bound on memory."""
+        setup = self._program.setup
+        options = {**setup.options, "chunk_size": None, "memory_limit": None}
+        setup = dataclasses.replace(setup, options=options)
+        program = dataclasses.replace(self._program, setup=setup)
+        return jax.make_jaxpr(program.traced)(list(blocks), list(self._numbers))
+
     def __call__(self, *blocks: Any, **options: Any) -> Any:
         """Evaluate one block."""
         return self._program(self._numbers, *blocks, **options)

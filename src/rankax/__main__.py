@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""Kernels for one item, called on any batch, from the shell.
+
+Each command has a page of help: python -m rankax stream --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["main"]
+
+
+def stream(parsed: argparse.Namespace) -> None:
+    r"""Call a kernel on arrays in files that are larger than memory, and store what it returns.
+
+    The kernel is decorated with rankax.auto_vmap, in a module that Python can import from here.
+    Arrays are read block by block, and results are written to a group of zarr. If the command is
+    stopped or killed, the same command with --resume goes on where it was.
+
+      python -m rankax stream sky.kernels:distance --in x=stars.zarr/x --in y=points.npy \
+          --out result.zarr --memory-limit 2GB
+
+    Inputs, one --in for each:
+
+      x=points.npy         an array that numpy.save wrote
+      x=store.zarr/x       an array of zarr, in a folder
+      x=data.h5/group/x    a data set of HDF5, which needs h5py
+      x=2.5                a number
+
+    Nothing is unpickled. JAX computes with 32 bits unless the environment has JAX_ENABLE_X64=1;
+    arrays of 64 bits are refused without it, because digits would be lost.
+
+    Results: one array is called output, as in zarr.open_group("result.zarr")["output"]. Several
+    have the keys of the dict, the names of the fields or the numbers of the tuple.
+    """
+    kernel = _kernel(parsed.kernel)
+    inputs = {name: _opened(value) for name, value in _pairs(parsed.inputs)}
+    if parsed.plan:
+        prepared = importlib.import_module("rankax.stream._job").prepared
+        job = prepared(kernel, (), inputs, parsed.memory_limit, parsed.kernel)
+        sys.stdout.write(f"{job}\n")
+    else:
+        importlib.import_module("rankax.stream").run(
+            kernel,
+            out=parsed.out,
+            memory_limit=parsed.memory_limit,
+            resume=parsed.resume,
+            on_nan=parsed.on_nan,
+            **inputs,
+        )
+
+
+def plan(parsed: argparse.Namespace) -> None:
+    """Show how a call with arguments of these shapes would be evaluated. Nothing is computed.
+
+      python -m rankax plan sky.kernels:distance x=100000x3 y=5000x3:int32 scale=
+
+    Shapes:
+
+      x=100000x3           an array of float32
+      x=100000x3:int32     an array of another dtype
+      x=                   a number
+    """
+    shapes: dict[str, Any] = {}
+    for name, value in _pairs(parsed.shapes):
+        shape, _, dtype = value.partition(":")
+        sizes = tuple(int(size) for size in shape.split("x") if size)
+        shapes[name] = jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
+    sys.stdout.write(f"{_kernel(parsed.kernel).plan(**shapes)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m rankax", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    page: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    for command in (stream, plan):
+        text = inspect.getdoc(command) or ""
+        sub = commands.add_parser(
+            command.__name__, help=text.split(".")[0], description=text, **page
+        )
+        sub.set_defaults(command=command)
+        sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
+        if command is plan:
+            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*")
+            continue
+        sub.add_argument("--in", dest="inputs", metavar="NAME=PATH", action="append", required=True)
+        sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
+        sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
+        sub.add_argument("--resume", action="store_true", help="go on with a store that exists")
+        sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
+        sub.add_argument("--plan", action="store_true", help="show the blocks, and stop")
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.command(parsed)
+    except (Exception, KeyboardInterrupt) as error:
+        first = str(error) or type(error).__name__
+        sys.stderr.write("\n".join([first, *getattr(error, "__notes__", ()), ""]))
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _kernel(name: str) -> Any:
+    """Import ``package.module:kernel``."""
+    module, _, path = name.partition(":")
+    kernel: Any = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        kernel = getattr(kernel, part)
+    if not hasattr(kernel, "plan"):
+        raise TypeError(
+            f"{name} must name a kernel, decorated with rankax.auto_vmap, after a colon"
+        )
+    return kernel
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals:
+            raise ValueError(f"{argument} must be NAME=VALUE, with the name of a parameter")
+        yield name, value
+
+
+def _opened(value: str) -> Any:
+    """Open an array in a file, or read a number."""
+    try:
+        return float(value) if "." in value or "e" in value else int(value)
+    except ValueError:
+        path = Path(value)
+    if path.suffix == ".npy":
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    for file in path.parents:
+        if file.suffix in (".h5", ".hdf5"):
+            return importlib.import_module("h5py").File(file, "r")[str(path.relative_to(file))]
+    return importlib.import_module("zarr").open_array(path, mode="r")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

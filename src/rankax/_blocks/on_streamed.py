@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""The arrays of `rankax.stream`: nothing is evaluated, only the stages of a run are written down.
+
+A call returns arrays that name the stage that will write them. A stage evaluates one function on
+every block of its batch. A map is one stage. A reduction is two: the states of blocks, then their
+merge and result for each item that is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
+from rankax._blocks.packing import Packing
+from rankax._blocks.programs import OnBlocks
+from rankax._plan.levels import Shape
+
+__all__ = ["BACKEND", "Stage", "Streamed"]
+
+
+@dataclasses.dataclass(eq=False)
+class Stage:
+    """One function, evaluated on every block of a batch.
+
+    Attributes
+    ----------
+    fun : callable
+        Takes one block of each input. Returns one array, or a tuple of several.
+    inputs : sequence of Input
+    shape : tuple of int
+        That of the batch.
+    outputs : list of Streamed
+        What it writes. States have no axes of the batch but those that are kept.
+    reduced : tuple of int
+        The axes of the batch of which ``fun`` returns the states.
+    merge : callable or None
+        Merges these states.
+    """
+
+    fun: OnBlocks
+    inputs: Sequence[Input]
+    shape: Shape
+    outputs: list[Streamed] = dataclasses.field(default_factory=list)
+    reduced: tuple[int, ...] = ()
+    merge: OnBlocks | None = None
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether its inputs are the states that another stage writes."""
+        return any(array.stage is not None for array, *_ in self.inputs)
+
+
+@dataclasses.dataclass(eq=False)
+class Streamed:
+    """An array that is read (``value``), or that a stage writes."""
+
+    shape: Shape
+    dtype: Any
+    value: Any = None
+    stage: Stage | None = None
+    path: str = ""  # of an argument, as errors name it
+
+    @property
+    def chunks(self) -> BatchChunks:
+        """One block; a run cuts it."""
+        return tuple((size,) for size in self.shape)
+
+
+class _ToStages:
+    can_rechunk = True
+
+    def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Streamed:
+        del chunks, like
+        if isinstance(value, Streamed):
+            return value
+        return Streamed(value.shape, value.dtype, value)
+
+    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+        stage = Stage(fun, batch.inputs, _shape(batch))
+        for item in layout.items:
+            stage.outputs.append(Streamed(stage.shape + item.shape, item.dtype, stage=stage))
+        return list(stage.outputs)
+
+    def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:
+        state, merge, axes, size = reduction
+        shape = _shape(batch)
+        indices = [Streamed((shape[a],), np.dtype(np.int64), range(shape[a])) for a in axes]
+        inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
+        stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
+        kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
+        stage.outputs.append(Streamed((*kept, size), np.dtype(np.uint8), stage=stage))
+        return stage.outputs[0]
+
+
+def _shape(batch: Batch) -> Shape:
+    return tuple(sum(lengths) for lengths in batch.chunks)
+
+
+BACKEND = _ToStages()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""Read blocks of arrays that memory does not hold, and recognize these arrays again."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._blocks.on_streamed import Streamed
+from rankax._call.arguments import is_array
+
+__all__ = ["digest", "grain", "read", "streamed"]
+
+_WHOLE = 1 << 20  # bytes; of a larger array, samples are read
+_SAMPLES = 16
+_IN_A_SAMPLE = 256  # items along the last axis
+
+
+def streamed(value: Any, path: str) -> Any:
+    """Return an array with axes as one to be read in blocks, and any other value as it is."""
+    shape: Any = getattr(value, "shape", None)
+    if isinstance(value, jax.ShapeDtypeStruct) or shape is None:
+        return value
+    if not shape:
+        return value if is_array(value) else np.asarray(value[()])
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    dtype = np.dtype(value.dtype)
+    if is_array(value) and _mapping(value)[0] is None:  # narrowed by JAX, as in every call
+        dtype = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+        value = np.asarray(value)
+    return Streamed(tuple(shape), dtype, value, path=path)
+
+
+def grain(source: Streamed) -> tuple[int, ...]:
+    """Return the shape of what is read at once, such as a chunk of zarr."""
+    chunks: Any = getattr(source.value, "chunks", None)
+    is_grid = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
+    return chunks if is_grid else (1,) * len(source.shape)
+
+
+def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    """Return a block in memory."""
+    value = source.value
+    if isinstance(value, range):
+        return np.arange(*region[0].indices(len(value)))
+    mapping, size, is_private = _mapping(value)
+    if mapping is not None and mapping.size() < size:
+        raise OSError(
+            f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
+        )
+    block = np.asarray(value[region])
+    if mapping is not None:
+        block = np.array(block)
+        if not is_private and hasattr(mmap, "MADV_DONTNEED"):
+            # Pages that were read count as memory of this process until it lets go of them.
+            mapping.madvise(mmap.MADV_DONTNEED)
+    shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
+    if block.shape != shape:
+        raise OSError(f"{source.path} has a block of shape {block.shape}, where {shape} was due")
+    return block
+
+
+def _mapping(array: Any) -> tuple[mmap.mmap | None, int, bool]:
+    """Return the mapped file of an array, how long it should be, and whether changes are private.
+
+    Reading beyond the end of a file that has become shorter would kill the process.
+    """
+    begin, is_private = 0, False
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+            is_private = array.mode == "c"
+        array = array.base
+    if not isinstance(array, mmap.mmap):
+        return None, 0, False
+    return array, begin + len(array), is_private
+
+
+def digest(source: Streamed) -> str:
+    """Return a digest of some of the numbers of an array; of a small one, of all."""
+    checksum, shape, size = hashlib.sha256(), source.shape, math.prod(source.shape)
+    starts, lengths = [(0,) * len(shape)], shape
+    if size * source.dtype.itemsize > _WHOLE:
+        places = [(size - 1) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        starts = np.transpose(np.unravel_index(places, shape)).tolist()
+        lengths = (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
+    for start in starts:
+        ends = zip(start, lengths, shape, strict=True)
+        region = tuple(slice(i, min(i + length, n)) for i, length, n in ends)
+        checksum.update(np.ascontiguousarray(read(source, region)).tobytes())
+    return checksum.hexdigest()[:16]

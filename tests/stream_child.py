@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""A run of `rankax.stream` in a process of its own, which `test_stream.py` kills or measures.
+
+``python tests/stream_child.py map result.zarr`` says "begin" when blocks are written, and "end".
+"""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import rankax.stream
+from rankax import auto_vmap
+from rankax.stream import _store
+
+ITEMS = 1000
+
+
+class Slow:
+    """An array that takes its time."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __getitem__(self, region):
+        time.sleep(0.08)
+        return self.array[region]
+
+
+class Begin:
+    """Says "begin" once blocks are written, which is after all that is compiled."""
+
+    def __init__(self):
+        self.before = []
+
+    def __call__(self, done, total):
+        if self.before[1:] and done > self.before[1] and self.before[-1] == self.before[1]:
+            sys.stdout.write("begin\n")
+            sys.stdout.flush()
+        self.before.append(done)
+
+
+@auto_vmap(x=1, y=1)
+def both(x, y):
+    return {"distance": jnp.sqrt(jnp.sum((x - y) ** 2)), "sum": x + y}
+
+
+KERNELS = {
+    "map": both,
+    "reduce": both.with_options(reduce={"distance": "mean", "sum": "max"}, reduce_axis=0),
+}
+
+
+def points():
+    rng = np.random.default_rng(0)
+    return (rng.normal(size=(n, 3)).astype("float32") for n in (ITEMS, 5))
+
+
+def run(kind, out, progress=False):
+    x, y = points()
+    return rankax.stream.run(
+        KERNELS[kind], Slow(x[:, None]), y, out=out, memory_limit="20 MB", progress=progress
+    )
+
+
+def status(field):
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def measured(path, out, limit):
+    """Print the peak of memory of a run, above what this process had before it, in bytes."""
+    kernel = auto_vmap(x=1)(lambda x: jnp.tanh(x) * 2)
+    small = np.ones((300, 1000), "float32")
+    rankax.stream.run(kernel, small, out=out + ".small", progress=False)
+    x = np.load(path, mmap_mode="r")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    rankax.stream.run(kernel, x, out=out, memory_limit=limit, progress=False)
+    sys.stdout.write(str(status("VmHWM") - before))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "measure":
+        measured(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        _store._SECONDS = 0.02  # between marks, so that short lives do not come to nothing
+        run(*sys.argv[1:], progress=Begin())
+        sys.stdout.write("end\n")

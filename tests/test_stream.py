@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: MIT
+"""Kernels on arrays that are read block by block, beside the same kernels called with NumPy's."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+
+import rankax.__main__
+import rankax.stream
+import stream_child
+from helpers import assert_same, slow
+from rankax import auto_vmap
+from rankax.reductions import Fold, Moments, TopK
+from rankax.stream import _job, _store
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(300, 1, 3)).astype("float32")
+Y = RNG.normal(size=(7, 3)).astype("float32")
+M = RNG.normal(size=(300, 7, 3, 3)).astype("float32")
+
+
+class Recorded:
+    """An array that counts its reads, and may fail."""
+
+    def __init__(self, array, error=None, after=0):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.error, self.after, self.reads = error, after, []
+
+    def __getitem__(self, region):
+        self.reads.append(region)
+        if self.error is not None and len(self.reads) > self.after:
+            raise self.error
+        return self.array[region]
+
+
+def run(kernel, *args, **options):
+    return rankax.stream.run(kernel, *args, **{"memory_limit": "5 MB", "progress": False} | options)
+
+
+def values(tree):
+    """What a run has stored, in memory."""
+    assert all(isinstance(leaf, zarr.Array) for leaf in jax.tree.leaves(tree))
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
+
+
+def refusal(error, fun, *args, **kwargs):
+    with pytest.raises(error) as info:
+        fun(*args, **kwargs)
+    return str(info.value)
+
+
+def mapped_file(tmp_path, array, name="x.npy"):
+    np.save(tmp_path / name, array)
+    return np.load(tmp_path / name, mmap_mode="r")
+
+
+@auto_vmap(x=1, y=1, m=2, by=0)
+def energy(x, y, m, by):
+    return x @ m @ y * by, {"parts": x - y, "n": jnp.argmax(x)}
+
+
+@auto_vmap(x=1, y=1)
+def near(x, y):
+    return jnp.sum((x - y) ** 2)
+
+
+def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path):
+    sources = mapped_file(tmp_path, X), zarr.array(Y, chunks=(3, 2)), Recorded(M), 2.0
+    got = run(energy, *sources, out=tmp_path / "a.zarr")
+    assert_same(values(got), energy(X, Y, M, 2.0))
+    group = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    assert {name for name, _ in group.arrays()} == {"0"}
+    assert {name for name, _ in group["1"].arrays()} == {"parts", "n"}
+    assert got[0].shape == group["0"].shape == (300, 7)
+    # What is read is read in blocks, each of them once.
+    sizes = [np.empty(M.shape, bool)[region].size for region in sources[2].reads[1:]]
+    assert sum(sizes) == M.size
+    assert len(sizes) >= 100
+
+
+def test_arrays_of_jax_and_numpy_keys_and_pytrees(tmp_path):
+    @auto_vmap(pose=1, key=0)
+    def moved(pose, key, name):
+        assert name == "shift"
+        return pose["a"] + pose["b"][0] * jax.random.normal(key)
+
+    keys = jax.random.split(jax.random.key(0), 300)
+    pose = {"a": jnp.asarray(X[:, 0]), "b": [X[:1, 0].astype("float64")]}
+    got = run(moved, pose, keys, name="shift", out=tmp_path / "a.zarr")
+    assert_same(values(got), moved(pose, keys, name="shift"))
+    assert Path(got.store.root).name == "output"
+
+
+def test_a_method_and_options_of_the_kernel(tmp_path):
+    class Model:
+        scale = 3.0
+
+        @auto_vmap(x=1, chunk_size=2, jit=True)
+        def near(self, x):
+            return jnp.sum(x) * self.scale
+
+    got = run(Model().near, X[:, 0], out=tmp_path / "a.zarr")
+    assert_same(values(got), Model().near(X[:, 0]))
+
+
+# The last items weigh most.
+RECENT = Fold(
+    (jnp.float32(1), jnp.float32(0)),
+    lambda out: (jnp.float32(0.99), out),
+    lambda f, g: (f[0] * g[0], f[1] * g[0] + g[1]),
+)
+REDUCTIONS = {
+    "sum": ("sum", (0,)),
+    "argmax": ("argmax", None),
+    "top": (TopK(3), (0, 1)),
+    "moments": (Moments(), 1),
+    "fold": (RECENT, None),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("moments", "fold") else slow(name) for name in REDUCTIONS]
+)
+def test_reductions_are_those_of_numpy(tmp_path, name):
+    reduce, axis = REDUCTIONS[name]
+    kernel = near.with_options(reduce=reduce, reduce_axis=axis)
+    got = run(kernel, mapped_file(tmp_path, X), Y, out=tmp_path / "a.zarr")
+    assert_same(values(got), kernel(X, Y), rtol=1e-4)
+
+
+def test_outputs_that_are_kept_beside_a_reduction(tmp_path):
+    kernel = auto_vmap(x=1, y=1, reduce=("max", None))(lambda x, y: (x @ y, x - y))
+    assert_same(values(run(kernel, X, Y, out=tmp_path / "a.zarr")), kernel(X, Y))
+
+
+def test_reductions_and_maps_of_no_items(tmp_path):
+    none = X[:0, 0]
+    total = auto_vmap(1, reduce="sum")(jnp.sum)
+    assert_same(values(run(total, none, out=tmp_path / "a.zarr")), total(none))
+    each = auto_vmap(1)(jnp.sum)
+    assert_same(values(run(each, none, out=tmp_path / "b.zarr")), each(none))
+
+
+def test_blocks_follow_the_chunks_of_a_source_and_read_little_twice(tmp_path):
+    tall = zarr.create_array(tmp_path / "t", shape=(1000, 1000), chunks=(10, 1000), dtype="f4")
+    wide = zarr.create_array(tmp_path / "w", shape=(1000, 1000), chunks=(1000, 10), dtype="f4")
+    each = auto_vmap(0)(jnp.tanh)
+
+    def blocks(kernel, *args):
+        return [cuts.block for cuts in _job.prepared(kernel, args, {}, "1 GB", "here").stages]
+
+    assert blocks(each, tall) == [(10, 1000)]
+    assert blocks(each, wide) == [(1000, 10)]
+    # About as many rows as columns, because each is read again for each block of the other.
+    (rows, columns), *_ = blocks(near, np.ones((1000, 1, 3), "f4"), np.ones((1000, 3), "f4"))
+    assert (rows, columns) == (63, 125)
+    # Items in their order: only the first axis may be cut.
+    ordered = near.with_options(reduce=RECENT)
+    assert blocks(ordered, X[:2], np.ones((1000, 3), "f4"))[0] == (1, 1000)
+
+
+def test_the_smallest_block_must_fit(tmp_path):
+    x = np.ones((3, 1000), "f4")
+    assert refusal(ValueError, run, near, x, x, out=tmp_path / "a", memory_limit="50 kB") == (
+        "rankax.stream.run(near): the smallest block, of shape (1,), needs 32 kB in flight, more "
+        "than half of memory_limit=50 kB; raise it to at least 64040 bytes"
+    )
+    assert not (tmp_path / "a").exists()
+
+
+# Resume.
+
+
+def files(store):
+    """The contents of all files of numbers."""
+    root = Path(store)
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("c.*")}
+
+
+def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
+    out = tmp_path / "a.zarr"
+    source = Recorded(X, OSError("gone"), after=40)
+    with pytest.raises(OSError, match="gone") as info:
+        run(near, source, Y, out=out)
+    (note,) = info.value.__notes__
+    done = int(note.split()[1])
+    assert 20 < done < 100
+    assert note == (
+        f"rankax.stream.run(near): {done} of 100 blocks are whole in {out}; the same call goes on "
+        "with the others"
+    )
+    again, seen = Recorded(X), []
+    got = run(near, again, Y, out=out, progress=lambda *counts: seen.append(counts))
+    assert_same(values(got), near(X, Y))
+    assert len(again.reads) == 100 - done + 1  # one of them for the digest
+    assert (seen[0], seen[-1]) == ((0, 2100), (2100, 2100))
+    assert seen[1][0] >= done * 21
+    run(near, X, Y, out=tmp_path / "b.zarr")
+    assert files(out) == files(tmp_path / "b.zarr")
+
+
+def test_ctrl_c_leaves_a_store_that_resumes(tmp_path):
+    source = Recorded(X, KeyboardInterrupt(), after=30)
+    with pytest.raises(KeyboardInterrupt) as info:
+        run(near, source, Y, out=tmp_path / "a.zarr")
+    assert "blocks are whole in" in info.value.__notes__[0]
+    assert_same(values(run(near, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
+
+
+def test_a_full_disk_leaves_a_store_that_resumes(tmp_path, monkeypatch):
+    count = Counter()
+    flush = _store._flush
+
+    def full(path):
+        count["flushed"] += 1
+        if count["flushed"] > 60:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        flush(path)
+
+    monkeypatch.setattr(_store, "_SECONDS", 0)
+    monkeypatch.setattr(_store, "_flush", full)
+    with pytest.raises(OSError, match="No space left on device") as info:
+        run(near, X, Y, out=tmp_path / "a.zarr")
+    assert "the same call goes on with the others" in info.value.__notes__[0]
+    monkeypatch.undo()
+    assert_same(values(run(near, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
+
+
+def test_a_file_that_became_shorter_is_told(tmp_path):
+    x = mapped_file(tmp_path, X)
+    assert_same(values(run(near, x, Y, out=tmp_path / "a.zarr")), near(X, Y))
+    os.truncate(tmp_path / "x.npy", 1000)
+    assert refusal(OSError, run, near, x, Y, out=tmp_path / "b.zarr") == (
+        "the file of x has 1000 bytes now, and had at least 3728"
+    )
+    short = Recorded(X)
+    short.array = X[:100]
+    with pytest.raises(OSError, match=r"where .* was due"):
+        run(near, short, Y, out=tmp_path / "c.zarr")
+
+
+def test_nan_is_told_with_its_indices(tmp_path):
+    x = X.copy()
+    x[200] = np.nan
+    out = tmp_path / "a.zarr"
+    assert refusal(FloatingPointError, run, near, x, Y, out=out, on_nan="raise") == (
+        "rankax.stream.run(near): output is NaN at the batch indices (200, 0), (200, 1), (200, 2), "
+        "(200, 3) and 3 more; on_nan='keep' stores NaN"
+    )
+    assert_same(values(run(near, x, Y, out=out)), near(x, Y))
+    total = near.with_options(reduce="sum")
+    assert refusal(FloatingPointError, run, total, x, Y, out=tmp_path / "b", on_nan="raise") == (
+        "rankax.stream.run(near): what is reduced is NaN among the batch indices [198:201, 0:7]; "
+        "on_nan='keep' stores NaN"
+    )
+
+
+@pytest.mark.parametrize("kernel", [near, slow(near.with_options(reduce="sum", reduce_axis=0))])
+@pytest.mark.parametrize("damage", ["flip", slow("delete"), "journal", slow("half a line")])
+def test_a_block_that_was_damaged_is_computed_again(tmp_path, kernel, damage):
+    out = tmp_path / "a.zarr"
+    run(kernel, X, Y, out=out)
+    whole = files(out)
+    name = sorted(whole)[len(whole) // 2]
+    journal = out / "_rankax" / "journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    if damage == "flip":
+        (out / name).write_bytes(whole[name][:-1] + bytes([whole[name][-1] ^ 1]))
+    elif damage == "delete":
+        (out / name).unlink()
+    elif damage == "journal":
+        journal.write_bytes(b"".join([*lines[:-3], lines[-3].replace(b"[", b" "), *lines[-2:]]))
+    else:
+        journal.write_bytes(b"".join(lines)[:-4])
+    assert damage != "delete" or files(out) != whole
+    source = Recorded(X)
+    run(kernel, source, Y, out=out)
+    assert files(out) == whole
+    # One read is for the digest. Of a reduction the last line is that of the result.
+    lost = 3 if damage == "journal" else 1
+    assert len(source.reads) == 1 + lost - (kernel is not near and damage not in ("flip", "delete"))
+
+
+def child(*args):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    script = Path(stream_child.__file__)
+    return subprocess.Popen(
+        [sys.executable, script, *map(str, args)], stdout=subprocess.PIPE, text=True, env=env
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["map", "reduce"])
+def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, kind):
+    chance = random.Random(28)
+    for _ in range(20):
+        with child(kind, tmp_path / "a.zarr") as process:
+            assert process.stdout.readline() == "begin\n"
+            time.sleep(chance.uniform(0, 0.15))
+            process.kill()
+            assert process.stdout.read() == ""  # it was not at its end
+    assert 10 < (tmp_path / "a.zarr/_rankax/journal").read_bytes().count(b"\n") < 125
+    with child(kind, tmp_path / "a.zarr") as process:
+        assert process.stdout.read() == "begin\nend\n"
+    with child(kind, tmp_path / "b.zarr") as process:
+        assert process.stdout.read() == "begin\nend\n"
+    assert files(tmp_path / "a.zarr") == files(tmp_path / "b.zarr")
+    assert not list(tmp_path.rglob("*.partial"))
+    got = stream_child.run(kind, tmp_path / "a.zarr")
+    x, y = stream_child.points()
+    assert_same(values(got), stream_child.KERNELS[kind](x[:, None], y))
+
+
+def test_a_store_that_exists_is_never_overwritten(tmp_path):
+    out = tmp_path / "a.zarr"
+    run(near, X, Y, out=out)
+    assert refusal(FileExistsError, run, near, X, Y, out=out, resume=False) == (
+        f"rankax.stream.run(near): {out} exists, and resume=False; give another out"
+    )
+    assert refusal(FileExistsError, run, near, X, Y, out=tmp_path) == (
+        f"rankax.stream.run(near): {tmp_path} exists, and it is no store of rankax.stream; give "
+        "another out"
+    )
+    zarr.create_group(tmp_path / "other.zarr")
+    with pytest.raises(FileExistsError, match="no store of"):
+        run(near, X, Y, out=tmp_path / "other.zarr")
+
+
+def test_a_resume_that_differs_says_in_what(tmp_path):
+    out = tmp_path / "a.zarr"
+    kernels = [
+        auto_vmap(x=1, y=1)(lambda x, y, weight=weight: jnp.sum(x * y * weight))
+        for weight in (jnp.arange(3.0), jnp.ones(3))
+    ]
+    run(kernels[0], X, Y, out=out)
+    other = X.copy()
+    other[17, 0, 2] = 5
+
+    def different(*args, **options):
+        text = refusal(ValueError, run, *args, out=out, **options)
+        begin = "rankax.stream.run(<lambda>): out was begun by another call: "
+        assert text.startswith(begin)
+        assert text.endswith("; repeat that call, or give another out")
+        return [part.split(" was ")[0] for part in text.removeprefix(begin).split("; ")[:-1]]
+
+    assert different(kernels[0], other, Y) == ["arguments: x: numbers"]
+    assert different(kernels[0], X[:20], Y) == ["arguments: x: numbers", "arguments: x: shape"]
+    assert different(kernels[0].with_options(chunk_size=5), X, Y) == ["options: chunk_size"]
+    assert different(kernels[0], X, Y, memory_limit="6 MB") == ["memory_limit"]
+    assert different(kernels[0].with_options(reduce="sum"), X, Y) == ["options: reduce", "program"]
+    # The constants of a kernel count, too, and so does its name.
+    assert different(kernels[1], X, Y) == ["program"]
+    assert "kernel was <lambda> and is near" in refusal(ValueError, run, near, X, Y, out=out)
+
+
+def test_two_folds_of_one_name_are_two_programs(tmp_path):
+    ends = [Fold(jnp.float32(0), jnp.abs, by) for by in (jnp.minimum, jnp.maximum)]
+    kernels = [near.with_options(reduce=fold) for fold in ends]
+    run(kernels[0], X, Y, out=tmp_path / "a.zarr")
+    with pytest.raises(ValueError, match="call: program was"):
+        run(kernels[1], X, Y, out=tmp_path / "a.zarr")
+
+
+def test_a_second_run_on_one_store_is_told(tmp_path):
+    out = tmp_path / "a.zarr"
+    run(near, X, Y, out=out)
+    with _store.locked(out):
+        assert refusal(BlockingIOError, run, near, X, Y, out=out) == (
+            f"rankax.stream.run(near): another process is writing to {out}; wait for it, or give "
+            "another out"
+        )
+    run(near, X, Y, out=out)
+
+
+# What is refused.
+
+
+def test_what_cannot_be_streamed_is_refused(tmp_path):
+    out = tmp_path / "a.zarr"
+    where = "rankax.stream.run(near): "
+    assert refusal(TypeError, run, jnp.sum, X, out=out) == (
+        "rankax.stream.run(sum): kernel must be decorated with rankax.auto_vmap"
+    )
+    assert refusal(ValueError, run, near, X, Y, out=out, on_nan="stop") == (
+        where + "on_nan must be 'keep' or 'raise', got 'stop'"
+    )
+    assert refusal(TypeError, run, near, X, Y, out=out, memory_limit=None) == (
+        where + "memory_limit must not be None; blocks are cut by it"
+    )
+    assert refusal(TypeError, run, auto_vmap(x=0)(lambda x: x), 2.0, out=out) == (
+        "rankax.stream.run(<lambda>): no argument with a rank is an array with axes"
+    )
+    narrow = auto_vmap(1)(lambda x: x.astype(jnp.bfloat16))
+    assert refusal(TypeError, run, narrow, X, out=out) == (
+        "rankax.stream.run(<lambda>): output has dtype bfloat16, which zarr does not store; return "
+        "another one, such as .astype(jnp.float32)"
+    )
+    with pytest.raises(TypeError, match="but JAX computes with float32 by default"):
+        run(near, zarr.array(X.astype("float64")), Y, out=out)
+    with pytest.raises(rankax.CoreDimensionError):
+        run(auto_vmap(x="n", y="n")(lambda x, y: x @ y), X, Y[:, :2], out=out)
+    assert not out.exists()
+
+
+def test_pickles_are_not_read(tmp_path, capsys):
+    np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
+    zarr.create_array(tmp_path / "z", shape=(3, 3), chunks=(3, 3), dtype="f4", zarr_format=2)
+    file = tmp_path / "z" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "compressor": {"id": "pickle"}}))
+    for name, words in (("o.npy", "Python objects in dtype"), ("z", "pickle")):
+        status, text = shell(
+            capsys, "stream", KERNEL, "--out", tmp_path / "a", "--in", f"x={tmp_path / name}"
+        )
+        assert status == 1
+        assert words in text
+
+
+# Memory and devices.
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read on Linux")
+def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path):
+    limit = 100_000_000
+    x = np.lib.format.open_memmap(
+        tmp_path / "x.npy", mode="w+", dtype="float32", shape=(10 * limit // 4000, 1000)
+    )
+    for i in range(0, len(x), 5000):
+        x[i : i + 5000] = RNG.random((5000, 1000), "float32")
+    del x
+    with child("measure", tmp_path / "x.npy", tmp_path / "a.zarr", limit) as process:
+        peak = int(process.stdout.read())
+    assert peak < limit + 100_000_000
+
+
+@pytest.mark.slow
+def test_devices_share_each_block(tmp_path):
+    code = f"""
+import jax, numpy as np, rankax.stream
+from rankax import auto_vmap
+x = np.ones((1000, 3), "float32")
+kernel = auto_vmap(1, chunk_size=2, devices=2)(lambda x: x @ x)
+got = rankax.stream.run(kernel, x, out={str(tmp_path / "a.zarr")!r}, progress=False)
+assert np.array_equal(got[...], kernel(x))
+total = kernel.with_options(reduce="sum")
+got = rankax.stream.run(total, x, out={str(tmp_path / "b.zarr")!r}, progress=False)
+assert got[...] == 3000, got[...]
+"""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+# The shell command.
+
+
+def shell(capsys, *arguments):
+    """The exit status of a command, and what it writes."""
+    status = rankax.__main__.main([str(argument) for argument in arguments])
+    written = capsys.readouterr()
+    return status, written.out + written.err
+
+
+KERNEL = "stream_child:both"
+
+
+def test_the_command_streams_and_resumes(tmp_path, capsys):
+    x, y = stream_child.points()
+    np.save(tmp_path / "x.npy", x[:, None])
+    zarr.save_array(tmp_path / "s.zarr" / "y", y)
+    call = [
+        *(
+            "stream",
+            KERNEL,
+            "--in",
+            f"x={tmp_path / 'x.npy'}",
+            "--in",
+            f"y={tmp_path / 's.zarr/y'}",
+        ),
+        *("--out", tmp_path / "a.zarr", "--memory-limit", "20MB"),
+    ]
+    status, text = shell(capsys, *call, "--plan")
+    assert status == 0
+    assert text == (
+        "both: memory limit 20 MB\n"
+        "  125 blocks of (8, 5) over (1000, 5): each reads 156 B and writes 640 B; "
+        "3.82 kB in flight\n"
+        "    distance  (1000, 5)  float32, chunks (8, 5)\n"
+        "    sum  (1000, 5, 3)  float32, chunks (8, 5, 3)\n"
+    )
+    assert not (tmp_path / "a.zarr").exists()
+    status, text = shell(capsys, *call)
+    assert status == 0
+    assert "both" in text
+    assert "items/s" in text
+    stored = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    want = stream_child.both(x[:, None], y)
+    assert_same({name: jnp.asarray(stored[name][...]) for name in want}, want)
+    status, text = shell(capsys, *call)
+    assert status == 1
+    assert text == (
+        f"rankax.stream.run(both): {tmp_path / 'a.zarr'} exists, and resume=False; give another "
+        "out\n"
+    )
+    assert shell(capsys, *call, "--resume")[0] == 0
+
+
+def test_the_command_plans(capsys):
+    status, text = shell(capsys, "plan", KERNEL, "x=1000x1x3", "y=5000x3:int32")
+    assert status == 0
+    assert text.startswith("both: batch shape (1000, 5000), 5000000 evaluations")
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    call = ["stream", KERNEL, "--out", tmp_path / "a.zarr", "--in"]
+    assert shell(capsys, *call, "x") == (1, "x must be NAME=VALUE, with the name of a parameter\n")
+    assert shell(capsys, "plan", "math:sin") == (
+        *(1, "math:sin must name a kernel, decorated with rankax.auto_vmap, after a colon\n"),
+    )
+    assert shell(capsys, "plan", "stream_child", "x=3") == (
+        *(1, "stream_child must name a kernel, decorated with rankax.auto_vmap, after a colon\n"),
+    )
+
+
+@pytest.mark.parametrize("command", ["stream", "plan"])
+def test_help_is_a_page(capsys, command):
+    with pytest.raises(SystemExit):
+        rankax.__main__.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert f"\n  python -m rankax {command} sky.kernels:distance" in text
+    assert max(map(len, text.splitlines())) <= 100
