@@ -222,8 +222,10 @@ def test_chunk_sizes_that_are_none(chunk_size, kind, text):
     assert text_of(kind, auto_vmap(0, 1, chunk_size=chunk_size), kernel) == expected
 
 
-@pytest.mark.parametrize("name", ["jit", "checkpoint"])
-@pytest.mark.parametrize("value", [1, None, "yes"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("jit", 1), ("jit", None), ("jit", "yes"), ("checkpoint", 1), ("checkpoint", "yes")],
+)
 def test_flags_that_are_none(name, value):
     expected = f"auto_vmap(kernel): {name} must be True or False, got {value!r}"
     assert text_of(TypeError, auto_vmap(0, 1, **{name: value}), kernel) == expected

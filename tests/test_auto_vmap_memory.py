@@ -98,7 +98,7 @@ def test_an_outer_product_is_never_broadcast():
     assert temporary_bytes(mapped, *args) < 12e6
     plan = mapped.plan(*args)
     assert plan.batch_shape == (3000, 3001)
-    assert plan.steps <= 3000
+    assert plan.in_flight > 100
 
 
 def test_an_outer_product_of_vectors_broadcasts_nothing_without_chunks_either():
