@@ -83,7 +83,7 @@ def bullets() -> str:
     }
     own_ms = pairs['rankax, devices="all"']["ms"]
     distances = ("distances 8x3", "forward")
-    (tiles,) = (row for row in table("tiles") if (row["kernel"], row[""]) == distances)
+    (tiles,) = (row for row in table("tiles-one-core") if (row["kernel"], row[""]) == distances)
     return f"""\
 * **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules.
   To broadcast, **0 bytes** are copied.

@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,12 @@ from jax import lax
 
 import shown
 from rankax import auto_vmap
+
+if __name__ == "__main__":  # before the kernels make arrays
+    if "--one-core" in sys.argv:
+        os.sched_setaffinity(0, {0})
+    else:
+        jax.config.update("jax_num_cpu_devices", os.cpu_count())
 from tile_kernels import CASES, Case
 
 RESULTS = Path(__file__).parent / "results" / "tiles.md"
@@ -153,10 +160,6 @@ def main() -> None:
     parser.add_argument("--one-core", action="store_true", help="where jax.vmap has no second one")
     parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
     given = parser.parse_args()
-    if given.one_core:
-        os.sched_setaffinity(0, {0})
-    elif jax.config.jax_num_cpu_devices < 2:
-        jax.config.update("jax_num_cpu_devices", os.cpu_count())
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for case in CASES:
         if given.only and not case.name.startswith(given.only):
