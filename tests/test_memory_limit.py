@@ -105,7 +105,7 @@ def test_the_plan_says_what_was_chosen_and_measured():
     kernel = auto_vmap(2, memory_limit="1 MB")(chain)
     plan = kernel.plan(shape(3000, 32, 32))
     memory = plan.memory
-    assert plan.in_flight == memory.chunk_size
+    assert 1 <= plan.in_flight <= memory.chunk_size  # the cache may ask for a smaller tile
     assert memory.limit == MB
     assert re.search(
         r"\n  memory limit 1 MB: at most \d+ in flight, forward \d+ kB, gradient \d+ kB$", str(plan)
