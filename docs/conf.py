@@ -34,7 +34,7 @@ extensions = [
     "formulas",
     "prompts",
 ]
-exclude_patterns = ["_build", "_parts"]
+exclude_patterns = ["_build", "_parts", "tests"]
 
 # Pages that run. They import the programs in examples/ and what reads benchmarks/results; each has
 # a kernel of its own.

@@ -96,3 +96,21 @@ def operations_on(shape: tuple[int, ...], fun: Any, *args: Any) -> Counter[str]:
 def temporary_bytes(fun: Any, *args: Any) -> int:
     """Bytes the compiled ``fun`` needs besides its arguments and results, which may be shapes."""
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+_compiled: list[str] = []
+
+
+def _listen(event: str, _: float, **__: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def compilations(fun: Any, *args: Any) -> tuple[Any, int]:
+    """Return the result of a call, and how many programs JAX compiled for it."""
+    before = len(_compiled)
+    out = jax.block_until_ready(fun(*args))
+    return out, len(_compiled) - before

@@ -210,7 +210,8 @@ def apply(mutant: Mutant, source: Path) -> None:
 
 def named(name: str) -> str:
     file, *test = name.split("::")
-    return "::".join([f"tests/test_{file}.py", *(f"test_{each}" for each in test)])
+    (path,) = (PROJECT / "tests").rglob(f"test_{file}.py")
+    return "::".join([str(path.relative_to(PROJECT)), *(f"test_{each}" for each in test)])
 
 
 def failure(mutant: Mutant) -> str | None:
@@ -218,7 +219,8 @@ def failure(mutant: Mutant) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("src", "tests", "examples"):  # tests look for files beside them
             shutil.copytree(PROJECT / name, Path(folder) / name)
-        shutil.copy(PROJECT / "pyproject.toml", folder)
+        for name in ("pyproject.toml", "conftest.py"):
+            shutil.copy(PROJECT / name, folder)
         source = Path(folder) / "src"
         apply(mutant, source)
         tests = [named(name) for name in mutant.tests.split()]

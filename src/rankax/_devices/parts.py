@@ -25,7 +25,7 @@ each step of the loop inside `jax.vmap` every device evaluates a chunk of its ow
   one of the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but
   JAX refuses to combine them with results that are on all devices, such as a sum.
 
-``tests/test_devices.py`` checks what compiled programs send.
+``tests/devices/test_devices.py`` checks what compiled programs send.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ overwrites them; in a derivative, `join_chunks` keeps the earlier copy.
 Plain indexing would also be correct, but slow or memory-hungry. An operand that is read by index is
 flat: its mapped axis and all later axes become one before the loop, and a chunk gets its shape back
 after it is read. Workarounds, where each was seen, and the test that tells when it can be removed
-(in ``tests/test_chunked_memory.py`` unless another file is named):
+(in ``tests/front/test_chunked_memory.py`` unless another file is named):
 
 ===============================  ====================  ========================================
 workaround                       seen with             can go if this passes without it
@@ -142,7 +142,7 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
     simplifier of XLA, which all platforms share, rewrites the sum of an array with a
     `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. If
     the loop added the whole arrays, a gradient would still be correct and small, but its time would
-    grow with the square of the axis: ``tests/test_chunked_memory.py`` inspects compiled programs.
+    grow with the square of the axis: ``tests/front/test_chunked_memory.py`` inspects compiled programs.
     """
     each = leaf.shape[axis] // chunks.length  # numbers of one item along the axis
     start = start * start.dtype.type(each)

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import jax
 import jax.experimental
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same
+from helpers import assert_same, compilations
 from rankax import auto_vmap, chunked_vmap
 from rankax._base.cache import Kept
 from rankax._call import run
@@ -26,23 +25,6 @@ from rankax._plan.levels import Tiles
 X = jnp.arange(30.0).reshape(10, 3) / 30
 W = jnp.arange(9.0).reshape(3, 3) / 9
 TABLE = np.arange(3, dtype=np.float32)
-
-_compiled: list[str] = []
-
-
-def _listen(event, duration, **_):
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compiled.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
-def compilations(f, *args):
-    """Return the result of a call, and how many programs JAX compiled for it."""
-    before = len(_compiled)
-    out = jax.block_until_ready(f(*args))
-    return out, len(_compiled) - before
 
 
 @jax.custom_jvp

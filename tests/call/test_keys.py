@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 import rankax
 import sharded_keys
-from helpers import assert_same, slow, temporary_bytes
+from helpers import assert_same, compilations, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
 from rankax._call.nest import nest_of
 from rankax._declare.dims import Rank
@@ -28,7 +28,6 @@ from rankax._loop.keys import item_key
 from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
 from rankax.reductions import Best, TopK
-from test_eager import compilations
 
 KEY = jax.random.key(5)
 BATCH = (3, 5)

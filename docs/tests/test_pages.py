@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1]
 CELL = re.compile(
     r"^```\{code-cell\}\n((?:---\n.*?^---\n|:.*?\n\n)?)(.*?)^```$", re.MULTILINE | re.DOTALL
 )

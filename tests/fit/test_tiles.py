@@ -17,7 +17,7 @@ from rankax._fit import cpu
 from rankax._plan.chunks import split_into_tiles
 from rankax._plan.levels import Tiles, plan_levels
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 needs_tiles = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Batches that several devices share: cases that `test_devices.py` runs in processes of their own.
+r"""Batches that several devices share: cases that `test_devices.py` runs in other processes.
 
-``python tests/devices_cases.py NAME KIND DEVICES`` runs one on a mesh of that kind with so many
-simulated devices. What is found is compared with the same kernel on one of them, without a mesh.
+One runs alone, on a mesh of a kind with so many devices, also under a debugger::
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 \
+        python -m pdb tests/devices/devices_cases.py errors Auto 4
+
+What is found is compared with the same kernel on one of them, without a mesh.
 """
 
 from __future__ import annotations
@@ -1157,9 +1161,12 @@ def eager_calls_on_an_explicit_mesh(mesh):
                         assert out.sharding.is_equivalent_to(sharding, out.ndim), kind
 
 
-if __name__ == "__main__":
-    name, kind, devices = sys.argv[1:]
-    of_all = mesh_of(getattr(AxisType, kind), int(devices))
+def run(name, kind, devices):
+    of_all = mesh_of(getattr(AxisType, kind), devices)
     # These cases enter the mesh themselves.
     with contextlib.nullcontext() if name.endswith("on_an_explicit_mesh") else inside(of_all):
         CASES[name](of_all)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2], int(sys.argv[3]))

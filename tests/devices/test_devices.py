@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Batches that several devices share, each case in a process with simulated ones.
+"""Batches that several devices share: cases in processes that simulate those.
 
 For the number of devices is fixed when JAX starts; all other tests run on one.
 """
 
+import functools
+import multiprocessing
 import os
-import pathlib
 import re
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import devices_cases
 import rankax
-from devices_cases import CASES
 from helpers import slow
 from rankax import auto_vmap, chunked_vmap
 
@@ -29,25 +29,12 @@ def enters_mesh(*values, also=()):
     return pytest.param(*values, marks=[CAN_ENTER, *also])
 
 
-HERE = pathlib.Path(__file__).parent
-
-
-def run(name, kind, devices):
+@functools.cache
+def process(devices):
+    """A process with so many devices, which runs one case after another."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    found = subprocess.run(
-        [sys.executable, str(HERE / "devices_cases.py"), name, kind, str(devices)],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags.strip(),
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
+    begin = (os.putenv, ("XLA_FLAGS", flags.strip()))  # before it imports JAX
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), *begin)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +91,13 @@ def run(name, kind, devices):
     ],
 )
 def test_parts_are_walked_side_by_side(name, kind, devices):
-    run(name, kind, devices)
+    process(devices).submit(devices_cases.run, name, kind, devices).result()
 
 
 def test_no_case_is_forgotten():
     (cases,) = test_parts_are_walked_side_by_side.pytestmark
     given = {getattr(values, "values", values)[0] for values in cases.args[1]}
-    assert given == set(CASES)
+    assert given == set(devices_cases.CASES)
 
 
 def test_one_cpu_device_says_how_to_get_more():

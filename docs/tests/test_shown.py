@@ -10,7 +10,7 @@ import pytest
 
 import rankax
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
