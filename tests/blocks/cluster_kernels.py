@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the workers of tests/blocks/test_clusters.py import: kernels, and steps that leave a trace."""
+"""What the workers of test_clusters.py import: kernels, and steps that leave a trace."""
 
 import os
 import time

@@ -142,7 +142,7 @@ def take_chunk(leaf: jax.Array, start: jax.Array, chunks: Chunks, axis: int) -> 
     simplifier of XLA, which all platforms share, rewrites the sum of an array with a
     `dynamic_update_slice` of zeros into an update in place, but only if it sees exactly that. If
     the loop added the whole arrays, a gradient would still be correct and small, but its time would
-    grow with the square of the axis: ``tests/front/test_chunked_memory.py`` inspects compiled programs.
+    grow with the square of the axis; ``tests/front/test_chunked_memory.py`` inspects programs.
     """
     each = leaf.shape[axis] // chunks.length  # numbers of one item along the axis
     start = start * start.dtype.type(each)

@@ -7,8 +7,8 @@
   step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in
   place of the call. The rule is lost, and ``jax.jvp(jax.grad(f))`` is the derivative of that body.
   `keep_rules` prevents it. The programs of loops over chunks, of the remainder of a row and of the
-  body of a scan pass through it first. Test: ``tests/loop/test_custom_rules.py``. It may go with JAX
-  0.11, the last version with this fault.
+  body of a scan pass through it first. Test: ``tests/loop/test_custom_rules.py``. It may go with
+  JAX 0.11, the last version with this fault.
 * When `jax.vmap` maps such a call, its rule is differentiated first and mapped second (all
   versions). A `jax.custom_vjp` function inside can then no longer be mapped, and JAX raises "can't
   apply forward-mode autodiff (jvp) to a custom_vjp function". `call_with_derivative_of` maps first.
