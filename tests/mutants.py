@@ -69,7 +69,7 @@ MUTANTS = [
         "_loop/reuse.py",
         "(spec, sink, walk),",
         "(sink, walk),",
-        "eager::a_second_call_compiles_nothing",
+        "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(
         "a kept loop does not depend on out_axes",

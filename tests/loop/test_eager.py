@@ -137,6 +137,9 @@ def test_other_shapes_dtypes_and_axes_are_other_programs():
         assert_same(chunked_vmap(kernel, 4)(x), x * 2)
     assert_same(chunked_vmap(kernel, 2, 1, 1)(X), X * 2)
     assert_same(chunked_vmap(kernel, 2, 1)(X), X.T * 2)
+    out, compiled = compilations(chunked_vmap(kernel, 3), X)  # items in flight cannot be seen in it
+    assert compiled > 0
+    assert_same(out, X * 2)
 
 
 # What a kernel finds outside may change.
