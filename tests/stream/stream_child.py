@@ -14,7 +14,6 @@ import numpy as np
 
 import rankax.stream
 from rankax import auto_vmap
-from rankax.stream import _store
 
 ITEMS = 1000
 
@@ -86,6 +85,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "measure":
         measured(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
-        _store._SECONDS = 0.02  # between marks, so that short lives do not come to nothing
         run(*sys.argv[1:], progress=Begin())
         sys.stdout.write("end\n")

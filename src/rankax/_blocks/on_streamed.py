@@ -62,7 +62,8 @@ class Streamed:
     dtype: Any
     value: Any = None
     stage: Stage | None = None
-    path: str = ""  # of an argument, as errors name it
+    path: str = ""  # of an argument, as errors name it, or in the store
+    last: Any = None  # the region that was read last, and its block
 
     @property
     def chunks(self) -> BatchChunks:
@@ -75,14 +76,14 @@ class _ToStages:
 
     def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Streamed:
         del chunks, like
-        if isinstance(value, Streamed):
-            return value
-        return Streamed(value.shape, value.dtype, value)
+        is_streamed = isinstance(value, Streamed)
+        return value if is_streamed else Streamed(value.shape, value.dtype, value)
 
     def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
         stage = Stage(fun, batch.inputs, _shape(batch))
-        for item in layout.items:
-            stage.outputs.append(Streamed(stage.shape + item.shape, item.dtype, stage=stage))
+        shapes = [(*stage.shape, *item.shape) for item in layout.items]
+        pairs = zip(shapes, layout.items, strict=True)
+        stage.outputs = [Streamed(shape, item.dtype, stage=stage) for shape, item in pairs]
         return list(stage.outputs)
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:
@@ -92,7 +93,7 @@ class _ToStages:
         inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
         stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
         kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-        stage.outputs.append(Streamed((*kept, size), np.dtype(np.uint8), stage=stage))
+        stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage)]
         return stage.outputs[0]
 
 

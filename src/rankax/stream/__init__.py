@@ -3,8 +3,9 @@
 
 import importlib.util
 
-if not (importlib.util.find_spec("zarr") and importlib.util.find_spec("tqdm")):
-    raise ImportError('rankax.stream needs zarr and tqdm: pip install "rankax[stream]"')
+missing = [name for name in ("filelock", "tqdm", "zarr") if not importlib.util.find_spec(name)]
+if missing:
+    raise ImportError(f'rankax.stream needs {", ".join(missing)}: pip install "rankax[stream]"')
 
 from rankax.stream._run import run as run
 

@@ -16,13 +16,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rankax._blocks.on_streamed import Stage, Streamed
 from rankax._plan.budget import shown_bytes
-from rankax._plan.chunks import split_into_chunks
 from rankax._plan.levels import Shape
-from rankax.stream._sources import grain
+from rankax.stream._sources import grain, read
 
 __all__ = ["Block", "Cuts", "cut"]
 
@@ -67,14 +66,14 @@ class Cuts:
             region[i] = block.region[axis]
         return tuple(region)
 
+    def read(self, block: Block) -> list[Any]:
+        """Read a block of each input."""
+        inputs = self.stage.inputs
+        return [read(array, self.part(array, axes, block)) for array, axes, _ in inputs]
+
     def _mapped(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
         """Return each axis of an array that the blocks cut, and that of the batch."""
         return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.shape[a]]
-
-    def target(self, block: Block) -> tuple[slice, ...]:
-        """Return the region that a block writes; of states, its place along reduced axes."""
-        both = enumerate(zip(block.place, block.region, strict=True))
-        return tuple(slice(i, i + 1) if a in self.stage.reduced else part for a, (i, part) in both)
 
     def sizes(self) -> tuple[int, int]:
         """Return the bytes that a block reads, in whole chunks of the sources, and writes."""
@@ -99,10 +98,7 @@ class Cuts:
             grain(x)[i] for x, axes, _ in inputs for i, a in self._mapped(x, axes) if a == axis
         ]
         length, step = -(-self.block[axis] // 2), max(steps, default=1)
-        if 1 < step < length:
-            length -= length % step
-        else:
-            length = split_into_chunks(self.stage.shape[axis], length).size
+        length -= length % step if step < length else 0
         return Cuts(self.stage, (*self.block[:axis], length, *self.block[axis + 1 :]))
 
 

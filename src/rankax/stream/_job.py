@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
 import rankax
-from rankax._base.trees import leaves_with_names
 from rankax._base.words import plural
 from rankax._blocks.on_streamed import Stage, Streamed
 from rankax._call.bind import flatten, rebind
@@ -29,8 +28,8 @@ from rankax._fit.memory import free_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import opened
 from rankax.stream._cut import Cuts, cut
-from rankax.stream._sources import digest, streamed
-from rankax.stream._store import OWN
+from rankax.stream._sources import digest, grain, streamed
+from rankax.stream._store import STATES
 
 __all__ = ["Job", "prepared"]
 
@@ -45,7 +44,6 @@ class Job:
     name: str
     where: str
     tree: Any  # the results: `Streamed` in place of arrays
-    names: Mapping[Streamed, str]  # of these arrays
     stages: Sequence[Cuts]
     arrays: Sequence[Sequence[dict[str, Any]]]  # what each stage writes, as zarr creates it
     record: dict[str, Any]
@@ -64,9 +62,9 @@ class Job:
 
 
 def prepared(
-    mapped: Any, args: Any, kwargs: Any, memory_limit: int | str, where: str, found: Any = None
+    mapped: Any, args: Any, kwargs: Any, memory_limit: int | str, where: str, found: Any = ()
 ) -> Job:
-    """Check a call; ``found`` is the record of a store that it is to go on with."""
+    """Check a call; ``found`` is the record of a store that it is to go on with, if any."""
     if inspect.ismethod(mapped):
         mapped, args = mapped.__func__, (mapped.__self__, *args)
     kernel = getattr(mapped, "_kernel", None)
@@ -74,7 +72,7 @@ def prepared(
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
-    limit = limit_in_bytes(given, free_bytes) if found is None else found["limit"]
+    limit = found["limit"] if found else limit_in_bytes(given, free_bytes)
     call = flatten(kernel, tuple(args), dict(kwargs))
     ranked = [*zip(call.structure.paths, call.structure.ranks, strict=True)]
     pairs = zip(call.leaves, ranked, strict=True)
@@ -86,29 +84,32 @@ def prepared(
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
     bounded = mapped.with_options(memory_limit=half, progress=False, checkpoint=False)
     tree = bounded(*again.args, **again.kwargs)
+    _name(tree, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
+    cuts = [cut(stage, limit, where) for stage in stages]
     record: dict[str, Any] = {
         "kernel": kernel.name,
         "program": [_program(stage) for stage in stages if not stage.reads_states],
-        "options": {n: _text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
-        "arguments": {p: _argument(x) for x, (p, r) in zip(leaves, ranked, strict=True) if r},
+        **{f"options: {n}": _text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
         "memory_limit": given,
+        "limit": limit,
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
-    if found is None:
-        cuts = [cut(stage, limit, where) for stage in stages]
-    elif different := [*_differences(found["call"], record)]:
+    for leaf, (path, rank) in zip(leaves, ranked, strict=True):
+        if rank is not None:
+            record |= {f"{path}: {key}": value for key, value in _about(leaf).items()}
+    different = [
+        f"{key} was {found.get(key)} and is {record.get(key)}"
+        for key in sorted({*found, *record} if found else ())
+        if found.get(key) != record.get(key)
+    ]
+    if different:
         raise ValueError(
             f"{where}: out was begun by another call: {'; '.join(different)}; repeat that call, or "
             "give another out"
         )
-    else:
-        cuts = [Cuts(*pair) for pair in zip(stages, map(tuple, found["blocks"]), strict=True)]
-    names = _names(tree, where)
-    arrays = [_arrays(each, names) for each in cuts]
-    record = {"call": record, "limit": limit, "blocks": [each.block for each in cuts]}
-    return Job(kernel.name, where, tree, names, cuts, arrays, json.loads(json.dumps(record)))
+    return Job(kernel.name, where, tree, cuts, [_arrays(each) for each in cuts], record)
 
 
 def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
@@ -119,22 +120,22 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
             yield stage
 
 
-def _names(tree: Any, where: str) -> dict[Streamed, str]:
-    """Return the name of each array of the results, such as ``pose/rotation``."""
-    names: dict[Streamed, str] = {}
-    for path, leaf in leaves_with_names(tree, ""):
+def _name(tree: Any, where: str) -> None:
+    """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
+    names: set[str] = set()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        leaf.path = jax.tree_util.keystr(path, simple=True, separator="/") or "output"
         if leaf.dtype.kind not in "biufc":
             raise TypeError(
-                f"{where}: output{path} has dtype {leaf.dtype}, which zarr does not store; return "
+                f"{where}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "
                 "another one, such as .astype(jnp.float32)"
             )
-        names[leaf] = "/".join(re.findall(r"\w+", path)) or "output"
-    if len({*names.values(), OWN}) <= len(names):  # two of them are equal
-        return {leaf: str(number) for number, leaf in enumerate(names)}
-    return names
+        if leaf.path in names:
+            raise ValueError(f"{where}: two outputs are called {leaf.path}; rename one")
+        names.add(leaf.path)
 
 
-def _arrays(cuts: Cuts, names: Mapping[Streamed, str]) -> list[dict[str, Any]]:
+def _arrays(cuts: Cuts) -> list[dict[str, Any]]:
     """Return what a stage writes; states have one entry for each block along reduced axes."""
     stage = cuts.stage
     lengths = enumerate(zip(stage.shape, cuts.grid, cuts.block, strict=True))
@@ -142,18 +143,16 @@ def _arrays(cuts: Cuts, names: Mapping[Streamed, str]) -> list[dict[str, Any]]:
     cores = [out.shape[len(pairs) - len(stage.reduced) :] for out in stage.outputs]
     return [
         {
-            "name": names.get(out, f"{OWN}/states"),
+            "name": out.path or STATES,
             "shape": (*(n for n, _ in pairs), *core),
             "chunks": (*(chunk for _, chunk in pairs), *(max(1, n) for n in core)),
             "dtype": out.dtype,
+            "compressors": [ZstdCodec(), Crc32cCodec()],
             "fill_value": np.nan if out.dtype.kind in "fc" else 0,
             "chunk_key_encoding": {"name": "default", "separator": "."},
         }
         for out, core in zip(stage.outputs, cores, strict=True)
     ]
-
-
-# The record.
 
 
 def _program(stage: Stage) -> str:
@@ -172,22 +171,14 @@ def _program(stage: Stage) -> str:
     return checksum.hexdigest()[:16]
 
 
+def _about(value: Any) -> dict[str, Any]:
+    """Return what is recorded of an argument."""
+    if not isinstance(value, Streamed):
+        return {"value": _text(value)}
+    numbers = {"shape": [*value.shape], "chunks": [*grain(value)], "dtype": str(value.dtype)}
+    return {**numbers, "numbers": digest(value)}
+
+
 def _text(value: Any) -> str:
     """Return what Python prints of an object, without addresses, which differ in each process."""
     return re.sub(r"0x[0-9a-f]+", "0x", str(value))
-
-
-def _argument(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Streamed):
-        return {"value": _text(value)}
-    return {"shape": [*value.shape], "dtype": str(value.dtype), "numbers": digest(value)}
-
-
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Say in what two records differ."""
-    for key in sorted(was.keys() | now.keys()):
-        old, new = was.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{path}{key}: ")
-        elif old != new:
-            yield f"{path}{key} was {old} and is {new}"

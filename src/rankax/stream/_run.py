@@ -7,26 +7,26 @@ block is evaluated, one thread reads the next one, and another one writes the on
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import zarr
+from filelock import Timeout
 
 from rankax._base.checks import check_bool
 from rankax._base.words import shortened
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._cut import Block, Cuts
 from rankax.stream._job import Job, prepared
-from rankax.stream._sources import read
-from rankax.stream._store import Store, create, locked, recorded
+from rankax.stream._store import Store, opened, recorded
 
 __all__ = ["run"]
 
@@ -93,9 +93,9 @@ def run(
 
     Notes
     -----
-    *Resume.* A block is written, flushed to the disk, and then marked with a checksum, at least
-    once a second. Blocks without a mark, or of another checksum, are computed again. The store
-    records the program of the kernel, its options, shape, dtype and some of the numbers of each
+    *Resume.* A block is written to files that end with their checksums, renamed when they are
+    whole, and flushed to the disk. Blocks without them are computed again. The store records the
+    program of the kernel, its options, shape, dtype, chunks and some of the numbers of each
     argument (all of those below 1 MB), ``memory_limit``, and the versions of rankax and JAX.
 
     *Blocks.* There are at least a hundred, if there are as many items. They follow the chunks of
@@ -128,29 +128,22 @@ def run(
     if on_nan not in ("keep", "raise"):
         raise ValueError(f"{where}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
     path = Path(out)
-    found = recorded(path) if path.exists() else None
-    if path.exists() and not (found and resume):
+    found = recorded(path)
+    if path.exists() and not (found and resume) and any(path.iterdir()):
         why = "resume=False" if found else "it is no store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found)
-    if found is None:
-        create(path, job.record, [array for arrays in job.arrays for array in arrays])
-    busy = f"{where}: another process is writing to {path}; wait for it, or give another out"
-    with locked(path, busy):
-        if recorded(path) != job.record:  # it was made since this run began
-            raise BlockingIOError(busy)
-        store = Store(path, job.arrays)
-        try:
-            with contextlib.closing(store), progress_of_call(progress, job.name) as shown:
-                _run(job, store, shown, on_nan)
-        except BaseException as error:
-            count = sum(math.prod(cuts.grid) for cuts in job.stages)
-            error.add_note(
-                f"{where}: {len(store.marks)} of {count} blocks are whole in {path}; the same call "
-                "goes on with the others"
-            )
-            raise
-    return jax.tree.map(lambda out: zarr.open_array(path / job.names[out], mode="r"), job.tree)
+    try:
+        with (
+            opened(path, job.record, job.arrays) as store,
+            progress_of_call(progress, job.name) as shown,
+        ):
+            _run(job, store, shown, on_nan)
+    except Timeout:
+        raise BlockingIOError(
+            f"{where}: another process is writing to {path}; wait for it, or give another out"
+        ) from None
+    return jax.tree.map(lambda out: zarr.open_array(path / out.path, mode="r"), job.tree)
 
 
 def _run(job: Job, store: Store, shown: Progress | None, on_nan: str) -> None:
@@ -160,62 +153,45 @@ def _run(job: Job, store: Store, shown: Progress | None, on_nan: str) -> None:
         for i, cuts in enumerate(job.stages)
     ]
     total = sum(math.prod(cuts.stage.shape) for cuts in job.stages)
-    left = sum(block.items for blocks in todo for block in blocks)
-
-    def report(items: int) -> None:
-        nonlocal left
-        left -= items
-        if shown is not None:
-            show(shown.target, total - left, total)
-
+    done = total - sum(block.items for blocks in todo for block in blocks)
     if shown is not None:
         show(shown.target, 0, total)
-    report(0)
+        show(shown.target, done, total)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        for number, blocks in enumerate(todo):
-            cuts, written = job.stages[number], writer.submit(int)
-            for block, inputs in _ahead(reader, _loader(job, store, cuts), blocks):
-                outs = cuts.stage.fun(*inputs)
-                del inputs
-                outs = outs if isinstance(outs, tuple) else (outs,)
-                if on_nan == "raise":
-                    _refuse_nan(job, number, block, outs)
-                report(written.result())
-                written = writer.submit(store.write, number, block, cuts.target(block), outs)
-                del outs
-            report(written.result())
+        for number, (cuts, blocks) in enumerate(zip(job.stages, todo, strict=True)):
+            if cuts.stage.reads_states:
+                states = _Merged(job.stages[number - 1], store.arrays[number - 1][0])
+                cuts.stage.inputs[0].array.value = states
+            evaluate = functools.partial(_evaluated, job, number, on_nan)
+            outs = map(evaluate, blocks, _ahead(reader, cuts.read, blocks))
+            written = _ahead(writer, functools.partial(store.write, number), blocks, outs)
+            for block, _ in zip(blocks, written, strict=True):
+                done += block.items
+                if shown is not None:
+                    show(shown.target, done, total)
 
 
-def _loader(job: Job, store: Store, cuts: Cuts) -> Callable[[Block], list[Any]]:
-    """Return a function that reads a block of each input of a stage."""
-    last: dict[int, tuple[Any, Any]] = {}  # region and block of each input
-    for array, *_ in cuts.stage.inputs:
-        for i, before in enumerate(job.stages):
-            if before.stage is array.stage:
-                array.value = _Merged(before, store.arrays[i][0])
-
-    def load(block: Block) -> list[Any]:
-        for i, (array, axes, _) in enumerate(cuts.stage.inputs):
-            part = cuts.part(array, axes, block)
-            if i not in last or last[i][0] != part:  # else it is the same as in the last block
-                last.pop(i, None)  # free that first
-                last[i] = part, read(array, part)
-        return [last[i][1] for i in range(len(last))]
-
-    return load
+def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:
+    """Map a function as `map` does, but in a thread, and one item ahead."""
+    last: Future[Any] | None = None
+    for arguments in zip(*items, strict=True):
+        future = executor.submit(fun, *arguments)
+        if last is not None:
+            yield last.result()
+        last = future
+    if last is not None:
+        yield last.result()
 
 
-def _ahead(
-    reader: ThreadPoolExecutor, load: Callable[[Block], Any], blocks: Sequence[Block]
-) -> Iterator[tuple[Block, Any]]:
-    """Yield blocks with their inputs, while those of the next one are read."""
-    futures = [reader.submit(load, block) for block in blocks[:1]]
-    for block, following in itertools.zip_longest(blocks, blocks[1:]):
-        inputs = futures.pop().result()
-        if following is not None:
-            futures.append(reader.submit(load, following))
-        yield block, inputs
-        del inputs
+def _evaluated(
+    job: Job, number: int, on_nan: str, block: Block, inputs: Sequence[Any]
+) -> Sequence[Any]:
+    """Return the outputs of a block."""
+    outs = job.stages[number].stage.fun(*inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    if on_nan == "raise":
+        _refuse_nan(job, number, block, outs)
+    return outs
 
 
 def _refuse_nan(job: Job, number: int, block: Block, outs: Sequence[Any]) -> None:
@@ -241,16 +217,16 @@ class _Merged:
     """The states of all blocks along the reduced axes, merged as they are read."""
 
     def __init__(self, cuts: Cuts, states: Any) -> None:
-        self._grid, self._stage, self._states = cuts.grid, cuts.stage, states
+        self._cuts, self._states = cuts, states
 
     def __getitem__(self, region: Sequence[slice]) -> Any:
-        reduced, merge, merged = self._stage.reduced, self._stage.merge, None
-        assert merge is not None
-        for place in itertools.product(*(range(self._grid[axis]) for axis in reduced)):
-            index = list(region[:-1])
-            for axis, i in zip(reduced, place, strict=True):
-                index.insert(axis, slice(i, i + 1))
-            state = self._states[(*index, ...)].squeeze(reduced)
+        stage, grid = self._cuts.stage, self._cuts.grid
+        merge: Any = stage.merge
+        merged: Any = None
+        for place in itertools.product(*(range(grid[axis]) for axis in stage.reduced)):
+            at, parts = dict(zip(stage.reduced, place, strict=True)), iter(region)
+            index = [at[axis] if axis in at else next(parts) for axis in range(len(grid))]
+            state = self._states[(*index, ...)]
             both = state if merged is None else np.stack([merged, state])
             merged = both if merged is None else merge(both, axis=(0,), keepdims=False)
         return merged

@@ -46,19 +46,24 @@ def grain(source: Streamed) -> tuple[int, ...]:
 
 
 def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-    """Return a block in memory."""
+    """Return a block in memory. The last one is kept, because the next may need the same."""
+    if source.last is None or source.last[0] != region:
+        source.last = None  # freed before another is read
+        source.last = region, _read(source, region)
+    return source.last[1]
+
+
+def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
     value = source.value
-    if isinstance(value, range):
-        return np.arange(*region[0].indices(len(value)))
-    mapping, size, is_private = _mapping(value)
+    mapping, size = _mapping(value)
     if mapping is not None and mapping.size() < size:
         raise OSError(
             f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
         )
-    block = np.asarray(value[region])
+    block = np.asarray(value[region[0] if isinstance(value, range) else region])
     if mapping is not None:
         block = np.array(block)
-        if not is_private and hasattr(mmap, "MADV_DONTNEED"):
+        if hasattr(mmap, "MADV_DONTNEED"):
             # Pages that were read count as memory of this process until it lets go of them.
             mapping.madvise(mmap.MADV_DONTNEED)
     shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
@@ -67,32 +72,29 @@ def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
     return block
 
 
-def _mapping(array: Any) -> tuple[mmap.mmap | None, int, bool]:
-    """Return the mapped file of an array, how long it should be, and whether changes are private.
+def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
+    """Return the mapped file of an array, and how long it should be.
 
-    Reading beyond the end of a file that has become shorter would kill the process.
+    Reading beyond the end of a file that has become shorter would kill the process. What was
+    changed in a private mapping is in memory only, so that is an array like others.
     """
-    begin, is_private = 0, False
+    begin = 0
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-            is_private = array.mode == "c"
+            if array.mode == "c":
+                return None, 0
         array = array.base
-    if not isinstance(array, mmap.mmap):
-        return None, 0, False
-    return array, begin + len(array), is_private
+    return (array, begin + len(array)) if isinstance(array, mmap.mmap) else (None, 0)
 
 
 def digest(source: Streamed) -> str:
     """Return a digest of some of the numbers of an array; of a small one, of all."""
-    checksum, shape, size = hashlib.sha256(), source.shape, math.prod(source.shape)
-    starts, lengths = [(0,) * len(shape)], shape
-    if size * source.dtype.itemsize > _WHOLE:
-        places = [(size - 1) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-        starts = np.transpose(np.unravel_index(places, shape)).tolist()
-        lengths = (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
-    for start in starts:
-        ends = zip(start, lengths, shape, strict=True)
-        region = tuple(slice(i, min(i + length, n)) for i, length, n in ends)
+    checksum, shape = hashlib.sha256(), source.shape
+    is_small = math.prod(shape) * source.dtype.itemsize <= _WHOLE
+    for i in range(1 if is_small else _SAMPLES):
+        starts = [(n - 1) * i // (_SAMPLES - 1) for n in shape]
+        lengths = shape if is_small else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
+        region = tuple(slice(i, i + length) for i, length in zip(starts, lengths, strict=True))
         checksum.update(np.ascontiguousarray(read(source, region)).tobytes())
     return checksum.hexdigest()[:16]

@@ -1,157 +1,141 @@
 # SPDX-License-Identifier: MIT
-"""The store of a run: arrays of zarr, and a journal of the blocks that are whole.
+"""The store of a run: arrays of zarr, of which each file says itself whether it is whole.
 
-A block is one chunk of each array, in a file of its own. It is written, flushed to the disk, and
-only then marked in the journal, with a checksum of each file. The lines of the journal have
-checksums too, so half a line, the last thing that a killed process wrote, is no mark. What the
-store is about is recorded in an attribute of its group. The group is made under another name and
-renamed, so that it has this record from the start. A lock on its folder, which the system drops
-when the process ends, keeps other runs out.
+A block is one chunk of each array, in a file of its own. zarr writes a file under another name and
+renames it. It ends with its checksum (the codec crc32c), which every reader of zarr compares. So
+the blocks that are done are those whose files have their checksums, whenever the process was
+killed, and no list can contradict the files. A thread flushes what was written to the disk, so that
+no more than the last moments are lost with the power.
+
+What the store is about is recorded in the attributes of one array, which is created last and holds
+the states of blocks, if there are any. A lock beside it keeps other runs out; the system drops it
+when the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
-import shutil
-import time
-import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import zarr
+from filelock import FileLock, Timeout
 
 from rankax.stream._cut import Block
 
-__all__ = ["OWN", "Store", "create", "locked", "recorded"]
+__all__ = ["STATES", "Store", "opened", "recorded"]
 
-OWN = "_rankax"  # the group of what is not a result
-_SECONDS = 1  # between two marks, because a disk takes some milliseconds to flush anything
-
-
-def create(path: Path, record: dict[str, Any], arrays: Sequence[dict[str, Any]]) -> None:
-    """Make a store without blocks, at once or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    with locked(path.parent):  # of runs that begin at once, the first makes it
-        if path.exists():
-            return
-        shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
-        group: Any = zarr.create_group(new, attributes={"rankax": record})
-        group.create_group(OWN)
-        for array in arrays:
-            group.create_array(**array)
-        for folder, _, files in os.walk(new):
-            for name in (*files, "."):
-                _flush(Path(folder, name))
-        new.rename(path)
-        _flush(path.parent)
+STATES = "_rankax/states"  # the array of what is not a result
 
 
-def recorded(path: Path) -> Any:
-    """Return the record of a store; None if this is something else."""
+def recorded(path: Path) -> dict[str, Any]:
+    """Return the record of a store; it is empty where there is none yet."""
     try:
-        return zarr.open_group(path, mode="r").attrs.asdict().get("rankax")
+        return zarr.open_array(path / STATES, mode="r").attrs.asdict()
     except FileNotFoundError:
-        return None
+        return {}
 
 
 @contextlib.contextmanager
-def locked(folder: Path, refusal: str | None = None) -> Generator[None]:
-    """Lock a folder until the end of this context or process; by default, wait for it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if refusal is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise BlockingIOError(refusal) from None
-    finally:
-        os.close(handle)
+def opened(
+    path: Path, record: dict[str, Any], stages: Sequence[Sequence[dict[str, Any]]]
+) -> Generator[Store]:
+    """Lock a store, which is created if it has no record; in the end, wait for the disk."""
+    (path / STATES).mkdir(parents=True, exist_ok=True)
+    with FileLock(path / STATES / "lock", blocking=False), ThreadPoolExecutor(1) as flusher:
+        found = recorded(path)
+        if not found:
+            _create(path, record, {array["name"]: array for part in stages for array in part})
+        elif found != record:  # it was made since this run began
+            raise Timeout(str(path))
+        store = Store(path, [[array["name"] for array in arrays] for arrays in stages], flusher)
+        try:
+            yield store
+            store.flush().result()
+        except BaseException as error:
+            error.add_note(
+                f"{store.whole} blocks are whole in {path}; the same call goes on with the others"
+            )
+            raise
+
+
+def _create(path: Path, record: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> None:
+    """Create the arrays; again, if a run was killed here."""
+    group: Any = zarr.open_group(path, mode="a")
+    states = arrays.pop(STATES, {"name": STATES, "shape": (0,), "dtype": "uint8"})
+    for array in arrays.values():
+        group.create_array(**array, overwrite=True)
+    group.create_array(**states, attributes=record)
+    _flush(path.rglob("zarr.json"))
 
 
 class Store:
-    """A store whose folder is locked."""
+    """A store that is locked."""
 
-    def __init__(self, path: Path, stages: Sequence[Sequence[dict[str, Any]]]) -> None:
-        with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
-            self.arrays: list[list[Any]] = [
-                [zarr.open_array(path / array["name"], mode="r+") for array in arrays]
-                for arrays in stages
-            ]
+    def __init__(self, path: Path, names: Sequence[Sequence[str]], flusher: Executor) -> None:
         for partial in path.rglob("*.partial"):  # what a killed process was writing
             partial.unlink()
-        self.marks: dict[tuple[int, ...], list[int]] = {}
-        self._waiting: dict[tuple[int, ...], list[Path]] = {}  # blocks that are to be marked
-        self._due = time.monotonic() + _SECONDS
-        self._journal = open(path / OWN / "journal", "a+b")  # noqa: SIM115
-        length = self._journal.seek(0)
-        for line in self._journal:
-            checksum, _, text = line.partition(b" ")
-            if checksum != b"%08x" % zlib.crc32(text):
-                break
-            block, checksums = json.loads(text)
-            self.marks[tuple(block)] = checksums
-            length += len(line)
-        self._journal.truncate(length)
+        with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
+            group: Any = zarr.open_group(path, mode="r+")
+            self.arrays: list[list[Any]] = [[group[name] for name in part] for part in names]
+        self.whole = 0  # blocks
+        self._path, self._unflushed = path, list[Path]()
+        self._flusher, self._flushed = flusher, flusher.submit(_flush, [])
 
     def is_whole(self, stage: int, block: Block) -> bool:
-        """Whether a block is marked, and its files are those that were written."""
-        mark = self.marks.pop((stage, *block.place), None)
-        with contextlib.suppress(FileNotFoundError):
-            if mark is not None and mark == _checksums(self._files(stage, block)):
-                self.marks[stage, *block.place] = mark
-        return (stage, *block.place) in self.marks
+        """Whether the files of a block are those that were written."""
+        is_whole = all(map(_has_checksum, self._files(stage, block)))
+        if is_whole:
+            self._count(stage, block)
+        return is_whole
 
-    def write(self, stage: int, block: Block, region: Any, outs: Sequence[Any]) -> int:
-        """Write a block of each array of a stage, to be marked soon; return its items."""
+    def write(self, stage: int, block: Block, outs: Sequence[Any]) -> None:
+        """Write a block of each array of a stage."""
         for array, out in zip(self.arrays[stage], outs, strict=True):
-            array[(*region, ...)] = out
-        self._waiting[stage, *block.place] = self._files(stage, block)
-        if time.monotonic() > self._due:
-            self.mark()
-        return block.items
+            if array.size:
+                array.blocks[block.place] = out
+        self._count(stage, block)
+        if self._flushed.done():
+            self.flush()
 
-    def mark(self) -> None:
-        """Mark the blocks that were written, once they are on the disk."""
-        waiting, self._waiting = self._waiting, {}  # what cannot be flushed is never marked
-        marks = {block: _checksums(files) for block, files in waiting.items()}
-        written = [file for files in waiting.values() for file in files]
-        for path in dict.fromkeys([*written, *(file.parent for file in written)]):
-            _flush(path)
-        for mark in marks.items():
-            text = json.dumps(mark).encode() + b"\n"
-            self._journal.write(b"%08x %b" % (zlib.crc32(text), text))
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
-        self.marks |= marks
-        self._due = time.monotonic() + _SECONDS
+    def flush(self) -> Future[None]:
+        """Begin to flush what was written since the last time."""
+        self._flushed.result()
+        files, self._unflushed = self._unflushed, []
+        self._flushed = self._flusher.submit(_flush, files)
+        return self._flushed
 
-    def close(self) -> None:
-        """Mark what was written, and close the journal."""
-        with self._journal:
-            self.mark()
+    def _count(self, stage: int, block: Block) -> None:
+        self.whole += 1
+        self._unflushed += self._files(stage, block)
 
     def _files(self, stage: int, block: Block) -> list[Path]:
         """Return the files of a block, one for each array that has numbers."""
-        files: list[Path] = []
-        for array in self.arrays[stage]:
-            core = (0,) * (array.ndim - len(block.place))
-            if array.size:
-                files.append(Path(array.store.root, ".".join(map(str, ("c", *block.place, *core)))))
-        return files
+        key, arrays = ".".join(map(str, ("c", *block.place))), self.arrays[stage]
+        names = [(array, key + ".0" * (array.ndim - len(block.place))) for array in arrays]
+        return [self._path / array.path / name for array, name in names if array.size]
 
 
-def _checksums(files: Sequence[Path]) -> list[int]:
-    return [zlib.crc32(file.read_bytes()) for file in files]
+def _has_checksum(file: Path) -> bool:
+    data = file.read_bytes() if file.exists() else b""
+    return len(data) > 4 and google_crc32c.value(data[:-4]).to_bytes(4, "little") == data[-4:]
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or the list of files in a folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _flush(files: Iterable[Path]) -> None:
+    """Wait until files, and the lists of files in their folders, are on the disk."""
+    files = list(files)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        for path in (*files, *{folder for file in files for folder in file.parents[:2]}):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    except OSError:
+        for file in files:  # the disk may have it or not
+            file.unlink(missing_ok=True)
+        raise
