@@ -104,7 +104,7 @@ def io_bound(folder):
     out = folder / "light.zarr"
     path = write_large(folder)
     x = np.load(path, mmap_mode="r")
-    (cuts,) = prepared(light, (x,), {}, LIMIT, "stream").stages
+    (cuts,) = prepared(light, (x,), {}, LIMIT, "stream", {}).stages
     times = in_turns(
         {
             "a bare loop": lambda: bare(x, cuts, out, flush=False),

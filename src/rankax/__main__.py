@@ -7,10 +7,12 @@ Each command has a page of help: python -m rankax stream --help
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import inspect
+import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +46,16 @@ def stream(parsed: argparse.Namespace) -> None:
     have the keys of the dict, the names of the fields or the numbers of the tuple.
     """
     kernel = _kernel(parsed.kernel)
-    inputs = {name: _opened(value) for name, value in _pairs(parsed.inputs)}
+    inputs = {name: _opened(value) for name, value in parsed.inputs}
     if parsed.plan:
         prepared = importlib.import_module("rankax.stream._job").prepared
-        job = prepared(kernel, (), inputs, parsed.memory_limit, parsed.kernel)
+        job = prepared(kernel, (), inputs, parsed.memory_limit, parsed.kernel, {})
         sys.stdout.write(f"{job}\n")
     else:
-        importlib.import_module("rankax.stream").run(
-            kernel,
-            out=parsed.out,
-            memory_limit=parsed.memory_limit,
-            resume=parsed.resume,
-            on_nan=parsed.on_nan,
-            **inputs,
-        )
+        given = {
+            name: getattr(parsed, name) for name in ("out", "memory_limit", "resume", "on_nan")
+        }
+        importlib.import_module("rankax.stream").run(kernel, **given, **inputs)
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -72,7 +70,7 @@ def plan(parsed: argparse.Namespace) -> None:
       x=                   a number
     """
     shapes: dict[str, Any] = {}
-    for name, value in _pairs(parsed.shapes):
+    for name, value in parsed.shapes:
         shape, _, dtype = value.partition(":")
         sizes = tuple(int(size) for size in shape.split("x") if size)
         shapes[name] = jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
@@ -83,18 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m rankax", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    page: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     for command in (stream, plan):
         text = inspect.getdoc(command) or ""
-        sub = commands.add_parser(
-            command.__name__, help=text.split(".")[0], description=text, **page
-        )
+        page: Any = {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        sub = commands.add_parser(command.__name__, help=text.split(".")[0], **page)
         sub.set_defaults(command=command)
         sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
         if command is plan:
-            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*")
+            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_pair)
             continue
-        sub.add_argument("--in", dest="inputs", metavar="NAME=PATH", action="append", required=True)
+        path: Any = {"metavar": "NAME=PATH", "action": "append", "type": _pair}
+        sub.add_argument("--in", dest="inputs", required=True, **path)
         sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
         sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
         sub.add_argument("--resume", action="store_true", help="go on with a store that exists")
@@ -110,33 +107,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _pair(argument: str) -> tuple[str, str]:
+    name, equals, value = argument.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{argument} must be NAME=VALUE, NAME being a parameter")
+    return name, value
+
+
 def _kernel(name: str) -> Any:
     """Import ``package.module:kernel``."""
-    module, _, path = name.partition(":")
-    kernel: Any = importlib.import_module(module)
-    for part in filter(None, path.split(".")):
-        kernel = getattr(kernel, part)
-    if not hasattr(kernel, "plan"):
-        raise TypeError(
-            f"{name} must name a kernel, decorated with rankax.auto_vmap, after a colon"
-        )
+    kernel = pkgutil.resolve_name(name)
+    if not hasattr(kernel, "with_options"):
+        raise TypeError(f"{name} must be MODULE:KERNEL, decorated with rankax.auto_vmap")
     return kernel
-
-
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not equals:
-            raise ValueError(f"{argument} must be NAME=VALUE, with the name of a parameter")
-        yield name, value
 
 
 def _opened(value: str) -> Any:
     """Open an array in a file, or read a number."""
-    try:
-        return float(value) if "." in value or "e" in value else int(value)
-    except ValueError:
-        path = Path(value)
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(value)
+    path = Path(value)
     if path.suffix == ".npy":
         return np.load(path, mmap_mode="r", allow_pickle=False)
     for file in path.parents:

@@ -19,7 +19,9 @@ from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 from rankax._plan.levels import Shape
 
-__all__ = ["BACKEND", "Stage", "Streamed"]
+__all__ = ["BACKEND", "STATES", "Stage", "Streamed"]
+
+STATES = "_rankax/states"  # the array of a store that is not a result
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,7 +95,7 @@ class _ToStages:
         inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
         stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
         kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-        stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage)]
+        stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage, path=STATES)]
         return stage.outputs[0]
 
 

@@ -3,9 +3,8 @@
 
 import importlib.util
 
-missing = [name for name in ("filelock", "tqdm", "zarr") if not importlib.util.find_spec(name)]
-if missing:
-    raise ImportError(f'rankax.stream needs {", ".join(missing)}: pip install "rankax[stream]"')
+if not all(map(importlib.util.find_spec, ("filelock", "tqdm", "zarr"))):
+    raise ImportError('rankax.stream needs filelock, tqdm and zarr: pip install "rankax[stream]"')
 
 from rankax.stream._run import run as run
 

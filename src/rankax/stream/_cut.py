@@ -59,17 +59,14 @@ class Cuts:
             ends = zip(place, self.block, self.stage.shape, strict=True)
             yield Block(place, tuple(slice(i * n, min(i * n + n, size)) for i, n, size in ends))
 
-    def part(self, array: Streamed, axes: Shape, block: Block) -> tuple[slice, ...]:
-        """Return the region of an input that a block needs; an axis of length 1 is stretched."""
-        region = [slice(0, n) for n in array.shape]
-        for i, axis in self._mapped(array, axes):
-            region[i] = block.region[axis]
-        return tuple(region)
-
     def read(self, block: Block) -> list[Any]:
-        """Read a block of each input."""
-        inputs = self.stage.inputs
-        return [read(array, self.part(array, axes, block)) for array, axes, _ in inputs]
+        """Read a block of each input; an axis of length 1 is stretched."""
+        regions = [[slice(0, n) for n in array.shape] for array, *_ in self.stage.inputs]
+        for region, (array, axes, _) in zip(regions, self.stage.inputs, strict=True):
+            for i, axis in self._mapped(array, axes):
+                region[i] = block.region[axis]
+        pairs = zip(self.stage.inputs, regions, strict=True)
+        return [read(array, tuple(region)) for (array, *_), region in pairs]
 
     def _mapped(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
         """Return each axis of an array that the blocks cut, and that of the batch."""

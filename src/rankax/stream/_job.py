@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from zarr.codecs import Crc32cCodec, ZstdCodec
 
 import rankax
 from rankax._base.words import plural
@@ -29,7 +28,6 @@ from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import opened
 from rankax.stream._cut import Cuts, cut
 from rankax.stream._sources import digest, grain, streamed
-from rankax.stream._store import STATES
 
 __all__ = ["Job", "prepared"]
 
@@ -42,29 +40,26 @@ class Job:
     """A run that was checked."""
 
     name: str
-    where: str
     tree: Any  # the results: `Streamed` in place of arrays
     stages: Sequence[Cuts]
-    arrays: Sequence[Sequence[dict[str, Any]]]  # what each stage writes, as zarr creates it
     record: dict[str, Any]
 
     def __str__(self) -> str:
         lines = [f"{self.name}: memory limit {shown_bytes(self.record['limit'])}"]
-        for cuts, arrays in zip(self.stages, self.arrays, strict=True):
+        for cuts in self.stages:
             read, written = map(shown_bytes, cuts.sizes())
-            number = plural(len([*cuts]), "block")
             lines.append(
-                f"  {number} of {cuts.block} over {cuts.stage.shape}: each reads {read} and writes "
-                f"{written}; {shown_bytes(cuts.held())} in flight"
+                f"  {plural(len([*cuts]), 'block')} of {cuts.block} over {cuts.stage.shape}: each "
+                f"reads {read} and writes {written}; {shown_bytes(cuts.held())} in flight"
             )
-            lines += ["    {name}  {shape}  {dtype}, chunks {chunks}".format(**a) for a in arrays]
+            lines += [f"    {out.path}  {out.shape}  {out.dtype}" for out in cuts.stage.outputs]
         return "\n".join(lines)
 
 
 def prepared(
-    mapped: Any, args: Any, kwargs: Any, memory_limit: int | str, where: str, found: Any = ()
+    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: dict[str, Any]
 ) -> Job:
-    """Check a call; ``found`` is the record of a store that it is to go on with, if any."""
+    """Check a call; ``found`` is the record of a store that it is to go on with, or empty."""
     if inspect.ismethod(mapped):
         mapped, args = mapped.__func__, (mapped.__self__, *args)
     kernel = getattr(mapped, "_kernel", None)
@@ -72,7 +67,7 @@ def prepared(
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
-    limit = found["limit"] if found else limit_in_bytes(given, free_bytes)
+    limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, tuple(args), dict(kwargs))
     ranked = [*zip(call.structure.paths, call.structure.ranks, strict=True)]
     pairs = zip(call.leaves, ranked, strict=True)
@@ -96,20 +91,19 @@ def prepared(
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
-    for leaf, (path, rank) in zip(leaves, ranked, strict=True):
-        if rank is not None:
-            record |= {f"{path}: {key}": value for key, value in _about(leaf).items()}
+    pairs = zip(leaves, ranked, strict=True)
+    record |= {path: _about(leaf) for leaf, (path, rank) in pairs if rank is not None}
     different = [
         f"{key} was {found.get(key)} and is {record.get(key)}"
-        for key in sorted({*found, *record} if found else ())
-        if found.get(key) != record.get(key)
+        for key in sorted(found | record)
+        if found and found.get(key) != record.get(key)
     ]
     if different:
         raise ValueError(
             f"{where}: out was begun by another call: {'; '.join(different)}; repeat that call, or "
             "give another out"
         )
-    return Job(kernel.name, where, tree, cuts, [_arrays(each) for each in cuts], record)
+    return Job(kernel.name, tree, cuts, record)
 
 
 def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
@@ -122,7 +116,6 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
 
 def _name(tree: Any, where: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
-    names: set[str] = set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         leaf.path = jax.tree_util.keystr(path, simple=True, separator="/") or "output"
         if leaf.dtype.kind not in "biufc":
@@ -130,29 +123,6 @@ def _name(tree: Any, where: str) -> None:
                 f"{where}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "
                 "another one, such as .astype(jnp.float32)"
             )
-        if leaf.path in names:
-            raise ValueError(f"{where}: two outputs are called {leaf.path}; rename one")
-        names.add(leaf.path)
-
-
-def _arrays(cuts: Cuts) -> list[dict[str, Any]]:
-    """Return what a stage writes; states have one entry for each block along reduced axes."""
-    stage = cuts.stage
-    lengths = enumerate(zip(stage.shape, cuts.grid, cuts.block, strict=True))
-    pairs = [(g, 1) if axis in stage.reduced else (n, c) for axis, (n, g, c) in lengths]
-    cores = [out.shape[len(pairs) - len(stage.reduced) :] for out in stage.outputs]
-    return [
-        {
-            "name": out.path or STATES,
-            "shape": (*(n for n, _ in pairs), *core),
-            "chunks": (*(chunk for _, chunk in pairs), *(max(1, n) for n in core)),
-            "dtype": out.dtype,
-            "compressors": [ZstdCodec(), Crc32cCodec()],
-            "fill_value": np.nan if out.dtype.kind in "fc" else 0,
-            "chunk_key_encoding": {"name": "default", "separator": "."},
-        }
-        for out, core in zip(stage.outputs, cores, strict=True)
-    ]
 
 
 def _program(stage: Stage) -> str:
@@ -171,12 +141,11 @@ def _program(stage: Stage) -> str:
     return checksum.hexdigest()[:16]
 
 
-def _about(value: Any) -> dict[str, Any]:
+def _about(value: Any) -> str:
     """Return what is recorded of an argument."""
     if not isinstance(value, Streamed):
-        return {"value": _text(value)}
-    numbers = {"shape": [*value.shape], "chunks": [*grain(value)], "dtype": str(value.dtype)}
-    return {**numbers, "numbers": digest(value)}
+        return _text(value)
+    return f"{value.dtype}{value.shape}, chunks {grain(value)}, digest {digest(value)}"
 
 
 def _text(value: Any) -> str:

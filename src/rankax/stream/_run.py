@@ -7,8 +7,8 @@ block is evaluated, one thread reads the next one, and another one writes the on
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +23,11 @@ from filelock import Timeout
 
 from rankax._base.checks import check_bool
 from rankax._base.words import shortened
+from rankax._blocks.on_streamed import Stage
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
-from rankax.stream._cut import Block, Cuts
+from rankax.stream._cut import Block
 from rankax.stream._job import Job, prepared
-from rankax.stream._store import Store, opened, recorded
+from rankax.stream._store import Store, flush, opened, recorded
 
 __all__ = ["run"]
 
@@ -135,10 +136,10 @@ def run(
     job = prepared(kernel, args, kwargs, memory_limit, where, found)
     try:
         with (
-            opened(path, job.record, job.arrays) as store,
+            opened(path, job.record, job.stages) as store,
             progress_of_call(progress, job.name) as shown,
         ):
-            _run(job, store, shown, on_nan)
+            _run(job, store, shown, where if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(
             f"{where}: another process is writing to {path}; wait for it, or give another out"
@@ -146,29 +147,28 @@ def run(
     return jax.tree.map(lambda out: zarr.open_array(path / out.path, mode="r"), job.tree)
 
 
-def _run(job: Job, store: Store, shown: Progress | None, on_nan: str) -> None:
+def _run(job: Job, store: Store, shown: Progress | None, no_nan: str | None) -> None:
     """Evaluate the blocks that are not whole in the store."""
-    todo = [
-        [block for block in cuts if not store.is_whole(i, block)]
-        for i, cuts in enumerate(job.stages)
-    ]
-    total = sum(math.prod(cuts.stage.shape) for cuts in job.stages)
-    done = total - sum(block.items for blocks in todo for block in blocks)
+    done, total = 0, sum(math.prod(cuts.stage.shape) for cuts in job.stages)
+
+    def report(items: int) -> None:
+        nonlocal done
+        done += items
+        if shown is not None and items:
+            show(shown.target, done, total)
+
     if shown is not None:
         show(shown.target, 0, total)
-        show(shown.target, done, total)
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        for number, (cuts, blocks) in enumerate(zip(job.stages, todo, strict=True)):
-            if cuts.stage.reads_states:
-                states = _Merged(job.stages[number - 1], store.arrays[number - 1][0])
-                cuts.stage.inputs[0].array.value = states
-            evaluate = functools.partial(_evaluated, job, number, on_nan)
+    with contextlib.ExitStack() as stack:
+        reader, writer, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3))
+        for cuts in job.stages:
+            blocks = [block for block in cuts if not store.is_whole(cuts.stage, block)]
+            evaluate = functools.partial(_evaluated, cuts.stage, no_nan)
             outs = map(evaluate, blocks, _ahead(reader, cuts.read, blocks))
-            written = _ahead(writer, functools.partial(store.write, number), blocks, outs)
-            for block, _ in zip(blocks, written, strict=True):
-                done += block.items
-                if shown is not None:
-                    show(shown.target, done, total)
+            files = _ahead(writer, functools.partial(store.write, cuts.stage), blocks, outs)
+            report(math.prod(cuts.stage.shape) - sum(block.items for block in blocks))
+            for block, _ in zip(blocks, _ahead(flusher, flush, files), strict=True):
+                report(block.items)
 
 
 def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:
@@ -183,50 +183,20 @@ def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -
         yield last.result()
 
 
-def _evaluated(
-    job: Job, number: int, on_nan: str, block: Block, inputs: Sequence[Any]
-) -> Sequence[Any]:
-    """Return the outputs of a block."""
-    outs = job.stages[number].stage.fun(*inputs)
+def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[Any]) -> Any:
+    """Return the outputs of a block; refuse NaN among them in the name of ``no_nan``."""
+    outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
-    if on_nan == "raise":
-        _refuse_nan(job, number, block, outs)
+    for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
+        parts = [out] if stage.merge is None else stage.merge.unpacked(out)
+        if any(part.dtype.kind in "fc" and np.isnan(part).any() for part in parts):
+            if stage.merge is None:
+                core = tuple(range(len(block.region), out.ndim))
+                places = np.argwhere(np.isnan(out).any(core)) + [p.start for p in block.region]
+                where = f"{array.path} is NaN at the batch indices "
+                where += shortened([str(tuple(place)) for place in places.tolist()])
+            else:
+                ends = [f"{part.start}:{part.stop}" for part in block.region]
+                where = f"what is reduced is NaN at the batch indices [{', '.join(ends)}]"
+            raise FloatingPointError(f"{no_nan}: {where}; on_nan='keep' stores NaN")
     return outs
-
-
-def _refuse_nan(job: Job, number: int, block: Block, outs: Sequence[Any]) -> None:
-    """Refuse NaN among the outputs of a block, or in its states."""
-    stage, found = job.stages[number].stage, ""
-    if stage.merge is not None:
-        states = stage.merge.unpacked(outs[0])
-        if any(x.dtype.kind in "fc" and np.isnan(x).any() for x in states):
-            items = ", ".join(f"{part.start}:{part.stop}" for part in block.region)
-            found = f"what is reduced is NaN among the batch indices [{items}]"
-    for array, out in zip(job.arrays[number], outs, strict=True):
-        if out.dtype.kind in "fc":
-            core = tuple(range(len(block.region), out.ndim))
-            places = np.argwhere(np.isnan(out).any(core)) + [part.start for part in block.region]
-            if len(places):
-                indices = shortened([str(tuple(place)) for place in places.tolist()])
-                found = f"{array['name']} is NaN at the batch indices {indices}"
-    if found:
-        raise FloatingPointError(f"{job.where}: {found}; on_nan='keep' stores NaN")
-
-
-class _Merged:
-    """The states of all blocks along the reduced axes, merged as they are read."""
-
-    def __init__(self, cuts: Cuts, states: Any) -> None:
-        self._cuts, self._states = cuts, states
-
-    def __getitem__(self, region: Sequence[slice]) -> Any:
-        stage, grid = self._cuts.stage, self._cuts.grid
-        merge: Any = stage.merge
-        merged: Any = None
-        for place in itertools.product(*(range(grid[axis]) for axis in stage.reduced)):
-            at, parts = dict(zip(stage.reduced, place, strict=True)), iter(region)
-            index = [at[axis] if axis in at else next(parts) for axis in range(len(grid))]
-            state = self._states[(*index, ...)]
-            both = state if merged is None else np.stack([merged, state])
-            merged = both if merged is None else merge(both, axis=(0,), keepdims=False)
-        return merged

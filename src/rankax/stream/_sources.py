@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import mmap
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._blocks.on_streamed import Streamed
+from rankax._blocks.on_streamed import Stage, Streamed
 from rankax._call.arguments import is_array
 
 __all__ = ["digest", "grain", "read", "streamed"]
@@ -60,16 +61,30 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         raise OSError(
             f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
         )
-    block = np.asarray(value[region[0] if isinstance(value, range) else region])
-    if mapping is not None:
-        block = np.array(block)
-        if hasattr(mmap, "MADV_DONTNEED"):
-            # Pages that were read count as memory of this process until it lets go of them.
-            mapping.madvise(mmap.MADV_DONTNEED)
+    if source.stage is not None:
+        block = _merged(value, source.stage, region)
+    else:
+        block = value[region[0] if isinstance(value, range) else region]
+    block = np.asarray(block) if mapping is None else np.array(block)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        # Pages that were read count as memory of this process until it lets go of them.
+        mapping.madvise(mmap.MADV_DONTNEED)
     shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
     if block.shape != shape:
         raise OSError(f"{source.path} has a block of shape {block.shape}, where {shape} was due")
     return block
+
+
+def _merged(states: Any, stage: Stage, region: tuple[slice, ...]) -> Any:
+    """Return the states of all blocks along the reduced axes, merged in their order."""
+    merge: Any = stage.merge
+    merged: list[Any] = []
+    for place in itertools.product(*(range(states.shape[axis]) for axis in stage.reduced)):
+        index: list[Any] = [*region]
+        for axis, i in zip(stage.reduced, place, strict=True):
+            index.insert(axis, i)
+        merged = [merge(np.stack([*merged, states[*index]]), axis=(0,), keepdims=False)]
+    return merged[0]
 
 
 def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:

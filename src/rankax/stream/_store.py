@@ -4,8 +4,8 @@
 A block is one chunk of each array, in a file of its own. zarr writes a file under another name and
 renames it. It ends with its checksum (the codec crc32c), which every reader of zarr compares. So
 the blocks that are done are those whose files have their checksums, whenever the process was
-killed, and no list can contradict the files. A thread flushes what was written to the disk, so that
-no more than the last moments are lost with the power.
+killed, and no list can contradict the files. What was written is flushed to the disk before it
+counts as done; so little is lost with the power.
 
 What the store is about is recorded in the attributes of one array, which is created last and holds
 the states of blocks, if there are any. A lock beside it keeps other runs out; the system drops it
@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import zarr
 from filelock import FileLock, Timeout
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from rankax.stream._cut import Block
+from rankax._blocks.on_streamed import STATES, Stage, Streamed
+from rankax.stream._cut import Block, Cuts
 
-__all__ = ["STATES", "Store", "opened", "recorded"]
-
-STATES = "_rankax/states"  # the array of what is not a result
+__all__ = ["Store", "flush", "opened", "recorded"]
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -41,81 +41,81 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened(
-    path: Path, record: dict[str, Any], stages: Sequence[Sequence[dict[str, Any]]]
-) -> Generator[Store]:
-    """Lock a store, which is created if it has no record; in the end, wait for the disk."""
+def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Generator[Store]:
+    """Lock a store, which is created if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
-    with FileLock(path / STATES / "lock", blocking=False), ThreadPoolExecutor(1) as flusher:
+    with FileLock(path / STATES / "lock", blocking=False):
         found = recorded(path)
         if not found:
-            _create(path, record, {array["name"]: array for part in stages for array in part})
+            _create(path, record, stages)
         elif found != record:  # it was made since this run began
             raise Timeout(str(path))
-        store = Store(path, [[array["name"] for array in arrays] for arrays in stages], flusher)
         try:
-            yield store
-            store.flush().result()
+            yield Store(path, stages)
         except BaseException as error:
-            error.add_note(
-                f"{store.whole} blocks are whole in {path}; the same call goes on with the others"
-            )
+            error.add_note(f"{path} keeps the blocks that are whole; the same call goes on with it")
             raise
 
 
-def _create(path: Path, record: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> None:
+def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
     """Create the arrays; again, if a run was killed here."""
     group: Any = zarr.open_group(path, mode="a")
-    states = arrays.pop(STATES, {"name": STATES, "shape": (0,), "dtype": "uint8"})
-    for array in arrays.values():
-        group.create_array(**array, overwrite=True)
+    states: dict[str, Any] = {"name": STATES, "shape": (0,), "dtype": "uint8"}
+    for array in [_array(cuts, out) for cuts in stages for out in cuts.stage.outputs]:
+        if array["name"] == STATES:
+            states = array
+        else:
+            group.create_array(**array, overwrite=True)
     group.create_array(**states, attributes=record)
-    _flush(path.rglob("zarr.json"))
+    flush([*path.rglob("zarr.json")])
+
+
+def _array(cuts: Cuts, out: Streamed) -> dict[str, Any]:
+    """Return how zarr creates an array; states have an entry for each block along reduced axes."""
+    sizes = enumerate(zip(cuts.stage.shape, cuts.block, cuts.grid, strict=True))
+    pairs = [(n, 1) if axis in cuts.stage.reduced else (size, c) for axis, (size, c, n) in sizes]
+    pairs += [(n, max(1, n)) for n in out.shape[len(pairs) - len(cuts.stage.reduced) :]]
+    return {
+        "name": out.path,
+        "shape": tuple(size for size, _ in pairs),
+        "chunks": tuple(chunk for _, chunk in pairs),
+        "dtype": out.dtype,
+        "compressors": [ZstdCodec(), Crc32cCodec()],
+        "fill_value": np.nan if out.dtype.kind in "fc" else 0,
+        "chunk_key_encoding": {"name": "default", "separator": "."},
+    }
 
 
 class Store:
     """A store that is locked."""
 
-    def __init__(self, path: Path, names: Sequence[Sequence[str]], flusher: Executor) -> None:
+    def __init__(self, path: Path, stages: Sequence[Cuts]) -> None:
         for partial in path.rglob("*.partial"):  # what a killed process was writing
             partial.unlink()
         with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
             group: Any = zarr.open_group(path, mode="r+")
-            self.arrays: list[list[Any]] = [[group[name] for name in part] for part in names]
-        self.whole = 0  # blocks
-        self._path, self._unflushed = path, list[Path]()
-        self._flusher, self._flushed = flusher, flusher.submit(_flush, [])
+            for out in [out for cuts in stages for out in cuts.stage.outputs]:
+                out.value = group[out.path]
+        self._path = path
 
-    def is_whole(self, stage: int, block: Block) -> bool:
+    def is_whole(self, stage: Stage, block: Block) -> bool:
         """Whether the files of a block are those that were written."""
-        is_whole = all(map(_has_checksum, self._files(stage, block)))
-        if is_whole:
-            self._count(stage, block)
+        files = self._files(stage, block)
+        is_whole = all(map(_has_checksum, files))
+        if is_whole:  # the process that wrote them may have been killed before it flushed them
+            flush(files)
         return is_whole
 
-    def write(self, stage: int, block: Block, outs: Sequence[Any]) -> None:
-        """Write a block of each array of a stage."""
-        for array, out in zip(self.arrays[stage], outs, strict=True):
-            if array.size:
-                array.blocks[block.place] = out
-        self._count(stage, block)
-        if self._flushed.done():
-            self.flush()
+    def write(self, stage: Stage, block: Block, outs: Sequence[Any]) -> list[Path]:
+        """Write a block of each array of a stage; return the files."""
+        for array, out in zip(stage.outputs, outs, strict=True):
+            if out.size:
+                array.value.blocks[block.place] = out
+        return self._files(stage, block)
 
-    def flush(self) -> Future[None]:
-        """Begin to flush what was written since the last time."""
-        self._flushed.result()
-        files, self._unflushed = self._unflushed, []
-        self._flushed = self._flusher.submit(_flush, files)
-        return self._flushed
-
-    def _count(self, stage: int, block: Block) -> None:
-        self.whole += 1
-        self._unflushed += self._files(stage, block)
-
-    def _files(self, stage: int, block: Block) -> list[Path]:
+    def _files(self, stage: Stage, block: Block) -> list[Path]:
         """Return the files of a block, one for each array that has numbers."""
-        key, arrays = ".".join(map(str, ("c", *block.place))), self.arrays[stage]
+        key, arrays = ".".join(map(str, ("c", *block.place))), [out.value for out in stage.outputs]
         names = [(array, key + ".0" * (array.ndim - len(block.place))) for array in arrays]
         return [self._path / array.path / name for array, name in names if array.size]
 
@@ -125,11 +125,10 @@ def _has_checksum(file: Path) -> bool:
     return len(data) > 4 and google_crc32c.value(data[:-4]).to_bytes(4, "little") == data[-4:]
 
 
-def _flush(files: Iterable[Path]) -> None:
+def flush(files: Sequence[Path]) -> None:
     """Wait until files, and the lists of files in their folders, are on the disk."""
-    files = list(files)
     try:
-        for path in (*files, *{folder for file in files for folder in file.parents[:2]}):
+        for path in (*files, *{file.parent for file in files}):
             handle = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(handle)
