@@ -39,7 +39,7 @@ ROOMS = [
     *["reductions", "xarray", "__init__", "stream", "__main__"],
 ]
 
-MOST_LINES_OF_CODE = 12_042
+MOST_LINES_OF_CODE = 11_942
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
@@ -161,6 +161,11 @@ def test_folders_and_the_whole_library_are_small():
     folders = Counter(room(name) for name in FILES if not name.endswith("__init__.py"))
     assert {name: n for name, n in folders.items() if n > MOST_FILES_IN_A_FOLDER} == {}
     assert sum(map(lines_of_code, FILES)) <= MOST_LINES_OF_CODE
+
+
+def test_streams_are_a_small_part():
+    files = [name for name in FILES if room(name) in ("stream", "__main__")]
+    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 600
 
 
 def test_no_two_classes_share_a_name():

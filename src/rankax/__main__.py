@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -22,7 +22,7 @@ import numpy as np
 __all__ = ["main"]
 
 
-def stream(parsed: argparse.Namespace) -> None:
+def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None:
     r"""Call a kernel on arrays in files that are larger than memory, and store what it returns.
 
     The kernel is decorated with rankax.auto_vmap, in a module that Python can import from here.
@@ -45,20 +45,16 @@ def stream(parsed: argparse.Namespace) -> None:
     Results: one array is called output, as in zarr.open_group("result.zarr")["output"]. Several
     have the keys of the dict, the names of the fields or the numbers of the tuple.
     """
-    kernel = _kernel(parsed.kernel)
-    inputs = {name: _opened(value) for name, value in parsed.inputs}
-    if parsed.plan:
+    arrays = {name: _opened(value) for name, value in inputs}
+    if plan_only:
         prepared = importlib.import_module("rankax.stream._job").prepared
-        job = prepared(kernel, (), inputs, parsed.memory_limit, parsed.kernel, {})
+        job = prepared(_kernel(kernel), (), arrays, options["memory_limit"], kernel, {})
         sys.stdout.write(f"{job}\n")
     else:
-        given = {
-            name: getattr(parsed, name) for name in ("out", "memory_limit", "resume", "on_nan")
-        }
-        importlib.import_module("rankax.stream").run(kernel, **given, **inputs)
+        importlib.import_module("rankax.stream").run(_kernel(kernel), **options, **arrays)
 
 
-def plan(parsed: argparse.Namespace) -> None:
+def plan(kernel: str, shapes: Any) -> None:
     """Show how a call with arguments of these shapes would be evaluated. Nothing is computed.
 
       python -m rankax plan sky.kernels:distance x=100000x3 y=5000x3:int32 scale=
@@ -69,12 +65,7 @@ def plan(parsed: argparse.Namespace) -> None:
       x=100000x3:int32     an array of another dtype
       x=                   a number
     """
-    shapes: dict[str, Any] = {}
-    for name, value in parsed.shapes:
-        shape, _, dtype = value.partition(":")
-        sizes = tuple(int(size) for size in shape.split("x") if size)
-        shapes[name] = jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
-    sys.stdout.write(f"{_kernel(parsed.kernel).plan(**shapes)}\n")
+    sys.stdout.write(f"{_kernel(kernel).plan(**dict(shapes))}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.set_defaults(command=command)
         sub.add_argument("kernel", metavar="PACKAGE.MODULE:KERNEL")
         if command is plan:
-            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_pair)
+            sub.add_argument("shapes", metavar="NAME=SHAPE", nargs="*", type=_shape)
             continue
         path: Any = {"metavar": "NAME=PATH", "action": "append", "type": _pair}
         sub.add_argument("--in", dest="inputs", required=True, **path)
@@ -96,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
         sub.add_argument("--resume", action="store_true", help="go on with a store that exists")
         sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
-        sub.add_argument("--plan", action="store_true", help="show the blocks, and stop")
-    parsed = parser.parse_args(arguments)
+        sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks")
+    given = vars(parser.parse_args(arguments))
     try:
-        parsed.command(parsed)
+        given.pop("command")(**given)
     except (Exception, KeyboardInterrupt) as error:
         first = str(error) or type(error).__name__
         sys.stderr.write("\n".join([first, *getattr(error, "__notes__", ()), ""]))
@@ -112,6 +103,13 @@ def _pair(argument: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{argument} must be NAME=VALUE, NAME being a parameter")
     return name, value
+
+
+def _shape(argument: str) -> tuple[str, jax.ShapeDtypeStruct]:
+    name, value = _pair(argument)
+    shape, _, dtype = value.partition(":")
+    sizes = tuple(int(size) for size in shape.split("x") if size)
+    return name, jax.ShapeDtypeStruct(sizes, np.dtype(dtype or "float32"))
 
 
 def _kernel(name: str) -> Any:
@@ -132,6 +130,8 @@ def _opened(value: str) -> Any:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     for file in path.parents:
         if file.suffix in (".h5", ".hdf5"):
+            if importlib.util.find_spec("h5py") is None:
+                raise ImportError(f"{value} needs h5py: pip install h5py")
             return importlib.import_module("h5py").File(file, "r")[str(path.relative_to(file))]
     return importlib.import_module("zarr").open_array(path, mode="r")
 

@@ -305,7 +305,7 @@ def test_blocks_are_computed_as_jax_was_set_where_the_call_was_made():
     assert refusal(TypeError, lambda: half(da.from_array(x, chunks=2))) == (
         "<lambda>(): x is a dask array of dtype float64, but JAX computes with float32 by "
         "default, which would silently lose digits; call jax.config.update("
-        '"jax_enable_x64", True) first, or pass x.astype("float32")'
+        '"jax_enable_x64", True) first, or convert x to float32'
     )
 
 
@@ -494,6 +494,17 @@ def test_without_xarray_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refusal(ImportError, lambda: importlib.import_module("rankax.xarray")) == (
         'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
+    )
+
+
+@pytest.mark.parametrize("package", ["dask", "cubed"])
+def test_buckets_are_refused(package):
+    x = np.arange(6, dtype=np.float32)
+    blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
+    steady = auto_vmap(x=0, jit=True, bucket=True)(jnp.tanh)
+    assert refusal(TypeError, lambda: steady(blocks)) == (
+        f"tanh(): bucket=True fills up the arrays of a call, but {package} evaluates blocks, each "
+        "as long as it is; give chunks few lengths, and tanh.with_options(bucket=False)"
     )
 
 

@@ -2,6 +2,7 @@
 """Kernels on arrays that are read block by block, beside the same kernels called with NumPy's."""
 
 import errno
+import importlib.util
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ import rankax.__main__
 import rankax.stream
 import stream_child
 from helpers import assert_same, slow
-from rankax import auto_vmap
+from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax.reductions import Fold, Moments, TopK
 from rankax.stream import _job
@@ -90,6 +92,33 @@ def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path):
     sizes = [np.empty(M.shape, bool)[region].size for region in sources[2].reads[1:]]
     assert sum(sizes) == M.size
     assert len(sizes) >= 100
+
+
+def test_data_sets_of_hdf5(tmp_path, capsys):
+    x = RNG.normal(size=(6000, 3)).astype("float32")
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.create_dataset("points/x", data=x, chunks=(60, 2))
+    with h5py.File(tmp_path / "m.h5") as file:
+        points = file["points/x"]
+        (cuts,) = _job.prepared(near, (points, Y[0]), {}, "1 GB", "here", {}).stages
+        got = run(near, points, Y[0], out=tmp_path / "a.zarr")
+    assert cuts.block == (60,)  # a chunk of the source
+    assert_same(values(got), near(x, Y[0]))
+    inputs = (f"{name}={tmp_path / 'm.h5'}/points/x" for name in "xy")
+    call = ["stream", KERNEL, "--out", tmp_path / "b.zarr", "--in", next(inputs), "--in", *inputs]
+    assert shell(capsys, *call)[0] == 0
+    assert np.array_equal(zarr.open_array(tmp_path / "b.zarr/sum")[...], 2 * x)
+
+
+def test_hdf5_needs_h5py(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    call = ["stream", "stream_child:both", "--out", tmp_path / "b.zarr", "--in", "x=m.h5/x"]
+    assert shell(capsys, *call) == (1, "m.h5/x needs h5py: pip install h5py\n")
+
+
+def test_a_kernel_with_buckets(tmp_path):
+    kernel = near.with_options(jit=True, bucket=True)
+    assert_same(values(run(kernel, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
 
 
 def test_arrays_of_jax_and_numpy_keys_and_pytrees(tmp_path):
@@ -339,6 +368,11 @@ def test_a_store_that_exists_is_never_overwritten(tmp_path):
         f"rankax.stream.run(near): {tmp_path} exists, and it is no store of rankax.stream; give "
         "another out"
     )
+    (tmp_path / "file").touch()
+    assert refusal(FileExistsError, run, near, X, Y, out=tmp_path / "file") == (
+        f"rankax.stream.run(near): {tmp_path / 'file'} exists, and it is no store of "
+        "rankax.stream; give another out"
+    )
     zarr.create_group(tmp_path / "other.zarr")
     with pytest.raises(FileExistsError, match="no store of"):
         run(near, X, Y, out=tmp_path / "other.zarr")
@@ -413,8 +447,26 @@ def test_what_cannot_be_streamed_is_refused(tmp_path):
         "rankax.stream.run(<lambda>): output has dtype bfloat16, which zarr does not store; return "
         "another one, such as .astype(jnp.float32)"
     )
-    with pytest.raises(TypeError, match="but JAX computes with float32 by default"):
-        run(near, zarr.array(X.astype("float64")), Y, out=out)
+    assert refusal(TypeError, run, near, zarr.array(X.astype("float64")), Y, out=out) == (
+        "near(): x is a streamed array of dtype float64, but JAX computes with float32 by default, "
+        'which would silently lose digits; call jax.config.update("jax_enable_x64", True) first, '
+        "or convert x to float32"
+    )
+    noise = auto_vmap(x=1, key=SplitKey)(lambda x, key: x[0] * jax.random.normal(key))
+    assert refusal(TypeError, run, noise, X, jax.random.key(0), out=out) == (
+        "<lambda>(): key has the rank SplitKey, but rankax.stream evaluates block by block, and "
+        "each block would count its items from 0 and draw the same numbers; pass a key for each "
+        "item: jax.random.split(key, (300, 1))"
+    )
+    wide = near.with_options(batch_shape=(300, 7))
+    assert refusal(TypeError, run, wide, X, Y, out=out) == (
+        "near(): batch_shape=(300, 7) has no chunks, by which rankax.stream would evaluate it; "
+        "pass a streamed array that has these axes, and near.with_options(batch_shape=None)"
+    )
+    twice = auto_vmap(1)(lambda x: {"a/b": x, "a": {"b": x}})
+    assert refusal(ValueError, run, twice, X, out=out) == (
+        "rankax.stream.run(<lambda>): two outputs would be stored as one array; rename their keys"
+    )
     with pytest.raises(rankax.CoreDimensionError):
         run(auto_vmap(x="n", y="n")(lambda x, y: x @ y), X, Y[:, :2], out=out)
     assert not out.exists()
@@ -456,7 +508,7 @@ def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path):
 def test_devices_share_each_block(tmp_path):
     code = f"""
 import jax, numpy as np, rankax.stream
-from rankax import auto_vmap
+from rankax import SplitKey, auto_vmap
 x = np.ones((1000, 3), "float32")
 kernel = auto_vmap(1, chunk_size=2, devices=2)(lambda x: x @ x)
 got = rankax.stream.run(kernel, x, out={str(tmp_path / "a.zarr")!r}, progress=False)
@@ -534,6 +586,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         shell(capsys, *call, "x")
     assert "argument --in: x must be NAME=VALUE, NAME being a parameter" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        shell(capsys, "plan", KERNEL, "x=3yx")
+    assert "argument NAME=SHAPE: invalid _shape value: 'x=3yx'" in capsys.readouterr().err
     assert shell(capsys, "plan", "math:sin") == (
         *(1, "math:sin must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"),
     )

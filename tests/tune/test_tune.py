@@ -147,6 +147,14 @@ def test_a_gradient_is_also_tried_without_checkpoints(clock):
     assert stored(wave) == []
 
 
+def test_a_bucket_is_tuned_as_it_is_filled_up(clock):
+    kernel = auto_vmap(x=0, jit=True, bucket=(5000,))(jnp.tanh)
+    tuned = kernel.tune(jnp.ones(300))
+    sizes = [candidate.options["chunk_size"] for candidate in tuned.tuning.candidates]
+    assert 4096 in sizes
+    assert_same(tuned(jnp.ones(300)), jnp.tanh(jnp.ones(300)))
+
+
 def test_a_limit_excludes_what_needs_more(clock):
     def sort(x):
         return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]

@@ -257,7 +257,7 @@ def test_arrays_that_cannot_be_taken():
     assert refusal(TypeError, profile, P, T.astype("float64")) == (
         f"{WHERE}(profile): t is an array of dtype float64, but JAX computes with float32 by "
         "default, which would silently lose digits; call jax.config.update("
-        '"jax_enable_x64", True) first, or pass t.astype("float32")'
+        '"jax_enable_x64", True) first, or convert t to float32'
     )
     assert refusal(TypeError, profile, P, T.values) == (
         f'{WHERE}(profile): t has shape (3, 4, 5) and rank "level", so it has batch axes, but they '

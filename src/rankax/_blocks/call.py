@@ -51,6 +51,7 @@ def call_on_blocks(
     """Call a kernel with arguments of which some are arrays in blocks."""
     call, options, where = flatten(kernel, args, kwargs), kernel.options(), f"{kernel.name}()"
     package = package_of_call(kernel, call)
+    evaluator = "rankax.stream" if package == "streamed" else package
     if options.progress is not False:
         raise TypeError(
             f"{where}: progress={options.progress!r} cannot be reported from blocks, which are "
@@ -59,9 +60,15 @@ def call_on_blocks(
         )
     if options.batch_shape is not None:
         raise TypeError(
-            f"{where}: batch_shape={options.batch_shape} has no chunks, by which {package} would "
+            f"{where}: batch_shape={options.batch_shape} has no chunks, by which {evaluator} would "
             f"evaluate it; pass a {package} array that has these axes, and "
             f"{kernel.name}.with_options(batch_shape=None)"
+        )
+    if options.bucket:
+        raise TypeError(
+            f"{where}: bucket={options.bucket} fills up the arrays of a call, but {package} "
+            "evaluates blocks, each as long as it is; give chunks few lengths, and "
+            f"{kernel.name}.with_options(bucket=False)"
         )
     leaves, values, avals = block_leaves(kernel, call, package)
     nesting = dataclasses.replace(call, leaves=avals).plan(options)
@@ -69,7 +76,7 @@ def call_on_blocks(
     if nesting.splits:
         path = call.structure.paths[nesting.splits[0].position]
         raise TypeError(
-            f"{where}: {path} has the rank SplitKey, but {package} evaluates block by block, and "
+            f"{where}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )

@@ -35,8 +35,8 @@ def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
     if narrow != native:
         raise TypeError(
             f"{subject} of dtype {native}, but JAX computes with {narrow} by default, which would "
-            'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or pass '
-            f'{path}.astype("{narrow}")'
+            'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or '
+            f"convert {path} to {narrow}"
         )
     return native
 

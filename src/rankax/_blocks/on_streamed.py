@@ -78,11 +78,10 @@ class _ToStages:
 
     def cut(self, value: Any, chunks: BatchChunks, like: Any) -> Streamed:
         del chunks, like
-        is_streamed = isinstance(value, Streamed)
-        return value if is_streamed else Streamed(value.shape, value.dtype, value)
+        return value if isinstance(value, Streamed) else Streamed(value.shape, value.dtype, value)
 
     def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
-        stage = Stage(fun, batch.inputs, _shape(batch))
+        stage = Stage(fun, batch.inputs, tuple(map(sum, batch.chunks)))
         shapes = [(*stage.shape, *item.shape) for item in layout.items]
         pairs = zip(shapes, layout.items, strict=True)
         stage.outputs = [Streamed(shape, item.dtype, stage=stage) for shape, item in pairs]
@@ -90,17 +89,13 @@ class _ToStages:
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:
         state, merge, axes, size = reduction
-        shape = _shape(batch)
+        shape = tuple(map(sum, batch.chunks))
         indices = [Streamed((shape[a],), np.dtype(np.int64), range(shape[a])) for a in axes]
         inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
         stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
         kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
         stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage, path=STATES)]
         return stage.outputs[0]
-
-
-def _shape(batch: Batch) -> Shape:
-    return tuple(sum(lengths) for lengths in batch.chunks)
 
 
 BACKEND = _ToStages()

@@ -19,6 +19,7 @@ from jax import core
 from rankax._base.arrays import is_staged
 from rankax._call.arguments import is_array
 from rankax._call.bind import bind, rebind
+from rankax._call.fill import fill_up, filled
 from rankax._call.kernel import Kernel
 from rankax._call.run import run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
@@ -53,13 +54,15 @@ class Workload:
         self, kernel: Kernel, args: Any, kwargs: Any, bound: int | None, gradient: bool, where: str
     ) -> None:
         self.kernel, self.bound, self.gradient = kernel, bound, gradient
-        self.call = call = bind(kernel, args, kwargs)
+        call = bind(kernel, args, kwargs)
         self.others, self.others_tree = jax.tree.flatten(call.others)
         if is_staged() or any(isinstance(x, core.Tracer) for x in [*call.leaves, *self.others]):
             raise TypeError(
                 f"{where}: it runs the kernel to time it, so it cannot be called inside jax.jit, "
                 "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
             )
+        call = filled(call, fill_up(call, kernel.options()))
+        self.call = call = dataclasses.replace(call, lengths={})  # copies cost what items cost
         self.defaults = dataclasses.replace(kernel.options(), memory_limit=None)
         ranks = call.structure.ranks
         self.traced = [

@@ -72,8 +72,8 @@ class Cuts:
         """Return each axis of an array that the blocks cut, and that of the batch."""
         return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.shape[a]]
 
-    def sizes(self) -> tuple[int, int]:
-        """Return the bytes that a block reads, in whole chunks of the sources, and writes."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
         read, stage = 0, self.stage
         for array, axes, core in stage.inputs:
             steps = grain(array)
@@ -81,12 +81,8 @@ class Cuts:
             read += math.prod(items) * math.prod(core) * array.dtype.itemsize
         kept = [n for axis, n in enumerate(self.block) if axis not in stage.reduced]
         cores = [math.prod(x.shape[len(kept) :]) * x.dtype.itemsize for x in stage.outputs]
-        return read, math.prod(kept) * sum(cores)
-
-    def held(self) -> int:
-        """Return the bytes of the blocks in flight."""
-        read, written = self.sizes()
-        return _COPIES_IN * read + _COPIES_OUT * written
+        written = math.prod(kept) * sum(cores)
+        return read, written, _COPIES_IN * read + _COPIES_OUT * written
 
     def halved(self, axis: int) -> Cuts:
         """Return twice as many blocks along an axis, of whole chunks of the sources."""
@@ -108,7 +104,7 @@ def cut(stage: Stage, limit: int, where: str) -> Cuts:
     least = 1 if stage.reads_states else _LEAST
     first = next((axis for axis in stage.reduced if stage.shape[axis] > 1), None)
     fixed = [axis for axis in stage.reduced if stage.fun.is_ordered and axis != first]
-    while (held := cuts.held()) > limit // 2 or math.prod(cuts.grid) < least:
+    while (held := cuts.sizes()[2]) > limit // 2 or math.prod(cuts.grid) < least:
         axes = [axis for axis, n in enumerate(cuts.block) if n > 1 and axis not in fixed]
         if not axes:
             break

@@ -20,7 +20,7 @@ import numpy as np
 
 import rankax
 from rankax._base.words import plural
-from rankax._blocks.on_streamed import Stage, Streamed
+from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten, rebind
 from rankax._call.kernel import Kernel
 from rankax._fit.memory import free_bytes
@@ -32,7 +32,7 @@ from rankax.stream._sources import digest, grain, streamed
 __all__ = ["Job", "prepared"]
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
-_NOT_RECORDED = ("jit", "progress", "checkpoint", "memory_limit")
+_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Job:
     def __str__(self) -> str:
         lines = [f"{self.name}: memory limit {shown_bytes(self.record['limit'])}"]
         for cuts in self.stages:
-            read, written = map(shown_bytes, cuts.sizes())
+            read, written, held = map(shown_bytes, cuts.sizes())
             lines.append(
                 f"  {plural(len([*cuts]), 'block')} of {cuts.block} over {cuts.stage.shape}: each "
-                f"reads {read} and writes {written}; {shown_bytes(cuts.held())} in flight"
+                f"reads {read} and writes {written}; {held} in flight"
             )
             lines += [f"    {out.path}  {out.shape}  {out.dtype}" for out in cuts.stage.outputs]
         return "\n".join(lines)
@@ -77,7 +77,7 @@ def prepared(
     again = rebind(kernel, call.names, leaves, call.treedef, call.others).arguments
     options = kernel.options()
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
-    bounded = mapped.with_options(memory_limit=half, progress=False, checkpoint=False)
+    bounded = mapped.with_options(memory_limit=half, progress=False, checkpoint=False, bucket=False)
     tree = bounded(*again.args, **again.kwargs)
     _name(tree, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
@@ -123,14 +123,16 @@ def _name(tree: Any, where: str) -> None:
                 f"{where}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "
                 "another one, such as .astype(jnp.float32)"
             )
+    paths = [STATES, *(leaf.path for leaf in jax.tree.leaves(tree))]
+    if len({*paths}) < len(paths):
+        raise ValueError(f"{where}: two outputs would be stored as one array; rename their keys")
 
 
 def _program(stage: Stage) -> str:
     """Return a digest of the program of a stage, and of the arrays that it closes over."""
     blocks: list[Any] = []
     for array, axes, core in stage.inputs:
-        most = (2 if axis in stage.reduced else 1 for axis in axes)
-        sizes = [min(pair) for pair in zip(most, array.shape, strict=False)]
+        sizes = [min(2, n) for n in array.shape[: len(axes)]]
         dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # of indices, too
         blocks.append(jax.ShapeDtypeStruct((*sizes, *core), dtype))
     traced = opened(stage.fun.traced(blocks))

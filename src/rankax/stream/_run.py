@@ -27,7 +27,7 @@ from rankax._blocks.on_streamed import Stage
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._cut import Block
 from rankax.stream._job import Job, prepared
-from rankax.stream._store import Store, flush, opened, recorded
+from rankax.stream._store import flush, is_whole, opened, recorded, write
 
 __all__ = ["run"]
 
@@ -63,7 +63,7 @@ def run(
         ``dtype`` and slicing, such as an array of zarr, a data set of h5py or a `numpy.memmap`.
         Batch axes broadcast as in a call.
     out : str or path
-        A folder on a local disk that does not exist yet, or that an equal call has made.
+        A folder on a local disk that is empty, does not exist yet, or was made by an equal call.
     memory_limit : int or str, optional
         Bytes, a string with a unit (``"2 GB"``), or a share of the free memory (``"50%"``). Half of
         it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight.
@@ -130,16 +130,16 @@ def run(
         raise ValueError(f"{where}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
     path = Path(out)
     found = recorded(path)
-    if path.exists() and not (found and resume) and any(path.iterdir()):
+    if (path.is_file() or any(path.glob("*"))) and not (found and resume):
         why = "resume=False" if found else "it is no store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found)
     try:
         with (
-            opened(path, job.record, job.stages) as store,
+            opened(path, job.record, job.stages),
             progress_of_call(progress, job.name) as shown,
         ):
-            _run(job, store, shown, where if on_nan == "raise" else None)
+            _run(job, shown, where if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(
             f"{where}: another process is writing to {path}; wait for it, or give another out"
@@ -147,7 +147,7 @@ def run(
     return jax.tree.map(lambda out: zarr.open_array(path / out.path, mode="r"), job.tree)
 
 
-def _run(job: Job, store: Store, shown: Progress | None, no_nan: str | None) -> None:
+def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
     """Evaluate the blocks that are not whole in the store."""
     done, total = 0, sum(math.prod(cuts.stage.shape) for cuts in job.stages)
 
@@ -162,10 +162,10 @@ def _run(job: Job, store: Store, shown: Progress | None, no_nan: str | None) -> 
     with contextlib.ExitStack() as stack:
         reader, writer, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3))
         for cuts in job.stages:
-            blocks = [block for block in cuts if not store.is_whole(cuts.stage, block)]
+            blocks = [block for block in cuts if not is_whole(cuts.stage, block)]
             evaluate = functools.partial(_evaluated, cuts.stage, no_nan)
             outs = map(evaluate, blocks, _ahead(reader, cuts.read, blocks))
-            files = _ahead(writer, functools.partial(store.write, cuts.stage), blocks, outs)
+            files = _ahead(writer, functools.partial(write, cuts.stage), blocks, outs)
             report(math.prod(cuts.stage.shape) - sum(block.items for block in blocks))
             for block, _ in zip(blocks, _ahead(flusher, flush, files), strict=True):
                 report(block.items)
@@ -173,14 +173,12 @@ def _run(job: Job, store: Store, shown: Progress | None, no_nan: str | None) -> 
 
 def _ahead(executor: Executor, fun: Callable[..., Any], *items: Iterable[Any]) -> Iterator[Any]:
     """Map a function as `map` does, but in a thread, and one item ahead."""
-    last: Future[Any] | None = None
+    waiting: list[Future[Any]] = []
     for arguments in zip(*items, strict=True):
-        future = executor.submit(fun, *arguments)
-        if last is not None:
-            yield last.result()
-        last = future
-    if last is not None:
-        yield last.result()
+        waiting.append(executor.submit(fun, *arguments))
+        if len(waiting) > 1:
+            yield waiting.pop(0).result()
+    yield from (future.result() for future in waiting)
 
 
 def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[Any]) -> Any:

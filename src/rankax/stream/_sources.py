@@ -25,13 +25,11 @@ _IN_A_SAMPLE = 256  # items along the last axis
 
 def streamed(value: Any, path: str) -> Any:
     """Return an array with axes as one to be read in blocks, and any other value as it is."""
-    shape: Any = getattr(value, "shape", None)
-    if isinstance(value, jax.ShapeDtypeStruct) or shape is None:
+    shape: Any = getattr(value, "shape", None) if hasattr(value, "__getitem__") else None
+    if shape is None or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if not shape:
         return value if is_array(value) else np.asarray(value[()])
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return value
     dtype = np.dtype(value.dtype)
     if is_array(value) and _mapping(value)[0] is None:  # narrowed by JAX, as in every call
         dtype = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
@@ -56,15 +54,14 @@ def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
 
 def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
     value = source.value
+    if source.stage is not None:
+        return _merged(value, source.stage, region)
     mapping, size = _mapping(value)
     if mapping is not None and mapping.size() < size:
         raise OSError(
             f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
         )
-    if source.stage is not None:
-        block = _merged(value, source.stage, region)
-    else:
-        block = value[region[0] if isinstance(value, range) else region]
+    block = value[region[0] if isinstance(value, range) else region]
     block = np.asarray(block) if mapping is None else np.array(block)
     if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
         # Pages that were read count as memory of this process until it lets go of them.

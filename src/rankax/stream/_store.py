@@ -29,7 +29,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax.stream._cut import Block, Cuts
 
-__all__ = ["Store", "flush", "opened", "recorded"]
+__all__ = ["flush", "is_whole", "opened", "recorded", "write"]
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Generator[Store]:
-    """Lock a store, which is created if it has no record."""
+def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Generator[None]:
+    """Lock a store, and open its arrays; create it if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
     with FileLock(path / STATES / "lock", blocking=False):
         found = recorded(path)
@@ -50,8 +50,14 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
             _create(path, record, stages)
         elif found != record:  # it was made since this run began
             raise Timeout(str(path))
+        for partial in path.rglob("*.partial"):  # what a killed process was writing
+            partial.unlink()
+        with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
+            group: Any = zarr.open_group(path, mode="r+")
+            for out in [out for cuts in stages for out in cuts.stage.outputs]:
+                out.value = group[out.path]
         try:
-            yield Store(path, stages)
+            yield
         except BaseException as error:
             error.add_note(f"{path} keeps the blocks that are whole; the same call goes on with it")
             raise
@@ -60,12 +66,10 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
 def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
     """Create the arrays; again, if a run was killed here."""
     group: Any = zarr.open_group(path, mode="a")
-    states: dict[str, Any] = {"name": STATES, "shape": (0,), "dtype": "uint8"}
-    for array in [_array(cuts, out) for cuts in stages for out in cuts.stage.outputs]:
-        if array["name"] == STATES:
-            states = array
-        else:
-            group.create_array(**array, overwrite=True)
+    arrays = {out.path: _array(cuts, out) for cuts in stages for out in cuts.stage.outputs}
+    states = arrays.pop(STATES, {"name": STATES, "shape": (0,), "dtype": "uint8"})
+    for array in arrays.values():
+        group.create_array(**array, overwrite=True)
     group.create_array(**states, attributes=record)
     flush([*path.rglob("zarr.json")])
 
@@ -86,38 +90,28 @@ def _array(cuts: Cuts, out: Streamed) -> dict[str, Any]:
     }
 
 
-class Store:
-    """A store that is locked."""
+def is_whole(stage: Stage, block: Block) -> bool:
+    """Whether the files of a block are those that were written."""
+    files = _files(stage, block)
+    whole = all(map(_has_checksum, files))
+    if whole:  # the process that wrote them may have been killed before it flushed them
+        flush(files)
+    return whole
 
-    def __init__(self, path: Path, stages: Sequence[Cuts]) -> None:
-        for partial in path.rglob("*.partial"):  # what a killed process was writing
-            partial.unlink()
-        with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
-            group: Any = zarr.open_group(path, mode="r+")
-            for out in [out for cuts in stages for out in cuts.stage.outputs]:
-                out.value = group[out.path]
-        self._path = path
 
-    def is_whole(self, stage: Stage, block: Block) -> bool:
-        """Whether the files of a block are those that were written."""
-        files = self._files(stage, block)
-        is_whole = all(map(_has_checksum, files))
-        if is_whole:  # the process that wrote them may have been killed before it flushed them
-            flush(files)
-        return is_whole
+def write(stage: Stage, block: Block, outs: Sequence[Any]) -> list[Path]:
+    """Write a block of each array of a stage; return the files."""
+    for array, out in zip(stage.outputs, outs, strict=True):
+        if out.size:
+            array.value.blocks[block.place] = out
+    return _files(stage, block)
 
-    def write(self, stage: Stage, block: Block, outs: Sequence[Any]) -> list[Path]:
-        """Write a block of each array of a stage; return the files."""
-        for array, out in zip(stage.outputs, outs, strict=True):
-            if out.size:
-                array.value.blocks[block.place] = out
-        return self._files(stage, block)
 
-    def _files(self, stage: Stage, block: Block) -> list[Path]:
-        """Return the files of a block, one for each array that has numbers."""
-        key, arrays = ".".join(map(str, ("c", *block.place))), [out.value for out in stage.outputs]
-        names = [(array, key + ".0" * (array.ndim - len(block.place))) for array in arrays]
-        return [self._path / array.path / name for array, name in names if array.size]
+def _files(stage: Stage, block: Block) -> list[Path]:
+    """Return the files of a block, one for each array that has numbers."""
+    key, arrays = ".".join(map(str, ("c", *block.place))), [out.value for out in stage.outputs]
+    names = [(array, key + ".0" * (array.ndim - len(block.place))) for array in arrays]
+    return [Path(array.store.root, array.path, name) for array, name in names if array.size]
 
 
 def _has_checksum(file: Path) -> bool:
