@@ -4,8 +4,8 @@
 ``python benchmarks/stream.py`` writes ``benchmarks/results/stream.md``:
 
 * a kernel that computes much, streamed, beside the same kernel on arrays in memory;
-* a kernel that computes little, beside a loop that reads, copies and writes the same blocks, both
-  without and with waiting for the disk as the stream does;
+* a kernel that computes little, beside a loop that reads, copies and writes the same blocks, and
+  beside that loop with waiting for the disk at its end, as the stream does;
 * the peak of memory of a run, above what the process had before it. Linux only.
 
 The contestants take turns, and the first turn, which compiles, does not count.
@@ -30,7 +30,7 @@ import rankax.stream
 from rankax import auto_vmap
 from rankax.stream._job import prepared
 
-TURNS = 5
+TURNS = 9
 LIMIT = 200_000_000
 MEGABYTES = 1000
 
@@ -68,7 +68,7 @@ def main():
 
 
 def in_turns(contestants, out):
-    """The median seconds of each contestant, which are called in turns."""
+    """The seconds of each contestant, which are called in turns."""
     seconds = {name: [] for name in contestants}
     for _ in range(TURNS + 1):
         for name, call in contestants.items():
@@ -77,7 +77,7 @@ def in_turns(contestants, out):
             began = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    return {name: times[1:] for name, times in seconds.items()}
 
 
 def streamed(kernel, x, out):
@@ -107,7 +107,7 @@ def io_bound(folder):
     (cuts,) = prepared(light, (x,), {}, LIMIT, "stream", {}).stages
     times = in_turns(
         {
-            "a bare loop": lambda: bare(x, cuts, out, flush=False),
+            "a bare loop": lambda: bare(x, cuts, out),
             "a bare loop that waits for the disk": lambda: bare(x, cuts, out, flush=True),
             "`rankax.stream`": streamed(light, x, out),
         },
@@ -118,22 +118,24 @@ def io_bound(folder):
     yield from table(times, x.nbytes)
 
 
-def bare(x, cuts, out, *, flush):
-    """Read, copy and write the same blocks to the same kind of store."""
+def bare(x, cuts, out, *, flush=False):
+    """Read, copy and write the same blocks to a store of the same chunks."""
     chunks = cuts.block + x.shape[1:]
     array = zarr.create_array(out, shape=x.shape, chunks=chunks, dtype=x.dtype)
     for block in cuts:
         array[block.region] = np.array(x[block.region])
-        if flush:
-            with open(out / "c" / str(block.number) / "0", "rb") as file:
-                os.fsync(file.fileno())
+    for path in out.glob("c/*/*") if flush else ():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def memory(folder):
     """The peak of memory of a run in a process of its own."""
     command = [sys.executable, __file__, "peak", str(folder)]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    yield f"Peak memory of that run: {peak / 1e6:.0f} MB above that of a small one before it."
+    yield (
+        f"Peak memory of that run: {peak / 1e6:.0f} MB above what the process has after a small one."
+    )
 
 
 def peak(folder):
@@ -167,11 +169,14 @@ def write_large(folder):
 
 
 def table(times, size):
+    """Medians, and the median over the turns of what the stream does in the time of the other."""
     own = times["`rankax.stream`"]
     yield "| | seconds | MB/s | throughput of the stream by this one's |"
     yield "| --- | ---: | ---: | ---: |"
-    for name, seconds in times.items():
-        yield f"| {name} | {seconds:.2f} | {size / seconds / 1e6:.0f} | {seconds / own:.2f} |"
+    for name, turns in times.items():
+        seconds = statistics.median(turns)
+        ratio = statistics.median(other / each for other, each in zip(turns, own, strict=True))
+        yield f"| {name} | {seconds:.2f} | {size / seconds / 1e6:.0f} | {ratio:.2f} |"
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def prepared(
         **{f"options: {n}": _text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
         "memory_limit": given,
         "limit": limit,
+        "blocks": [[*each.block] for each in cuts],
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }

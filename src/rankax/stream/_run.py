@@ -66,7 +66,8 @@ def run(
         A folder on a local disk that is empty, does not exist yet, or was made by an equal call.
     memory_limit : int or str, optional
         Bytes, a string with a unit (``"2 GB"``), or a share of the free memory (``"50%"``). Half of
-        it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight.
+        it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight. A
+        run needs at most 30 MB more, besides what Python, JAX and zarr need to start.
     resume : bool, optional
         Whether to go on with a store that exists. If False, such a store is an error. No store is
         ever overwritten.
