@@ -133,9 +133,7 @@ def memory(folder):
     """The peak of memory of a run in a process of its own."""
     command = [sys.executable, __file__, "peak", str(folder)]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    yield (
-        f"Peak memory of that run: {peak / 1e6:.0f} MB above what the process has after a small one."
-    )
+    yield f"Peak memory of that run: {peak / 1e6:.0f} MB more than after a small one."
 
 
 def peak(folder):

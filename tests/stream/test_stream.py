@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray
 import zarr
 from filelock import FileLock
 
@@ -94,6 +95,8 @@ def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path):
     assert {name for name, _ in group.arrays()} == {"0"}
     assert {name for name, _ in group["1"].arrays()} == {"parts", "n"}
     assert got[0].shape == group["0"].shape == (300, 7)
+    parts = xarray.open_zarr(tmp_path / "a.zarr", group="1", consolidated=False)["parts"]
+    assert np.array_equal(parts, got[1]["parts"][...])
     # What is read is read in blocks, each of them once.
     sizes = [np.empty(M.shape, bool)[region].size for region in sources[2].reads[1:]]
     assert sum(sizes) == M.size

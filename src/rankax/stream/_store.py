@@ -45,10 +45,9 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
     """Lock a store, and open its arrays; create it if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
     with FileLock(path / STATES / "lock", blocking=False):
-        found = recorded(path)
-        if not found:
+        if not recorded(path):
             _create(path, record, stages)
-        elif found != record:  # it was made since this run began
+        elif recorded(path) != record:  # it was made since this run began
             raise Timeout(str(path))
         for partial in path.rglob("*.partial"):  # what a killed process was writing
             partial.unlink()
@@ -83,6 +82,7 @@ def _array(cuts: Cuts, out: Streamed) -> dict[str, Any]:
         "name": out.path,
         "shape": tuple(size for size, _ in pairs),
         "chunks": tuple(chunk for _, chunk in pairs),
+        "dimension_names": [f"{out.path}_{axis}" for axis in range(len(pairs))],  # for xarray
         "dtype": out.dtype,
         "compressors": [ZstdCodec(), Crc32cCodec()],
         "fill_value": np.nan if out.dtype.kind in "fc" else 0,
