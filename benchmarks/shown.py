@@ -86,7 +86,7 @@ def bullets() -> str:
     (tiles,) = (row for row in table("tiles-one-core") if (row["kernel"], row[""]) == distances)
     return f"""\
 * **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules.
-  To broadcast, **0 bytes** are copied.
+  Broadcasting copies nothing.
 * **Bounded memory, in the gradient too.** The gradient of 400,000 items needs **{megabytes(own)}**
   beside its inputs and outputs, where `lax.map` needs {megabytes(other)}.
 * **Sums that never store the batch.** A sum over 10,000 × 10,000 pairs takes {own_ms} ms

@@ -207,7 +207,7 @@ def file(name):
 
 
 def _without_sections(text):
-    """Headings as bold lines, lest they are sections of the page."""
+    """Turn headings into bold lines, so that the page does not list them as its own sections."""
     return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text.strip())
 
 
