@@ -3,11 +3,12 @@
 
 ``tox -e bench`` (or ``python benchmarks``) writes ``benchmarks/results/<platform>.{md,json}``, and
 on a CPU also the marked parts and the figure of the README. ``--quick`` runs two small cases and
-writes nothing.
+writes nothing. ``--memory`` only compiles, for the curves of memory; it keeps the rest of the file.
 """
 
 import argparse
 import itertools
+import json
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import jax
 import shown
 from kernels import EIGH, PAIRS, SCAN
 from measure import MODES, Case, Measured, run_case, temporaries
-from report import write_json, write_markdown
+from report import Curves, curve_rows, write_json, write_markdown
 
 HERE = Path(__file__).parent
 
@@ -35,19 +36,26 @@ SETTINGS = [
     (SCAN, 50_003, 10_000),
 ]
 QUICK = [(PAIRS, 20_003, 1000), (SCAN, 5003, 1000)]
-CURVE_LENGTHS = [10_003, 30_003, 100_003, 300_003, 1_000_003]
-CURVE_PEERS = ["jax.vmap", "lax.map", "powerpax", "rankax"]
-CURVE_CHUNK = 1000
+CURVE_LENGTHS = [n + rest for n in (10_000, 30_000, 100_000, 300_000, 1_000_000) for rest in (0, 3)]
+CURVE_PEERS = ["jax.vmap", "lax.map", "powerpax", "adv-jax-math", "rankax"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two small cases; write nothing")
+    parser.add_argument("--memory", action="store_true", help="only the curves of memory")
     parser.add_argument("--rounds", type=int, default=25, help="runs of each contestant, at most")
     parser.add_argument(
         "--seconds", type=float, default=15, help="time for each case, at least 3 rounds"
     )
     options = parser.parse_args()
+
+    directory = HERE / "results"
+    file = directory / f"{jax.devices()[0].platform}.json"
+    if options.memory:
+        document = json.loads(file.read_text(encoding="utf-8")) | {"memory": curve_rows(_curves())}
+        file.write_text(json.dumps(document, indent=1) + "\n")
+        return shown.main()
 
     begin = time.perf_counter()
     results = []
@@ -60,25 +68,27 @@ def main() -> None:
     if options.quick:
         return
 
-    curves = {
+    directory.mkdir(exist_ok=True)
+    command = "python -m tox -e bench"
+    write_json(file, results, _curves(), command)
+    write_markdown(file.with_suffix(".md"), results, command)
+    if file.stem == "cpu":
+        shown.main()
+    print(f"Done in {time.perf_counter() - begin:.0f} s; see {file.with_suffix('.md').name}")
+
+
+def _curves() -> Curves:
+    """Compile for each number of items; nothing is run."""
+    return {
         (kernel.name, mode, peer): [
             (length, size)
             for length in CURVE_LENGTHS
-            if (size := temporaries(kernel, peer, length, CURVE_CHUNK, mode)) is not None
+            if (size := temporaries(kernel, peer, length, shown.CURVE_CHUNK, mode)) is not None
         ]
         for kernel in (PAIRS, EIGH)
         for mode in ("forward", "gradient")
         for peer in CURVE_PEERS
     }
-    platform = jax.devices()[0].platform
-    directory = HERE / "results"
-    directory.mkdir(exist_ok=True)
-    command = "python -m tox -e bench"
-    write_json(directory / f"{platform}.json", results, curves, command)
-    write_markdown(directory / f"{platform}.md", results, command)
-    if platform == "cpu":
-        shown.main()
-    print(f"Done in {time.perf_counter() - begin:.0f} s; see benchmarks/results/{platform}.md")
 
 
 def _summary(row: list[Measured]) -> str:

@@ -43,6 +43,12 @@ def _netket(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callabl
     return checked
 
 
+def _adv_jax_math(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
+    import adv_jax_math
+
+    return adv_jax_math.batch_vmap(fun, batch_size=chunk_size)
+
+
 def _autovmap(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
     import jax_autovmap
 
@@ -59,8 +65,9 @@ PEERS: dict[str, Peer] = {
     "lax.map": _lax_map,
     "powerpax": _powerpax,
     "netket": _netket,
+    "adv-jax-math": _adv_jax_math,
     "jax.vmap": lambda kernel, fun, chunk_size: jax.vmap(fun),
     "jax-autovmap": _autovmap,
     "jnp.vectorize": _vectorize,
 }
-CHUNKED = ("rankax", "lax.map", "powerpax", "netket")
+CHUNKED = ("rankax", "lax.map", "powerpax", "netket", "adv-jax-math")

@@ -21,7 +21,16 @@ def machine() -> dict[str, Any]:
     """Say what ran, and on what kind of machine; never which machine."""
     device = jax.devices()[0]
     packages = {}
-    for name in ("jax", "jaxlib", "numpy", "powerpax", "netket", "jax-autovmap", "rankax"):
+    for name in (
+        "jax",
+        "jaxlib",
+        "numpy",
+        "powerpax",
+        "netket",
+        "adv-jax-math",
+        "jax-autovmap",
+        "rankax",
+    ):
         packages[name] = _version(name)
     return {
         "device": f"{len(jax.devices())} x {device.device_kind}",
@@ -54,12 +63,17 @@ def write_json(path: Path, results: Results, curves: Curves, command: str) -> No
         for case, row in results
         for measured in row
     ]
-    memory = [
+    memory = curve_rows(curves)
+    document = {"command": command, "machine": machine(), "cases": rows, "memory": memory}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def curve_rows(curves: Curves) -> list[dict[str, Any]]:
+    """Return the curves of memory as rows for JSON."""
+    return [
         {"kernel": kernel, "mode": mode, "peer": peer, "length_and_bytes": points}
         for (kernel, mode, peer), points in curves.items()
     ]
-    document = {"command": command, "machine": machine(), "cases": rows, "memory": memory}
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def write_markdown(path: Path, results: Results, command: str) -> None:

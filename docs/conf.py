@@ -15,6 +15,11 @@ from sphinx.pycode import ModuleAnalyzer
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for the extensions beside this file
 BENCHMARKS = HERE.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import shown  # noqa: E402
+
+shown.check()  # the figures, and the words about them, against what was measured
 
 project = "rankax"
 author = "The rankax authors"
@@ -32,22 +37,25 @@ extensions = [
     "sphinx_copybutton",
     "built_site",
     "formulas",
+    "notebooks",
     "prompts",
 ]
 exclude_patterns = ["_build", "_parts", "tests"]
 
-# Pages that run. They import the programs in examples/ and what reads benchmarks/results; each has
-# a kernel of its own.
+# Pages that run, each in a kernel of its own and in an empty folder, so that a reader can paste
+# their cells. The path is for what draws the page on benchmarks, and the thumbnails of the gallery.
 
-folders = [str(HERE.parent / "examples"), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+folders = [str(BENCHMARKS), str(HERE), str(HERE / "gallery"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show its figures
+os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")
 # On a loaded machine a worker of dask logs late heartbeats, and stderr of a cell fails the build.
 os.environ["DASK_LOGGING__DISTRIBUTED"] = "critical"
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_execution_mode = "force"
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove-warn"

@@ -22,6 +22,8 @@ __all__ = [
 ]
 
 COLOURS = {"rankax": "#6fb1ff", "lax.map": "#f0b656", "powerpax": "#c39bff", "jax.vmap": "#8fe0b0"}
+COLOURS["adv-jax-math"] = "#e0694a"
+DASHES = {"powerpax": (0, (2, 2)), "adv-jax-math": (2, (2, 2))}  # both on top of lax.map
 DASHED = (0, (2, 2))
 
 
@@ -52,6 +54,8 @@ def chunk_sizes(kernel="pairwise distances", length=400_003):
                 for row in rows
                 if (row["mode"], row["peer"]) == (mode, peer)
             )
+            if not points:
+                continue
             if peer == "jax.vmap":  # has no chunks: the median of all its turns
                 level = sorted(ms for _, ms in points)[len(points) // 2]
                 panel.axhline(level, color=colour, linestyle="--", label=f"{peer}, all at once")
@@ -65,18 +69,27 @@ def chunk_sizes(kernel="pairwise distances", length=400_003):
 
 def memory():
     """Temporaries against the number of items, a panel for each kernel and mode."""
+    shown.description()  # fails where the numbers do not bear out the words of the page
     curves = shown.document()["memory"]
     kernels = list(dict.fromkeys(curve["kernel"] for curve in curves))
     _, panels = plt.subplots(len(kernels), 2, figsize=(7.4, 5.6), sharex=True, sharey=True)
     for curve in curves:
         row, column = kernels.index(curve["kernel"]), curve["mode"] == "gradient"
         panel, peer = panels[row, int(column)], curve["peer"]
-        lengths, sizes = zip(*curve["length_and_bytes"], strict=True)
-        # On a logarithmic axis nothing cannot be drawn, so it lies on the lower edge.
-        sizes = [max(size, 1e4) for size in sizes]
-        style = {"linestyle": DASHED} if peer == "powerpax" else {}
-        width = 2.6 if peer == "rankax" else 1.6
-        panel.plot(lengths, sizes, color=COLOURS[peer], label=peer, linewidth=width, **style)
+        style = {"color": COLOURS[peer], "linewidth": 2.6 if peer == "rankax" else 1.6}
+        for divided in (True, False):
+            if not (divided or peer == "rankax"):
+                continue
+            points = [
+                p for p in curve["length_and_bytes"] if (p[0] % shown.CURVE_CHUNK == 0) == divided
+            ]
+            lengths, sizes = zip(*points, strict=True)
+            # On a logarithmic axis nothing cannot be drawn, so it lies on the lower edge.
+            sizes = [max(size, 1e3) for size in sizes]
+            dash = {} if divided else {"linestyle": DASHED}
+            dash = {"linestyle": DASHES[peer]} if peer in DASHES else dash
+            label = peer if divided else "rankax, no chunk divides"
+            panel.plot(lengths, sizes, label=label, **style, **dash)
         panel.set(xscale="log", yscale="log", title=f"{curve['kernel']}: {curve['mode']}")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _size(size)))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{int(count):,}"))
@@ -84,7 +97,7 @@ def memory():
         panel.set_xlabel("items")
     for panel in panels[:, 0]:
         panel.set_ylabel("temporaries")
-    panels[0, 0].legend(fontsize=9)
+    panels[0, 0].legend(fontsize=8)
 
 
 def _size(size):
@@ -99,7 +112,7 @@ def reductions():
     rows = [row for row in shown.table("reductions") if row["times rankax"]]
     cases = list(dict.fromkeys((row["task"], int(row["points on each side"])) for row in rows))
     names = ("rankax", "KeOps", "rows by lax.map", "whole, jax.numpy")
-    colours = dict(zip(names, COLOURS.values(), strict=True))
+    colours = dict(zip(names, COLOURS.values(), strict=False))
     colours['rankax, devices="all"'] = "#e07a7a"
     _, panel = plt.subplots(figsize=(7.4, 4.4))
     for place, (task, count) in enumerate(reversed(cases)):

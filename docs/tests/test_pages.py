@@ -12,6 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from test_prompts import refused
+
 DOCS = Path(__file__).parents[1]
 CELL = re.compile(
     r"^```\{code-cell\}\n((?:---\n.*?^---\n|:.*?\n\n)?)(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -30,7 +32,7 @@ def cells(name):
 
 
 def imported(code):
-    return {line.split()[1].split(".")[0] for line in re.findall(r"(?m)^(?:import|from) .*$", code)}
+    return set(re.findall(r"(?m)^(?:import|from) (\w+)", code))
 
 
 def test_cells_are_found_with_and_without_options():
@@ -52,8 +54,11 @@ def test_page_runs_when_it_is_built(name):
 @pytest.mark.parametrize("name", GALLERY)
 def test_gallery_page_begins_with_its_picture_and_checks_itself(name):
     head, _ = PAGES[name].read_text().split("```{code-cell}", 1)
-    (described,) = re.findall(r'```\{glue:figure\} picture\n:alt: "(.*)"\n```', head)
+    ((described, caption),) = re.findall(
+        r'```\{glue:figure\} picture\n:alt: "(.*)"\n\n(.*)\n```', head
+    )
     assert len(described) > 40
+    assert len(caption) > 40
     drawn = [options for options, code in cells(name) if "plt.subplots(" in code]
     assert drawn
     for options in drawn:  # the code is folded, and what else it shows has words
@@ -70,3 +75,67 @@ def test_cells_outside_the_gallery_run(name):
         pytest.skip(f"{', '.join(missing)}: in the docs environment only, where the build runs it")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(code, name, "exec"), {})
+
+
+# The gallery: what docs/notebooks.py makes of a page.
+
+
+@pytest.fixture
+def notebooks(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import notebooks
+
+    return notebooks
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_cells_of_the_gallery_can_be_pasted(notebooks, name):
+    page = notebooks.with_sources(PAGES[name].read_text())
+    assert notebooks.unpasteable(page) == []
+    for _, code in CELL.findall(page):
+        assert refused(code) == [], code
+
+
+def test_a_cell_gets_the_source_that_it_names(notebooks):
+    (code,) = re.findall(
+        r"(?s)x = 1\n(.*)\n```",
+        notebooks.with_sources("x = 1\n# source: rays.py paint nearest\n```"),
+    )
+    assert code.startswith("def paint(mesh):\n")
+    assert "\n\n\n# What a ray hits first: " in code
+    assert code.endswith('reduce=Best("distance"), reduce_axis=-1, chunk_size=2**16)')
+    position = notebooks.with_sources("# source: planets.py position ELEMENTS")
+    assert "\n\n    a, e, inclination" not in position  # a prompt would end the function there
+    assert "\n\n    Parameters\n" in position
+    assert "Table 1" in position
+    assert "fmt:" not in position
+
+
+HIDDEN = "```{code-cell}\n:tags: [remove-cell]\n\nimport thumbnail\nx = 1\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "problems"),
+    [
+        ("import jax\nx = 2\nprint(x)", []),
+        ("from rays import hit", ["a cell imports rays, a file of this repository"]),
+        ("def f():\n    import thumbnail", ["a cell imports thumbnail, a file of this repository"]),
+        ("print(x)", ["a cell uses x, which a hidden cell defines"]),
+    ],
+)
+def test_a_cell_that_needs_more_than_its_page_is_named(notebooks, code, problems):
+    assert notebooks.unpasteable(f"{HIDDEN}\n```{{code-cell}}\n{code}\n```\n") == problems
+
+
+def test_a_page_is_a_notebook(notebooks):
+    page = PAGES["gallery/water.md"].read_text()
+    written = notebooks.notebook(page, {"land": "Land"})
+    kinds = [cell["cell_type"] for cell in written["cells"]]
+    assert kinds.count("code") == len(cells("gallery/water.md")) - 1  # the thumbnail
+    text = "\n".join(cell["source"] for cell in written["cells"])
+    assert text.startswith("# Water in the air")
+    assert "```" not in text
+    assert "thumbnail" not in text
+    link = "A [a](../b.md) [](land.md#x) [c](https://d.org).\n"
+    (cell,) = notebooks.notebook(link, {"land": "Land"})["cells"]
+    assert cell["source"] == "A a Land [c](https://d.org)."

@@ -40,6 +40,26 @@ def test_other_results_make_another_readme(shown, monkeypatch):
     assert "5.4 GB" in changed
 
 
+def test_a_figure_is_refused_where_its_numbers_contradict_its_caption(shown, monkeypatch):
+    shown.check()
+    document = shown.document()
+    monkeypatch.setattr(shown, "document", lambda: document)
+    (row,) = (
+        row
+        for row in document["memory"]
+        if (row["kernel"], row["mode"], row["peer"]) == ("eigh 8x8", "gradient", "rankax")
+    )
+    row["length_and_bytes"] = [(n, size + n) for n, size in row["length_and_bytes"]]
+    with pytest.raises(ValueError, match="the memory of rankax is not flat"):
+        shown.check()
+    row["length_and_bytes"] = [(n, 5 * n if n % 1000 else 10) for n, _ in row["length_and_bytes"]]
+    with pytest.raises(ValueError, match="more than a copy of the outputs"):
+        shown.check()
+    row["length_and_bytes"] = [(n, 10) for n, _ in row["length_and_bytes"]]
+    with pytest.raises(ValueError, match=r"memory.svg is old: python benchmarks/shown.py"):
+        shown.check()
+
+
 def test_a_missing_row_and_a_missing_mark_are_named(shown):
     with pytest.raises(LookupError, match=r"has no row .*'peer': 'nobody'"):
         shown.measured("eigh 8x8", 20_003, 500, "gradient", "nobody")
@@ -73,11 +93,12 @@ def test_the_citation_is_that_of_this_version():
     bib = (ROOT / "docs/cite.bib").read_text(encoding="utf-8")
     (version,) = re.findall(r"(?m)^version: (.*)$", cff)
     (title,) = re.findall(r'(?m)^title: "(.*)"$', cff)
-    (released,) = re.findall(r"(?m)^date-released: (\d+)-", cff)
+    (released,) = re.findall(r"(?m)^date-released: (.*)$", cff) or ["unreleased"]
     assert version == rankax.__version__
+    assert f"\n## [{version}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"version = {{{version}}}" in bib
     assert f"title   = {{{title.replace('JAX', '{JAX}')}}}" in bib
-    assert f"year    = {{{released}}}" in bib
+    assert released == "unreleased" or f"year    = {{{released[:4]}}}" in bib
 
 
 @pytest.fixture

@@ -177,9 +177,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     compiler_options : dict, optional
         Passed to `jax.jit` with ``jit=True``. Inside another ``jit`` the outer one's options count.
     progress : bool, str or callable, default False
-        Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name
-        (``pip install "rankax[progress]"``), a string is the bar's label, and a function is called
-        with ``(done, total)``, in items. See Notes.
+        Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name (it
+        needs the extra ``progress``), a string is the bar's label, and a function is called with
+        ``(done, total)``, in items. See Notes.
     devices : "all", int, sequence of devices, or PartitionSpec, optional
         Which devices share the batch: ``"all"`` that are local, the first few, these, or those
         along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kernels on data larger than memory: ``pip install "rankax[stream]"``."""
+"""Kernels on data larger than memory; needs the extra ``stream``."""
 
 import importlib.util
 

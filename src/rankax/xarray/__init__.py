@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kernels on arrays with named dimensions: ``pip install "rankax[xarray]"``."""
+"""Kernels on arrays with named dimensions; needs the extra ``xarray``."""
 
 import importlib.util
 
