@@ -8,8 +8,11 @@ import os
 import re
 import sys
 import urllib.request
+from html import escape
+from importlib.metadata import metadata
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).parent
@@ -21,6 +24,7 @@ import shown  # noqa: E402
 
 shown.check()  # the figures, and the words about them, against what was measured
 
+TAGLINE = "Write a JAX function for one item. Call it on any batch, without running out of memory."
 project = "rankax"
 author = "The rankax authors"
 copyright = author
@@ -145,10 +149,10 @@ html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 
-# Whoever builds the site says where its repository is; CI at GitHub does by itself.
-repository = os.environ.get("RANKAX_REPOSITORY", "")
-if not repository and "GITHUB_REPOSITORY" in os.environ:
-    repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format_map(os.environ)
+# The addresses of the repository and of the site, where hatch_build.py knew them.
+urls = metadata("rankax").get_all("Project-URL", [])
+addresses = dict(url.split(", ") for url in urls)
+repository, html_baseurl = (addresses.get(name, "") for name in ("Repository", "Documentation"))
 html_context = {"repository": repository}
 html_theme_options = {
     **(
@@ -165,9 +169,28 @@ html_theme_options = {
         "color-brand-content": "#7fb2ff",
     },
 }
-pygments_style = "friendly"
+pygments_style = "a11y-light"  # on its ground, all colours have the contrast 4.5:1 of WCAG AA
 pygments_dark_style = "github-dark"
+
+
+def describe(_app, page, _template, context, doctree):
+    """What a search engine shows of a page, and social media, which need a full address."""
+    paragraphs = doctree.findall(nodes.paragraph) if doctree else []
+    words = " ".join(next((p.astext() for p in paragraphs), TAGLINE).split())
+    values = {
+        "og:title": f"{re.sub('<.*?>', '', context.get('title', page))} - rankax",
+        "og:type": "website",
+    }
+    if html_baseurl:
+        values["og:url"] = f"{html_baseurl.rstrip('/')}/{page}.html"
+        values["og:image"] = f"{html_baseurl.rstrip('/')}/_static/card.png"
+        values["twitter:card"] = "summary_large_image"
+    values["og:description"] = words = words if len(words) <= 160 else f"{words[:157]}..."
+    tags = [f'<meta property="{name}" content="{escape(text)}">' for name, text in values.items()]
+    tags.append(f'<meta name="description" content="{escape(words)}">')
+    context["metatags"] = "".join([context.get("metatags", ""), *tags])
 
 
 def setup(app):
     app.connect("viewcode-follow-imported", defining_module)
+    app.connect("html-page-context", describe)
