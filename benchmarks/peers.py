@@ -14,10 +14,6 @@ from rankax import chunked_vmap
 Peer = Callable[[Kernel, Callable[..., Any], int], Callable[..., Any]]
 
 
-class NotSupportedError(Exception):
-    """The peer cannot do what is asked of it."""
-
-
 def _lax_map(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
     return lambda x: jax.lax.map(fun, x, batch_size=chunk_size)
 
@@ -33,14 +29,7 @@ def _netket(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callabl
     os.environ["NETKET_ENABLE_X64"] = "0"
     import netket
 
-    mapped = netket.jax.vmap_chunked(fun, in_axes=0, chunk_size=chunk_size)
-
-    def checked(x: jax.Array) -> jax.Array:
-        if len(x) > chunk_size and len(x) % chunk_size:
-            raise NotSupportedError("the chunk must divide the axis")
-        return mapped(x)
-
-    return checked
+    return netket.jax.vmap_chunked(fun, in_axes=0, chunk_size=chunk_size)
 
 
 def _adv_jax_math(kernel: Kernel, fun: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:

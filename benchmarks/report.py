@@ -87,8 +87,7 @@ def write_markdown(path: Path, results: Results, command: str) -> None:
         "",
         "One process; the contestants take turns; medians. `lax.map` is `lax.map(batch_size=)`. "
         "`jax.vmap`, `jax-autovmap` and `jnp.vectorize` hold all items at once. The fastest of a "
-        "row is bold; **—** means that the contestant could not take part (netket: the chunk must "
-        "divide the axis).",
+        "row is bold; **—** means that the contestant could not take part.",
         "",
         "## Time in ms",
         "",

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from rankax import auto_vmap
+from rankax import auto_vmap, options
 from rankax.reductions import Best
 
 
@@ -135,9 +135,10 @@ def main(out=Path(__file__).parent / "out", height=300, width=400):
     print(f"{'hit, every pair':<24}{memory(hit, *scene)}  not run")
     print(f"{'nearest':<24}{memory(nearest, *scene)}")
 
-    found = nearest(*scene)
     light = np.float32([-0.48, -0.36, 0.8])
-    brightness = shade(eye, rays, found, mesh, light)
+    with options(progress=True):
+        found = nearest(*scene)
+        brightness = shade(eye, rays, found, mesh, light)
     out.mkdir(parents=True, exist_ok=True)
     draw(out / "rays.png", found, brightness)
     print(f"\nwrote {out / 'rays.png'}")
