@@ -175,8 +175,9 @@ pygments_dark_style = "github-dark"
 
 def describe(_app, page, _template, context, doctree):
     """What a search engine shows of a page, and social media, which need a full address."""
-    paragraphs = doctree.findall(nodes.paragraph) if doctree else []
-    words = " ".join(next((p.astext() for p in paragraphs), TAGLINE).split())
+    texts = [*doctree.findall(nodes.caption), *doctree.findall(nodes.paragraph)] if doctree else []
+    words = next((text.astext() for text in texts if not text.next_node(nodes.math)), TAGLINE)
+    words = " ".join(words.split())
     values = {
         "og:title": f"{re.sub('<.*?>', '', context.get('title', page))} - rankax",
         "og:type": "website",

@@ -183,13 +183,13 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     devices : "all", int, sequence of devices, or PartitionSpec, optional
         Which devices share the batch: ``"all"`` that are local, the first few, these, or those
         along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:
-        as the arrays are sharded. 1: evaluate the batch as one. With several CPU devices
+        as the arrays are sharded. 1: do not divide the batch. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
     lockstep : bool, default True
         With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
-        slowest one needs, and both branches of a ``cond`` run. ``False``: each item ends by itself.
-        ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a lane
-        whose item has ended takes the next one. If no loop depends on the item, nothing changes.
+        slowest one needs, and both branches of a ``cond`` run. ``False``: each item stops when it
+        is done. ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a
+        lane whose item is done takes the next one. If no loop depends on the item, nothing changes.
         See Notes.
     bucket : bool or sequence of int, default False
         With ``jit=True``: compile one program for many batch lengths. Each batch axis is filled up
@@ -267,7 +267,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     and a report costs less than a millisecond. The function runs on another thread and must not
     call JAX; an exception in it ends the call. The bar is closed when the call fails; inside your
     own `jax.jit`, when the next call with the same label begins. Only the first of several
-    processes shows it. Pass the same function at each call, because a new one compiles anew.
+    processes shows it. Pass the same function at each call, because a new one is compiled again.
 
     *What counts.* With ``where``, ``"mean"`` and ``Moments`` divide by the number of items that
     count. Indices number all items. If none counts, ``"argmin"`` and ``"argmax"`` are -1, ``"min"``

@@ -73,10 +73,10 @@ def chunked_reduce(
         `auto_vmap`. The gradient of some reductions makes two forward passes.
     devices : "all", int, sequence of devices, or PartitionSpec, optional
         Which devices share the mapped axis: all that are local, the first few, these, or those
-        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
-        one. With several CPU devices, all cores work. See Notes.
+        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: do not divide the
+        axis. With several CPU devices, all cores work. See Notes.
     lockstep : bool, default True
-        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item. See
+        ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item. See
         `auto_vmap`.
 
     Returns

@@ -73,11 +73,11 @@ def chunked_vmap(
         `auto_vmap`. A single chunk shows nothing.
     devices : "all", int, sequence of devices, or PartitionSpec, optional
         Which devices share the mapped axis: all that are local, the first few, these, or those
-        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: evaluate the axis as
-        one. With several CPU devices, all cores work. See Notes.
+        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: do not divide the
+        axis. With several CPU devices, all cores work. See Notes.
     lockstep : bool, default True
-        ``False``: each item ends by itself, where a loop in ``fun`` depends on the item.
-        ``chunk_size`` lanes take the next item when theirs has ended. See `auto_vmap`.
+        ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item.
+        ``chunk_size`` lanes take the next item when theirs is done. See `auto_vmap`.
 
     Returns
     -------

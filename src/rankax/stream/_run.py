@@ -52,7 +52,7 @@ def run(
             stored[block] = kernel(*(array[block] for array in args))
 
     where the next block is read, and the last one written, while one is evaluated. A run that
-    failed or was killed goes on where it was when the same call is made again.
+    failed or was killed resumes when the same call is made again.
 
     Parameters
     ----------
