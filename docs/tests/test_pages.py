@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import pytest
-
 from test_prompts import refused
 
 DOCS = Path(__file__).parents[1]
