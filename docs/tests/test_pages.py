@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+
 from test_prompts import refused
 
 DOCS = Path(__file__).parents[1]

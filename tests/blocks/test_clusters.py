@@ -10,12 +10,12 @@ import dask.array as da
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from cubed.runtime.create import create_executor
 from distributed import Client, LocalCluster
 
 import rankax.xarray
-import xarray as xr
 from cluster_kernels import failing, heat, hottest, traced
 from rankax import auto_vmap
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray as xr
 
 import rankax.xarray
-import xarray as xr
 from helpers import assert_same, slow, temporary_bytes
 from rankax import BatchShapeError, SplitKey, auto_vmap
 from rankax._tune.workload import Workload

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray
 import zarr
 from filelock import FileLock
 
 import rankax.__main__
 import rankax.stream
 import stream_child
-import xarray
 from helpers import assert_same, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES

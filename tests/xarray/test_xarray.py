@@ -8,10 +8,10 @@ import dask.array as da
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xarray as xr
 from jaxtyping import Array, Float
 
 import rankax.xarray
-import xarray as xr
 from rankax import auto_vmap
 from rankax.reductions import TopK
 
