@@ -3,10 +3,11 @@
 
 ``tox -e bench`` (or ``python benchmarks``) writes ``benchmarks/results/<platform>.{md,json}``, and
 on a CPU also the marked parts and the figure of the README. ``--quick`` runs two small cases and
-writes nothing. ``--memory`` only compiles, for the curves of memory; it keeps the rest of the file.
+writes nothing. ``--memory`` only compiles: it measures all memory anew and keeps the times.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -43,7 +44,7 @@ CURVE_PEERS = ["jax.vmap", "lax.map", "powerpax", "adv-jax-math", "rankax"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two small cases; write nothing")
-    parser.add_argument("--memory", action="store_true", help="only the curves of memory")
+    parser.add_argument("--memory", action="store_true", help="only the memory; keep the times")
     parser.add_argument("--rounds", type=int, default=25, help="runs of each contestant, at most")
     parser.add_argument(
         "--seconds", type=float, default=15, help="time for each case, at least 3 rounds"
@@ -53,9 +54,7 @@ def main() -> None:
     directory = HERE / "results"
     file = directory / f"{jax.devices()[0].platform}.json"
     if options.memory:
-        document = json.loads(file.read_text(encoding="utf-8")) | {"memory": curve_rows(_curves())}
-        file.write_text(json.dumps(document, indent=1) + "\n")
-        return shown.main()
+        return _measure_memory(file)
 
     begin = time.perf_counter()
     results = []
@@ -75,6 +74,26 @@ def main() -> None:
     if file.stem == "cpu":
         shown.main()
     print(f"Done in {time.perf_counter() - begin:.0f} s; see {file.with_suffix('.md').name}")
+
+
+def _measure_memory(file: Path) -> None:
+    """Compile what the file has times of, and the curves; write both, and the tables."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    kernels = {kernel.name: kernel for kernel in (PAIRS, EIGH, SCAN)}
+    results: dict[Case, list[Measured]] = {}
+    for row in document["cases"]:
+        names = ("length", "chunk_size", "mode")
+        case = Case(kernels[row["kernel"]], *(row[name] for name in names))
+        if not row["note"]:
+            row["temporary_bytes"] = temporaries(
+                case.kernel, row["peer"], case.length, case.chunk_size, case.mode
+            )
+        fields = {field.name: row[field.name] for field in dataclasses.fields(Measured)}
+        results.setdefault(case, []).append(Measured(**fields))
+    document["memory"] = curve_rows(_curves())
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    write_markdown(file.with_suffix(".md"), list(results.items()), document["command"])
+    shown.main()
 
 
 def _curves() -> Curves:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from measure import Case, Measured
-from peers import CHUNKED, PEERS
+from peers import CHUNKED
 
 Results = list[tuple[Case, list[Measured]]]
 Curves = dict[tuple[str, str, str], list[tuple[int, int]]]  # by kernel, mode and peer
@@ -87,7 +87,7 @@ def write_markdown(path: Path, results: Results, command: str) -> None:
         "",
         "One process; the contestants take turns; medians. `lax.map` is `lax.map(batch_size=)`. "
         "`jax.vmap`, `jax-autovmap` and `jnp.vectorize` hold all items at once. The fastest of a "
-        "row is bold; **—** means that the contestant could not take part.",
+        "row is bold; **—**: not measured.",
         "",
         "## Time in ms",
         "",
@@ -110,8 +110,9 @@ def write_markdown(path: Path, results: Results, command: str) -> None:
 
 def _table(results: Results, cells: Any, *, ratios: bool = False) -> list[str]:
     extra = ["vs chunked", "vs all", "vs lax.map"] if ratios else []
-    header = ["kernel", "items", "chunk", "", *PEERS, *extra]
-    lines = [_line(header), _line(["---"] * 4 + ["---:"] * (len(PEERS) + len(extra)))]
+    peers = [measured.peer for measured in results[0][1]]
+    header = ["kernel", "items", "chunk", "", *peers, *extra]
+    lines = [_line(header), _line(["---"] * 4 + ["---:"] * (len(peers) + len(extra)))]
     for case, row in results:
         name = [case.kernel.name, f"{case.length:,}", f"{case.chunk_size:,}", case.mode]
         lines.append(_line(name + cells(row) + (_ratios(row) if ratios else [])))
