@@ -493,7 +493,7 @@ def test_without_xarray_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "rankax.xarray", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert refusal(ImportError, lambda: importlib.import_module("rankax.xarray")) == (
-        'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
+        "rankax.xarray needs xarray, which is not installed: pip install xarray"
     )
 
 

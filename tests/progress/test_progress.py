@@ -413,6 +413,6 @@ def test_a_bar_needs_tqdm(monkeypatch, value):
         auto_vmap(1, 1, progress=value)(project)
     assert str(caught.value) == (
         f"auto_vmap(project): progress={value!r} shows a bar by tqdm, which is not installed; "
-        'pip install "rankax[progress]", or give a function of (done, total)'
+        "pip install tqdm, or give a function of (done, total)"
     )
     auto_vmap(1, 1, progress=Heard())(project)

@@ -44,7 +44,7 @@ def checked_progress(value: Any, where: str) -> bool | Target:
         except ImportError:
             raise ImportError(
                 f"{where}: progress={value!r} shows a bar by tqdm, which is not installed; "
-                'pip install "rankax[progress]", or give a function of (done, total)'
+                "pip install tqdm, or give a function of (done, total)"
             ) from None
         return value
     expected = "True, False, a label, or a function of (done, total)"

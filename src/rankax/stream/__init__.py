@@ -4,7 +4,7 @@
 import importlib.util
 
 if not all(map(importlib.util.find_spec, ("filelock", "tqdm", "zarr"))):
-    raise ImportError('rankax.stream needs filelock, tqdm and zarr: pip install "rankax[stream]"')
+    raise ImportError("rankax.stream needs filelock, tqdm and zarr: pip install filelock tqdm zarr")
 
 from rankax.stream._run import run as run
 

@@ -4,9 +4,7 @@
 import importlib.util
 
 if importlib.util.find_spec("xarray") is None:
-    raise ImportError(
-        'rankax.xarray needs xarray, which is not installed: pip install "rankax[xarray]"'
-    )
+    raise ImportError("rankax.xarray needs xarray, which is not installed: pip install xarray")
 
 from rankax.xarray._apply import apply as apply
 
