@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import h5py
@@ -28,7 +27,7 @@ from helpers import assert_same, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax.reductions import Fold, Moments, TopK
-from rankax.stream import _cut, _job
+from rankax.stream import _cut, _job, _run
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 1, 3)).astype("float32")
@@ -239,10 +238,11 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     assert note == f"{out} keeps the blocks that are whole; the same call goes on with it"
     done = len(files(out))
     assert 4 < done < 10
-    again, seen = Recorded(X), []
-    got = run(near, again, Y, out=out, progress=lambda *counts: seen.append(counts))
+    again, once, seen = Recorded(X), Recorded(Y), []
+    got = run(near, again, once, out=out, progress=lambda *counts: seen.append(counts))
     assert_same(values(got), near(X, Y))
     assert len(again.reads) == 16 - done + 1  # one of them for the digest
+    assert len(once.reads) == 1  # for the digest and all blocks
     assert (seen[0], seen[-1]) == ((0, 2100), (2100, 2100))
     assert seen[1][0] >= done * 19 * 7
     run(near, X, Y, out=tmp_path / "b.zarr")
@@ -258,20 +258,30 @@ def test_ctrl_c_leaves_a_store_that_resumes(tmp_path):
 
 
 def test_a_full_disk_leaves_a_store_that_resumes(tmp_path, monkeypatch):
-    out, count, fsync = tmp_path / "a.zarr", Counter(), os.fsync
+    out, flushed, lost, paths = tmp_path / "a.zarr", [], [], {}
+    fsync, open_ = os.fsync, os.open
+
+    def known(path, *args, **kwargs):
+        handle = open_(path, *args, **kwargs)
+        paths[handle] = Path(path)
+        return handle
 
     def full(handle):
-        count["flushed"] += 1
-        if count["flushed"] > 20:
+        flushed.append(handle)
+        if len(flushed) > 20 and paths[handle].is_file():
+            lost.append(paths[handle])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(handle)
 
+    monkeypatch.setattr(os, "open", known)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device") as info:
         run(near, X, Y, out=out)
     assert "the same call goes on" in info.value.__notes__[0]
     monkeypatch.setattr(os, "fsync", fsync)
     # What may not be on the disk is computed again.
+    assert lost
+    assert not any(path.exists() for path in lost)
     assert 0 < len(files(out)) < 10
     assert_same(values(run(near, X, Y, out=out)), near(X, Y))
 
@@ -436,6 +446,19 @@ def test_a_second_run_on_one_store_is_told(tmp_path):
             "another out"
         )
     run(near, X, Y, out=out)
+
+
+def test_of_two_runs_that_begin_at_once_one_is_told(tmp_path, monkeypatch):
+    out, prepared = tmp_path / "a.zarr", _run.prepared
+
+    def late(*args):
+        monkeypatch.setattr(_run, "prepared", prepared)
+        run(near, X, Y, out=out)
+        return prepared(*args)
+
+    monkeypatch.setattr(_run, "prepared", late)
+    with pytest.raises(BlockingIOError, match="another process is writing to"):
+        run(near.with_options(chunk_size=5), X, Y, out=out)
 
 
 # What is refused.
