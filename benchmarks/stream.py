@@ -54,7 +54,7 @@ def main():
             "",
             "Written by `python -m tox -e bench -- benchmarks/stream.py`. "
             f"jax {jax.__version__}, zarr {zarr.__version__}, {jax.default_backend()}, float32, "
-            f"`memory_limit` {LIMIT // 10**6} MB. Seconds are medians of {TURNS} turns.",
+            f"`memory_limit` {LIMIT // 10**6} MB. Medians of {TURNS} turns in one process.",
             "",
             *compute_bound(Path(folder)),
             "",

@@ -195,7 +195,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         With ``jit=True``: compile one program for many batch lengths. Each batch axis is filled up
         to the next of these lengths with copies of the last item, and the results are cut. True: a
         series of lengths, each a quarter longer than the one before. Inside another ``jit`` it has
-        no effect. See Notes.
+        no effect, and with dask or cubed arrays it is refused. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to

@@ -107,7 +107,7 @@ def run(
     that are kept beside a reduction are evaluated in a pass of their own.
 
     *Random numbers.* A key for each item is an array like others. The rank `rankax.SplitKey` is
-    refused.
+    refused. The option ``bucket`` has no effect, because blocks have few shapes.
 
     Examples
     --------
