@@ -106,14 +106,14 @@ def _found(name, mapped):
     bounded = "yes" if always else "if the chunk divides" if is_bounded else "no"
     return {
         "batch axes found from the shapes": "`batch_vectorize`" if "adv" in name else broadcasts,
-        "keyword arguments are mapped": _word(_works(lambda: _adds_keyword(mapped))),
+        "takes keyword arguments": _word(_works(lambda: _adds_keyword(mapped))),
         "pytree arguments": _word(_works(lambda: _adds_tree(mapped))),
         "memory bounded, forward": bounded,
         "memory bounded, gradient": _word(_is_flat(gradient)),
-        "one trace if the chunk does not divide": _word(_traces(mapped) == 1)
+        "traces the function once, for any length": _word(_traces(mapped) == 1)
         if is_bounded
         else "n/a",
-        "second derivatives follow `jax.custom_jvp`, before JAX 0.12": _word(has_rules),
+        "right second derivatives of `jax.custom_jvp`, before JAX 0.12": _word(has_rules),
     }
 
 

@@ -24,7 +24,7 @@ import shown  # noqa: E402
 
 shown.check()  # the figures, and the words about them, against what was measured
 
-TAGLINE = "Write a JAX function for one item. Call it on any batch, without running out of memory."
+TAGLINE = "Write a JAX function for one item. Call it on any batch, in bounded memory."
 project = "rankax"
 author = "The rankax authors"
 copyright = author

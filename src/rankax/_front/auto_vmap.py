@@ -309,8 +309,8 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     sharding is read from concrete arrays, in an eager call or with ``jit=True``, and always on a
     mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
 
-    *Cost.* Binding and planning take some twenty microseconds a call, and nothing once compiled.
-    The kernel is traced once a call.
+    *Cost.* Binding and planning take about twenty microseconds a call, and nothing in a compiled
+    program. The kernel is traced once a call.
 
     Examples
     --------

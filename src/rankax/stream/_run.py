@@ -85,9 +85,9 @@ def run(
     Raises
     ------
     FileExistsError
-        ``out`` exists, and is another thing, or ``resume=False``.
+        ``out`` exists and is no store of a run, or ``resume=False``.
     ValueError
-        ``out`` was begun by a call that differs; the message says in what.
+        ``out`` was begun by a different call; the message says what differs.
     BlockingIOError
         Another process is writing to ``out``.
     FloatingPointError
