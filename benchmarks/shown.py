@@ -95,11 +95,13 @@ def bullets() -> str:
   (8 × 8 matrices) needs **{megabytes(needed)}** besides its inputs and outputs. `jax.vmap` needs
   {megabytes(whole)}, `lax.map` {megabytes(mapped)}.
 * **Sums that never store the batch.** A sum of Gaussians over 10,000 × 10,000 pairs takes
-  {pairs["sum", own]:.0f} ms on two CPU cores, with `devices="all"`. KeOps, the library for such sums,
-  takes **{longer["sum"]:.1f} times** as long there, and {longer["argmin"]:.1f} times as long for an argmin.
+  {pairs["sum", own]:.0f} ms on two CPU cores, with `devices="all"`. KeOps, the library for such
+  sums, takes **{longer["sum"]:.1f} times** as long there, and {longer["argmin"]:.1f} times for an
+  argmin.
 * **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache. On one core, the
-  gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with `jax.vmap`, and
-  {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size. Other kernels gain less."""
+  gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with `jax.vmap`,
+  and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size. Other
+  kernels gain less."""
 
 
 def benchmark() -> str:
