@@ -55,7 +55,7 @@ def pytest_configure(config):
 # Where a case is a program to compile. Elsewhere all cases are cheap.
 ROOMS = {"call", "devices", "fit", "front", "lockstep", "loop", "reduce", "scan"}
 CHEAP = {"test_auto_vmap_errors.py", "test_call_errors.py", "test_options.py"}
-CASES = int(os.environ.get("RANKAX_CASES", "2"))
+CASES = int(os.environ.get("RANKAX_CASES", "3"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
