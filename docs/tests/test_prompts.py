@@ -24,7 +24,7 @@ def copied(block: str) -> str:
 
 
 def refused(text: str) -> list[str]:
-    """What a prompt says of each line of ``text``, pasted; nothing is run."""
+    """Return the errors that a prompt shows when ``text`` is pasted; nothing is run."""
 
     class Prompt(code.InteractiveConsole):
         def __init__(self):
