@@ -12,12 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from test_prompts import refused
+from test_prompts import CELL, refused
 
 DOCS = Path(__file__).parents[1]
-CELL = re.compile(
-    r"^```\{code-cell\}\n((?:---\n.*?^---\n|:.*?\n\n)?)(.*?)^```$", re.MULTILINE | re.DOTALL
-)
 PAGES = {
     str(page.relative_to(DOCS)): page
     for page in sorted(DOCS.rglob("*.md"))

@@ -11,6 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 
+CELL = re.compile(  # its options, and its code
+    r"^```\{code-cell\}\n((?:---\n.*?^---\n|:.*?\n\n)?)(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
 
 @pytest.fixture(autouse=True)
 def extension(monkeypatch):
@@ -106,5 +110,5 @@ def test_blocks_of_a_page_can_be_pasted(page):
     text = "\n".join(pasteable(page.read_text(encoding="utf-8").split("\n")))
     for block in re.findall(r"(?ms)^```python\n(>>> .*?)^```$", text):
         assert refused(copied(block)) == [], block
-    for cell in re.findall(r"(?ms)^```\{code-cell\}\n(?:---\n.*?^---\n|:.*?\n\n)?(.*?)^```$", text):
+    for _, cell in CELL.findall(text):
         assert refused(cell) == [], cell
