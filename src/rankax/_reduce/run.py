@@ -308,7 +308,9 @@ class RowProgram(NamedTuple):
                 for reduction, outputs in self._each()
             ]
         is_linear = all(entry.is_linear for entry in self.reductions.entries)
-        if (is_linear and not is_masked) or is_eager([*leaves, *self.consts]):
+        # A row of no items has no winner to take a derivative from.
+        is_direct = not row.size or (is_linear and not is_masked)
+        if is_direct or is_eager([*leaves, *self.consts]):
             return self._fold(self.consts, leaves)
         differentiable = functools.partial(self._fold, differentiable=True)
         return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
