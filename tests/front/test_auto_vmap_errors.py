@@ -534,7 +534,7 @@ def test_a_leaf_that_is_no_array_is_named_by_its_path(decorate):
 def test_a_list_of_numbers_where_an_array_is_meant(decorate, value, name):
     f = decorate(0, 1)(untraced)
     assert text_of(TypeError, f, jnp.ones(2), value) == (
-        f"untraced(): {name} is a list of numbers, where an array is meant; pass "
+        f"untraced(): {name} is a list of numbers, but an array is expected; pass "
         f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a rank for "
         "each in the declaration.)"
     )

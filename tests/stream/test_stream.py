@@ -235,7 +235,7 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     with pytest.raises(OSError, match="gone") as info:
         run(near, source, Y, out=out)
     (note,) = info.value.__notes__
-    assert note == f"{out} keeps the blocks that are whole; the same call goes on with it"
+    assert note == f"{out} keeps the blocks that are whole; the same call resumes"
     done = len(files(out))
     assert 4 < done < 10
     again, once, seen = Recorded(X), Recorded(Y), []
@@ -277,7 +277,7 @@ def test_a_full_disk_leaves_a_store_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device") as info:
         run(near, X, Y, out=out)
-    assert "the same call goes on" in info.value.__notes__[0]
+    assert "the same call resumes" in info.value.__notes__[0]
     monkeypatch.setattr(os, "fsync", fsync)
     # What may not be on the disk is computed again.
     assert lost
@@ -411,7 +411,7 @@ def test_a_resume_that_differs_says_in_what(tmp_path):
 
     def different(*args, **options):
         text = refusal(ValueError, run, *args, out=out, **options)
-        begin = "rankax.stream.run(<lambda>): out was begun by another call: "
+        begin = "rankax.stream.run(<lambda>): out was written by another call: "
         assert text.startswith(begin)
         assert text.endswith("; repeat that call, or give another out")
         return [part.split(" was ")[0] for part in text.removeprefix(begin).split("; ")[:-1]]

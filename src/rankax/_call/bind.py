@@ -235,7 +235,7 @@ def _structure(
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
-                f"{kernel.name}(): {name} is a list of numbers, where an array is meant; pass "
+                f"{kernel.name}(): {name} is a list of numbers, but an array is expected; pass "
                 f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
                 "rank for each in the declaration.)"
             )

@@ -101,8 +101,8 @@ def prepared(
     ]
     if different:
         raise ValueError(
-            f"{where}: out was begun by another call: {'; '.join(different)}; repeat that call, or "
-            "give another out"
+            f"{where}: out was written by another call: {'; '.join(different)}; repeat that call, "
+            "or give another out"
         )
     return Job(kernel.name, tree, cuts, record)
 

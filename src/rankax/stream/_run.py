@@ -87,7 +87,7 @@ def run(
     FileExistsError
         ``out`` exists and is no store of a run, or ``resume=False``.
     ValueError
-        ``out`` was begun by a different call; the message says what differs.
+        ``out`` was written by another call; the message says what differs.
     BlockingIOError
         Another process is writing to ``out``.
     FloatingPointError

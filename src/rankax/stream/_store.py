@@ -58,7 +58,7 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
         try:
             yield
         except BaseException as error:
-            error.add_note(f"{path} keeps the blocks that are whole; the same call goes on with it")
+            error.add_note(f"{path} keeps the blocks that are whole; the same call resumes")
             raise
 
 
