@@ -65,6 +65,18 @@ def energy(s, v, m):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_other_arguments_are_those_of_a_call_with_numpy(package):
+    kernel = auto_vmap(s=0, v=1, name=None, reduce=({"sum": "sum"}, None), reduce_axis=-1)(
+        lambda s, v, name: ({"sum": ()}, {name: s + v @ v})
+    )
+    v = in_blocks(package, V, (2, 3))
+    assert_same(computed(kernel(1.5, v, "a")), kernel(1.5, V, "a"))
+    assert refusal(TypeError, kernel, [1.0, 2.0], v, "a").startswith(
+        "<lambda>(): s is a list of numbers, but an array is expected; pass jnp.asarray(s)."
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_tree_of_outputs_in_blocks_is_that_of_numpy(package):
     kernel = auto_vmap(s=0, v=1, m=2)(energy)
     m = in_blocks(package, M, (3, 2, 3, 3))

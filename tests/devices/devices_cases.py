@@ -1027,6 +1027,21 @@ def errors_of_devices(mesh):
         jax.jit(mapped)(there, W)
 
 
+@case
+def buckets_are_filled_up_and_shared(mesh):
+    filled = auto_vmap(x=1, w=2, jit=True, bucket=(mesh.size + 1,))(scalar)
+    x = put(mesh, X[: mesh.size], "d")
+    refused(
+        ValueError,
+        "scalar(): x is sharded over devices, but bucket= fills it up on the host; with devices=, "
+        "the devices share the filled batch",
+        filled,
+        x,
+        W,
+    )
+    same(filled.with_options(devices="all")(x, W), jax.vmap(scalar, (0, None))(X[: mesh.size], W))
+
+
 # Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it.
 
 FRONT_ENDS = {

@@ -69,6 +69,7 @@ def process(devices):
         ("keys_of_any_length_are_those_of_the_whole_batch", "Auto", 4),
         ("plans_and_tuning_know_devices", "Auto", 4),
         ("errors_of_devices", "Auto", 4),
+        ("buckets_are_filled_up_and_shared", "Auto", 4),
         enters_mesh("some_kernels_on_an_explicit_mesh", "Explicit", 4),
         slow("maps_send_nothing", "Explicit", 4),
         slow("maps_send_nothing", "Auto", 8),

@@ -14,6 +14,7 @@ import rankax
 from helpers import assert_same, compilations, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax._call import run
+from rankax._fit.memory import free_bytes
 from rankax._plan.budget import Cost, fit_chunk
 
 pytestmark = pytest.mark.optimized
@@ -333,6 +334,24 @@ def test_a_share_is_one_of_what_is_free():
     assert 1e6 < plan.memory.limit < 1e13
     small = auto_vmap(2, memory_limit="0.5 %")(chain).plan(X)
     assert small.memory.limit < plan.memory.limit / 20
+
+
+def test_a_device_says_what_is_free(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 10 * MB, "bytes_in_use": 4 * MB}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert free_bytes() == 6 * MB
+
+
+def test_a_program_that_cannot_be_compared_is_measured_all_the_same():
+    def told(x):
+        jax.debug.callback(lambda _: None, x)
+        return chain(x)
+
+    fit, same = (auto_vmap(2, memory_limit="1 MB")(f).plan(X).memory for f in (told, chain))
+    assert fit.chunk_size == same.chunk_size
 
 
 UNDERSTOOD = (

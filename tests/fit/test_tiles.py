@@ -31,6 +31,14 @@ def distances(points):
     return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
 
 
+CACHE_BYTES = cpu._cache_bytes  # which tests replace
+
+
+def test_a_cache_that_the_machine_does_not_tell(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "no number")
+    assert CACHE_BYTES.__wrapped__() == 2**20
+
+
 def clouds(*batch):
     count = int(np.prod(batch)) * 24
     return jnp.sin(jnp.arange(count, dtype=jnp.float32)).reshape(*batch, 8, 3)

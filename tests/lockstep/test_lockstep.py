@@ -451,6 +451,23 @@ def test_effects_in_order_and_collectives_are_refused():
     )
 
 
+def test_a_linear_solve_around_a_loop_that_ends():
+    """Its matrix and the solver are programs of their own."""
+
+    def solved(x):
+        def solve(matvec, b):
+            def body(state):
+                return state[0] + (b - matvec(state[0])) / 2, state[1] + 1
+
+            start = jnp.zeros_like(b), 0
+            return lax.while_loop(lambda s: jnp.sum((b - matvec(s[0])) ** 2) > 1e-8, body, start)[0]
+
+        return lax.custom_linear_solve(lambda v: (1 + x**2) * v, jnp.stack([x, 2.0]), solve)
+
+    x = jnp.linspace(0.1, 0.9, 7)
+    assert_same(free(solved)(x), jax.vmap(solved)(x), rtol=1e-3)
+
+
 def test_progress_counts_items(monkeypatch):
     monkeypatch.setattr("rankax._progress.bars._SECONDS", 0)
     told: list[tuple[int, int]] = []

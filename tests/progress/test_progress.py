@@ -326,6 +326,19 @@ def test_a_bar_is_closed_when_the_user_interrupts(bars, heard):
     assert (bar.n, bar.is_closed) == (4, True)
 
 
+def test_a_function_without_a_signature_is_taken():
+    assert_same(auto_vmap(1, 1, chunk_size=5, progress=max)(project)(X, W), jnp.sin(X) @ W)
+
+
+def test_a_bar_that_fails_is_closed(bars, monkeypatch):
+    host.show("project", 0, 10)
+    (bar,) = bars
+    monkeypatch.setattr(bar, "update", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        host.show("project", 10, 10)
+    assert bar.is_closed
+
+
 def test_a_bar_that_was_left_open_is_closed_by_the_next_call(bars):
     host.show("project", 0, 10)
     host.show("project", 4, 10)

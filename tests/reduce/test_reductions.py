@@ -879,6 +879,36 @@ def test_what_does_not_fit(reduce, axis, text, size):
     assert str(caught.value).startswith(f"outputs() at {__file__}:")
 
 
+def test_keys_are_no_numbers():
+    def drawn(key, x):
+        return {"key": jax.random.fold_in(key, 0), "x": x}
+
+    text = "it cannot be reduced by sum: output['key'] holds key<fry>, and no numbers"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_reduce(drawn, "sum", 2, in_axes=(None, 0))(jax.random.key(0), jnp.ones(5))
+
+
+def test_no_item_is_the_best():
+    text = "it cannot be reduced by Best('x'): there is no item to choose output from"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        chunked_reduce(lambda x: {"x": x}, Best("x"), 2)(jnp.ones(0))
+
+
+def test_a_product_of_integers_beside_one_that_is_differentiated():
+    values = jnp.array([3.0, 2.0, 4.0, 0.5, 3.0])
+
+    def product(values):
+        reduce = chunked_reduce(lambda v: {"n": v.astype(int) + 1, "v": jnp.sin(v)}, "prod", 2)
+        return reduce(values)
+
+    def plain(values):
+        return {"n": jnp.prod(values.astype(int) + 1), "v": jnp.prod(jnp.sin(values))}
+
+    assert_equal(product(values), plain(values))
+    pull, want = (jax.jit(jax.grad(lambda x, f=f: f(x)["v"]))(values) for f in (product, plain))
+    assert_equal(pull, want)
+
+
 def test_a_fold_that_does_not_fit():
     values = jnp.ones(5)
     for fold, text in (

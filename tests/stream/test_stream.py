@@ -541,6 +541,35 @@ def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, limit):
     assert peak < limit + 30_000_000  # as the docstring says
 
 
+def test_what_is_in_memory_only_is_read_from_there(tmp_path):
+    """A scalar of zarr, and a mapped file with changes of this process."""
+    scale = zarr.open_array(tmp_path / "s.zarr", mode="w", shape=(), dtype="float32")
+    scale[...] = 3
+    np.save(tmp_path / "x.npy", X[:, 0])
+    x = np.load(tmp_path / "x.npy", mmap_mode="c")
+    x[7] = 5
+    kernel = auto_vmap(x=1, s=0)(lambda x, s: s * x)
+    assert_same(values(run(kernel, x, scale, out=tmp_path / "a.zarr")), kernel(x, np.float32(3)))
+
+
+def test_what_a_killed_process_was_writing_is_deleted(tmp_path):
+    out = tmp_path / "a.zarr"
+    run(near, X, Y, out=out)
+    half = out / "output" / "0.partial"
+    half.parent.mkdir(exist_ok=True)
+    half.touch()
+    run(near, X, Y, out=out)
+    assert not half.exists()
+
+
+def test_without_its_packages_it_is_said_how_to_install_them(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rankax.stream")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert refusal(ImportError, importlib.import_module, "rankax.stream") == (
+        "rankax.stream needs filelock, tqdm and zarr: pip install filelock tqdm zarr"
+    )
+
+
 @pytest.mark.slow
 def test_devices_share_each_block(tmp_path):
     code = f"""

@@ -56,6 +56,18 @@ def tiles(tuning):
 # What is tried.
 
 
+def test_items_that_end_by_themselves_are_tried_where_items_differ(clock):
+    def collatz(n):
+        step = lambda n: jnp.where(n % 2 == 0, n // 2, 3 * n + 1)  # noqa: E731
+        return jax.lax.while_loop(lambda s: s[0] > 1, lambda s: (step(s[0]), s[1] + 1), (n, 0))[1]
+
+    tuning = auto_vmap(0)(collatz).tune(jnp.arange(1, 3000), seconds=ENOUGH).tuning
+    assert any(candidate.options.get("lockstep") is False for candidate in tuning.candidates)
+    assert all(
+        "lockstep" not in c.options for c in kernel.tune(X, seconds=ENOUGH).tuning.candidates
+    )
+
+
 def test_sizes_are_tried_and_the_options_as_they_are_come_first(clock):
     tuning = kernel.tune(X, seconds=ENOUGH).tuning
     assert tiles(tuning) == [40, 1, 2, 4, 8, 14]

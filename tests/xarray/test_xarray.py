@@ -246,6 +246,14 @@ def test_wrong_names():
         f"{WHERE}(<lambda>): output has the core dimension 'x', which is a batch dimension of the "
         "arguments; give it another name by output_dims"
     )
+    assert refusal(TypeError, profile, P, T, output_dims=1) == (
+        f"{WHERE}(profile): output_dims must be a name or a tuple of names, got 1"
+    )
+    pair = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
+    assert refusal(ValueError, pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == (
+        f"{WHERE}(<lambda>): the output_dims of output has an entry for output['c'], which is "
+        "absent"
+    )
     scalar = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
     assert refusal(ValueError, scalar, P, T) == (
         f"{WHERE}(<lambda>): 'level' is a core dimension of p, but a batch dimension of t, whose "
@@ -266,6 +274,9 @@ def test_arrays_that_cannot_be_taken():
     assert refusal(TypeError, profile, P.values, P.values) == (
         f"{WHERE}(profile): no argument with a rank is a DataArray or a Dataset; call profile "
         "itself"
+    )
+    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: None), P, T) == (
+        f"{WHERE}(<lambda>): the kernel returns no array"
     )
     assert refusal(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (
         f"{WHERE}(<lambda>): t is an xarray object, but it has no rank; give it one, or pass "
@@ -290,6 +301,11 @@ def test_reduced_dimensions_that_cannot_be():
     assert refusal(ValueError, total, P, T) == (
         f"{WHERE}(profile): profile has reduce_axis=0, but the batch dimensions have names; name "
         "those to reduce: reduce_dims=('x',)"
+    )
+    both = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
+    assert refusal(ValueError, total, P, both, reduce_dims="time") == (
+        f"{WHERE}(profile): the reduced dimensions of t['cold'] are none, but those of the other "
+        "variables are time"
     )
     assert refusal(ValueError, total, P, T, reduce_dims="level") == (
         f"{WHERE}(profile): reduce_dims names 'level', which is not a batch dimension; these are "

@@ -9,9 +9,11 @@ __all__ = ["listed", "plural", "shortened", "table", "with_article"]
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 axis``, ``2 axes``, ``3 leaves``."""
+    """Return a count with its noun: ``1 axis``, ``2 core axes``, ``3 leaves``."""
     irregular = {"axis": "axes", "leaf": "leaves", "entry": "entries"}
-    return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"
+    others, _, last = noun.rpartition(" ")
+    many = f"{others} {irregular.get(last, last + 's')}".strip()
+    return f"{count} {noun if count == 1 else many}"
 
 
 def listed(items: Sequence[str], conjunction: str = "and") -> str:

@@ -194,8 +194,11 @@ class Reduction:
         raise NotImplementedError
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
-        """Return the state of a row in terms that have the right derivative."""
-        return self.partial(outputs, row, row.fold(self.accumulations(outputs, row.size)))
+        """Return the state of a row in terms that have the right derivative.
+
+        Not called if ``is_linear``, for then the fold has it.
+        """
+        raise NotImplementedError
 
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         """Return the result as the user sees it."""

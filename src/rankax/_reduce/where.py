@@ -96,8 +96,6 @@ class MaskedRow(Row):
         arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
         steps = Accumulation(mask, arg), counting(outputs)
         (_, (index,)), (number,) = row.fold_constants(steps)
-        if not row.size:
-            return cls(row.item, row.leaves, row.levels, counts=counts, number=number)
 
         def if_any(x: Any) -> Any:
             if not has_tangent(jax.typeof(x)):

@@ -72,9 +72,7 @@ def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
         return node is None or isinstance(node, str) or is_tuple
 
     try:
-        entries = spread_prefix(
-            output_dims, out, "output", is_entry=is_entry, what="entry of output_dims"
-        )
+        entries = spread_prefix(output_dims, out, "output", is_entry=is_entry, what="output_dims")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return [
