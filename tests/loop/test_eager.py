@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Chunked calls outside `jax.jit`: compiled once, and never stale."""
 
+import functools
 import gc
 import math
 import warnings
@@ -77,6 +78,11 @@ KERNELS = {
 }
 
 
+@functools.cache
+def by_vmap(transform, kernel):
+    return jax.jit(TRANSFORMS[transform](jax.vmap(kernel)))(X)
+
+
 @pytest.mark.parametrize("chunk_size", [5, 4, 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_second_call_compiles_nothing(name, chunk_size):
@@ -86,7 +92,7 @@ def test_a_second_call_compiles_nothing(name, chunk_size):
     assert some > 0
     second, more = compilations(chunked_vmap(kernel, chunk_size), X)  # another one, as in a loop
     assert more == 0
-    assert_same(first, jax.vmap(kernel)(X))
+    assert_same(first, by_vmap("call", kernel))
     assert_same(second, first)
 
 
@@ -146,10 +152,10 @@ def test_other_shapes_dtypes_and_axes_are_other_programs():
 
 
 def assert_fresh(kernel, change):
-    """Assert that each call sees what ``change`` does before it, as a loop would."""
+    """Assert that each call sees what ``change`` does before it."""
     for value in range(3):
         change(value)
-        want = jax.tree.map(lambda *items: jnp.stack(items), *map(kernel, X))
+        want = jax.jit(jax.vmap(lambda x: kernel(x)))(X)  # a new function, so traced again
         mapped = chunked_vmap(kernel, 4)
         assert_same(mapped(X), want)
         assert_same(mapped(X), want)
@@ -373,7 +379,7 @@ def test_threads_share_what_is_compiled():
     def kernel(x):
         return jnp.sum(jnp.cos(x) * 3)
 
-    want = jax.vmap(kernel)(X)
+    want = by_vmap("call", kernel)
     with ThreadPoolExecutor(4) as pool:
         for out in pool.map(lambda _: chunked_vmap(kernel, 4)(X), range(12)):
             assert_same(out, want)
@@ -450,6 +456,7 @@ def test_tracers_that_the_kernel_closes_over(inner):
 # Differentiated or mapped outside `jit`, a loop is kept as well.
 
 TRANSFORMS = {
+    "call": lambda f: f,
     "grad": lambda f: jax.grad(lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(f(x)))),
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
     "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
@@ -464,7 +471,7 @@ SMOOTH = {
 
 
 @pytest.mark.parametrize("chunk_size", [5, 4])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", list(TRANSFORMS)[1:])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_second_transformed_call_compiles_nothing(name, transform, chunk_size):
     kernel, apply = SMOOTH[name], TRANSFORMS[transform]
@@ -472,7 +479,7 @@ def test_a_second_transformed_call_compiles_nothing(name, transform, chunk_size)
     second, more = compilations(apply(chunked_vmap(kernel, chunk_size)), X)
     assert some > 0
     assert more == 0
-    assert_same(first, apply(jax.vmap(kernel))(X), rtol=1e-4, atol=1e-5)
+    assert_same(first, by_vmap(transform, kernel), rtol=1e-4, atol=1e-5)
     assert_same(second, first)
 
 
@@ -542,7 +549,7 @@ def test_what_is_compiled_once_for_each_use_does_not_warn(monkeypatch):
         return softplus(jnp.sum(x))
 
     mapped = chunked_vmap(kernel, 4)
-    for transform in TRANSFORMS:  # each compiles another program
+    for transform in list(TRANSFORMS)[1:]:  # each compiles another program
         assert warnings_of(TRANSFORMS[transform](mapped), X) == []
         assert warnings_of(TRANSFORMS[transform](mapped), X[:8]) == []
     jitted = auto_vmap(1, chunk_size=4, jit=True)(kernel)
