@@ -75,26 +75,30 @@ FORWARD_CASES = {
 }
 
 
-def check(plain, chunked, case, chunk_size, wrap=lambda fun: fun, rtol=1e-5):
-    fun, args, options = case
-    want = plain(fun, **options)(*args)
-    got = wrap(chunked(fun, **options, chunk_size=chunk_size))(*args)
-    assert_same(got, want, rtol=rtol, atol=1e-5)
+@functools.cache
+def in_jax(plain, name):
+    fun, args, options = (CASES | FORWARD_CASES)[name]
+    return jax.jit(plain(fun, **options))(*args)
+
+
+def check(plain, chunked, name, chunk_size, wrap=lambda fun: fun):
+    fun, args, options = (CASES | FORWARD_CASES)[name]
+    got, want = wrap(chunked(fun, **options, chunk_size=chunk_size))(*args), in_jax(plain, name)
+    assert_same(got, want, rtol=2e-2 if name == "bfloat16" else 1e-5, atol=1e-5)
     assert_same_weak_types(got, want)
 
 
-@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
+@pytest.mark.parametrize("name", at_each_run(AT_EACH_RUN, {name: name for name in CASES}))
 @pytest.mark.parametrize(("plain", "chunked"), ALL)
 @pytest.mark.parametrize("chunk_size", [slow(None), slow(1), 2])
 @pytest.mark.parametrize("wrap", [slow(lambda fun: fun), jax.jit], ids=["eager", "jit"])
-def test_as_in_jax(plain, chunked, case, chunk_size, wrap):
-    rtol = 2e-2 if case is CASES["bfloat16"] else 1e-5
-    check(plain, chunked, case, chunk_size, wrap, rtol)
+def test_as_in_jax(plain, chunked, name, chunk_size, wrap):
+    check(plain, chunked, name, chunk_size, wrap)
 
 
 @pytest.mark.parametrize("name", FORWARD_CASES)
 def test_outputs_that_only_forward_mode_takes(name):
-    check(jax.jacfwd, chunked_jacfwd, FORWARD_CASES[name], 2)
+    check(jax.jacfwd, chunked_jacfwd, name, 2)
 
 
 def test_integers_as_inputs():
@@ -102,7 +106,7 @@ def test_integers_as_inputs():
         return tree["x"] * tree["n"].astype(jnp.float32)[0]
 
     tree = {"n": jnp.arange(3), "x": X}
-    want = jax.jacrev(fun, allow_int=True)(tree)
+    want = jax.jit(jax.jacrev(fun, allow_int=True))(tree)
     assert_same(chunked_jacrev(fun, allow_int=True, chunk_size=2)(tree), want)
 
 
@@ -110,7 +114,7 @@ def test_complex_inputs_of_a_real_function():
     def fun(z):
         return jnp.abs(z) ** 2
 
-    assert_same(chunked_jacrev(fun, chunk_size=2)(C), jax.jacrev(fun)(C))
+    assert_same(chunked_jacrev(fun, chunk_size=2)(C), jax.jit(jax.jacrev(fun))(C))
 
 
 def test_inputs_and_outputs_of_several_dtypes():
@@ -121,7 +125,7 @@ def test_inputs_and_outputs_of_several_dtypes():
     pair = X[:3], X.astype(jnp.float16)
     with jax.numpy_dtype_promotion("standard"):  # JAX needs it
         for plain, chunked in ((jax.jacfwd, chunked_jacfwd), (jax.jacrev, chunked_jacrev)):
-            assert_same(chunked(fun, chunk_size=2)(pair), plain(fun)(pair), rtol=1e-2)
+            assert_same(chunked(fun, chunk_size=2)(pair), jax.jit(plain(fun))(pair), rtol=1e-2)
 
 
 def test_keywords_and_what_is_no_array():
@@ -139,9 +143,10 @@ def test_jacobians_have_derivatives(plain, chunked, order):
     def fun(x):
         return jnp.sin(x) * jnp.sum(x**2)
 
-    assert_same(order(chunked(fun, chunk_size=2))(X), order(plain(fun))(X), rtol=1e-4, atol=1e-5)
-    mapped = jax.vmap(chunked(fun, chunk_size=2))(jnp.stack([X, -X]))
-    assert_same(mapped, jax.vmap(plain(fun))(jnp.stack([X, -X])))
+    two = jnp.stack([X, -X])
+    want = jax.jit(lambda: (order(plain(fun))(X), jax.vmap(plain(fun))(two)))()
+    assert_same(order(chunked(fun, chunk_size=2))(X), want[0], rtol=1e-4, atol=1e-5)
+    assert_same(jax.vmap(chunked(fun, chunk_size=2))(two), want[1])
 
 
 @pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev, chunked_hessian])
@@ -160,10 +165,11 @@ def test_the_function_is_traced_once(chunked, reduce):
 # Reductions of the rows.
 
 
-def matrix(fun, tree):
-    """Return the Jacobian of a function of a tree as a matrix, and its flat weights."""
-    flat, unravel = ravel_pytree(tree)
-    return jax.jacfwd(lambda v: ravel_pytree(fun(unravel(v)))[0])(flat), unravel
+@functools.cache
+def matrix(fun):
+    """Return the Jacobian of a function of ``TREE`` as a matrix, and what shapes its rows."""
+    flat, unravel = ravel_pytree(TREE)
+    return jax.jit(jax.jacfwd(lambda v: ravel_pytree(fun(unravel(v)))[0]))(flat), unravel
 
 
 ROWS = {
@@ -183,7 +189,7 @@ REDUCED = [
 @pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
 @pytest.mark.parametrize("name", ["sum", "max", *map(slow, ("mean", "argmin", "logsumexp"))])
 def test_rows_are_reduced(chunked, chunk_size, name):
-    jacobian, unravel = matrix(of_tree, TREE)
+    jacobian, unravel = matrix(of_tree)
     got = chunked(of_tree, chunk_size=chunk_size, reduce=name)(TREE)
     want = ROWS[name](jacobian)
     assert_same(
@@ -194,14 +200,14 @@ def test_rows_are_reduced(chunked, chunk_size, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
 def test_a_reduction_may_return_a_tree_for_each_input(chunked, chunk_size):
-    jacobian, _ = matrix(of_tree, TREE)
+    jacobian, _ = matrix(of_tree)
     top = chunked(of_tree, reduce=reductions.TopK(2), chunk_size=chunk_size)(TREE)
     assert_same(top["pose"].turn.values, jnp.sort(jacobian[:, :3], 0)[:2])
 
 
 @pytest.mark.parametrize(("chunked", "chunk_size"), REDUCED)
 def test_the_gram_matrix_is_that_of_the_flat_inputs(chunked, chunk_size):
-    jacobian, _ = matrix(of_tree, TREE)
+    jacobian, _ = matrix(of_tree)
     of = functools.partial(chunked, of_tree, chunk_size=chunk_size)
     assert_same(of(reduce="gram")(TREE), jacobian.T @ jacobian)
     weights = jnp.linspace(-0.5, 2, len(jacobian))
@@ -217,7 +223,7 @@ def test_the_diagonal_and_the_trace(chunked, chunk_size):
     def flow(tree):
         return jax.tree.map(lambda x: jnp.sin(x) * jnp.sum(tree["scale"]), tree)
 
-    jacobian, unravel = matrix(flow, TREE)
+    jacobian, unravel = matrix(flow)
     of = functools.partial(chunked, flow, chunk_size=chunk_size, has_aux=False)
     assert_same(of(reduce="trace")(TREE), jnp.trace(jacobian))
     assert_same(of(reduce="diagonal")(TREE), unravel(jnp.diagonal(jacobian)))
@@ -228,7 +234,7 @@ def test_the_rows_of_a_hessian(chunk_size):
     def energy(tree):
         return jnp.sum(of_tree(tree)["all"] ** 3) + tree["pose"].shift ** 2, {"aux": 1.0}
 
-    hessian, unravel = matrix(jax.grad(lambda tree: energy(tree)[0]), TREE)
+    hessian, unravel = matrix(jax.grad(lambda tree: energy(tree)[0]))
     of = functools.partial(chunked_hessian, energy, has_aux=True, chunk_size=chunk_size)
     got, aux = of(reduce="trace")(TREE)
     assert_same(got, jnp.trace(hessian), atol=1e-5)
@@ -241,7 +247,7 @@ def test_the_gram_matrix_of_a_complex_jacobian():
     def fun(z):
         return z**2 * z[0]
 
-    jacobian = jax.jacfwd(fun, holomorphic=True)(C)
+    jacobian = jax.jit(jax.jacfwd(fun, holomorphic=True))(C)
     for chunked in (chunked_jacfwd, chunked_jacrev):
         got = chunked(fun, holomorphic=True, reduce="gram", chunk_size=2)(C)
         assert_same(got, jacobian.conj().T @ jacobian)
@@ -251,7 +257,7 @@ def test_the_gram_matrix_of_real_inputs_is_real():
     def fun(x):
         return lax.complex(x**2, x[0] * x)
 
-    jacobian = jax.jacfwd(fun)(X)
+    jacobian = jax.jit(jax.jacfwd(fun))(X)
     got = chunked_jacfwd(fun, reduce="gram", chunk_size=2)(X)
     assert_same(got, (jacobian.conj().T @ jacobian).real)
 
@@ -271,8 +277,8 @@ def test_reduced_rows_have_derivatives(plain, chunked):
         gram = chunked(fun, reduce=reductions.Gram(weights), chunk_size=2)(x)
         return jnp.sum(jnp.cos(gram)) + chunked(fun, reduce="max", chunk_size=2)(x).sum()
 
-    want = jax.grad(by_hand, (0, 1))(X, weights)
-    assert_same(jax.grad(reduced, (0, 1))(X, weights), want, rtol=1e-4, atol=1e-4)
+    want = jax.jit(jax.grad(by_hand, (0, 1)))(X, weights)
+    assert_same(jax.jit(jax.grad(reduced, (0, 1)))(X, weights), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_whole_row_is_an_item_in_reverse_mode():
@@ -291,7 +297,7 @@ def test_the_gram_matrix_of_any_items():
     for chunk_size in (None, 3):
         reduced = rankax.chunked_reduce(split, "gram", chunk_size)
         assert_same(reduced(rows), rows.T @ rows)
-        want = jax.grad(lambda rows: jnp.sum(jnp.sin(rows.T @ rows)))(rows)
+        want = jax.jit(jax.grad(lambda rows: jnp.sum(jnp.sin(rows.T @ rows))))(rows)
         got = jax.grad(lambda rows: jnp.sum(jnp.sin(reduced(rows))))(rows)  # noqa: B023
         assert_same(got, want, rtol=1e-4)
 
@@ -314,7 +320,7 @@ def test_a_memory_limit_and_progress():
 
     x = jnp.linspace(0, 1, 100)
     limited = chunked_jacfwd(fun, memory_limit="1 MB")
-    assert_same(jax.jit(limited)(x), jax.jacfwd(fun)(x), rtol=1e-4, atol=1e-2)
+    assert_same(jax.jit(limited)(x), jax.jit(jax.jacfwd(fun))(x), rtol=1e-4, atol=1e-2)
     shown = chunked_jacrev(fun, chunk_size=10, progress=lambda *pair: reports.append(pair))
     shown(x)
     jax.effects_barrier()
