@@ -125,7 +125,7 @@ def mapped_calls(draw):
         shape = list(core)
         shape.insert(axis % (len(core) + 1), length)
         values = np.arange(math.prod(shape)).reshape(shape) * 7 % 5
-        arrays.append(jnp.asarray(values, draw(dtypes)))
+        arrays.append(jnp.asarray(values.astype(draw(dtypes))))
         axes.append(axis)
     if len(axes) > 1 and draw(st.booleans()):
         axes[-1] = None
@@ -441,7 +441,7 @@ def test_checkpoint_recomputes_in_the_reverse_pass(length, checkpoint):
         return jnp.exp(jnp.cumsum(row))
 
     x, _ = items(length)
-    gradient = jax.grad(lambda x: weigh(chunked_vmap(one, 4, checkpoint=checkpoint)(x)))
+    gradient = jax.jit(jax.grad(lambda x: weigh(chunked_vmap(one, 4, checkpoint=checkpoint)(x))))
     names = primitives(gradient, x)
     # Once forward, and once more in the reverse pass where nothing was stored.
     assert names["exp"] == (2 if checkpoint else 1)
