@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -25,8 +26,9 @@ def body(carry, x):
 
 def inputs(length, with_xs=True):
     init = {"position": jnp.array([0.1, 0.2, -0.3]), "total": jnp.int32(1)}
-    force = jnp.linspace(-1.0, 1.0, 3 * length).reshape(length, 3)
-    return init, {"force": force, "count": jnp.arange(length)} if with_xs else None
+    force = np.linspace(-1, 1, 3 * length, dtype=np.float32).reshape(length, 3)
+    xs = {"force": jnp.asarray(force), "count": jnp.asarray(np.arange(length, dtype=np.int32))}
+    return init, xs if with_xs else None
 
 
 def drift(carry, x):

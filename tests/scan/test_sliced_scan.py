@@ -40,7 +40,7 @@ steps = st.none() | st.integers(-8, 8).filter(bool)
 
 
 @given(
-    length=st.integers(0, 20),
+    length=st.sampled_from([0, 1, 2, 7, 13, 20]),
     start=bounds,
     stop=bounds,
     step=steps,
@@ -71,10 +71,10 @@ def test_any_slice_is_scan_then_slice(
     at_all[window] = weights
     reference = loss_and_gradient_of_scan(length, reverse)
     (loss, (carry, ys)), gradient = reference((init, xs), at_all)
-    want = carry, jax.tree.map(lambda y: y[window], ys)
+    want = carry, jax.tree.map(lambda y: np.asarray(y)[window], ys)
     got = jax.jit(sliced)(init, xs)
     assert_same(got, want)
-    assert_same_weak_types(got, want)
+    assert_same_weak_types(got, (carry, ys))
     assert_same(loss_and_gradient(sliced)((init, xs), weights), ((loss, want), gradient))
 
 
