@@ -10,10 +10,8 @@ __all__ = ["listed", "plural", "shortened", "table", "with_article"]
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 axis``, ``2 core axes``, ``3 leaves``."""
-    irregular = {"axis": "axes", "leaf": "leaves", "entry": "entries"}
-    others, _, last = noun.rpartition(" ")
-    many = f"{others} {irregular.get(last, last + 's')}".strip()
-    return f"{count} {noun if count == 1 else many}"
+    irregular = {"axis": "axes", "core axis": "core axes", "leaf": "leaves", "entry": "entries"}
+    return f"{count} {noun if count == 1 else irregular.get(noun, noun + 's')}"
 
 
 def listed(items: Sequence[str], conjunction: str = "and") -> str:

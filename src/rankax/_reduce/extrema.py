@@ -116,11 +116,16 @@ class Arg(Accumulator):
 
     def join(self, state: State) -> State:
         value, index = state
-        pick = jnp.max if self.largest else jnp.min
+        if value.shape[-1] == 1:
+            return state
+        pick, place = (jnp.max, jnp.argmax) if self.largest else (jnp.min, jnp.argmin)
         best = pick(value, axis=-1, keepdims=True)  # NaN if any is
-        is_best = (value == best) | ((value != value) & (best != best))
+        is_best = ~self._wins(best, value)
         none = scalar(no_index(index.dtype), index.dtype)
-        return best, jnp.min(jnp.where(is_best, index, none), axis=-1, keepdims=True)
+        first = jnp.min(jnp.where(is_best, index, none), axis=-1, keepdims=True)
+        # Where XLA computes an item twice, with different rounding, none equals the best one.
+        at = jnp.take_along_axis(index, place(value, axis=-1, keepdims=True), axis=-1)
+        return best, jnp.where(first == none, at, first)
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         value, index = state
