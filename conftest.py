@@ -101,4 +101,8 @@ def pytest_ignore_collect(collection_path, config):
         (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
         for arg in config.args
     )
-    return True if collection_path == clients and not named else None
+    if collection_path == clients and not named:
+        return True
+    # To import every module takes longer than some of these tests.
+    modules = config.getoption("as_users") and collection_path.suffix == ".py"
+    return True if modules and "mark.optimized" not in collection_path.read_text() else None

@@ -36,7 +36,7 @@ def drift(carry, x):
     return carry, (carry * x, x)
 
 
-XS = jnp.linspace(0.0, 1.0, 10)
+XS = jnp.asarray(np.linspace(0.0, 1.0, 10))
 
 
 def assert_same_weak_types(got, want):

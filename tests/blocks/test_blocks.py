@@ -260,7 +260,7 @@ def affine(x):
     return {"a": jnp.array([[x, 1.0], [0.0, 1.0]])}
 
 
-PRODUCT = Fold({"a": jnp.eye(2)}, lambda out: out, lambda f, g: {"a": f["a"] @ g["a"]})
+PRODUCT = Fold({"a": jnp.asarray(np.eye(2))}, lambda out: out, lambda f, g: {"a": f["a"] @ g["a"]})
 
 
 @pytest.mark.parametrize("package", PACKAGES)

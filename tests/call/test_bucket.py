@@ -15,10 +15,10 @@ from rankax.reductions import Best, Fold, Moments, Several, TopK
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
 
-KEYS = jax.random.split(jax.random.key(5), 3)
-X = jax.random.normal(KEYS[0], (7, 3))  # filled up to 8
-Y = jax.random.normal(KEYS[1], (11, 1, 3))  # filled up to 12
-W = jax.random.normal(KEYS[2], (3,))
+DRAW = np.random.default_rng(5).normal
+X = jnp.asarray(DRAW(size=(7, 3)))  # filled up to 8
+Y = jnp.asarray(DRAW(size=(11, 1, 3)))  # filled up to 12
+W = jnp.asarray(DRAW(size=3))
 ARGS = X, Y, W
 
 

@@ -32,7 +32,7 @@ from rankax.reductions import Best, TopK
 
 KEY = jax.random.key(5)
 BATCH = (3, 5)
-X = jnp.arange(15.0).reshape(BATCH) / 15
+X = jnp.asarray(np.arange(15.0).reshape(BATCH) / 15)
 
 
 def noisy(x, key):

@@ -103,7 +103,7 @@ jax.tree_util.register_pytree_node(
     Made, lambda m: (((m.x, m.y), m.x), None), lambda _, children: Made(*children[0])
 )
 
-R, t = jnp.eye(3), jnp.arange(3.0)
+R, t = jnp.asarray(np.eye(3)), jnp.asarray(np.arange(3.0))
 
 
 def by_type(value: Any) -> str:

@@ -16,8 +16,8 @@ def center(x, m):
     return m @ x / jnp.sum(m)
 
 
-x = jnp.arange(24.0).reshape(4, 2, 3)
-m = jnp.arange(1.0, 3.0)
+x = jnp.asarray(np.arange(24.0).reshape(4, 2, 3))
+m = jnp.asarray(np.arange(1.0, 3.0))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Config:
         self.value = value
 
 
-poses, points = Pose(jnp.ones((5, 1, 3, 3))), jnp.ones((4, 3))
+poses, points = Pose(jnp.asarray(np.ones((5, 1, 3, 3)))), jnp.asarray(np.ones((4, 3)))
 
 
 def moved(pose: Pose, p: Float[Array, "3"], scale: float = 1.0):

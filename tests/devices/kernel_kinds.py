@@ -11,7 +11,7 @@ from jax import lax
 from rankax import auto_vmap, chunked_vmap
 
 # Closed over, and on no mesh.
-WEIGHTS = jnp.cos(jnp.arange(9.0)).reshape(3, 3)
+WEIGHTS = jnp.asarray(np.cos(np.arange(9.0)).reshape(3, 3))
 SHIFT = np.array([0.5, -1.0, 2.0], np.float32)
 
 

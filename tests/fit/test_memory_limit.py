@@ -20,7 +20,7 @@ from rankax._plan.budget import Cost, fit_chunk
 pytestmark = pytest.mark.optimized
 
 MB = 10**6
-W = jnp.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32)
+W = jnp.asarray(np.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32))
 
 
 def shape(*sizes, dtype=jnp.float32):
@@ -148,7 +148,7 @@ def test_what_the_kernel_closes_over_counts():
     assert few > 20 * many
 
 
-X = jnp.linspace(-1.0, 1.0, 40 * 32 * 32).reshape(40, 32, 32)
+X = jnp.asarray(np.linspace(-1.0, 1.0, 40 * 32 * 32).reshape(40, 32, 32))
 PLAIN = jax.vmap(chain)
 LIMITED = auto_vmap(2, memory_limit="100 kB")(chain)
 

@@ -181,7 +181,7 @@ def weighed(s: Any, v: Any, m: Any) -> Any:
     return v @ m @ v + s * v.size, jnp.cos(s)
 
 
-S, V, M = jnp.arange(4.0), jnp.ones((5, 3)), jnp.ones((4, 5, 3, 3))
+S, V, M = map(jnp.asarray, (np.arange(4.0), np.ones((5, 3)), np.ones((4, 5, 3, 3))))
 
 
 def test_a_stretched_axis_costs_one_reshape():
@@ -294,7 +294,8 @@ def batched(request):
     return auto_vmap(0, 1, **request.param)(potential)
 
 
-S4, V5 = jnp.linspace(0.1, 1.0, 4)[:, None], jnp.linspace(-1.0, 2.0, 15).reshape(5, 3)
+S4 = jnp.asarray(np.linspace(0.1, 1.0, 4)[:, None])
+V5 = jnp.asarray(np.linspace(-1.0, 2.0, 15).reshape(5, 3))
 
 
 def test_gradients(batched):

@@ -17,8 +17,8 @@ from helpers import assert_same, primitives
 from rankax import Static, auto_vmap, chunked_reduce, chunked_vmap
 from scan_cases import here
 
-X = jnp.linspace(-1.0, 1.0, 5)
-ROWS = jnp.arange(15.0).reshape(5, 3)
+X = jnp.asarray(np.linspace(-1.0, 1.0, 5))
+ROWS = jnp.asarray(np.arange(15.0).reshape(5, 3))
 CHUNKS = pytest.mark.parametrize("chunk_size", [None, 1, 2, 5, 9])
 
 

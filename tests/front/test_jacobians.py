@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -32,7 +33,7 @@ def of_tree(tree):
     return {"all": turned, "sum": (jnp.sum(turned**2), tree["pose"].shift * tree["scale"][0])}
 
 
-TREE = {"pose": Pose(jnp.linspace(0, 1, 3), jnp.float32(2)), "scale": jnp.array([0.5, -1.5])}
+TREE = {"pose": Pose(jnp.array([0, 0.5, 1]), jnp.float32(2)), "scale": jnp.array([0.5, -1.5])}
 
 
 def of_two(x, y, *, power=2):
@@ -43,9 +44,9 @@ def with_aux(x):
     return jnp.sin(x) * jnp.sum(x), {"aux": x[0]}
 
 
-X = jnp.linspace(0.1, 1, 5)
-C = lax.complex(X[:3], jnp.full(3, 2.0))
-ARRAY = (jnp.linspace(0, 1, 6).reshape(2, 3),)
+X = jnp.asarray(np.linspace(0.1, 1, 5))
+C = jnp.asarray(np.linspace(0.1, 0.55, 3) + 2j)
+ARRAY = (jnp.asarray(np.linspace(0, 1, 6).reshape(2, 3)),)
 
 # A function, its arguments, and those of the transformation.
 CASES = {
@@ -333,7 +334,7 @@ def test_a_memory_limit_and_progress():
 
 M, N = 20_000, 2000
 POINT = jax.ShapeDtypeStruct((N,), jnp.float32)
-RATES = jnp.linspace(1, 2, 4)
+RATES = jnp.asarray(np.linspace(1, 2, 4))
 
 
 def waves(p):

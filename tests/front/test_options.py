@@ -16,7 +16,7 @@ import rankax
 from rankax import auto_vmap
 from rankax._loop.spec import LoopSpec
 
-X = jnp.arange(24.0).reshape(8, 3)
+X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
 
 @auto_vmap(v=1)

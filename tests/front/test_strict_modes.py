@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from helpers import assert_same, at_each_run
@@ -26,9 +27,11 @@ def item(x, w):
     return jnp.dot(x, w) * jnp.cos(x)
 
 
-S, V = jnp.linspace(0.0, 1.0, 4)[:, None], jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
-ROWS, W = jnp.linspace(0.0, 1.0, 21).reshape(7, 3), jnp.linspace(1.0, 2.0, 3)
-XS, C = jnp.linspace(0.5, 1.5, 10), jnp.float32(0.5)
+S = jnp.asarray(np.linspace(0.0, 1.0, 4)[:, None])
+V = jnp.asarray(np.linspace(-1.0, 1.0, 15).reshape(5, 3))
+ROWS = jnp.asarray(np.linspace(0.0, 1.0, 21).reshape(7, 3))
+W = jnp.asarray(np.linspace(1.0, 2.0, 3))
+XS, C = jnp.asarray(np.linspace(0.5, 1.5, 10)), jnp.float32(0.5)
 
 
 def by_axis(f):

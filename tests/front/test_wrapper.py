@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
@@ -24,8 +25,8 @@ from helpers import assert_same, at_each_run
 from rankax import BatchShapeError, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
-X = jnp.arange(1.0, 13.0).reshape(4, 3)
-S = jnp.arange(4.0)
+X = jnp.asarray(np.arange(1.0, 13.0).reshape(4, 3))
+S = jnp.asarray(np.arange(4.0))
 
 
 def kernel(s: float, /, v: Array, *rest: Array, scale: float = 2.0) -> Array:

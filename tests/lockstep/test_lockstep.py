@@ -163,7 +163,7 @@ def implicit_root(a):
     return lax.custom_root(lambda v: v * v - a, a + 1, solve, lambda g, y: y / g(1.0))
 
 
-X = jnp.linspace(0.5, 90, 37)
+X = jnp.asarray(np.linspace(0.5, 90, 37))
 
 
 def free(fun, lanes=5, **options):

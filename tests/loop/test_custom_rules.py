@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from helpers import REMAT3, assert_same, at_each_run, name_and_params
@@ -180,8 +181,8 @@ FORWARD = [
     linear_transpose,
 ]
 
-X = jnp.linspace(-1.0, 1.6, 14, dtype=jnp.float32).reshape(7, 2)
-V = jnp.cos(jnp.arange(14.0, dtype=jnp.float32)).reshape(7, 2)
+X = jnp.asarray(np.linspace(-1.0, 1.6, 14).reshape(7, 2))
+V = jnp.asarray(np.cos(np.arange(14.0)).reshape(7, 2))
 
 
 def kernel_of(fun):

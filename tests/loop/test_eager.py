@@ -23,8 +23,8 @@ from rankax._call import run
 from rankax._loop import reuse as eager
 from rankax._plan.levels import Tiles
 
-X = jnp.arange(30.0).reshape(10, 3) / 30
-W = jnp.arange(9.0).reshape(3, 3) / 9
+X = jnp.asarray(np.arange(30.0).reshape(10, 3) / 30)
+W = jnp.asarray(np.arange(9.0).reshape(3, 3) / 9)
 TABLE = np.arange(3, dtype=np.float32)
 
 

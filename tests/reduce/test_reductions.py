@@ -18,10 +18,8 @@ from helpers import primitives, slow
 from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import Best, Fold, Moments, TopK
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (4, 3))
-Y = jax.random.normal(KEYS[1], (23, 3))
-W = jax.random.normal(KEYS[2], (23,))
+DRAW = np.random.default_rng(0).normal
+X, Y, W = (jnp.asarray(DRAW(size=size)) for size in ((4, 3), (23, 3), 23))
 
 PLAIN = {
     name: getattr(jnp, name)

@@ -34,14 +34,14 @@ from rankax.reductions import (
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
 
-KEYS = jax.random.split(jax.random.key(3), 3)
-Y = jax.random.normal(KEYS[0], (23, 3))
-W = jax.random.normal(KEYS[1], (23,))
+DRAW = np.random.default_rng(3).normal
+Y, W = (DRAW(size=size).astype("float32") for size in ((23, 3), 23))
 # The last row is nan throughout, in the derivative too. The others have a 0/0 where points meet.
-X = jnp.concatenate([Y[jnp.array([3, 20])], Y[:1] + 1, jnp.full((1, 3), jnp.nan)])
-Y = Y.at[7].set(Y[3])
+X = np.concatenate([Y[[3, 20]], Y[:1] + 1, np.full_like(Y[:1], np.nan)])
+Y[7] = Y[3]
+COUNTS = np.any(X[:, None] != Y, axis=-1)
+X, Y, W = map(jnp.asarray, (X, Y, W))
 ARGS = X[:, None], Y, W
-COUNTS = np.any(np.asarray(X)[:, None] != np.asarray(Y), axis=-1)
 COUNTS[-1] = False
 SIZES = [5, None, *map(slow, (1, 7, 23, 50, 500))]  # 50: two rows in flight
 

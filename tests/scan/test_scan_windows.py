@@ -133,7 +133,7 @@ def walk(carry, x):
     return carry, carry * x + jnp.float32(0.1)
 
 
-NOISE = jnp.cos(3 * jnp.arange(12.0)) / 2
+NOISE = jnp.asarray(np.cos(3 * np.arange(12.0)) / 2)
 
 
 def outputs_and_gradient(scan):

@@ -15,7 +15,7 @@ from rankax import auto_vmap, load_tuning, options
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `Clock`, enough for everything
-X = jnp.sin(jnp.arange(40 * 8 * 3.0)).reshape(40, 8, 3)
+X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
 
 needs_library = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
