@@ -105,6 +105,15 @@ def same(got, want, *, rtol=1e-4, atol=1e-5):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
 
 
+@contextlib.contextmanager
+def naming(label):
+    """Say which of several failed."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(label) from error
+
+
 def loss_of(f):
     def loss(*args):
         return sum(
@@ -235,44 +244,68 @@ def is_too_old(reduction, mesh):
     return is_explicit and jax.__version_info__ < (0, 8) and isinstance(reduction, rd.TopK)
 
 
-def check_reduction(mesh, reduction, fun):
-    x, w = put(mesh, X, "d"), put(mesh, W)
-    own = chunked_reduce(fun, reduction, 7, (0, None), **given(mesh))
-    of_one = chunked_reduce(fun, reduction, 7, (0, None))
-    forward = compiled(own, x, w)
-    found = sent(forward)
-    # What no sum makes is sent to all devices, in one piece for each dtype.
-    pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
-    assert 1 <= sum(found.values()) <= pieces, (reduction, found)
-    if reduction in BY_SUM:
-        assert found == {"all-reduce": 1}, (reduction, found)
+def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
+    """Compare values and gradients with those of one device, and count what is sent.
+
+    ``own`` and ``one`` map a function over all devices and over one. Of the cotangents
+    ``exchanged`` are sent, besides those of the argument that all items share.
+    """
+    cases = [case for case in cases if not is_too_old(case[0], mesh)]
+    got, most = [], 0
+    for reduction, fun in cases:
+        forward = compiled(own(fun, reduction), *args)
+        found = sent(forward)
+        # What no sum makes is sent to all devices, in one piece for each dtype.
+        pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
+        assert 1 <= sum(found.values()) <= pieces, (reduction, found)
+        if reduction in BY_SUM:
+            assert found == {"all-reduce": 1}, (reduction, found)
+        got.append(forward(*args))
+        if reduction not in WITHOUT_DERIVATIVE:
+            most += sum(found.values()) + 1 + exchanged
+
+    def values(*args):
+        return [one(fun, reduction)(*args) for reduction, fun in cases]
+
+    def gradients(mapped, *args):
+        differentiable = (case for case in cases if case[0] not in WITHOUT_DERIVATIVE)
+        return [
+            jax.grad(loss_of(mapped(fun, reduction)), (0, 1))(*args)
+            for reduction, fun in differentiable
+        ]
+
     with outside(mesh):
-        want = jax.tree.map(np.asarray, of_one(X, W))
-    same(forward(x, w), want)
-    if reduction in WITHOUT_DERIVATIVE:
-        return
-    of_mapped = sent(compiled(jax.grad(loss_of(own)), x, w))
-    assert sum(of_mapped.values()) <= sum(found.values()), (reduction, of_mapped)
-    backward = compiled(jax.grad(loss_of(own), (0, 1)), x, w)
-    assert Counter(sent(backward)) - Counter(of_mapped) == {"all-reduce": 1}, reduction
-    with outside(mesh):
-        want = jax.tree.map(np.asarray, jax.jit(jax.grad(loss_of(of_one), (0, 1)))(X, W))
-    scale = max(float(abs(leaf).max()) for leaf in want)
-    same(backward(x, w), want, rtol=1e-3, atol=1e-4 * scale)
+        plain = jax.tree.map(np.asarray, args)
+        want = jax.tree.map(np.asarray, jax.jit(values)(*plain))
+        slopes = jax.jit(functools.partial(gradients, one))(*plain)
+        slopes = jax.tree.map(np.asarray, slopes)
+    for (reduction, _), a, b in zip(cases, got, want, strict=True):
+        with naming(reduction):
+            same(a, b)
+    backward = compiled(functools.partial(gradients, own), *args)
+    assert sum(sent(backward).values()) <= most, (sent(backward), most)
+    for a, b in zip(backward(*args), slopes, strict=True):
+        scale = max(float(abs(leaf).max()) for leaf in b)
+        same(a, b, rtol=1e-3, atol=1e-4 * scale)
+
+
+def check_sharded(mesh, cases):
+    def mapped(fun, reduction, **options):
+        return chunked_reduce(fun, reduction, 7, (0, None), **options)
+
+    own = functools.partial(mapped, **given(mesh))
+    check_reductions(cases, own, mapped, (put(mesh, X, "d"), put(mesh, W)), mesh)
 
 
 @case
 def reductions_send_once(mesh):
-    for reduction, fun in USUAL:
-        if not is_too_old(reduction, mesh):
-            check_reduction(mesh, reduction, fun)
+    for usual in USUAL:
+        check_sharded(mesh, [usual])
 
 
 @case
 def other_reductions_send_once(mesh):
-    for reduction, fun in OTHERS:
-        if not is_too_old(reduction, mesh):
-            check_reduction(mesh, reduction, fun)
+    check_sharded(mesh, OTHERS)
 
 
 def reduce_sharded(mesh, reduction, size, values, fun=lambda x: x * 1):
@@ -394,16 +427,18 @@ def one_of_several_axes(mesh):
     a, s = data(6, 48, 3), data(6, 1, seed=3)
     fun = auto_vmap(x=1, w=2, b=0)(kernel)
     auto = mesh_of(AxisType.Auto, 2, devices // 2)
-    for entries in ((None, "d"), (None, ("d", "e")), ("d", "e")):
-        x, b, w = put(auto, a, *entries), put(auto, s, entries[0]), put(auto, W)
-        for reduce, axis in (
-            (None, None),
-            ({"v": "sum", "x": None}, 0),
-            ({"v": "argmax", "x": rd.TopK(3)}, None),
-        ):
-            own = fun.with_options(chunk_size=5, reduce=reduce, reduce_axis=axis, jit=True)
-            same(own(x, w, b), own(a, W, s))
-            found = sent(own.lower(x, w, b).compile())
+    for reduce, axis in (
+        (None, None),
+        ({"v": "sum", "x": None}, 0),
+        ({"v": "argmax", "x": rd.TopK(3)}, None),
+    ):
+        own = fun.with_options(chunk_size=5, reduce=reduce, reduce_axis=axis, jit=True)
+        want = own(a, W, s)
+        for entries in ((None, "d"), (None, ("d", "e")), ("d", "e")):
+            args = put(auto, a, *entries), put(auto, W), put(auto, s, entries[0])
+            program = own.lower(*args).compile()
+            same(program(*args), want)
+            found = sent(program)
             assert reduce is not None or found == {}
     # Of equal items the first counts, along the axes as they are.
     ties = auto_vmap(x=0, chunk_size=3, reduce="argmax")(lambda x: x)
@@ -667,40 +702,32 @@ def maps_of_any_length_send_nothing_inside(mesh):
         same(backward(x, W, b, ones), want, rtol=1e-3, atol=1e-3)
 
 
-def check_any_length(mesh, reduction, fun, size=7):
+def check_any_length(mesh, cases, size=7):
     for length in LENGTHS:
-        x = data(length, 3)
-        own, one = on_all(functools.partial(chunked_reduce, fun, reduction, size, (0, None)))
-        forward = compiled(own, x, W)
-        found = sent(forward)
-        pieces = 1 if reduction in (*BY_SUM, "max", "min", "prod", "logsumexp", FOLD) else 2
-        assert 1 <= sum(found.values()) <= pieces, (reduction, found)
-        want = jax.jit(one)(x, W)
-        same(forward(x, W), want)
-        same(own(x, W), want)
-        if reduction in WITHOUT_DERIVATIVE:
-            continue
-        of_mapped = sent(compiled(jax.grad(loss_of(own)), x, W))
-        # One exchange of the cotangents of x, which each device gets, if they do not divide.
-        assert sum(of_mapped.values()) <= sum(found.values()) + bool(length % mesh.size)
-        backward = compiled(jax.grad(loss_of(own), (0, 1)), x, W)
-        assert Counter(sent(backward)) - Counter(of_mapped) == {"all-reduce": 1}, reduction
-        want = jax.jit(jax.grad(loss_of(one), (0, 1)))(x, W)
-        scale = max(float(abs(leaf).max()) for leaf in want)
-        same(backward(x, W), want, rtol=1e-3, atol=1e-4 * scale)
+
+        def mapped(fun, reduction, **options):
+            return chunked_reduce(fun, reduction, size, (0, None), **options)
+
+        own = functools.partial(mapped, devices="all")
+        # Each device gets the cotangents of x if they do not divide.
+        exchanged = int(length % mesh.size > 0)
+        args = data(length, 3), W
+        check_reductions(cases, own, mapped, args, mesh, exchanged=exchanged)
+        if len(cases) == 1:
+            ((reduction, fun),) = cases
+            same(own(fun, reduction)(*args), jax.jit(mapped(fun, reduction))(*args))
 
 
 @case
 def usual_reductions_of_any_length(mesh):
-    for reduction, fun in USUAL:
-        check_any_length(mesh, reduction, fun)
-    check_any_length(mesh, "sum", scalar, None)
+    for usual in USUAL:
+        check_any_length(mesh, [usual])
+    check_any_length(mesh, USUAL[:1], None)
 
 
 @case
 def other_reductions_of_any_length(mesh):
-    for reduction, fun in OTHERS:
-        check_any_length(mesh, reduction, fun)
+    check_any_length(mesh, OTHERS)
 
 
 @case
@@ -727,23 +754,35 @@ def every_length_counts_once(mesh):
     for length in (0, 1, 2, *(mesh.size * n + rest for n in (1, 2) for rest in (0, 1, 2))):
         x = np.arange(length, dtype="f")[::-1].copy()
         for size in (1, None):
-            doubled = chunked_vmap(lambda x: 2 * x, size, devices="all")
-            same(doubled(x), 2 * x)
-            same(jax.grad(lambda x, f=doubled: jnp.sum(f(x) ** 2))(x), 8 * x)
-            for reduction in ("sum", rd.Fold(jnp.float32(0), lambda x: x, jnp.add)):
-                total = chunked_reduce(lambda x: x * x, reduction, size, devices="all")
-                same(total(x), np.sum(x * x))
-                same(jax.grad(total)(x), 2 * x)
-            if length:
-                least, kept = chunked_reduce(
-                    lambda x: (x * 1, x), ("argmin", None), size, devices="all"
-                )(x)
-                assert int(least) == length - 1
-                same(kept, x)
-            if length > 2:
-                top = chunked_reduce(lambda x: x * 1, rd.TopK(3), size, devices="all")(x)
-                assert top.indices.tolist() == [length - 1, length - 2, length - 3]
-                assert top.values.tolist() == [0, 1, 2]
+            check_length(x, size)
+
+
+def check_length(x, size):
+    reduced = functools.partial(chunked_reduce, chunk_size=size, devices="all")
+    doubled = chunked_vmap(lambda x: 2 * x, size, devices="all")
+    fold = rd.Fold(jnp.float32(0), lambda x: x, jnp.add)
+    totals = [reduced(lambda x: x * x, reduction) for reduction in ("sum", fold)]
+    last = len(x) - 1
+
+    @jax.jit
+    def found(x):
+        found = {
+            "doubled": (doubled(x), jax.grad(lambda x: jnp.sum(doubled(x) ** 2))(x)),
+            "totals": [(total(x), jax.grad(total)(x)) for total in totals],
+        }
+        if len(x):
+            found["least"] = reduced(lambda x: (x * 1, x), ("argmin", None))(x)
+        if len(x) > 2:
+            found["top"] = reduced(lambda x: x * 1, rd.TopK(3))(x)
+        return found
+
+    want = {"doubled": (2 * x, 8 * x), "totals": 2 * [(np.sum(x * x), 2 * x)]}
+    if len(x):
+        want["least"] = np.int32(last), x
+    if len(x) > 2:
+        best = np.arange(3)
+        want["top"] = rd.TopKResult(best.astype("f"), (last - best).astype("int32"))
+    same(found(x), want)
 
 
 @case
@@ -916,10 +955,12 @@ def the_longest_axis_that_serves_is_spread(mesh):
         ({"v": "argmax", "x": rd.TopK(3)}, None),
         ({"v": rd.Moments(), "x": "logsumexp"}, None),
     ):
+        options = {"reduce": reduce, "reduce_axis": axis}
+        want = jax.jit(one.with_options(**options))(a, W, s)
         for size in (5, None):
-            options = {"chunk_size": size, "reduce": reduce, "reduce_axis": axis}
-            assert fun.with_options(**options).plan(a, W, s).devices == ((1, mesh.size),)
-            same(fun.with_options(**options)(a, W, s), one.with_options(**options)(a, W, s))
+            own = fun.with_options(chunk_size=size, **options)
+            assert own.plan(a, W, s).devices == ((1, mesh.size),)
+            same(own(a, W, s), want)
     folded = {"v": rd.Fold(jnp.float32(0), lambda y: y, jnp.add), "x": None}
     ordered = fun.with_options(reduce=folded, chunk_size=5)
     assert ordered.plan(a, W, s).devices == ((0, mesh.size),)
@@ -935,14 +976,18 @@ def named_axes_are_of_any_length(mesh):
     a, s = data(5, 7, 3), data(5, 1, seed=3)
     fun = auto_vmap(x=1, w=2, b=0, chunk_size=5)(kernel)
     args = put(square, a), put(square, W), put(square, s)
+    ways = (
+        {},
+        {"reduce": {"v": "sum", "x": None}, "reduce_axis": 0},
+        {"reduce": {"v": "argmax", "x": rd.TopK(3)}},
+    )
+
+    def found(*args, **options):
+        return [fun.with_options(**way, **options)(*args) for way in ways]
+
+    want = jax.jit(found)(a, W, s)
     for spec in (P("d"), P(None, "d"), P("d", "e"), P(("d", "e"))):
-        for reduce, axis in (
-            (None, None),
-            ({"v": "sum", "x": None}, 0),
-            ({"v": "argmax", "x": rd.TopK(3)}, None),
-        ):
-            own = fun.with_options(reduce=reduce, reduce_axis=axis)
-            same(jax.jit(own.with_options(devices=spec))(*args), own(a, W, s))
+        same(jax.jit(functools.partial(found, devices=spec))(*args), want)
     # An axis that has fewer items than the mesh is walked as one.
     few = fun.with_options(devices=P("d"), jit=True)
     same(few(put(square, a[:1]), W, s[:1]), fun(a[:1], W, s[:1]))
@@ -1068,14 +1113,19 @@ def lacks_gradient(kind):
 
 
 def check_kernels(mesh, kinds, *, of_gradient=False):
-    """Compile the maps of all kinds as one program, and compare it with one on one device."""
-    jax.config.update("jax_disable_most_optimizations", True)  # which takes half the time
-    kinds = [kind for kind in kinds if not (of_gradient and lacks_gradient(kind))]
-    wrap = gradient if of_gradient else lambda f: f
+    """Compile the maps of all kinds as one program, and compare it with one on one device.
+
+    A gradient takes several times as long, so it is that of two front ends, with the mesh entered.
+    """
+    front_ends, wrap, entered = FRONT_ENDS, lambda f: f, (contextlib.nullcontext(), ENTER(mesh))
+    if of_gradient:
+        kinds = [kind for kind in kinds if not lacks_gradient(kind)]
+        front_ends = {name: FRONT_ENDS[name] for name in ("chunked_vmap", "chunked_reduce")}
+        wrap, entered = gradient, entered[1:]
     x = data(6 * mesh.size, 3) + 1.5
     ours, plain = {}, {}
     for kind in kinds:
-        for name, (front, reference) in FRONT_ENDS.items():
+        for name, (front, reference) in front_ends.items():
             ours[kind, name] = wrap(front(KINDS[kind]))
             plain[kind, name] = wrap(reference(jax.vmap(KINDS[kind])))
 
@@ -1084,14 +1134,12 @@ def check_kernels(mesh, kinds, *, of_gradient=False):
 
     with outside(mesh):
         want = jax.jit(functools.partial(run, plain))(x)
-    for enter in (contextlib.nullcontext(), ENTER(mesh)):
+    for enter in entered:
         with enter:
             got = jax.jit(functools.partial(run, ours))(put(mesh, x, "d"))
             for label, a, b in zip(ours, got, want, strict=True):
-                try:
+                with naming(label):
                     same(a, b, rtol=1e-3)
-                except AssertionError as error:
-                    raise AssertionError(label) from error
 
 
 @case
@@ -1112,7 +1160,6 @@ def every_gradient_on_an_explicit_mesh(mesh):
 
 @case
 def other_calls_on_an_explicit_mesh(mesh):
-    jax.config.update("jax_disable_most_optimizations", True)
     x, w = put(mesh, X, "d"), put(mesh, W)
     key = jax.random.key(0)
     options = {"v": 1, "chunk_size": 7}
@@ -1144,11 +1191,8 @@ def other_calls_on_an_explicit_mesh(mesh):
             plain = [a if a is key else np.asarray(a) for a in args]
             want = jax.tree.map(np.asarray, call(*plain))
         for enter in (contextlib.nullcontext(), ENTER(mesh)):
-            with enter:
-                try:
-                    same(call(*args), want, rtol=1e-3, atol=1e-3)
-                except AssertionError as error:
-                    raise AssertionError(label) from error
+            with enter, naming(label):
+                same(call(*args), want, rtol=1e-3, atol=1e-3)
     assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
 
     square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
