@@ -15,15 +15,20 @@ __all__ = ["BATCH", "check_against_vmap"]
 BATCH = 6
 
 
+# A chunk that divides the batch, compiled; one that does not, eager; lanes.
+WAYS = {
+    "chunk_size=3, jit": (jax.jit, {"chunk_size": 3}),
+    "chunk_size=4, eager": (lambda run: run, {"chunk_size": 4}),
+    "lanes": (jax.jit, {"chunk_size": 4, "lockstep": False}),
+}
+
+
 def check_against_vmap(
     fun: Callable[..., Any],
     ranks: tuple[int, ...],
     *arrays: Any,
-    chunk_size: int,
-    jit: bool,
     gradient: bool = False,
     rtol: float = 2e-4,
-    lockstep: bool = True,
 ) -> None:
     """Assert that ``fun`` in chunks returns what `jax.vmap` does, or has the same gradient.
 
@@ -37,8 +42,12 @@ def check_against_vmap(
 
     want = jax.jit(call(jax.vmap(fun)))(*arrays)
     _assert_depends_on_item(want)
-    run = call(auto_vmap(*ranks, chunk_size=chunk_size, lockstep=lockstep)(fun))
-    _assert_same((jax.jit(run) if jit else run)(*arrays), want, rtol)
+    for name, (wrap, options) in WAYS.items():
+        try:
+            _assert_same(wrap(call(auto_vmap(*ranks, **options)(fun)))(*arrays), want, rtol)
+        except Exception as error:
+            error.add_note(f"with {name}")
+            raise
 
 
 def _weighted_sum(tree: Any) -> jax.Array:

@@ -26,27 +26,25 @@ class TestLineax:
         "solver", [lx.LU(), lx.GMRES(rtol=1e-6, atol=1e-6)], ids=["LU", "GMRES"]
     )
     @forward_and_gradient
-    def test_linear_solve(self, solver, gradient, way):
+    def test_linear_solve(self, solver, gradient):
         def solve(matrix, vector):
             return lx.linear_solve(lx.MatrixLinearOperator(matrix), vector, solver).value
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(solve, (2, 1), MATRICES, VECTORS, **options)
+        check_against_vmap(solve, (2, 1), MATRICES, VECTORS, gradient=gradient)
 
 
 class TestOptimistix:
     @forward_and_gradient
-    def test_root_find(self, gradient, way):
+    def test_root_find(self, gradient):
         def root(a, v):
             solver = optx.Newton(rtol=1e-6, atol=1e-6)
             found = optx.root_find(lambda y, _: y**3 + a * y - v, solver, jnp.ones(3))
             return {"root": found.value}
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(root, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(root, (0, 1), SCALARS, VECTORS, gradient=gradient)
 
     @forward_and_gradient
-    def test_minimise(self, gradient, way):
+    def test_minimise(self, gradient):
         def nearest(a, v):
             def cost(y, _):
                 return jnp.sum((y - v) ** 2) + a * jnp.sum(y**4)
@@ -54,8 +52,7 @@ class TestOptimistix:
             solver, adjoint = optx.BFGS(rtol=1e-5, atol=1e-5), optx.ImplicitAdjoint()
             return optx.minimise(cost, solver, jnp.zeros(3), adjoint=adjoint).value
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(nearest, (0, 1), SCALARS, VECTORS, **options, rtol=5e-3)
+        check_against_vmap(nearest, (0, 1), SCALARS, VECTORS, gradient=gradient, rtol=5e-3)
 
 
 def pendulum(adjoint, **options):
@@ -85,25 +82,22 @@ ADAPTIVE = {"stepsize_controller": diffrax.PIDController(rtol=1e-4, atol=1e-4)}
 class TestDiffrax:
     @pytest.mark.parametrize("options", [{}, ADAPTIVE], ids=["constant", "adaptive"])
     @forward_and_gradient
-    def test_recursive_checkpoint_adjoint(self, options, gradient, way):
+    def test_recursive_checkpoint_adjoint(self, options, gradient):
         run = pendulum(diffrax.RecursiveCheckpointAdjoint(), **options)
-        options = {**way, "gradient": gradient}
-        check_against_vmap(run, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(run, (0, 1), SCALARS, VECTORS, gradient=gradient)
 
     @forward_and_gradient
-    def test_direct_adjoint(self, gradient, way):
+    def test_direct_adjoint(self, gradient):
         run = pendulum(diffrax.DirectAdjoint())
-        options = {**way, "gradient": gradient}
-        check_against_vmap(run, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(run, (0, 1), SCALARS, VECTORS, gradient=gradient)
 
     @forward_and_gradient
-    def test_backsolve_adjoint(self, gradient, way):
+    def test_backsolve_adjoint(self, gradient):
         run = pendulum(diffrax.BacksolveAdjoint())
-        options = {**way, "gradient": gradient}
-        check_against_vmap(run, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(run, (0, 1), SCALARS, VECTORS, gradient=gradient)
 
     @forward_and_gradient
-    def test_implicit_adjoint(self, gradient, way):
+    def test_implicit_adjoint(self, gradient):
         """The steady state of a relaxation, which an event of Diffrax ends."""
 
         def steady(rate, target):
@@ -126,25 +120,23 @@ class TestDiffrax:
             )
             return solved.ys[-1]
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(steady, (0, 1), SCALARS, VECTORS, **options, rtol=1e-3)
+        check_against_vmap(steady, (0, 1), SCALARS, VECTORS, gradient=gradient, rtol=1e-3)
 
 
 class TestEquinox:
     MODEL = eqx.nn.MLP(3, 2, width_size=5, depth=2, key=jax.random.key(0))
 
     @forward_and_gradient
-    def test_filter_checkpoint(self, gradient, way):
+    def test_filter_checkpoint(self, gradient):
         def apply(scale, vector):
             return eqx.filter_checkpoint(self.MODEL)(scale * vector)
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(apply, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(apply, (0, 1), SCALARS, VECTORS, gradient=gradient)
 
     @pytest.mark.parametrize(
         ("kind", "gradient"), [("lax", False), ("checkpointed", False), ("checkpointed", True)]
     )
-    def test_while_loop(self, kind, gradient, way):
+    def test_while_loop(self, kind, gradient):
         """Equinox's own loop; the checkpointed kind has a reverse mode."""
 
         def doubled(scale, vector):
@@ -155,5 +147,4 @@ class TestEquinox:
                 unfinished, lambda y: y * (1 + scale), vector, kind=kind, max_steps=16
             )
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(doubled, (0, 1), SCALARS, VECTORS, **options)
+        check_against_vmap(doubled, (0, 1), SCALARS, VECTORS, gradient=gradient)

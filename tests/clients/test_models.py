@@ -28,16 +28,15 @@ class TestNumPyro:
             numpyro.sample("data", dist.StudentT(4.0, mean, spread), obs=data)
 
     @GRADIENT
-    def test_log_density(self, gradient, way):
+    def test_log_density(self, gradient):
         def log_density(scale, data):
             values = {"mean": data.mean(), "spread": jnp.exp(data[0])}
             return numpyro.infer.util.log_density(self.model, (scale, data), {}, values)[0]
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(log_density, (0, 1), SCALARS, DATA, **options)
+        check_against_vmap(log_density, (0, 1), SCALARS, DATA, gradient=gradient)
 
     @GRADIENT
-    def test_potential_of_a_seeded_model(self, gradient, way):
+    def test_potential_of_a_seeded_model(self, gradient):
         def potential(scale, data):
             seeded = numpyro.handlers.seed(self.model, jax.random.key(7))
             trace = numpyro.handlers.trace(seeded).get_trace(scale, data)
@@ -46,8 +45,7 @@ class TestNumPyro:
             energy = numpyro.infer.util.potential_energy(self.model, (scale, data), {}, free)
             return {"drawn": drawn, "energy": energy}
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(potential, (0, 1), SCALARS, DATA, **options)
+        check_against_vmap(potential, (0, 1), SCALARS, DATA, gradient=gradient)
 
 
 class TestBlackJAX:
@@ -69,20 +67,18 @@ class TestBlackJAX:
         keys = jax.random.split(jax.random.key(seed), steps)
         return jax.lax.scan(step, sampler.init(jnp.zeros(2)), keys)[1]
 
-    def test_chain_for_each_item(self, way):
+    def test_chain_for_each_item(self):
         seeds = jnp.arange(BATCH)
-        options = way
-        check_against_vmap(self.chain, (0, 1, 0), SCALARS, DATA, seeds, **options)
+        check_against_vmap(self.chain, (0, 1, 0), SCALARS, DATA, seeds)
 
-    def test_gradient_through_a_chain(self, way):
+    def test_gradient_through_a_chain(self):
         chain = functools.partial(self.chain, seed=3, steps=3)
-        options = {**way, "gradient": True}
-        check_against_vmap(chain, (0, 1), SCALARS, DATA, **options)
+        check_against_vmap(chain, (0, 1), SCALARS, DATA, gradient=True)
 
 
 class TestTinygp:
     @GRADIENT
-    def test_log_probability_and_prediction(self, gradient, way):
+    def test_log_probability_and_prediction(self, gradient):
         times = jnp.linspace(0.0, 3.0, 5)
 
         def fit(scale, data):
@@ -91,13 +87,12 @@ class TestTinygp:
             log_probability, given = process.condition(data, times[:3] + 0.1)
             return {"log_probability": log_probability, "mean": given.loc}
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(fit, (0, 1), SCALARS, DATA, **options)
+        check_against_vmap(fit, (0, 1), SCALARS, DATA, gradient=gradient)
 
 
 class TestE3nn:
     @GRADIENT
-    def test_tensor_product_of_spherical_harmonics(self, gradient, way):
+    def test_tensor_product_of_spherical_harmonics(self, gradient):
         points = jnp.sin(1 + jnp.arange(BATCH * 12.0)).reshape(BATCH, 4, 3)
 
         def features(scale, points):
@@ -105,5 +100,4 @@ class TestE3nn:
             pairs = e3nn.tensor_product(harmonics[0], e3nn.sum(harmonics, axis=0))
             return pairs.filter(keep="0e + 1o")
 
-        options = {**way, "gradient": gradient}
-        check_against_vmap(features, (0, 2), SCALARS, points, **options)
+        check_against_vmap(features, (0, 2), SCALARS, points, gradient=gradient)
