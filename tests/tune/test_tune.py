@@ -102,10 +102,18 @@ def test_where_jit_is_ours_xla_is_tried_without_its_library(clock):
 # What is chosen.
 
 
+@pytest.fixture
+def compiled_with_care():
+    """As in no other test, because time passes."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @needs_library
 @pytest.mark.optimized
 @pytest.mark.parametrize("gradient", [False, slow(True)])
-def test_what_is_much_faster_is_chosen(gradient):
+def test_what_is_much_faster_is_chosen(gradient, compiled_with_care):
     x = jnp.tile(X, (500, 1, 1))
     tuning = kernel.tune(x, seconds=20, gradient=gradient).tuning
     chosen = tuning.candidates[tuning.chosen]
