@@ -53,6 +53,9 @@ def weigh(tree):
     return total
 
 
+WEIGHED = jax.jit(weigh)  # one program where the rest is evaluated eagerly
+
+
 # Values.
 
 
@@ -71,8 +74,8 @@ def test_equals_a_python_loop(length, jit):
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-# Each costs seconds. Run each time: nothing to cut, a prime, and what most numbers divide.
-EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in range(1, 41)})
+# Run each time: nothing to cut, a prime, and what most numbers divide. The larger cost seconds.
+EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 21), 24, 30, 31, 36)})
 
 
 @pytest.mark.parametrize("length", EVERY_LENGTH)
@@ -276,17 +279,17 @@ def test_closed_over_key(length):
 @UNEVEN_FIRST
 def test_bool_integer_and_zero_size_leaves(length):
     tree = {
-        "bool": jnp.arange(length) % 3 == 0,
-        "int8": jnp.arange(length, dtype=jnp.int8),
-        "empty": jnp.zeros((length, 0, 2)),
-        "complex": lax.complex(jnp.arange(float(length)), -jnp.arange(float(length))),
+        "bool": np.arange(length) % 3 == 0,
+        "int8": np.arange(length, dtype=np.int8),
+        "empty": np.zeros((length, 0, 2), np.float32),
+        "complex": np.arange(length) * np.complex64(1 - 1j),
     }
 
     def one(item):
         return item | {"not": ~item["bool"], "abs": jnp.abs(item["complex"]), "void": jnp.zeros(0)}
 
     assert_same(chunked_vmap(one, 4)(tree), jax.jit(jax.vmap(one))(tree))
-    gradient = jax.grad(lambda empty: weigh(chunked_vmap(one, 4)(tree | {"empty": empty})))
+    gradient = jax.grad(lambda empty: WEIGHED(chunked_vmap(one, 4)(tree | {"empty": empty})))
     assert_same(gradient(tree["empty"]), tree["empty"])
 
 
@@ -483,7 +486,7 @@ def both(length, make):
     x = jnp.asarray(rng.normal(size=(length, 2)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(2,)), jnp.float32)
     chunked = functools.partial(_chunked_with, chunk_size=4)
-    got, want = (jax.jit(make(transform))(x, w) for transform in (chunked, jax.vmap))
+    got, want = jax.jit(lambda x, w: [make(t)(x, w) for t in (chunked, jax.vmap)])(x, w)
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
@@ -612,6 +615,11 @@ EVALUATED = {
 }
 
 
+@jax.jit
+def of_outputs(out):
+    return jnp.sum(out["first"] * out["second"] * out["both"] + out["second"] ** 2)
+
+
 @pytest.mark.parametrize("how", EVALUATED)
 @pytest.mark.parametrize("outer", [jax.grad, slow(jax.jacfwd)])
 def test_outputs_that_move_in_the_second_derivative_only(outer, how):
@@ -619,13 +627,10 @@ def test_outputs_that_move_in_the_second_derivative_only(outer, how):
         return {"first": jnp.sin(x), "second": jnp.cos(y), "both": x * y**2, "neither": 3}
 
     def second(transform):
-        def loss(x, y):
-            out = transform(one)(x, y)
-            return jnp.sum(out["first"] * out["second"] * out["both"] + out["second"] ** 2)
+        gradient = jax.grad(lambda x, y: of_outputs(transform(one)(x, y)))
+        return outer(lambda y: jnp.sum(gradient(x, y) ** 2))
 
-        return outer(lambda y: jnp.sum(jax.grad(loss)(x, y) ** 2))
-
-    x, y = jnp.linspace(0.1, 1.0, 7), jnp.linspace(1.0, 2.0, 7)
+    x, y = (jnp.asarray(np.linspace(a, a + 1, 7)) for a in (0.1, 1.0))
     chunked = functools.partial(_chunked_with, chunk_size=3)
     got = jax.jit(second(chunked)) if how == "jit" else second(chunked)
     want = jax.jit(second(jax.vmap))(y)
@@ -671,7 +676,7 @@ def test_values_are_told_from_tangents_that_are_mapped(kernel, axis):
 @UNEVEN_FIRST
 def test_hessian_without_jit(length):
     x = jnp.arange(float(length))
-    got = jax.hessian(lambda x: weigh(chunked_vmap(jnp.sin, 4)(x)))(x)
+    got = jax.hessian(lambda x: WEIGHED(chunked_vmap(jnp.sin, 4)(x)))(x)
     assert_same(got, jax.jit(jax.hessian(lambda x: weigh(jnp.sin(x))))(x))
 
 
@@ -805,14 +810,13 @@ def test_only_some_inputs_are_differentiated():
     def loss(transform, x, other, w):
         return weigh(transform(lambda a, b, i: a * b * w + i.astype(jnp.float32))(x, other, k))
 
-    chunked = functools.partial(_chunked_with, chunk_size=4)
-    for argnums in [(1,), (2,), (3,), (1, 2), (2, 3), (1, 2, 3)]:
-        arguments = (x, other, jnp.array(1.5))
-        got, want = (
-            jax.jit(jax.grad(loss, argnums), static_argnums=0)(transform, *arguments)
-            for transform in (chunked, jax.vmap)
-        )
-        assert_same(got, want, rtol=1e-4, atol=1e-5)
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(transform, *args):
+        some = (1,), (2,), (3,), (1, 2), (2, 3), (1, 2, 3)
+        return [jax.grad(loss, argnums)(transform, *args) for argnums in some]
+
+    chunked, args = functools.partial(_chunked_with, chunk_size=4), (x, other, np.float32(1.5))
+    assert_same(gradients(chunked, *args), gradients(jax.vmap, *args), rtol=1e-4, atol=1e-5)
 
 
 def test_cotangents_of_overlapping_items_count_once():
