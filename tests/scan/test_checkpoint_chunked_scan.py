@@ -46,9 +46,9 @@ sizes = st.integers(1, 23)
     unroll=st.booleans() | st.integers(0, 5),
     with_xs=st.booleans(),
 )
-@example(19, 4, False, 1, True)  # a prime length
-@example(19, "sqrt", True, 1, True)
-@example(19, [7, 3], True, 2, True)
+@example(13, 3, False, 1, True)  # a prime length
+@example(13, "sqrt", True, 1, True)
+@example(13, [7, 3], True, 2, True)
 @example(20, [3, 7, 2], False, 1, True)  # an inner chunk longer than the outer one
 def test_any_chunk_size_is_scan(length, chunk_size, reverse, unroll, with_xs):
     init, xs = inputs(length, with_xs)
@@ -293,7 +293,7 @@ def test_a_limit_is_met_by_the_fewest_levels():
     state = jax.ShapeDtypeStruct((64,), jnp.float32)
     plain = temporary_bytes(limited_gradient(chunk_size=2000), state, None)
     one = temporary_bytes(limited_gradient(chunk_size=18), state, None)
-    limits = {plain + 10_000: 0, plain // 2: 1, one + 10_000: 1, one // 2: 2}
+    limits = {plain + 10_000: 0, one + 10_000: 1, one // 2: 2}
     for limit, expected in limits.items():
         assert levels(memory_limit=limit) == expected
         assert temporary_bytes(limited_gradient(memory_limit=limit), state, None) <= limit
@@ -302,7 +302,7 @@ def test_a_limit_is_met_by_the_fewest_levels():
 @pytest.mark.parametrize("reverse", [False, slow(True)])
 def test_a_limit_changes_no_gradient(reverse):
     state, xs = jnp.linspace(0.0, 1.0, 64), jnp.cos(jnp.arange(2000.0))
-    want = limited_gradient(xs, chunk_size=2000, reverse=reverse)(state, xs)
+    want = jax.jit(limited_gradient(xs, chunk_size=2000, reverse=reverse))(state, xs)
     # The scale is traced, and so is an array that the body closes over.
     got = jax.jit(
         lambda scale: limited_gradient(xs, scale, memory_limit="60 kB", reverse=reverse)(state, xs)

@@ -93,7 +93,7 @@ def scan_then_reduce(f, init, xs, *, windows, fun, reverse=False):
 @st.composite
 def steps_kept(draw):
     """Draw a length, and steps of it in any order, with repetitions."""
-    length = draw(st.integers(1, 12))
+    length = draw(st.sampled_from([1, 2, 5, 9, 12]))  # each compiles a plain scan
     return length, draw(st.lists(st.integers(-length, length - 1), max_size=6))
 
 
@@ -226,8 +226,8 @@ def test_the_best_step_of_each_window():
         return carry + x, {"cost": jnp.sin(9 * x), "at": carry}
 
     _, best = sliced_scan(step, 0.0, XS, save_at=[4, 9], reduce=reductions.Best("cost"))
-    _, ys = lax.scan(step, 0.0, XS)
-    at = jnp.array([jnp.argmin(ys["cost"][:5]), 5 + jnp.argmin(ys["cost"][5:])])
+    ys = jax.device_get(lax.scan(step, 0.0, XS)[1])
+    at = np.array([np.argmin(ys["cost"][:5]), 5 + np.argmin(ys["cost"][5:])])
     assert_same(best, jax.tree.map(lambda y: y[at], ys))
 
 
@@ -282,7 +282,7 @@ def test_transformations(name, options):
 
 
 @pytest.mark.parametrize("options", [KEPT, WINDOWS], ids=["kept", "mean"])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.jit(jax.grad(f))])
 def test_body_is_traced_once(options, transform):
     traces = []
 
@@ -357,12 +357,12 @@ CASES = {
 @pytest.mark.optimized
 @pytest.mark.parametrize("case", [slow("mean"), "save_at", "moments"])
 def test_memory_is_flat_in_the_length(case):
-    def needed(length):
-        xs = jax.ShapeDtypeStruct((length, 512), jnp.float32)
+    def needed(length, *xs):
         sliced = functools.partial(sliced_scan, move, length=length, **CASES[case](length))
-        return temporary_bytes(sliced, STATE), temporary_bytes(sliced, STATE, xs)
+        return temporary_bytes(sliced, STATE, *xs)
 
-    assert max(needed(20_000)) <= min(needed(2000)) + 16_384 <= 200_000
+    xs = jax.ShapeDtypeStruct((20_000, 512), jnp.float32)
+    assert max(needed(20_000), needed(20_000, xs)) <= needed(2000) + 16_384 <= 200_000
 
 
 @pytest.mark.optimized
