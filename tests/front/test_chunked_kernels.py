@@ -372,9 +372,10 @@ def test_a_primitive_may_have_parameters_of_any_name(names):
     def kernel(row):
         return jnp.sum(primitive.bind(row, **dict.fromkeys(names, 1)) ** 2)
 
-    want = jax.jit(jax.grad(lambda rows: jnp.sum(jax.vmap(kernel)(rows))))(ROWS)
+    rows = np.asarray(ROWS)[:4]  # two chunks of two: what is left over is many programs
+    want = jax.jit(jax.grad(lambda rows: jnp.sum(jax.vmap(kernel)(rows))))(rows)
     for call in (chunked_reduce(kernel, "logsumexp", 2), chunked_vmap(kernel, 2)):
-        got = jax.grad(lambda rows, call=call: jnp.sum(call(rows)))(ROWS)
+        got = jax.grad(lambda rows, call=call: jnp.sum(call(rows)))(rows)
         assert got.shape == want.shape
     assert_same(got, want, rtol=1e-4)
 
@@ -394,13 +395,14 @@ def test_a_constant_output_is_an_array(name, jit):
         reduced = [jax.tree.map(f, items) for f in (jnp.max, jnp.sum, jnp.argmax)]
         return items, reduced, [jax.grad(lambda x: f(jnp.sin(x)))(x) for f in (jnp.max, jnp.sum)]  # noqa: B023
 
-    wrap = jax.jit if jit else lambda fun: fun
-    items, reduced, gradients = by_hand(X)
-    assert_same(wrap(chunked_vmap(kernel, 2))(X), items)
+    # In eager calls, what is left over by two chunks of two is many programs.
+    wrap, x = (jax.jit, X) if jit else (lambda fun: fun, np.asarray(X)[:4])
+    items, reduced, gradients = by_hand(x)
+    assert_same(wrap(chunked_vmap(kernel, 2))(x), items)
     fold = rankax.reductions.Fold(jnp.asarray([0.0]), lambda x: x["x"][None], jnp.maximum)
     for i, reduce in enumerate(("max", "sum", "argmax")):
         call = auto_vmap(0, reduce=reduce, chunk_size=2)(kernel)
-        assert_same(wrap(call)(X), reduced[i])
+        assert_same(wrap(call)(x), reduced[i])
         if reduce != "argmax":
-            assert_same(wrap(jax.grad(lambda x, call=call: call(x)["x"]))(X), gradients[i])
-    assert_same(wrap(chunked_reduce(kernel, fold, 2))(X), reduced[0]["x"][None])
+            assert_same(wrap(jax.grad(lambda x, call=call: call(x)["x"]))(x), gradients[i])
+    assert_same(wrap(chunked_reduce(kernel, fold, 2))(x), reduced[0]["x"][None])

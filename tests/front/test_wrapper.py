@@ -222,8 +222,9 @@ def test_the_order_of_wrappers_does_not_matter(order, options):
         return jnp.sin(s) * jnp.sum(v**2)
 
     wrap, decorate = ORDERS[order], auto_vmap(0, 1, **options)
-    want = jnp.sin(S)[:, None] * jnp.sum(X**2, axis=1)[None]
-    slope = jnp.cos(S) * jnp.sum(X**2)
+    s, x = np.asarray(S), np.asarray(X)
+    want = np.sin(s)[:, None] * np.sum(x**2, axis=1)[None]
+    slope = np.cos(s) * np.sum(x**2)
     for mapped in (wrap(decorate(f)), decorate(wrap(f))):
         assert_same(mapped(S[:, None], X), want)
         assert_same(jax.grad(lambda s: jnp.sum(mapped(s[:, None], X)))(S), slope)  # noqa: B023
