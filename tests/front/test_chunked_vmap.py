@@ -579,6 +579,7 @@ HIGHER_INSIDE = {
     f"{derivative} in {around}": (HIGHER[derivative], AROUND[around])
     for derivative in HIGHER
     for around in AROUND
+    if around in ("chunks", "scan") or derivative in ("hessian", "rev-rev", "third")
 }
 
 
