@@ -92,7 +92,7 @@ def reduced(e, name):
     if name == "gram":
         return jnp.reshape(e @ e, (1, 1))
     if name == "fold":
-        return functools.reduce(FOLD.merge, map(FOLD.lift, e))
+        return jax.lax.scan(lambda p, e: (FOLD.merge(p, FOLD.lift(e)), None), FOLD.identity, e)[0]
     if name == "top":
         return TopKResult(jnp.sort(e)[:2], jnp.argsort(e)[:2])
     return jax.nn.logsumexp(e) if name == "logsumexp" else getattr(jnp, name)(e)
@@ -243,25 +243,30 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
     if dtype in ("float16", "float32", "complex64"):
         entries |= {"moments": Moments(), "logsumexp": LogSumExp()}
     reduce = Several(**entries)
+
+    @jax.jit
+    def masked(values, counts):
+        return chunked_reduce(Out, Out(reduce, "any"), size, where="ok")(values, counts).value
+
+    plain = jax.jit(chunked_reduce(lambda x: x, reduce, size))
     for bad in worst:
         values = np.asarray([worst[0], bad, worst[1], bad, bad, worst[1], bad]).astype(dtype)
         counts = np.array([False, True, False, True, True, False, True])
-        got = chunked_reduce(Out, Out(reduce, "any"), size, where="ok")(values, counts).value
-        want = chunked_reduce(lambda x: x, reduce, size)(values[counts])
+        want, where = plain(values[counts]), np.flatnonzero(counts).astype("int32")
         for name in {"at", "argmin"} & entries.keys():
-            want[name] = jnp.asarray(np.flatnonzero(counts))[want[name]]
+            want[name] = where[want[name]]
         for name in {"top", "last"} & entries.keys():
-            at = jnp.asarray(np.flatnonzero(counts), "int32")[want[name].indices]
-            want[name] = want[name]._replace(indices=at)
-        assert_same(got, want)
+            want[name] = want[name]._replace(indices=where[want[name].indices])
+        assert_same(masked(values, counts), want)
 
 
 @pytest.mark.parametrize("size", [None, 3])
 def test_nan_that_counts(size):
-    values = jnp.array([np.inf, np.inf, np.nan, 1.0, np.nan])
-    counts = jnp.array([False, True, True, False, True])
+    values = np.float32([np.inf, np.inf, np.nan, 1.0, np.nan])
+    counts = np.array([False, True, True, False, True])
     reduce = Several("min", "argmin", TopK(4))
-    least, at, top = chunked_reduce(Out, Out(reduce, None), size, where="ok")(values, counts)[0]
+    masked = jax.jit(chunked_reduce(Out, Out(reduce, None), size, where="ok"))
+    least, at, top = masked(values, counts).value
     assert np.isnan(least)
     assert at == 2
     np.testing.assert_array_equal(top.indices, [1, 2, 4, -1])
@@ -277,23 +282,29 @@ def test_best(size, largest):
 
     best = Best("e", largest=largest, where="ok")
     fun = auto_vmap(x=1, y=1, w=0, reduce=best, reduce_axis=-1, chunk_size=size)(kernel)
-    got, pull = jax.vjp(lambda y, w: jax.jit(fun)(X[:, None], y, w), Y, W)
-    want = expected(*ARGS, ("argmax" if largest else "argmin",))
-    (at,) = want.values()
-    assert_same(got["y"], jnp.where(at[:, None] < 0, 0, Y[at]))
-    worst = -np.inf if largest else np.inf
-    e = jax.vmap(pair)(X, Y[at], W[at])["e"]
-    assert_same(got["e"], jnp.where(at < 0, worst, e))
-    assert_same(got["number"], jnp.where(at < 0, 0, jnp.int32(7)))
-    assert got["ok"] is None
-    ones = jax.tree.map(jnp.ones_like, {name: got[name] for name in ("e", "y")})
-    zeros = {"number": np.zeros(4, jax.dtypes.float0), "ok": None}
-    cotangents = pull({**ones, **zeros})
+
+    @jax.jit
+    def found(y, w):
+        got, pull = jax.vjp(lambda y, w: fun(X[:, None], y, w), y, w)
+        ones = jax.tree.map(jnp.ones_like, {name: got[name] for name in ("e", "y")})
+        zeros = {"number": np.zeros(4, jax.dtypes.float0), "ok": None}
+        return got, pull({**ones, **zeros})
+
+    got, cotangents = found(Y, W)
+    name = "argmax" if largest else "argmin"
+    at = np.asarray(jax.jit(lambda *args: expected(*args, (name,))[name])(*ARGS))
 
     def of_winners(y, w):
-        return jax.vmap(pair)(X[:-1], y[at[:-1]], w[at[:-1]])["e"].sum() + y[at[:-1]].sum()
+        e = jax.vmap(pair)(X[:-1], y[at[:-1]], w[at[:-1]])["e"]
+        return e.sum() + y[at[:-1]].sum(), e
 
-    assert_same(cotangents, jax.grad(of_winners, (0, 1))(Y, W), rtol=1e-3)
+    want, e = jax.jit(jax.grad(of_winners, (0, 1), has_aux=True))(Y, W)
+    assert at.tolist()[-1] == -1  # nothing counts there
+    assert_same(got["e"], np.append(e, np.float32(-np.inf if largest else np.inf)))
+    assert_same(got["y"], np.where(at[:, None] < 0, 0, np.asarray(Y)[at]))
+    assert_same(got["number"], np.where(at < 0, 0, np.int32(7)))
+    assert got["ok"] is None
+    assert_same(cotangents, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +312,7 @@ def test_best(size, largest):
 )
 def test_what_items_share_gets_nothing_from_what_is_left_out(options):
     """The second row has nothing that counts, and its derivatives are infinite or nan."""
-    x = jnp.array([[0.0, 1.0, -1.0, 4.0, 9.0], [0.0, -1.0, 0.0, -4.0, 0.0]])
+    x = np.float32([[0, 1, -1, 4, 9], [0, -1, 0, -4, 0]])
 
     def total(scale, bias, x):
         reduce = Several("sum", "min"), "any"
@@ -311,55 +322,58 @@ def test_what_items_share_gets_nothing_from_what_is_left_out(options):
         (total, least), _ = root(x, bias)
         return total.sum() + least[0]
 
-    args = jnp.float32(4), jnp.array([2.0, 5.0]), x
-    found, pull = jax.vjp(total, *args)
-    assert_same(found, jnp.float32(28))
-    want = jnp.float32(3.5), jnp.array([14.0, 0]), jnp.array([[0, 4.0, 0, 1, 2 / 3], [0.0] * 5])
-    assert_same(pull(jnp.float32(1)), want)
-    tangents = jnp.float32(1), jnp.ones(2), jnp.ones_like(x)
-    assert_same(jax.jvp(total, args, tangents)[1], sum(map(jnp.sum, want)))
+    @jax.jit
+    def derivatives(*args):
+        tangents = jax.tree.map(jnp.ones_like, args)
+        return jax.value_and_grad(total, (0, 1, 2))(*args), jax.jvp(total, args, tangents)[1]
+
+    (value, gradient), tangent = derivatives(np.float32(4), np.float32([2, 5]), x)
+    assert_same(value, np.float32(28))
+    want = np.float32(3.5), np.float32([14, 0]), np.float32([[0, 4, 0, 1, 2 / 3], [0] * 5])
+    assert_same(gradient, want)
+    assert_same(tangent, sum(map(np.sum, want)))
 
 
 def test_keys_are_those_of_the_items():
     kernel = auto_vmap(x=0, key=SplitKey, reduce="sum", where="ok", reduce_axis=-1, chunk_size=4)(
         lambda x, key: {"a": jax.random.normal(key) * jnp.sqrt(x), "ok": x > 0}
     )
-    x, key = jnp.arange(-2.0, 12.0).reshape(2, 7).at[0, 3].set(0.0), jax.random.key(5)
-    draws = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(key, (2, 7)))
+    x, key = np.arange(-2, 12, dtype="float32").reshape(2, 7), jax.random.key(5)
+    x[0, 3] = 0
 
     def plain(x):
-        return jnp.sum(jnp.where(x > 0, draws * jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0), axis=1)
+        draws = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(key, (2, 7)))
+        outs = jnp.sum(jnp.where(x > 0, draws * jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0), axis=1)
+        return outs.sum(), outs
 
-    assert_same(kernel(x, key)["a"], plain(x))
-    found = jax.grad(lambda x: kernel(x, key)["a"].sum())(x)
-    assert_same(found, jax.grad(lambda x: plain(x).sum())(x))
+    want, outs = jax.jit(jax.grad(plain, has_aux=True))(x)
+    assert_same(kernel(x, key)["a"], outs)
+    assert_same(jax.grad(lambda x: kernel(x, key)["a"].sum())(jnp.asarray(x)), want)
 
 
 def test_several_levels_and_vmap_around():
     """All three axes are reduced: loops in a loop, whose states are merged."""
-    x = jnp.sin(jnp.arange(3 * 4 * 5.0)).reshape(3, 4, 5)
+    x = np.sin(np.arange(3 * 4 * 5, dtype="float32")).reshape(3, 4, 5)
     names = "sum", "mean", "min", "argmin", "argmax", "moments", "top"
     reduce = Several(**{name: REDUCTIONS[name] for name in names})
     kernel = auto_vmap(a=0, b=0, c=0, where="ok", reduce=Out(reduce, "any"), chunk_size=2)(
         lambda a, b, c: Out(a * b / c, (c > 0) & (a > -0.5))
     )
     args = x[:, :1, :1], x[0, :, :1], x[1, 1]
-    value, ok = jax.vmap(
-        lambda a: jax.vmap(lambda b: jax.vmap(kernel.__wrapped__, (None, None, 0))(a, b, args[2]))(
-            args[1][:, 0]
-        )
-    )(args[0][:, 0, 0])
-    where = np.flatnonzero(ok)
-    want = {name: reduced(value.ravel()[where], name) for name in names}
+    a, b, c = args
+    value, ok = (a * b / c).ravel(), np.ravel((c > 0) & (a + 0 * b > -0.5))
+    where = np.flatnonzero(ok).astype("int32")
+    want = jax.jit(lambda e: {name: reduced(e, name) for name in names})(value[where])
     for name in ("argmin", "argmax"):
-        want[name] = jnp.asarray(where)[want[name]]
-    want["top"] = want["top"]._replace(indices=jnp.asarray(where)[want["top"].indices])
-    assert_same(jax.jit(kernel)(*args).value, want)
-    none = jax.jit(kernel)(*args[:2], -jnp.abs(args[2])).value
+        want[name] = where[want[name]]
+    want["top"] = want["top"]._replace(indices=where[want["top"].indices])
+    program = jax.jit(kernel)
+    assert_same(program(*args).value, want)
+    none = program(a, b, -np.abs(c)).value
     assert (none["argmin"], none["min"], none["moments"].count) == (-1, np.inf, 0)
-    many = args[0][None] * jnp.array([1.0, 2.0])[:, None, None, None]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(kernel(a, *args[1:]).value for a in many))
-    assert_same(jax.vmap(kernel, (0, None, None))(many, *args[1:]).value, stacked)
+    many = np.stack([a, 2 * a])
+    stacked = jax.tree.map(lambda *x: np.stack(x), *(program(a, b, c).value for a in many))
+    assert_same(jax.vmap(kernel, (0, None, None))(many, b, c).value, stacked)
 
 
 def test_steps_that_count_in_a_window():
@@ -390,10 +404,18 @@ def test_steps_that_count_in_a_window():
             rows.append(row)
         return stacked(rows)
 
-    assert_same(by_window(x), plain(x))
-    found, want = (jax.jit(jax.grad(lambda x, f=f: finite(f(x))))(x) for f in (by_window, plain))
-    assert_same(found, want)
-    assert not np.isnan(found).any()
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient_and_value(fun, x):
+        def call(x):
+            outs = fun(x)
+            return finite(outs), outs
+
+        return jax.grad(call, has_aux=True)(x)
+
+    found = gradient_and_value(by_window, x)
+    assert_same(found, gradient_and_value(plain, x))
+    assert_same(by_window(x), found[1])  # without the first pass
+    assert not np.isnan(found[0]).any()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
