@@ -1025,7 +1025,7 @@ def test_memory_does_not_grow_with_the_pairs(reduce):
         ]
         return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [(10_000, 10_000), (10_007, 100_003), (100_003, 10_007)]
+    sizes = [(10_007, 100_003), (100_003, 10_007)]
     assert max(temporaries(fun, *size) for size in sizes) < 400_000
     if reduce != "argmin":
         gradient = jax.grad(loss_of(fun), (0, 1, 2))
