@@ -33,6 +33,7 @@ from rankax.reductions import Best, TopK
 KEY = jax.random.key(5)
 BATCH = (3, 5)
 X = jnp.asarray(np.arange(15.0).reshape(BATCH) / 15)
+ROWS = jnp.asarray(np.arange(92.0).reshape(4, 23) / 92)
 
 
 def noisy(x, key):
@@ -60,6 +61,9 @@ def own_keys(keys, batch):
     return jax.random.wrap_key_data(data)
 
 
+draw_each = jax.jit(jax.vmap(jax.vmap(noisy)))
+
+
 # The same keys and draws, however many items are in flight.
 
 SIZES = [1, 7, 100, None]
@@ -68,17 +72,15 @@ SIZES = [1, 7, 100, None]
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"checkpoint": False}], ids=str)
 @pytest.mark.parametrize("chunk_size", SIZES)
 def test_items_draw_what_split_keys_draw(chunk_size, options):
-    x = jnp.arange(92.0).reshape(4, 23) / 92
     keys = jax.random.split(KEY, (4, 23))
     mapped = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, **options)(noisy)
-    assert_same(mapped(x, KEY), jax.vmap(jax.vmap(noisy))(x, keys))
+    assert_same(mapped(ROWS, KEY), draw_each(ROWS, keys))
 
 
 @pytest.mark.parametrize("chunk_size", SIZES)
 def test_reduced_items_draw_what_split_keys_draw(chunk_size):
-    x = jnp.arange(92.0).reshape(4, 23) / 92
     keys = jax.random.split(KEY, (4, 23))
-    draws = np.asarray(jax.vmap(jax.vmap(noisy))(x, keys)[0])
+    draws = np.asarray(draw_each(ROWS, keys)[0])
 
     @auto_vmap(
         x=0,
@@ -91,7 +93,7 @@ def test_reduced_items_draw_what_split_keys_draw(chunk_size):
         draw, key = noisy(x, key)
         return draw, draw, key, (draw, jax.random.key_data(key))
 
-    total, largest, kept, (least, data) = kernel(x, KEY)
+    total, largest, kept, (least, data) = kernel(ROWS, KEY)
     assert_same(total, np.sum(draws, 0))
     assert_same(largest, np.argmax(draws, 0).astype(np.int32))
     assert_same(kept, keys)
@@ -106,9 +108,8 @@ def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
     words = auto_vmap(x=0, key=SplitKey, reduce=TopK(10), chunk_size=tile)(
         lambda x, key: jnp.sum(jax.random.key_data(key).astype(jnp.float32)) * x
     )
-    x = jnp.ones(10)
     data = np.asarray(jax.random.key_data(jax.random.split(KEY, 10))).astype(np.float32)
-    assert_same(words(x, KEY)[0], np.sort(np.sum(data, 1)))
+    assert_same(jax.jit(words)(np.ones(10, "f4"), KEY)[0], np.sort(np.sum(data, 1)))
 
 
 @pytest.mark.optimized
@@ -153,11 +154,16 @@ def in_parts(axis, count, batch, chunk_size):
         nest = nest_of(planned(shape, chunk_size), (0,), Options(), splits=whole.splits)
         return nest.map(on_item, [part], {axis: first})
 
-    x = jnp.arange(float(math.prod(batch))).reshape(batch)
-    parts = jnp.stack(jnp.split(x, count, axis))
-    first = jnp.arange(0, batch[axis], size, dtype=jnp.uint32)
-    outs = jax.jit(jax.vmap(of_part, in_axes=(0, 0, None)))(first, parts, KEY)
-    return x, [jnp.concatenate(list(out), axis) for out in outs]
+    x = np.arange(math.prod(batch), dtype=np.float32).reshape(batch)
+    parts = np.stack(np.split(x, count, axis))
+    first = np.arange(0, batch[axis], size, dtype=np.uint32)
+
+    @jax.jit
+    def all_parts(first, parts, key):
+        outs = jax.vmap(of_part, in_axes=(0, 0, None))(first, parts, key)
+        return [jnp.concatenate(list(out), axis) for out in outs]
+
+    return x, all_parts(first, parts, KEY)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +181,9 @@ def in_parts(axis, count, batch, chunk_size):
 )
 def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
     x, (draws, keys) = in_parts(axis, 4, batch, chunk_size)
-    assert_same(keys, jax.random.split(KEY, batch))
-    flat = jax.vmap(noisy)(jnp.ravel(x), jnp.ravel(keys))[0]
+    want = jax.random.split(KEY, batch)
+    assert_same(keys, want)
+    flat = draw_each(x.reshape(1, -1), want.reshape(1, -1))[0]
     assert_same(draws, flat.reshape(batch))
 
 
@@ -365,9 +372,18 @@ def test_strict_modes_of_jax(chunk_size):
     want = kernel(X, KEY)
     with jax.checking_leaks(), jax.debug_key_reuse(True), jax.debug_nans(True):
         assert_same(kernel(X, KEY), want)
-    with jax.disable_jit():
-        assert_same(kernel(X, KEY), want)
     with jax.transfer_guard("disallow"):
+        assert_same(kernel(X, KEY), want)
+
+
+@pytest.mark.parametrize("chunk_size", [4, slow(5), slow(None)])
+def test_disabled_jit(chunk_size):
+    """Each operation is a program then."""
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=True)(
+        lambda x, key: x + jax.random.uniform(key)
+    )
+    want = kernel(X, KEY)
+    with jax.disable_jit():
         assert_same(kernel(X, KEY), want)
 
 
