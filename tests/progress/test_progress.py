@@ -17,7 +17,9 @@ from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
 from rankax._progress import bars as host
 
-X, W = jnp.linspace(0.1, 0.9, 30).reshape(10, 3), jnp.ones(3)
+X = jnp.asarray(np.linspace(0.1, 0.9, 30, dtype="float32").reshape(10, 3))
+W = jnp.asarray(np.ones(3, "float32"))
+RATES = np.linspace(0.5, 1, 10, dtype="float32")
 TO_TEN = [(done, 10) for done in (0, 2, 4, 6, 8, 10)]
 
 
@@ -142,16 +144,16 @@ def test_a_gradient_reports_its_forward_pass_only(kernel, heard, checkpoint):
 
     got = jax.grad(loss, (0, 1))(X, W)
     assert heard.now() == TO_TEN
-    assert_same(got, jax.grad(plain, (0, 1))(X, W))
+    assert_same(got, jax.jit(jax.grad(plain, (0, 1)))(X, W))
     assert_same(jax.jit(jax.grad(loss, (0, 1)))(X, W), got)
     assert heard.now() == TO_TEN
-    weights = jnp.stack([W, 2 * W])
+    weights = np.float32([[1, 1, 1], [2, 2, 2]])
     got = jax.vmap(jax.grad(loss, 1), (None, 0))(X, weights)
     assert heard.now() == TO_TEN
-    assert_same(got, jax.vmap(jax.grad(plain, 1), (None, 0))(X, weights))
+    assert_same(got, jax.jit(jax.vmap(jax.grad(plain, 1), (None, 0)))(X, weights))
     jax.jvp(lambda w: loss(X, w), (W,), (W,))
     assert heard.now() == TO_TEN
-    assert_same(jax.hessian(loss, 1)(X, W), jax.hessian(plain, 1)(X, W))
+    assert_same(jax.jit(jax.hessian(loss, 1))(X, W), jax.jit(jax.hessian(plain, 1))(X, W))
 
 
 def test_a_checkpoint_around_the_loop_does_not_report_twice(kernel, heard):
@@ -198,21 +200,24 @@ SCANS = {
 @pytest.mark.parametrize("name", SCANS)
 def test_scans(heard, name):
     scan = SCANS[name]
-    rates = jnp.linspace(0.5, 1, 10)
     steps = [(done, 10) for done in range(11)]
-    assert_same(scan(0.3, rates, progress=heard), scan(0.3, rates))
-    assert heard.now() == steps
 
     def loss(c, x, **options):
         end, ys = scan(c, x, **options)
-        return end + ys.sum()
+        return end + ys.sum(), (end, ys)
 
-    got = jax.jit(jax.grad(lambda c, x: loss(c, x, progress=heard), (0, 1)))(0.3, rates)
+    def gradient(**options):
+        fun = functools.partial(loss, **options)
+        return jax.jit(jax.grad(fun, (0, 1), has_aux=True))(0.3, RATES)
+
+    want = gradient()
+    assert_same(gradient(progress=heard), want)
     assert heard.now() == steps
-    assert_same(got, jax.grad(loss, (0, 1))(0.3, rates))
-    jax.vmap(lambda c: scan(c, rates, progress=heard))(jnp.ones(3))
+    assert_same(scan(0.3, RATES, progress=heard), want[1])
     assert heard.now() == steps
-    jax.jit(lambda c: scan(c, rates, progress=heard)[0])(0.3)
+    jax.vmap(lambda c: scan(c, RATES, progress=heard))(np.ones(3, "float32"))
+    assert heard.now() == steps
+    jax.jit(lambda c: scan(c, RATES, progress=heard)[0])(0.3)
     assert heard.now() == steps
 
 
