@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run of `rankax.stream` in a process of its own, which `test_stream.py` kills or measures.
-
-``python tests/stream_child.py map result.zarr`` says "begin" when blocks are written, and "end".
-"""
+"""A run of `rankax.stream` in a process of its own, which `test_stream.py` kills or measures."""
 
 import re
 import sys
@@ -21,24 +18,24 @@ ITEMS = 1000
 class Slow:
     """An array that takes its time."""
 
-    def __init__(self, array):
+    def __init__(self, array, seconds):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.seconds = seconds
 
     def __getitem__(self, region):
-        time.sleep(0.08)
+        time.sleep(self.seconds)
         return self.array[region]
 
 
 class Begin:
-    """Says "begin" once blocks are written, which is after all that is compiled."""
+    """Sets an event once blocks are written, which is after all that is compiled."""
 
-    def __init__(self):
-        self.before = []
+    def __init__(self, event):
+        self.event, self.before = event, []
 
     def __call__(self, done, total):
         if self.before[1:] and done > self.before[1] and self.before[-1] == self.before[1]:
-            sys.stdout.write("begin\n")
-            sys.stdout.flush()
+            self.event.set()
         self.before.append(done)
 
 
@@ -58,11 +55,14 @@ def points():
     return (rng.normal(size=(n, 3)).astype("float32") for n in (ITEMS, 5))
 
 
-def run(kind, out, progress=False):
+def run(kind, out, seconds=0.0, progress=False):
     x, y = points()
-    return rankax.stream.run(
-        KERNELS[kind], Slow(x[:, None]), y, out=out, memory_limit="20 MB", progress=progress
-    )
+    x = Slow(x[:, None], seconds)
+    return rankax.stream.run(KERNELS[kind], x, y, out=out, memory_limit="20 MB", progress=progress)
+
+
+def run_slowly(kind, out, begun):
+    run(kind, out, seconds=0.08, progress=Begin(begun))
 
 
 def status(field):
@@ -82,8 +82,4 @@ def measured(path, out, limit):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "measure":
-        measured(sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    else:
-        run(*sys.argv[1:], progress=Begin())
-        sys.stdout.write("end\n")
+    measured(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -4,8 +4,10 @@
 import errno
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -348,33 +350,35 @@ def test_a_reader_is_told_of_damage(tmp_path):
         got[...]
 
 
-def child(*args):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    script = Path(stream_child.__file__)
-    return subprocess.Popen(
-        [sys.executable, script, *map(str, args)], stdout=subprocess.PIPE, text=True, env=env
-    )
+@pytest.fixture(scope="module")
+def processes():
+    """Start processes that have imported JAX."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rankax.stream"])
+    return context
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["map", "reduce"])
-def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, kind, monkeypatch):
+def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, kind, monkeypatch, processes):
     monkeypatch.setattr(_cut, "_LEAST", 100)  # as in the other process
     chance = random.Random(28)
     for _ in range(20):
-        with child(kind, tmp_path / "a.zarr") as process:
-            assert process.stdout.readline() == "begin\n"
-            time.sleep(chance.uniform(0, 0.15))
-            process.kill()
-            assert process.stdout.read() == ""  # it was not at its end
+        begun = processes.Event()
+        process = processes.Process(
+            target=stream_child.run_slowly, args=(kind, tmp_path / "a.zarr", begun)
+        )
+        process.start()
+        assert begun.wait(120)
+        time.sleep(chance.uniform(0, 0.15))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL  # it was not at its end
     assert 10 < len(files(tmp_path / "a.zarr")) < 250
-    with child(kind, tmp_path / "a.zarr") as process:
-        assert process.stdout.read() == "begin\nend\n"
-    with child(kind, tmp_path / "b.zarr") as process:
-        assert process.stdout.read() == "begin\nend\n"
+    got = stream_child.run(kind, tmp_path / "a.zarr")
+    stream_child.run(kind, tmp_path / "b.zarr")
     assert files(tmp_path / "a.zarr") == files(tmp_path / "b.zarr")
     assert not list(tmp_path.rglob("*.partial"))
-    got = stream_child.run(kind, tmp_path / "a.zarr")
     x, y = stream_child.points()
     assert_same(values(got), stream_child.KERNELS[kind](x[:, None], y))
 
@@ -536,8 +540,8 @@ def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, limit):
     for i in range(0, len(x), 5000):
         x[i : i + 5000] = RNG.random((5000, 1000), "float32")
     del x
-    with child("measure", tmp_path / "x.npy", tmp_path / "a.zarr", limit) as process:
-        peak = int(process.stdout.read())
+    args = [stream_child.__file__, tmp_path / "x.npy", tmp_path / "a.zarr", str(limit)]
+    peak = int(subprocess.check_output([sys.executable, *args]))
     assert peak < limit + 30_000_000  # as the docstring says
 
 
