@@ -20,10 +20,13 @@ def noisy(x, key):
     return x + jax.random.normal(key), jax.random.key_data(key)
 
 
+draw_each = jax.jit(jax.vmap(noisy))
+
+
 def check(mesh, batch, chunk_size, reduce):
     """Compare with plain JAX on one device; return the names of what is sent."""
-    xs = jnp.arange(float(math.prod(batch))).reshape(batch) / 24
-    draws, data = jax.vmap(noisy)(xs.ravel(), jax.random.split(KEY, xs.size))
+    xs = np.arange(math.prod(batch), dtype="float32").reshape(batch) / 24
+    draws, data = draw_each(xs.ravel(), jax.random.split(KEY, xs.size))
     spec = P(*("batch" if size == 16 else None for size in batch))
     x = jax.device_put(xs, NamedSharding(mesh, spec))
     key = jax.device_put(KEY, NamedSharding(mesh, P()))
