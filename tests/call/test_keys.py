@@ -200,7 +200,7 @@ def test_a_batch_on_a_mesh(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_any_number_of_devices_draws_the_same(kind):
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
         [sys.executable, sharded_keys.__file__, kind, "1", "4", "8"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags},
