@@ -60,7 +60,7 @@ def pytest_configure(config):
 
 
 # Where a case is a program to compile. Elsewhere all cases are cheap.
-ROOMS = {"call", "devices", "fit", "front", "lockstep", "loop", "reduce", "scan"}
+ROOMS = {"blocks", "call", "devices", "fit", "front", "fuzz", "lockstep", "loop", "reduce", "scan"}
 CHEAP = {"test_auto_vmap_errors.py", "test_call_errors.py", "test_options.py"}
 CASES = int(os.environ.get("RANKAX_CASES", "3"))
 

@@ -5,6 +5,7 @@ Docstrings do not count as lines; nor do comments and blank lines where lines of
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -75,6 +76,7 @@ def imported_modules(name: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def imported_files(name: str) -> set[str]:
     """Return the files of the library that a file imports itself."""
     modules = [module.split(".") for module in imported_modules(name)]
