@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Every public function in JAX's strict modes, in threads, and through `jax.export`."""
 
+import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -119,17 +120,15 @@ def case(request):
 
 
 # The session itself runs with strict rank and dtype promotion (see conftest.py).
-MODES = {
-    "checking_leaks": jax.checking_leaks,
-    "debug_nans": lambda: jax.debug_nans(True),
-    "disable_jit": jax.disable_jit,
-    "key reuse": lambda: jax.debug_key_reuse(True),
-}
+@contextlib.contextmanager
+def checks():
+    with jax.checking_leaks(), jax.debug_nans(True), jax.debug_key_reuse(True):
+        yield
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [checks, jax.disable_jit])
 def test_strict_modes(case, mode):
-    with MODES[mode]():
+    with mode():
         check(*case)
 
 
