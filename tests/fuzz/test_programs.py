@@ -12,7 +12,7 @@ from programs import Program, draw
 from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
-COUNT = int(os.environ.get("RANKAX_PROGRAMS", "24"))
+COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
 
 
 def seeds(first, count, *, at_each_run):
