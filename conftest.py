@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Settings of the test session: strict JAX, how it compiles, and the Hypothesis budgets."""
 
+import gc
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 # What is silently promoted here would hide a wrong batch axis or a lost dtype.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What a trace leaves is hardly ever a cycle; to look for them takes a twentieth of the time.
+gc.set_threshold(50_000, 20, 100)
 
 # In CI a failure must come from the change, not from the draw. More of what each run repeats finds
 # little, so there are fewer; at home, and in the fuzzer, each run draws others.
