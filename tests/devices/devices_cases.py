@@ -1087,24 +1087,41 @@ def buckets_are_filled_up_and_shared(mesh):
     same(filled.with_options(devices="all")(x, W), jax.vmap(scalar, (0, None))(X[: mesh.size], W))
 
 
-# Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it.
+# Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it: as one
+# kernel with an output for each, and with an argument for each, for a gradient is then that of one.
 
 FRONT_ENDS = {
-    "chunked_vmap": (lambda f: chunked_vmap(f, 2), lambda f: f),
-    "auto_vmap": (lambda f: auto_vmap(1, chunk_size=4)(f), lambda f: f),
-    "chunked_reduce": (lambda f: chunked_reduce(f, "max", 2), lambda f: over_rows(f, jnp.max)),
+    "chunked_vmap": (lambda f: chunked_vmap(f, 2), lambda out: out),
+    "auto_vmap": (lambda f: auto_vmap(1, chunk_size=4)(f), lambda out: out),
+    "chunked_reduce": (lambda f: chunked_reduce(f, "max", 2), lambda out: jnp.max(out, axis=0)),
 }
 
 
-def over_rows(f, reduce):
-    return lambda x: jax.tree.map(lambda out: reduce(out, axis=0), f(x))
+def all_kinds(v):
+    return {kind: KINDS[kind](v[kind]) for kind in v}
 
 
-def gradient(f):
-    def loss(x):
-        return sum(jnp.sin(out).sum() for out in jax.tree.leaves(f(x)))
+def of_kinds(mesh, kinds):
+    return dict.fromkeys(kinds, data(6 * mesh.size, 3) + 1.5)
 
-    return jax.grad(loss)
+
+@functools.cache
+def plain_values(mesh, kinds):
+    """Return what each front end should find, computed on one device."""
+
+    def values(x):
+        out = jax.vmap(all_kinds)(x)
+        return {name: jax.tree.map(reduce, out) for name, (_, reduce) in FRONT_ENDS.items()}
+
+    with outside(mesh):
+        return jax.tree.map(np.asarray, jax.jit(values)(of_kinds(mesh, kinds)))
+
+
+def same_kinds(found, want):
+    for name, of_each in found.items():
+        for kind, out in of_each.items():
+            with naming((name, kind)):
+                same(out, want[name][kind], rtol=1e-3)
 
 
 def lacks_gradient(kind):
@@ -1112,50 +1129,65 @@ def lacks_gradient(kind):
     return kind in WITHOUT_GRADIENT or (kind == "sort" and jax.__version_info__ < (0, 12))
 
 
-def check_kernels(mesh, kinds, *, of_gradient=False):
-    """Compile the maps of all kinds as one program, and compare it with one on one device.
+def check_kernels(mesh, kinds):
+    """Compare compiled calls; the front ends that map differ only in what they accept."""
+    x = put(mesh, of_kinds(mesh, kinds), "d")
+    for enter, *names in (
+        (contextlib.nullcontext(), "chunked_vmap", "chunked_reduce"),
+        (ENTER(mesh), "auto_vmap", "chunked_reduce"),
+    ):
+        maps = {name: FRONT_ENDS[name][0](all_kinds) for name in names}
+        with enter:
+            found = jax.jit(lambda x, maps=maps: {name: f(x) for name, f in maps.items()})(x)
+            same_kinds(found, plain_values(mesh, kinds))
 
-    A gradient takes several times as long, so it is that of two front ends, with the mesh entered.
-    """
-    front_ends, wrap, entered = FRONT_ENDS, lambda f: f, (contextlib.nullcontext(), ENTER(mesh))
-    if of_gradient:
-        kinds = [kind for kind in kinds if not lacks_gradient(kind)]
-        front_ends = {name: FRONT_ENDS[name] for name in ("chunked_vmap", "chunked_reduce")}
-        wrap, entered = gradient, entered[1:]
-    x = data(6 * mesh.size, 3) + 1.5
-    ours, plain = {}, {}
-    for kind in kinds:
-        for name, (front, reference) in front_ends.items():
-            ours[kind, name] = wrap(front(KINDS[kind]))
-            plain[kind, name] = wrap(reference(jax.vmap(KINDS[kind])))
 
-    def run(maps, x):
-        return [f(x) for f in maps.values()]
+def check_gradients(mesh, kinds, apart):
+    """Compare gradients of maps, of one item, and of outputs ``apart``, each that of its own item."""
+    x = of_kinds(mesh, [kind for kind in kinds if not lacks_gradient(kind)])
+
+    def gradients(mapped, best, largest, x):
+        def of_apart(x):
+            return [largest({kind: x[kind]}) for kind in apart]
+
+        def loss(x, f):
+            return sum(jnp.sin(out).sum() for out in jax.tree.leaves(f(x)))
+
+        calls = {"map": mapped, "Best": best, "max": of_apart}
+        return {name: jax.grad(loss)(x, f) for name, f in calls.items()}
+
+    plain = jax.vmap(all_kinds)
+
+    def plain_best(x):
+        out = plain(x)
+        return jax.tree.map(lambda leaf: leaf[jnp.argmin(out["einsum"])], out)
+
+    def plain_max(x):
+        return jax.tree.map(lambda out: jnp.max(out, axis=0), plain(x))
 
     with outside(mesh):
-        want = jax.jit(functools.partial(run, plain))(x)
-    for enter in entered:
-        with enter:
-            got = jax.jit(functools.partial(run, ours))(put(mesh, x, "d"))
-            for label, a, b in zip(ours, got, want, strict=True):
-                with naming(label):
-                    same(a, b, rtol=1e-3)
+        want = jax.jit(functools.partial(gradients, plain, plain_best, plain_max))(x)
+    with ENTER(mesh):
+        reduced = functools.partial(chunked_reduce, all_kinds, chunk_size=2)
+        calls = chunked_vmap(all_kinds, 2), reduced(rd.Best("einsum")), reduced("max")
+        same_kinds(jax.jit(functools.partial(gradients, *calls))(put(mesh, x, "d")), want)
 
 
 @case
 def some_kernels_on_an_explicit_mesh(mesh):
     check_kernels(mesh, ("scan", "nested chunked_vmap", "key"))
-    check_kernels(mesh, ("jit", "scan"), of_gradient=True)
+    check_gradients(mesh, ("jit", "scan", "einsum"), ("jit", "scan"))
 
 
 @case
 def every_kernel_on_an_explicit_mesh(mesh):
-    check_kernels(mesh, KINDS)
+    check_kernels(mesh, tuple(KINDS))
 
 
 @case
 def every_gradient_on_an_explicit_mesh(mesh):
-    check_kernels(mesh, KINDS, of_gradient=True)
+    apart = ("switch", "nested chunked_vmap", "custom_vjp", "linalg", "key", "pytree")
+    check_gradients(mesh, KINDS, apart)
 
 
 @case
@@ -1206,19 +1238,16 @@ def other_calls_on_an_explicit_mesh(mesh):
 
 @case
 def eager_calls_on_an_explicit_mesh(mesh):
-    x = data(6 * mesh.size, 3) + 1.5
-    for kind, kernel in KINDS.items():
-        for front, reference in FRONT_ENDS.values():
-            with outside(mesh):
-                want = jax.tree.map(np.asarray, jax.jit(reference(jax.vmap(kernel)))(x))
-            for enter in (contextlib.nullcontext(), ENTER(mesh)):
-                with enter:
-                    got = front(kernel)(put(mesh, x, "d"))
-                    same(got, want, rtol=1e-3)
-                    for out in jax.tree.leaves(got):
-                        entries = ("d",) if out.shape[:1] == x.shape[:1] else ()
-                        sharding = NamedSharding(mesh, P(*entries))
-                        assert out.sharding.is_equivalent_to(sharding, out.ndim), kind
+    x = put(mesh, of_kinds(mesh, KINDS), "d")
+    want = plain_values(mesh, tuple(KINDS))
+    for name, (front, _) in FRONT_ENDS.items():
+        spread = NamedSharding(mesh, P() if name == "chunked_reduce" else P("d"))
+        for enter in (contextlib.nullcontext(), ENTER(mesh)):
+            with enter:
+                found = front(all_kinds)(x)
+                same_kinds({name: found}, want)
+                for path, out in jax.tree.leaves_with_path(found):
+                    assert out.sharding.is_equivalent_to(spread, out.ndim), path
 
 
 def run(name, kind, devices):
