@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -359,28 +360,33 @@ def processes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["map", "reduce"])
-def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, kind, monkeypatch, processes):
-    monkeypatch.setattr(_cut, "_LEAST", 100)  # as in the other process
-    chance = random.Random(28)
-    for _ in range(20):
-        begun = processes.Event()
-        process = processes.Process(
-            target=stream_child.run_slowly, args=(kind, tmp_path / "a.zarr", begun)
-        )
-        process.start()
-        assert begun.wait(120)
-        time.sleep(chance.uniform(0, 0.15))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL  # it was not at its end
-    assert 10 < len(files(tmp_path / "a.zarr")) < 250
-    got = stream_child.run(kind, tmp_path / "a.zarr")
-    stream_child.run(kind, tmp_path / "b.zarr")
-    assert files(tmp_path / "a.zarr") == files(tmp_path / "b.zarr")
+def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(_cut, "_LEAST", 100)  # as in the other processes
+
+    def kill(kind):
+        chance = random.Random(28)
+        for _ in range(20):
+            begun = processes.Event()
+            process = processes.Process(
+                target=stream_child.run_slowly, args=(kind, tmp_path / kind, begun)
+            )
+            process.start()
+            assert begun.wait(120)
+            time.sleep(chance.uniform(0, 0.12))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL  # it was not at its end
+
+    with ThreadPoolExecutor() as threads:  # for they sleep most of the time
+        list(threads.map(kill, stream_child.KERNELS))
+    for kind, kernel in stream_child.KERNELS.items():
+        assert 10 < len(files(tmp_path / kind)) < 250
+        got = stream_child.run(kind, tmp_path / kind)
+        stream_child.run(kind, tmp_path / f"{kind} at once")
+        assert files(tmp_path / kind) == files(tmp_path / f"{kind} at once")
+        x, y = stream_child.points()
+        assert_same(values(got), kernel(x[:, None], y))
     assert not list(tmp_path.rglob("*.partial"))
-    x, y = stream_child.points()
-    assert_same(values(got), stream_child.KERNELS[kind](x[:, None], y))
 
 
 def test_a_store_that_exists_is_never_overwritten(tmp_path):
