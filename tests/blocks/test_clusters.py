@@ -106,17 +106,16 @@ def spec(tmp_path):
 def test_cubed_in_processes(store, spec):
     t = cubed.from_zarr(store, spec=spec)
     executor = create_executor("processes", {"max_workers": 2})
-    got = heat(P, t)
-    want = heat(P, T)
-    np.testing.assert_allclose(got["theta"].compute(executor=executor), want["theta"], rtol=1e-5)
-    best = hottest(P, t).compute(executor=executor)
+    theta, best = cubed.compute(heat(P, t)["theta"], hottest(P, t), executor=executor)
+    np.testing.assert_allclose(theta, heat(P, T)["theta"], rtol=1e-5)
     assert int(best) == int(hottest(P, T))
 
 
 def test_cubed_resumes_without_evaluating_a_block_again(store, spec, tmp_path):
     done, permission = tmp_path / "done", tmp_path / "go"
     done.mkdir()
-    executor = create_executor("processes", {"max_workers": 2})
+    processes = create_executor("processes", {"max_workers": 2})
+    here = create_executor("threads")  # what resumes may be another process
     t = cubed.map_blocks(traced, cubed.from_zarr(store, spec=spec), dtype=T.dtype, folder=str(done))
     theta = heat(P, t)["theta"]
     # cubed takes up where an operation ended; this makes the next one another operation.
@@ -127,12 +126,12 @@ def test_cubed_resumes_without_evaluating_a_block_again(store, spec, tmp_path):
         permission=str(permission),
     )
     with pytest.raises(RuntimeError, match="not yet"):
-        lazy.compute(executor=executor)
+        lazy.compute(executor=processes)
     first = len(pids(done))
     assert first >= 6  # one for each block; cubed may try one of them again
     permission.touch()
-    got = lazy.compute(executor=executor, resume=True)
+    got = lazy.compute(executor=here, resume=True)
     assert len(pids(done)) == first
     np.testing.assert_allclose(got, heat(P, T)["theta"], rtol=1e-5)
-    lazy.compute(executor=executor)
-    assert len(pids(done)) == 2 * first  # without it every block is evaluated again
+    lazy.compute(executor=here)
+    assert len(pids(done)) >= first + 6  # without it every block is evaluated again
