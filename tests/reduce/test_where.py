@@ -35,7 +35,7 @@ from rankax.reductions import (
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
 
 DRAW = np.random.default_rng(3).normal
-Y, W = (DRAW(size=size).astype("float32") for size in ((23, 3), 23))
+Y, W = (DRAW(size=size).astype("float32") for size in ((24, 3), 24))
 # The last row is nan throughout, in the derivative too. The others have a 0/0 where points meet.
 X = np.concatenate([Y[[3, 20]], Y[:1] + 1, np.full_like(Y[:1], np.nan)])
 Y[7] = Y[3]
@@ -43,7 +43,7 @@ COUNTS = np.any(X[:, None] != Y, axis=-1)
 X, Y, W = map(jnp.asarray, (X, Y, W))
 ARGS = X[:, None], Y, W
 COUNTS[-1] = False
-SIZES = [5, *map(slow, (None, 1, 23, 50))]  # 50: two rows in flight
+SIZES = [8, *map(slow, (5, None, 1, 50))]  # 5 leaves a remainder; 50: two rows in flight
 
 
 def pair(x, y, w):
@@ -177,14 +177,14 @@ def test_values_and_gradients(size):
     assert not any(np.isnan(x).any() for x in gradient)
 
 
-@pytest.mark.parametrize("name", ["sum", *map(slow, FLOATS[1:])])
+@pytest.mark.parametrize("name", ["sum", *map(slow, sorted({*FLOATS} - {"sum", "max"}))])
 def test_second_derivatives(name):
     def pushed(fun):
         gradient = jax.grad(lambda y, w: finite(fun(ARGS[0], y, w, (name,))), (0, 1))
         back = jax.grad(lambda y, w: sum(map(finite, gradient(y, w))), (0, 1))
         return jax.jvp(gradient, (Y, W), (jnp.cos(Y), jnp.sin(W)))[1], back(Y, W)
 
-    got = jax.jit(lambda: pushed(functools.partial(found, size=5)))()
+    got = jax.jit(lambda: pushed(functools.partial(found, size=8)))()
     want = jax.jit(lambda: pushed(expected))()
     assert_same(got, want, rtol=2e-3, atol=1e-3)
 
@@ -248,7 +248,7 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
     def masked(values, counts):
         return chunked_reduce(Out, Out(reduce, "any"), size, where="ok")(values, counts).value
 
-    plain = jax.jit(chunked_reduce(lambda x: x, reduce, size))
+    plain = jax.jit(chunked_reduce(lambda x: x, reduce, None))
     for bad in worst:
         values = np.asarray([worst[0], bad, worst[1], bad, bad, worst[1], bad]).astype(dtype)
         counts = np.array([False, True, False, True, True, False, True])
