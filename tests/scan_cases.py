@@ -61,6 +61,13 @@ def loss_and_gradient(scan):
     return jax.jit(jax.value_and_grad(loss, has_aux=True, allow_int=True))
 
 
+def outputs_and_loss(scan):
+    """Compile what a scan returns, then the same by the gradient of a loss, in one program."""
+    return jax.jit(
+        lambda inputs, weights: (scan(*inputs), loss_and_gradient(scan)(inputs, weights))
+    )
+
+
 @functools.cache
 def loss_and_gradient_of_scan(length, reverse):
     """Compile the same for `jax.lax.scan`, once for all slices and chunks of it."""
@@ -106,6 +113,15 @@ TRANSFORMATIONS = {
     "grad of jit": lambda f: jax.grad(jax.jit(f), (0, 1)),
     "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
 }
+
+
+def traced(f):
+    """Trace ``f`` under jit, without a program to compile."""
+    return functools.partial(jax.eval_shape, jax.jit(f))
+
+
+def traced_hessian(f):
+    return traced(jax.hessian(f))
 
 
 def here(f):
