@@ -278,7 +278,7 @@ def test_chunked_reduce_keeps_to_it(reduction):
     assert_same(jax.jit(few)(X), want, rtol=1e-3, atol=1e-4)
     assert_same(mapped("1 GB", chunk_size=5)(X), want, rtol=1e-3, atol=1e-4)
     one = np.asarray(X)[:1]
-    assert_same(mapped(MB)(one), plain(one))
+    assert_same(jax.jit(mapped(MB))(one), plain(one))
 
 
 def test_a_collective_over_an_outer_axis_is_refused():
