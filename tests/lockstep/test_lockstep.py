@@ -319,7 +319,7 @@ def test_only_items_that_count_are_reduced(reduction):
         return {"y": newton(x), "ok": x.astype(jnp.int32) % 3 == 0}
 
     options = {"reduce": reduction, "where": "ok", "chunk_size": 4}
-    got = auto_vmap(x=0, lockstep=False, **options)(kernel)(X)
+    got = jax.jit(auto_vmap(x=0, lockstep=False, **options)(kernel))(X)
     assert_same(got, jax.jit(auto_vmap(x=0, **options)(kernel))(X))
 
 

@@ -221,11 +221,11 @@ def test_the_mask_may_have_an_entry_of_its_own():
 
     reduce = {"a": Mean(where="odd"), "ok": "sum", "odd": None}
     for size in (None, 2):
-        by_option = chunked_reduce(kernel, reduce, size, where="ok")(DATA, KEPT)
+        by_option = jax.jit(chunked_reduce(kernel, reduce, size, where="ok"))(DATA, KEPT)
         assert_same(by_option["a"], jnp.mean(jnp.array([3.0, 2.0, 0.5])))
         assert_same(by_option["ok"], jnp.int32(5))
         np.testing.assert_array_equal(by_option["odd"], KEPT & (DATA > 0))
-        assert chunked_reduce(kernel, reduce, size)(DATA, KEPT)["ok"] == 5
+        assert jax.jit(chunked_reduce(kernel, reduce, size))(DATA, KEPT)["ok"] == 5
 
 
 @pytest.mark.parametrize("dtype", ["int8", slow("uint32"), "bool", "float16", "complex64"])
