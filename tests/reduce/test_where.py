@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import REMAT3, primitives, slow
 from helpers import assert_same as assert_equal
-from helpers import primitives, slow
 from rankax import SplitKey, auto_vmap, chunked_reduce, reductions, sliced_scan
 from rankax.reductions import (
     All,
@@ -456,7 +456,8 @@ def test_a_mask_takes_no_memory(reduce):
         plain = temporaries(rows, items, gradient=gradient)
         assert plain < 1_500_000
         masked = temporaries(rows, items, gradient=gradient, where="ok")
-        assert masked < 1.05 * plain + 100 * rows + 10 * items
+        most = 2 if REMAT3 else 1.05  # the next checkpoint holds more arrays of a chunk
+        assert masked < most * plain + 100 * rows + 10 * items
 
 
 def test_only_a_derivative_looks_for_an_item_that_counts():
