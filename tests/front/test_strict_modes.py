@@ -147,9 +147,9 @@ def test_compiled_calls_transfer_nothing(case):
 
 # A step of the first runs outside of any loop, and JAX transfers the constants of eager operations.
 # With the next checkpoint, a scan is such an operation, and its index of a step starts as one.
-WITH_CONSTANTS = {"sliced_scan, checkpoint"} | (
-    {"sliced_scan", "checkpoint_chunked_scan"} if REMAT3 else set()
-)
+WITH_CONSTANTS = ["sliced_scan, checkpoint"]
+if REMAT3:
+    WITH_CONSTANTS += ["sliced_scan", "checkpoint_chunked_scan"]
 EAGER = {name: case for name, case in CASES.items() if name not in WITH_CONSTANTS}
 
 
