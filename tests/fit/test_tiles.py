@@ -73,10 +73,6 @@ def of_three(x):
     return jnp.sum(x[:3] ** 2)
 
 
-def rows_of_three(x):
-    return jnp.sum(jnp.sum(x.reshape(-1, 3), axis=-1) ** 2)
-
-
 def in_a_loop(x):
     return lax.fori_loop(0, 8, lambda _, x: x + distances(x) / (1 + jnp.sum(x**2, axis=-1))[0], x)
 
