@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BatchShapeError", "CoreDimensionError", "RankError"]
-
 
 class RankError(ValueError):
     """A leaf has fewer axes than the rank declared for it."""

@@ -28,8 +28,6 @@ from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
 from rankax._reduce.where import checked_where
 
-__all__ = ["DEFAULTS", "Given", "Options", "checked_options", "options", "options_of", "resolve"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

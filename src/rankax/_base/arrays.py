@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["counted", "is_staged", "scalar", "zeros"]
-
 
 class _StagedError(Exception):
     """Raised instead of adding a step to a program that is being traced."""

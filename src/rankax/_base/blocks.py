@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["InBlocksError", "blocks_of", "in_blocks"]
-
 # The module and the classes of each package. The arrays of `_blocks/on_<package>.py` are here too.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),

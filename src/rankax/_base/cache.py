@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["Kept"]
-
 V = TypeVar("V")
 
 

@@ -12,15 +12,6 @@ import numpy as np
 
 from rankax._base.words import listed, table
 
-__all__ = [
-    "check_bool",
-    "check_callable",
-    "check_no_ref",
-    "checked_int",
-    "common_length",
-    "positive_int",
-]
-
 
 def positive_int(value: Any, function: str, name: str) -> int:
     """Return ``value`` as a positive ``int``; the error names the function and the parameter."""

@@ -8,8 +8,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["caller_level", "function_location", "function_name", "unwrapped"]
-
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside partials and wrappers."""

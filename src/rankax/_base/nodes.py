@@ -9,8 +9,6 @@ from typing import Any
 import jax
 from jax.tree_util import FlattenedIndexKey, keystr
 
-__all__ = ["Child", "children_of", "field_names", "flatten_once", "is_leaf", "keyed_children"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Child:

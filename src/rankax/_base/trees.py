@@ -15,17 +15,6 @@ from rankax._base.functions import function_location
 from rankax._base.nodes import Child, children_of, field_names, is_leaf, keyed_children
 from rankax._base.words import listed, plural, with_article
 
-__all__ = [
-    "ByKey",
-    "Items",
-    "Node",
-    "check_outputs",
-    "entries",
-    "leaves_with_names",
-    "spread_prefix",
-    "subtrees_with_entries",
-]
-
 # The keys of `entries` below are those that JAX prints in a path: "[0]", "['mass']", ".rotation".
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["listed", "plural", "shortened", "table", "with_article"]
-
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 axis``, ``2 core axes``, ``3 leaves``."""

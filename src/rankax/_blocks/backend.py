@@ -21,16 +21,6 @@ from typing import Any, NamedTuple, Protocol
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
-__all__ = [
-    "Backend",
-    "Batch",
-    "BatchChunks",
-    "BlockReduction",
-    "Input",
-    "blockwise_arguments",
-    "gufunc_signature",
-]
-
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
 

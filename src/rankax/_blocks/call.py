@@ -42,8 +42,6 @@ from rankax._call.kernel import Kernel
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.run import Reductions
 
-__all__ = ["call_on_blocks"]
-
 
 def call_on_blocks(
     kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["checked_dtype", "in_native_order"]
-
 
 def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
     """Return a dtype in native byte order, or say why JAX cannot compute with it.

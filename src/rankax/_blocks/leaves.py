@@ -20,8 +20,6 @@ from rankax._call.bind import BoundKernel
 from rankax._call.kernel import Kernel
 from rankax._plan.leaves import leaf_plan
 
-__all__ = ["block_leaves", "package_of_call"]
-
 
 def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
     """Return the package of the arrays in blocks.

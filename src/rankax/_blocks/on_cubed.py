@@ -28,8 +28,6 @@ from rankax._blocks.backend import (
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
-__all__ = ["BACKEND"]
-
 # Imported by name because a type checker need not have cubed installed.
 cubed: Any = importlib.import_module("cubed")
 # What `cubed.apply_gufunc` is built on; cubed has no public way to change the length of a block.

@@ -23,8 +23,6 @@ from rankax._blocks.backend import (
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 
-__all__ = ["BACKEND"]
-
 # Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")
 

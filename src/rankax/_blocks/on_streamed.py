@@ -19,8 +19,6 @@ from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
 from rankax._plan.levels import Shape
 
-__all__ = ["BACKEND", "STATES", "Stage", "Streamed"]
-
 STATES = "_rankax/states"  # the array of a store that is not a result
 
 

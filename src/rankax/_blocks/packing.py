@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Array", "Packing"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -33,17 +33,6 @@ from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
 
-__all__ = [
-    "CONFIG",
-    "Leaf",
-    "MapBlock",
-    "MergeStates",
-    "OnBlocks",
-    "ResultOfStates",
-    "Setup",
-    "StateOfBlock",
-]
-
 _MOST_KEPT = 128  # programs
 
 

@@ -21,17 +21,6 @@ from rankax._declare.dims import Rank
 from rankax._options import DEFAULTS
 from rankax._plan.levels import Shape
 
-__all__ = [
-    "arrays_of",
-    "bind_arguments",
-    "check_key",
-    "check_method",
-    "converted",
-    "is_array",
-    "is_number",
-    "rebind_arguments",
-]
-
 
 def bind_arguments(
     kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -41,8 +41,6 @@ from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
 from rankax._plan.splits import Split
 
-__all__ = ["BoundKernel", "bind", "flatten", "rebind"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Structure:

@@ -28,8 +28,6 @@ from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._trace.item import ItemProgram, trace_item, with_shape
 
-__all__ = ["Bound", "planned_reduction"]
-
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.
 @dataclasses.dataclass(eq=False)

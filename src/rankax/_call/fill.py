@@ -37,8 +37,6 @@ from rankax._plan.levels import Shape
 from rankax._reduce.protocol import FILL, Keep, Reduction
 from rankax._reduce.winners import TopK
 
-__all__ = ["cut", "fill_up", "filled", "marked", "weakened", "with_places"]
-
 
 def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
     """Return a call with its batch filled up, as shapes; the call itself if there is no bucket.

@@ -10,8 +10,6 @@ from rankax._base.functions import function_name
 from rankax._declare.ranks import Declaration
 from rankax._options import Options, resolve
 
-__all__ = ["Kernel", "keep"]
-
 _MOST_KEPT = 1024  # structures per kernel, and plans per structure
 
 

@@ -23,8 +23,6 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
 from rankax._trace.item import checked_output_axes, is_axis
 
-__all__ = ["BoundAxes", "MappedAxes", "bind_axes", "checked_axes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MappedAxes:

@@ -26,8 +26,6 @@ from rankax._plan.splits import Split
 from rankax._progress.bars import Progress
 from rankax._reduce.run import Reduced, Reductions, reduce_row
 
-__all__ = ["Nest", "nest_of"]
-
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
 

@@ -36,8 +36,6 @@ from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram
 
-__all__ = ["Begins", "Layout", "is_mergeable", "map_parts", "mergeable_parts", "reduce_parts"]
-
 Leaves = list[Any]
 Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 

@@ -56,8 +56,6 @@ from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, has_order
 
-__all__ = ["cut_axes", "parts_of", "plan_of", "prepare", "run"]
-
 
 class Prepared(NamedTuple):
     """What a call will do."""

@@ -30,8 +30,6 @@ from rankax._declare.hints import (
 )
 from rankax._declare.split_key import SplitKey, key_rank, marked
 
-__all__ = ["Unpacked", "annotated_ranks", "silent_parameters"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Unpacked:

@@ -12,16 +12,6 @@ from rankax._base.trees import Items
 from rankax._base.words import plural
 from rankax._declare.annotations import Unpacked
 
-__all__ = [
-    "ANNOTATED",
-    "SYNONYMS",
-    "bind_ranks",
-    "items_of_args",
-    "lacks_rest",
-    "positional_names",
-    "with_rest",
-]
-
 Parameter = inspect.Parameter
 ANNOTATED = object()  # placeholder for the rank of the other items, which the annotation declares
 

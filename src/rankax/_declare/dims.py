@@ -15,8 +15,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Dim", "NoSize", "Rank", "parse_dims"]
-
 _FUNCTIONS = {"abs": abs, "int": int, "max": max, "min": min, "round": round}
 
 

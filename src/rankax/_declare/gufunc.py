@@ -14,8 +14,6 @@ from rankax._base.words import plural
 from rankax._declare.binding import items_of_args, positional_names
 from rankax._declare.dims import Dim, Rank, parse_dims
 
-__all__ = ["from_gufunc", "to_gufunc"]
-
 _GROUP = re.compile(r"\(([^()]*)\)")
 _SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
 _CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")

@@ -15,16 +15,6 @@ from typing import Any
 from rankax._base.functions import unwrapped
 from rankax._declare.split_key import marked
 
-__all__ = [
-    "Names",
-    "UnresolvedError",
-    "alias_of",
-    "field_hints",
-    "hints_and_names",
-    "resolved",
-    "value_of",
-]
-
 _QUALIFIERS = {
     typing.Annotated,
     typing.Final,

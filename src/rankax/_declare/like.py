@@ -11,8 +11,6 @@ import numpy as np
 
 from rankax._base.nodes import children_of, field_names, flatten_once, is_leaf
 
-__all__ = ["ranks_like"]
-
 
 def ranks_like(item: Any) -> Any:
     """Return the ranks of an example of one item, as `auto_vmap` takes them.

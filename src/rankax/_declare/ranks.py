@@ -27,8 +27,6 @@ from rankax._declare.dims import Dim, Rank, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.split_key import SplitKey, key_rank
 
-__all__ = ["Declaration", "declare", "ranks_of_leaves", "subtrees_with_ranks"]
-
 Parameter = inspect.Parameter
 
 

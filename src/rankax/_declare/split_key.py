@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 from rankax._declare.dims import Rank
 
-__all__ = ["SplitKey", "key_rank", "marked"]
-
 
 class SplitKey:
     r"""The rank of a key that is split: each item of the batch gets a key of its own.

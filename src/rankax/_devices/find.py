@@ -27,8 +27,6 @@ from rankax._base.words import listed, plural
 from rankax._devices.parts import Parts, entry_names, type_of_axis
 from rankax._devices.place import Devices, named
 
-__all__ = ["find_parts", "inside", "is_spread", "on_mesh"]
-
 # JAX 0.7 has another name for the first and lacks the second: in `jit`, the caller sets the mesh.
 _set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
 _use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)

@@ -42,8 +42,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import counted, is_staged
 
-__all__ = ["Parts", "entry_names", "gathered", "join", "over_parts", "overlapped", "type_of_axis"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Parts:

@@ -24,8 +24,6 @@ from rankax._base.checks import positive_int
 from rankax._base.words import plural
 from rankax._devices.parts import Parts, overlapped
 
-__all__ = ["Devices", "checked_devices", "committed_elsewhere", "named", "put"]
-
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None
 
 _overlapped = jax.jit(overlapped, static_argnums=(1, 2))

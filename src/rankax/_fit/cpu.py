@@ -40,17 +40,6 @@ import jax.numpy as jnp
 from rankax._plan.levels import Tiles
 from rankax._trace.programs import Literal, subprograms
 
-__all__ = [
-    "COSTS",
-    "NO_LIBRARY",
-    "Costs",
-    "Work",
-    "best_tiles",
-    "pays_to_store",
-    "tiles_matter",
-    "work_of",
-]
-
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
 _LARGEST = 4096  # items; a larger tile is no faster

@@ -29,16 +29,6 @@ from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._trace.derivatives import has_tangent, of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
-__all__ = [
-    "LimitedCall",
-    "Program",
-    "fit_once",
-    "fit_to_limit",
-    "free_bytes",
-    "gradient_bytes",
-    "shape_of",
-]
-
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call
 # as a function of constants and arrays, and the shapes of the arrays.
 Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], Sequence[Any]]]

@@ -36,8 +36,6 @@ from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned
 from rankax._tune.table import Tuning
 
-__all__ = ["auto_vmap"]
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)

@@ -31,8 +31,6 @@ from rankax._reduce.row import index_dtype
 from rankax._reduce.run import read_reductions
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["Jacobian"]
-
 Leaves = list[Any]
 
 

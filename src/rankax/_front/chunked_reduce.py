@@ -17,8 +17,6 @@ from rankax._call.run import run
 from rankax._options import options_of
 from rankax._reduce.run import read_reductions
 
-__all__ = ["chunked_reduce"]
-
 
 def chunked_reduce(
     fun: Callable[..., Any],

@@ -15,8 +15,6 @@ from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
 from rankax._options import options_of
 
-__all__ = ["chunked_vmap"]
-
 
 def chunked_vmap(
     fun: Callable[..., Any],

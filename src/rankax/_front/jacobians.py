@@ -17,8 +17,6 @@ from rankax._front.basis import Jacobian
 from rankax._options import Options, options_of
 from rankax._reduce.run import read_reductions
 
-__all__ = ["chunked_hessian", "chunked_jacfwd", "chunked_jacrev"]
-
 
 def _jacobian(
     transform: functools.partial[Any],

@@ -31,8 +31,6 @@ from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._progress.bars import wait_for_reports
 
-__all__ = ["JitKernel"]
-
 
 class _Frame(NamedTuple):
     """The static part of a call, by which `jax.jit` looks up the compiled program."""

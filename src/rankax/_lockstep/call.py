@@ -41,8 +41,6 @@ from rankax._progress.report import Reports
 from rankax._trace.derivatives import has_tangent
 from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
 
-__all__ = ["check_lanes", "most_lanes", "walk_in_lanes"]
-
 _REPORTS = 50
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 

@@ -30,8 +30,6 @@ from rankax._base.arrays import counted, scalar, zeros
 from rankax._lockstep.machine import Env, Machine, Slot, State, differs, run_ops, value_of
 from rankax._loop.access import carried_with
 
-__all__ = ["Engine", "Output"]
-
 # Measured by benchmarks/lockstep.py.
 _SHARE = 10  # one lane in ten
 _STEPS = 2  # of a loop, between two counts of the lanes that have left it

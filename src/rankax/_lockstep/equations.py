@@ -12,8 +12,6 @@ from jax import lax
 
 from rankax._trace.programs import ClosedJaxpr, evaluate, subprograms
 
-__all__ = ["called", "cost", "evaluator", "harmed", "is_minor", "split_loop", "take_rows"]
-
 _TRIPS = 16  # of a loop of unknown length
 
 

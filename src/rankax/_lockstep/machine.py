@@ -41,8 +41,6 @@ from rankax._lockstep.equations import (
 )
 from rankax._trace.programs import Literal
 
-__all__ = ["Machine", "Slot", "State", "cut_program", "differs", "run_ops", "value_of"]
-
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
 _RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve"}

@@ -40,22 +40,6 @@ from jax.sharding import AxisType, PartitionSpec
 from rankax._base.arrays import scalar
 from rankax._plan.chunks import Chunks
 
-__all__ = [
-    "as_chunk",
-    "as_row",
-    "carried_with",
-    "first_start",
-    "flatten_items",
-    "is_stack",
-    "join_chunks",
-    "next_start",
-    "stack_chunks",
-    "take_chunk",
-    "use_once",
-    "widen",
-    "write_chunk",
-]
-
 
 T = TypeVar("T")
 

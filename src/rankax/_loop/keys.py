@@ -28,8 +28,6 @@ from rankax._base.arrays import counted, scalar
 from rankax._plan.levels import Level, Shape
 from rankax._plan.splits import Split
 
-__all__ = ["PLACE", "add_places", "index_without_fill", "item_key", "number_items", "vmap_level"]
-
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"
 

@@ -15,8 +15,6 @@ from rankax._loop.reuse import map_chunks
 from rankax._loop.spec import LoopSpec
 from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
-__all__ = ["map_level", "mapped_arrays", "places_of", "trace_level"]
-
 
 def map_level(fun: Callable[..., Any], spec: LoopSpec) -> Callable[..., Any]:
     """Return ``fun``, which takes arrays and returns a list of them, mapped over one level.

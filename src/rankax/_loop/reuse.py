@@ -53,8 +53,6 @@ from rankax._trace.fingerprint import (
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
 
-__all__ = ["call_of_kernel", "is_eager", "map_chunks", "run_kept"]
-
 # A program as a function of the program of one item and of arrays.
 Program = Callable[[ItemProgram, list[Any]], Any]
 

@@ -29,8 +29,6 @@ from rankax._loop.access import as_row, is_stack, join_chunks, write_chunk
 from rankax._plan.chunks import Chunks
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["Each", "Last", "Sink", "Stack", "Write", "sink_for"]
-
 
 class Sink:
     """What a loop asks of one output, or of all. A sink without a carry or rows returns None."""

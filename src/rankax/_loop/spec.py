@@ -15,8 +15,6 @@ from typing import Any
 from rankax._plan.chunks import Chunks
 from rankax._progress.bars import Progress
 
-__all__ = ["LoopSpec"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LoopSpec:

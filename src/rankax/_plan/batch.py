@@ -11,8 +11,6 @@ from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 from rankax._plan.text import ends_lines, leaf_table, legend, level_sentence, untouched_line
 
-__all__ = ["BatchPlan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:

@@ -13,8 +13,6 @@ from typing import Any
 from rankax._declare.dims import Dim, Rank
 from rankax._plan.levels import Shape
 
-__all__ = ["Clash", "bind_sizes", "broadcast"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Clash:

@@ -8,8 +8,6 @@ from typing import Any
 
 from rankax._base.checks import checked_int
 
-__all__ = ["Bucket", "bucket_of", "checked_bucket"]
-
 Bucket = bool | tuple[int, ...]
 
 _RATIO = 1.25  # of one length to the next, so that at most a fifth of the items are copies

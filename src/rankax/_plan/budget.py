@@ -14,8 +14,6 @@ from typing import Any
 from rankax._base.checks import checked_int
 from rankax._plan.chunks import even_chunk_size
 
-__all__ = ["Cost", "MemoryFit", "checked_limit", "fit_chunk", "limit_in_bytes", "shown_bytes"]
-
 _PREFIXES = ("", "k", "M", "G", "T")
 _UNITS = {
     **{f"{prefix}B".lower(): 1000**i for i, prefix in enumerate(_PREFIXES)},

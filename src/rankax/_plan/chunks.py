@@ -15,8 +15,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["Chunks", "even_chunk_size", "split_into_chunks", "split_into_tiles"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:

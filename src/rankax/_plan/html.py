@@ -14,8 +14,6 @@ from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 from rankax._plan.text import axis_cells, level_how
 
-__all__ = ["plan_html"]
-
 # JupyterLab right-aligns the cells of tables, stripes rows and greys code, with selectors of up to
 # two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
 # Three times the same class outranks those, and leaves !important to the user.

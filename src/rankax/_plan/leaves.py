@@ -6,8 +6,6 @@ import dataclasses
 from rankax._declare.dims import Rank
 from rankax._plan.levels import Shape
 
-__all__ = ["LeafPlan", "leaf_plan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:

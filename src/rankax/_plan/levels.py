@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from rankax._plan.chunks import Chunks, split_into_tiles
 
-__all__ = ["WHOLE_CHUNKS", "Level", "Shape", "Tiles", "plan_levels"]
-
 Shape = tuple[int, ...]
 
 

@@ -18,17 +18,6 @@ from rankax._plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels
 from rankax._plan.report import call_error
 from rankax._plan.splits import Split, plan_splits
 
-__all__ = [
-    "NO_ARRAY",
-    "InAxes",
-    "Nesting",
-    "PlannedReduction",
-    "plan_axis",
-    "plan_lanes",
-    "plan_nesting",
-    "unparted",
-]
-
 InAxes = tuple[int | None, ...]
 
 NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is

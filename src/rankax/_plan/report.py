@@ -16,8 +16,6 @@ from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
 from rankax._plan.text import untouched_line
 
-__all__ = ["call_error", "output_error"]
-
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown
 

@@ -10,8 +10,6 @@ from rankax._base.functions import function_location
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Shape
 
-__all__ = ["Split", "plan_splits"]
-
 _MOST_KEYS = 2**32  # jax.random.fold_in takes a number of 32 bits
 
 

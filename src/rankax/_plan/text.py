@@ -9,16 +9,6 @@ from rankax._base.words import plural, shortened, table
 from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
 
-__all__ = [
-    "axis_cells",
-    "ends_lines",
-    "leaf_table",
-    "legend",
-    "level_how",
-    "level_sentence",
-    "untouched_line",
-]
-
 
 def leaf_table(leaves: Sequence[LeafPlan], batch_shape: Shape) -> list[str]:
     """Return a row per leaf: words aligned to the left, lengths of batch axes to the right."""

@@ -25,8 +25,6 @@ import jax
 
 from rankax._base.arrays import is_staged
 
-__all__ = ["Progress", "checked_progress", "progress_of_call", "show", "wait_for_reports"]
-
 Target = str | Callable[[int, int], object]
 
 _SECONDS = 0.1  # between two updates of a display

@@ -32,8 +32,6 @@ from jax.interpreters import ad, batching, mlir
 
 from rankax._progress.bars import Progress, show
 
-__all__ = ["Reports"]
-
 # Of one loop. A debug callback costs 0.2 to 0.7 ms on a CPU whose caches hold a chunk's data, up to
 # 1 ms at worst. So a pass spends at most 50 ms on its reports: 1 % or less where 500 chunks take
 # 10 ms each. A loop of fewer steps reports each of them, because its steps may take minutes.

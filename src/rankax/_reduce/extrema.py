@@ -24,19 +24,6 @@ from rankax._reduce.states import (
     fill,
 )
 
-__all__ = [
-    "Arg",
-    "Top",
-    "best_keys",
-    "first_k",
-    "if_found",
-    "in_tiles",
-    "no_index",
-    "renumbered",
-    "sort_key",
-    "worst_value",
-]
-
 _MOST_IN_LANES = 8  # entries of `TopOfLanes`
 
 

@@ -17,8 +17,6 @@ from rankax._reduce.protocol import MisfitError, Outputs, Reduction
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Ordered, merge_neighbours
 
-__all__ = ["Fold"]
-
 
 class Fold(Reduction):
     """Any monoid: ``finish(merge(merge(identity, lift(item_0)), lift(item_1)) ...)``.

@@ -16,8 +16,6 @@ from rankax._reduce.protocol import MisfitError, Outputs, Reduction, wide
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, State, fill
 
-__all__ = ["Gram", "WeightedGram"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _ProductOf(Accumulator):

@@ -26,8 +26,6 @@ from rankax._reduce.protocol import Outputs, Reduction
 from rankax._reduce.row import index_dtype
 from rankax._reduce.run import Reduced, Reductions, RowProgram
 
-__all__ = ["RunStates"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RunStates:

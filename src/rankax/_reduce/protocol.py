@@ -52,21 +52,6 @@ from jax import lax
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Storage, in_a_row
 
-__all__ = [
-    "FILL",
-    "EachLeaf",
-    "Keep",
-    "Marked",
-    "MisfitError",
-    "Outputs",
-    "Place",
-    "Reduction",
-    "Several",
-    "counting",
-    "dtype_of",
-    "wide",
-]
-
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
 

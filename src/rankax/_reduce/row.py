@@ -39,8 +39,6 @@ from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
 from rankax._trace.programs import evaluate, subprograms
 
-__all__ = ["Row", "Steps", "evaluates_functions", "index_dtype", "most_lanes"]
-
 _EXPENSIVE = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
     *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),

@@ -43,8 +43,6 @@ from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import with_axis, with_shape
 
-__all__ = ["Reduced", "Reductions", "RowProgram", "read_reductions", "reduce_row"]
-
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
     for reduction in (

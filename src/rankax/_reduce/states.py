@@ -25,21 +25,6 @@ from jax import lax
 
 from rankax._base.arrays import scalar
 
-__all__ = [
-    "Accumulation",
-    "Accumulator",
-    "Elementwise",
-    "LogSumExpOf",
-    "MomentsOf",
-    "Ordered",
-    "Storage",
-    "choose",
-    "concatenated",
-    "fill",
-    "in_a_row",
-    "merge_neighbours",
-]
-
 State = Any  # a pytree of arrays, each with the lanes on the last axis
 
 _MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together

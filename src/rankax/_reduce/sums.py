@@ -26,8 +26,6 @@ from rankax._reduce.states import (
 )
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["All", "AnyOf", "LogSumExp", "Mean", "Moments", "MomentsResult", "Prod", "Sum"]
-
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     """Sum the only output of a row; as a state, which has one lane."""

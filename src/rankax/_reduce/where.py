@@ -29,8 +29,6 @@ from rankax._reduce.row import Row, Steps, index_dtype
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["MaskedRow", "checked_where", "find_mask", "without"]
-
 
 def checked_where(value: Any, where: str) -> str | int | None:
     """Return the name of a mask; refuse anything else."""

@@ -41,8 +41,6 @@ from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 from rankax._trace.derivatives import call_with_derivative_of, has_tangent
 
-__all__ = ["ArgMax", "ArgMin", "Best", "Max", "Min", "TopK", "TopKResult"]
-
 
 class _Compared(EachLeaf):
     """A reduction of numbers that can be compared, over at least one item."""

@@ -23,15 +23,6 @@ from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed, plural, table
 from rankax._progress.bars import checked_progress
 
-__all__ = [
-    "ScanCall",
-    "check_leaves",
-    "chunk_sizes",
-    "kept_indices",
-    "scan_call",
-    "type_name",
-]
-
 
 class ScanCall(NamedTuple):
     """The arguments of a scan, checked; ``where`` is the call as errors name it."""

@@ -18,8 +18,6 @@ from rankax._base.words import listed, table
 from rankax._scan.arguments import ScanCall, check_leaves, type_name
 from rankax._trace.derivatives import keep_rules
 
-__all__ = ["Body", "Operands", "Step", "trace_body"]
-
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 

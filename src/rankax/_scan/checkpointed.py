@@ -16,8 +16,6 @@ from rankax._scan.body import Body, Operands, Step
 from rankax._scan.loops import Layout, Loop, run_scan
 from rankax._trace.programs import ClosedJaxpr
 
-__all__ = ["checkpoint_chunked_scan", "scan_checkpointed"]
-
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
 
 Carry = TypeVar("Carry")

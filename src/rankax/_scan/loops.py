@@ -26,8 +26,6 @@ from rankax._scan.arguments import ScanCall
 from rankax._scan.body import Body, Operands, Step, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
 
-__all__ = ["Layout", "Loop", "run_scan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Loop:

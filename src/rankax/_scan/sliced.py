@@ -18,8 +18,6 @@ from rankax._scan.loops import Loop, run_scan
 from rankax._scan.steps import KeptSteps, as_range, find_kept_steps, find_windows
 from rankax._scan.windows import read_window_reductions, scan_windows
 
-__all__ = ["sliced_scan"]
-
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")

@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["KeptSteps", "Windows", "as_range", "find_kept_steps", "find_windows"]
-
 
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:

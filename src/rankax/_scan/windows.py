@@ -34,8 +34,6 @@ from rankax._scan.loops import Loop
 from rankax._scan.steps import Windows
 from rankax._trace.derivatives import has_tangent
 
-__all__ = ["read_window_reductions", "scan_windows"]
-
 
 def read_window_reductions(value: Any, where: str) -> Reductions | None:
     """Read ``reduce``; None if it holds nothing but None and ``"last"``, which mean the same."""

@@ -40,8 +40,6 @@ from rankax._trace.programs import (
     with_subprograms,
 )
 
-__all__ = ["RULES", "call_of", "call_with_derivative_of", "has_tangent", "keep_rules", "of_some"]
-
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
 

@@ -44,16 +44,6 @@ from rankax._trace.programs import (
     with_subprograms,
 )
 
-__all__ = [
-    "Unknown",
-    "UnknownRule",
-    "derivatives_key",
-    "fingerprint",
-    "opened",
-    "without_constants",
-    "without_rules",
-]
-
 
 class Unknown(Exception):  # noqa: N818  (an answer, not an error)
     """Raised for a program that cannot be compared."""

@@ -23,17 +23,6 @@ from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
 from rankax._base.words import listed, table
 from rankax._trace.programs import ClosedJaxpr, evaluate
 
-__all__ = [
-    "ItemProgram",
-    "checked_output_axes",
-    "chunk_program",
-    "has_order",
-    "is_axis",
-    "trace_item",
-    "with_axis",
-    "with_shape",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class ItemProgram:

@@ -22,20 +22,6 @@ from jax import core
 
 from rankax._base.arrays import is_staged, scalar
 
-__all__ = [
-    "ClosedJaxpr",
-    "Jaxpr",
-    "Literal",
-    "as_arrays",
-    "evaluate",
-    "is_container",
-    "mapped_program",
-    "name_and_params",
-    "subprograms",
-    "with_params",
-    "with_subprograms",
-]
-
 ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as `Jaxpr`
 Jaxpr = jax.extend.core.Jaxpr
 Literal = jax.extend.core.Literal

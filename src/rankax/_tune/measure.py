@@ -39,8 +39,6 @@ from rankax._plan.levels import Level
 from rankax._tune.table import Candidate, Tuning, measured_for
 from rankax._tune.workload import Workload
 
-__all__ = ["tuned"]
-
 _FIRST_SIZES = (256, 16, 4096)
 _FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that show how long an item takes
 _LONG = 0.01  # seconds, from which on the time of a run is reliable

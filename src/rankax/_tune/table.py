@@ -17,8 +17,6 @@ from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
 from rankax._plan.budget import shown_bytes
 
-__all__ = ["Candidate", "Tuning", "Tunings", "load_tuning", "measured_for"]
-
 _FORMAT = "rankax tunings, 1"
 _HEADER = ("items at once", "options", "time per item", "temporaries", "")
 

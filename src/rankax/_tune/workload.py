@@ -26,8 +26,6 @@ from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._lockstep.machine import cut_program
 from rankax._options import Options
 
-__all__ = ["Workload"]
-
 _SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
 _SIZES_WITHOUT_LIBRARY = (16, 256)  # besides all items at once
 _LANES = (64, 256, 1024)  # where items end by themselves

@@ -23,8 +23,6 @@ from rankax._plan.budget import shown_bytes
 from rankax._plan.levels import Shape
 from rankax.stream._sources import grain, read
 
-__all__ = ["Block", "Cuts", "cut"]
-
 _COPIES_IN, _COPIES_OUT = 4, 5
 _LEAST = 100  # blocks, so that a run that is killed loses a few percent at most
 

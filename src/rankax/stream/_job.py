@@ -29,8 +29,6 @@ from rankax._trace.fingerprint import opened
 from rankax.stream._cut import Cuts, cut
 from rankax.stream._sources import digest, grain, streamed
 
-__all__ = ["Job", "prepared"]
-
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
 

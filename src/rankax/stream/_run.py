@@ -29,8 +29,6 @@ from rankax.stream._cut import Block
 from rankax.stream._job import Job, prepared
 from rankax.stream._store import flush, is_whole, opened, recorded, write
 
-__all__ = ["run"]
-
 
 def run(
     kernel: Callable[..., Any],

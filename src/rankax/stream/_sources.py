@@ -16,8 +16,6 @@ import numpy as np
 from rankax._blocks.on_streamed import Stage, Streamed
 from rankax._call.arguments import is_array
 
-__all__ = ["digest", "grain", "read", "streamed"]
-
 _WHOLE = 1 << 20  # bytes; of a larger array, samples are read
 _SAMPLES = 16
 _IN_A_SAMPLE = 256  # items along the last axis

@@ -29,8 +29,6 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax.stream._cut import Block, Cuts
 
-__all__ = ["flush", "is_whole", "opened", "recorded", "write"]
-
 
 def recorded(path: Path) -> dict[str, Any]:
     """Return the record of a store; it is empty where there is none yet."""

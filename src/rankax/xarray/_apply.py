@@ -20,8 +20,6 @@ from rankax._call.kernel import Kernel
 from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
 from rankax.xarray._outputs import assembled, dims_of_outputs
 
-__all__ = ["apply"]
-
 
 def apply(
     kernel: Callable[..., Any],

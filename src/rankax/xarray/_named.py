@@ -21,8 +21,6 @@ from rankax._call.bind import BoundKernel
 from rankax._call.kernel import Kernel
 from rankax._declare.dims import Dim, Rank
 
-__all__ = ["NamedLeaf", "batch_dims", "declared_names", "named_leaves", "read_dims", "reduced_dims"]
-
 Dims = tuple[str, ...]
 
 # Imported by name because a type checker need not have xarray installed.

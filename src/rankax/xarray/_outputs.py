@@ -16,8 +16,6 @@ from rankax._call.kernel import Kernel
 from rankax._declare.ranks import ranks_of_leaves
 from rankax.xarray._named import Dims, NamedLeaf, declared_names, read_dims, xr
 
-__all__ = ["assembled", "dims_of_outputs"]
-
 
 def dims_of_outputs(
     kernel: Kernel,
