@@ -40,7 +40,6 @@ from jax.sharding import AxisType, PartitionSpec
 from rankax._base.arrays import scalar
 from rankax._plan.chunks import Chunks
 
-
 T = TypeVar("T")
 
 

@@ -48,7 +48,6 @@ from rankax._trace.derivatives import call_with_derivative_of, keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
 from rankax._trace.programs import evaluate
 
-
 # The checkpoint name of values that a reverse pass keeps: few numbers, each found by a whole loop.
 KEPT_IN_REVERSE = "rankax_kept"
 
