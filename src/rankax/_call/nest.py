@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,8 @@ from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.splits import Split
 from rankax._progress.bars import Progress
-from rankax._reduce.run import Reduced, Reductions, reduce_row
+from rankax._reduce.run import Reduced, Reductions, item_types, reduce_row
+from rankax._trace.item import ItemProgram, trace_item
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
@@ -87,13 +87,12 @@ class Nest:
 
     def reduce(
         self,
-        item: Any,
+        item: ItemProgram,
         leaves: Sequence[Any],
         reductions: Reductions,
         begins: Begins | None = None,
-        where: str | None = None,
     ) -> Reduced:
-        """Map an item, which returns a tree, over the kept levels, and reduce it over the others.
+        """Map an item of `trace_reduced` over the kept levels, and reduce it over the others.
 
         In the result, the kept axes of the batch come first; outputs that are kept whole have all
         axes of the batch.
@@ -108,9 +107,11 @@ class Nest:
         fun = self._placed(fun, begins)
         rows: list[Reduced] = []
 
-        @functools.wraps(fun)
         def on_row(*items: Any) -> list[Any]:
-            rows.append(reduce_row(fun, items, specs[kept:], reductions, where))
+            types = item_types(items, specs[kept:])
+            inner = trace_item(fun, lambda *items: (items, {}), types, 0)
+            inner = dataclasses.replace(inner, where=item.where, outputs=item.outputs)
+            rows.append(reduce_row(inner, items, specs[kept:], reductions))
             return rows[-1].arrays
 
         arrays = _nested(on_row, specs[:kept])(*leaves)
@@ -126,6 +127,11 @@ class Nest:
             else:
                 outs.append(jnp.reshape(array, kept_shape + array.shape[kept:]))
         return rows[-1].with_arrays(outs)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the loops may be differentiated."""
+        return all(spec.differentiable for spec in self.specs)
 
     def keeping_rules(self) -> Nest:
         """Return the nest whose lanes leave functions with derivative rules whole."""
@@ -162,6 +168,7 @@ def nest_of(
     *,
     splits: tuple[Split, ...] | None = None,
     by_index: bool = False,
+    differentiable: bool = True,
 ) -> Nest:
     """Build the nested maps of a plan.
 
@@ -171,12 +178,13 @@ def nest_of(
         The leaves that an item takes.
     splits : tuple of Split, optional
         The splits of the whole batch, if the plan is that of a part.
-    by_index : bool
+    by_index, differentiable : bool
         As in `LoopSpec`.
     """
     splits = plan.splits if splits is None else splits
     shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
     shared["checkpoint"] = options.checkpoint is not False
+    shared["differentiable"] = differentiable
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
         chunks = Chunks(level.size, level.tile, level.steps)

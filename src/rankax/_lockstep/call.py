@@ -33,7 +33,6 @@ from rankax._lockstep.machine import cut_program
 from rankax._loop.access import first_start, write_chunk
 from rankax._loop.keys import PLACE
 from rankax._loop.level import places_of
-from rankax._loop.reuse import map_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
@@ -93,7 +92,7 @@ def walk_in_lanes(
     item = trace_item(fun, items, [number], 0)
     if isinstance(fun, ItemProgram):
         item = dataclasses.replace(item, where=fun.where, out_axes=fun.out_axes)
-    return map_chunks(item, [], levels[0], sink, _Walk(count, tile))
+    return _Walk(count, tile)(item, levels[0], sink)
 
 
 def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
@@ -115,12 +114,12 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """How `map_chunks` walks the items, given the program of the number of an item."""
+    """How lanes walk the items, given the program of the number of an item."""
 
     count: int
     tile: int
 
-    def __call__(self, item: ItemProgram, _: Any, spec: LoopSpec, sink: Sink | None) -> Any:
+    def __call__(self, item: ItemProgram, spec: LoopSpec, sink: Sink | None) -> Any:
         lanes, avals = min(spec.lanes or 1, self.count), item.closed.out_avals
         output: Output = _Buffers(self.count, item.out_axes, avals)
         if sink is not None:

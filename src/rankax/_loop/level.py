@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.reuse import map_chunks
+from rankax._loop.loop import map_in_chunks
 from rankax._loop.spec import LoopSpec
 from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
@@ -31,7 +31,7 @@ def map_level(fun: Callable[..., Any], spec: LoopSpec) -> Callable[..., Any]:
 
     def mapped(*leaves: Any) -> list[Any]:
         item = program or trace_level(fun, leaves, spec)
-        return map_chunks(item, mapped_arrays(leaves, spec), spec)
+        return map_in_chunks(item, mapped_arrays(leaves, spec), spec)
 
     return mapped
 

@@ -97,9 +97,9 @@ def map_in_chunks(
     ``sink`` takes all outputs; by default, each output has a sink of its own.
     """
     key = spec, sink
-    if spec.derivative is None:
+    if spec.derivative is None or not spec.differentiable:
         loop = _loop_of(item, leaves, spec, sink)
-        if loop.differentiated is None:
+        if loop.differentiated is None or not spec.differentiable:
             return loop.evaluated(loop.operands)
         return call_with_derivative_of(loop.differentiated, loop.evaluated, loop.operands, key=key)
     here = dataclasses.replace(spec, derivative=None)

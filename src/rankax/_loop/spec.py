@@ -45,6 +45,8 @@ class LoopSpec:
     lanes : int or None
         How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
         None: chunks, whose items run together.
+    differentiable : bool
+        Whether the loop may be differentiated.
     keep_rules : bool
         Whether lanes leave functions with derivative rules whole.
     """
@@ -59,6 +61,7 @@ class LoopSpec:
     progress: Progress | None = None
     derivative: Chunks | None = None
     lanes: int | None = None
+    differentiable: bool = True
     keep_rules: bool = False
 
     @property

@@ -28,8 +28,7 @@ from rankax._base.arrays import counted, scalar
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.level import mapped_arrays, places_of, trace_level
-from rankax._loop.loop import KEPT_IN_REVERSE
-from rankax._loop.reuse import map_chunks
+from rankax._loop.loop import KEPT_IN_REVERSE, map_in_chunks
 from rankax._loop.sinks import Sink
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
@@ -231,7 +230,7 @@ class _RowLoops:
             # Tiles enter these; `self.steps` merge the joined states.
             steps = tuple(in_tiles(step, is_expensive=self.is_expensive) for step in self.steps)
             sink = _Tiles(steps, chunks.size, levels_below, lanes_below, self.index_dtype)
-            states = map_chunks(item, mapped, level, sink)
+            states = map_in_chunks(item, mapped, level, sink)
             start = chunks.steps * chunks.size
             if start == chunks.length:
                 return states
@@ -275,7 +274,7 @@ class _RowLoops:
                 level, chunks=Chunks(level.chunks.length, 1, level.chunks.length), checkpoint=False
             )
             mapped = mapped_arrays(leaves, level)
-            return map_chunks(item, mapped, one_by_one, sink)
+            return map_in_chunks(item, mapped, one_by_one, sink)
 
         return loop
 

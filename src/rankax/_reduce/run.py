@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from rankax._base.trees import (
 from rankax._base.words import listed
 from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
-from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.gram import Gram
 from rankax._reduce.protocol import (
@@ -41,7 +39,7 @@ from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import with_axis, with_shape
+from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -197,28 +195,90 @@ class Reduced(NamedTuple):
         return self.reductions.structure.unflatten(values)
 
 
-def reduce_row(
+def trace_reduced(
     fun: Callable[..., Any],
-    leaves: Sequence[Any],
-    specs: Sequence[LoopSpec],
+    avals: Sequence[Any],
     reductions: Reductions,
+    total: int,
     where: str | None = None,
-) -> Reduced:
-    """Reduce the outputs of ``fun`` over the levels of ``leaves``.
+) -> ItemProgram:
+    """Trace a kernel for one item; its outputs are those that the reductions take, then the masks.
 
     Parameters
     ----------
     fun : callable
         The kernel, of one item of each leaf.
-    leaves : sequence of arrays
-    specs : sequence of LoopSpec
-        The levels, outermost first.
+    avals : sequence
+        The types of the leaves of one item.
     reductions : Reductions
+    total : int
+        The number of items of a row.
     where : str, optional
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """
-    program = RowProgram.trace(fun, leaves, specs, reductions, where or function_location(fun))
-    return Reduced.of(program.values(leaves), reductions, program.outputs)
+    where = where or function_location(fun)
+    traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
+
+    def lifted(*items: Any) -> list[Any]:
+        out = fun(*items)
+        check_outputs(fun, out)
+        trees, masks = _by_reduction(where, out, reductions)
+        # Types, because a tracer kept here would be a leak.
+        types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
+        traces.append((types, list(masks)))
+        return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
+
+    item = trace_item(lifted, lambda *items: (items, {}), avals, 0)
+    outputs: list[Outputs] = []
+    pairs, masks = traces[-1]
+    first, end = 0, len(item.closed.out_avals) - len(masks)
+    for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
+        structure = jax.tree.structure(tree)
+        outs = item.closed.out_avals[first : first + structure.num_leaves]
+        names = tuple(name for name, _ in leaves_with_names(tree, path))
+        mask = None if entry.where is None else end + masks.index(entry.where)
+        outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
+        first += structure.num_leaves
+    _check(reductions, outputs, where)
+    return dataclasses.replace(item, where=where, outputs=tuple(outputs))
+
+
+def _check(reductions: Reductions, outputs: Sequence[Outputs], where: str) -> None:
+    """Refuse outputs that cannot be reduced."""
+    for reduction, own in zip(reductions.entries, outputs, strict=True):
+        try:
+            if not reduction.is_kept:
+                _check_numbers(own)
+            reduction.check(own, own.total)
+        except MisfitError as error:
+            raise ValueError(
+                f"{where}: it cannot be reduced by {reduction.label}: {error}"
+            ) from None
+
+
+def item_types(leaves: Sequence[Any], specs: Sequence[LoopSpec]) -> list[Any]:
+    """Return the types of one item of each leaf, and of its place along each numbered level."""
+    avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
+    return avals + [with_shape(PLACE, ()) for spec in specs if spec.numbered]
+
+
+def reduce_row(
+    item: ItemProgram, leaves: Sequence[Any], specs: Sequence[LoopSpec], reductions: Reductions
+) -> Reduced:
+    """Reduce the outputs of an item, as `trace_reduced` returns it, over the levels of ``leaves``.
+
+    ``specs`` are the levels, outermost first.
+    """
+    avals = item_types(leaves, specs)
+    row = RowProgram(
+        apart_from_constants(item.closed, avals),
+        list(item.closed.consts),
+        tuple(specs),
+        item.outputs,
+        reductions,
+        evaluates_functions(item.closed.jaxpr),
+    )
+    return Reduced.of(row.values(leaves), reductions, row.outputs)
 
 
 class RowProgram(NamedTuple):
@@ -231,68 +291,8 @@ class RowProgram(NamedTuple):
     reductions: Reductions
     is_expensive: bool
 
-    @classmethod
-    def trace(
-        cls,
-        fun: Callable[..., Any],
-        leaves: Sequence[Any],
-        specs: Sequence[LoopSpec],
-        reductions: Reductions,
-        where: str,
-    ) -> RowProgram:
-        """Trace the kernel for one item, and check that its outputs can be reduced."""
-        avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
-        avals += [with_shape(PLACE, ()) for spec in specs if spec.numbered]
-        traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
-
-        def lifted(*items: Any) -> list[Any]:
-            out = fun(*items)
-            check_outputs(fun, out)
-            trees, masks = _by_reduction(where, out, reductions)
-            # Types, because a tracer kept here would be a leak.
-            types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
-            traces.append((types, list(masks)))
-            return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
-
-        closed = jax.make_jaxpr(lifted)(*avals)
-        outputs: list[Outputs] = []
-        pairs, masks = traces[-1]
-        first, end = 0, len(closed.out_avals) - len(masks)
-        total = reductions.of_run
-        if total is None:
-            total = math.prod(spec.chunks.length for spec in specs)
-        for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
-            structure = jax.tree.structure(tree)
-            outs = closed.out_avals[first : first + structure.num_leaves]
-            names = tuple(name for name, _ in leaves_with_names(tree, path))
-            mask = None if entry.where is None else end + masks.index(entry.where)
-            outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
-            first += structure.num_leaves
-        program = cls(
-            apart_from_constants(closed, avals),
-            list(closed.consts),
-            tuple(specs),
-            tuple(outputs),
-            reductions,
-            evaluates_functions(closed.jaxpr),
-        )
-        program.check(where)
-        return program
-
     def _each(self) -> list[tuple[Reduction, Outputs]]:
         return list(zip(self.reductions.entries, self.outputs, strict=True))
-
-    def check(self, where: str) -> None:
-        """Refuse outputs that cannot be reduced."""
-        for reduction, outputs in self._each():
-            try:
-                if not reduction.is_kept:
-                    _check_numbers(outputs)
-                reduction.check(outputs, outputs.total)
-            except MisfitError as error:
-                raise ValueError(
-                    f"{where}: it cannot be reduced by {reduction.label}: {error}"
-                ) from None
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """Return one value for each reduction of a row: its result, or its state."""
@@ -308,7 +308,7 @@ class RowProgram(NamedTuple):
         is_linear = all(entry.is_linear for entry in self.reductions.entries)
         # A row of no items has no winner to take a derivative from.
         is_direct = not row.size or (is_linear and not is_masked)
-        if is_direct or is_eager([*leaves, *self.consts]):
+        if is_direct or not all(spec.differentiable for spec in self.specs):
             return self._fold(self.consts, leaves)
         differentiable = functools.partial(self._fold, differentiable=True)
         return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))

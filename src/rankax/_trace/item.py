@@ -33,6 +33,7 @@ class ItemProgram:
     out_tree: Any
     out_names: tuple[str, ...]
     out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
+    outputs: tuple[Any, ...] = ()  # what each reduction takes (`rankax._reduce`), if there are any
 
     def __call__(self, *leaves: Any) -> list[Any]:
         return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
