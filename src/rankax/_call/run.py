@@ -127,7 +127,7 @@ def _program(
 
     def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
         if not layout.parts:
-            return _walk(nest, item, leaves, reductions)
+            return nest.walk(item, leaves, reductions)
         return _over_parts({**nests, shape: nest}, item, leaves, layout, reductions)
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
@@ -256,17 +256,8 @@ def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
         trees.append(tree)
         return outs
 
-    outs = nest.map(flat, [bound.leaves[i] for i in plan.mapped])
+    outs = nest.map_at_once(flat, [bound.leaves[i] for i in plan.mapped])
     return jax.tree.unflatten(trees[-1], outs)
-
-
-def _walk(
-    nest: Nest, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions | None
-) -> Any:
-    """Evaluate a call, using the program of one item; return its arrays, or reduced values."""
-    if reductions is None:
-        return nest.map(item, leaves)
-    return nest.reduce(item, leaves, reductions).values
 
 
 def _in_lanes(
@@ -308,13 +299,14 @@ def _over_parts(
         def reduce(
             item: ItemProgram, leaves: Sequence[Any], shape: Shape, begins: Begins, own: Reductions
         ) -> Reduced:
-            return nests[shape].reduce(item, leaves, own, begins)
+            values = nests[shape].walk(item, leaves, own, begins)
+            return Reduced.of(values, own, item.outputs)
 
         return reduce_parts(reduce, item, leaves, layout, reductions).values
 
     def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
         (nest,) = nests.values()
-        return nest.map(item, leaves, begins)
+        return nest.walk(item, leaves, None, begins)
 
     return map_parts(walk, item, leaves, layout)
 
@@ -347,7 +339,7 @@ def _fit(
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
 
         def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            whole = _walk(nest, item.with_constants(consts), leaves, options.reduce)
+            whole = nest.walk(item.with_constants(consts), leaves, options.reduce)
             return jax.tree.leaves(whole)
 
         return planned.plan.in_flight, call, shapes

@@ -62,7 +62,10 @@ class _WindowFold:
 
     def state(self, leaves: Sequence[Any], *steps: int) -> Reduced:
         """Return the state of one step, or of several, whose outputs are on axis 0."""
-        specs = [LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False) for n in steps]
+        specs = [
+            LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
+            for n in steps
+        ]
         total = min(self.windows.sizes, default=1)
         reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
         types = item_types(leaves, specs)
