@@ -18,7 +18,7 @@ from rankax import (
     chunked_vmap,
     sliced_scan,
 )
-from rankax.reductions import Best, Fold, Moments, TopK
+from rankax.reductions import Best, BottomK, Fold, Moments, TopK
 
 # Kernels for one item.
 
@@ -177,6 +177,7 @@ def chunked_reduce_cases() -> dict[str, Case]:
         "tiles": (chunked_reduce(spread, "sum", 1000), (ones(4003, 8),)),
         "checkpoint=False": (chunked_reduce(spread, "sum", 5, checkpoint=False), (x,)),
         "TopK": (chunked_reduce(spread, TopK(3), 5), (x,)),
+        "BottomK": (chunked_reduce(spread, BottomK(3), 5), (x,)),
         "Moments": (chunked_reduce(jnp.sin, Moments(), 5), (x,)),
         "Fold": (chunked_reduce(jnp.sin, product, 5), (x,)),
         "Best": (chunked_reduce(nearest, Best("distance"), 5), (x,)),

@@ -15,7 +15,7 @@ from rankax import (
     ranks_like,
     sliced_scan,
 )
-from rankax.reductions import Fold, Several, Sum, TopK
+from rankax.reductions import BottomK, Fold, Several, Sum
 
 
 @auto_vmap(0, 1)
@@ -92,7 +92,7 @@ steps: int = energy.plan(2.0, X).steps
 program: Any = norm.lower(X).compile()
 assert_type(energy.with_options(chunk_size=3, memory_limit="1 GB")(2.0, X), tuple[jax.Array, str])
 again: Any = norm.with_options(reduce="sum", reduce_axis=(0,)).lower(X)
-parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=TopK(3, where=1))
+parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=BottomK(3, where=1))
 product = Fold(1.0, lambda x: x, lambda x, y: x * y, where="ok")
 some: Any = norm.with_options(reduce=(parts, product), where="ok")
 name: str = norm.__name__

@@ -100,9 +100,9 @@ def chunked_reduce(
     ``Fold`` store one accumulator per tile.
 
     *Derivatives.* Sums, means and moments are differentiated tile by tile; ``logsumexp`` in a
-    second pass; ``max``, ``min``, ``TopK`` and ``Best`` at the winners only, each of which is
-    evaluated once more. Among equal items the first gets the whole derivative; `jax.numpy.max`
-    shares it.
+    second pass; ``max``, ``min``, ``TopK``, ``BottomK`` and ``Best`` at the winners only, each of
+    which is evaluated once more. Among equal items the first gets the whole derivative;
+    `jax.numpy.max` shares it.
 
     *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
     differ. The remainder after the last whole tile is a smaller tile: no item counts twice.
