@@ -15,6 +15,7 @@ from rankax import (
     ranks_like,
     sliced_scan,
 )
+from rankax.plans import BatchPlan, Level
 from rankax.reductions import BottomK, Fold, Several, Sum
 
 
@@ -87,6 +88,8 @@ assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
 ranks: object = ranks_like(X)  # as Any, it could be a kernel to mypy
 assert_type(auto_vmap(ranks)(plain)(X, 3), list[jax.Array])
 
+assert_type(energy.plan(2.0, X), BatchPlan)
+assert_type(energy.plan(2.0, X).levels, tuple[Level, ...])
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps
 program: Any = norm.lower(X).compile()
