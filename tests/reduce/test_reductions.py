@@ -819,7 +819,7 @@ def test_chunked_reduce_takes_what_vmap_takes():
     def kernel(pair, scale, *, shift):
         return pair["a"] * scale + shift
 
-    found = chunked_reduce(kernel, "sum", 2, in_axes=({"a": 1}, None))(
+    found = chunked_reduce(kernel, reduce="sum", chunk_size=2, in_axes=({"a": 1}, None))(
         {"a": m}, 2.0, shift=jnp.arange(4.0)
     )
     assert_same(found, (m * 2 + jnp.arange(4.0)[None]).sum(1))

@@ -11,6 +11,7 @@ from rankax import (
     Static,
     auto_vmap,
     checkpoint_chunked_scan,
+    chunked_reduce,
     chunked_vmap,
     ranks_like,
     sliced_scan,
@@ -104,6 +105,7 @@ assert_type(Static(3).value, int)
 assert_type(Static("a"), Static[str])
 
 mapped: Any = chunked_vmap(plain, 3, in_axes=(0, None), out_axes=0, checkpoint=False)(X, 2)
+summed: Any = chunked_reduce(plain, reduce="sum", chunk_size=3, in_axes=(0, None))(X, 2)
 unmapped: Any = chunked_vmap(jnp.sin, None)(X)
 
 
