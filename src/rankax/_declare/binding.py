@@ -29,11 +29,16 @@ def positional_names(parameters: Sequence[Parameter], count: int) -> list[str]:
 def bind_ranks(
     ranks: tuple[Any, ...],
     named: Mapping[str, Any],
+    by_parameter: Mapping[str, Any],
     signature: inspect.Signature,
     where: str,
     known_options: Collection[str],
 ) -> dict[str, Any]:
-    """Assign ranks to parameters, as a call would bind arguments."""
+    """Assign ranks to parameters, as a call would bind arguments.
+
+    Those of ``named`` were written as keywords, where an option may have been meant, and those of
+    ``by_parameter`` in ``ranks=``.
+    """
     parameters = signature.parameters
     positional = positional_names(list(parameters.values()), len(ranks))
     if len(ranks) > len(positional):
@@ -45,18 +50,23 @@ def bind_ranks(
     bound = items_of_args(positional[: len(ranks)], ranks)
     many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
     items: dict[str, Any] = {}  # of **kwargs
-    for name, rank in named.items():
-        if name in parameters and name in bound:
-            first = bound[name]
+    by_name = [(name, rank, "by name") for name, rank in named.items()]
+    in_ranks = [(name, rank, "in ranks") for name, rank in by_parameter.items()]
+    origins = dict.fromkeys(bound, "by position")
+    for name, rank, origin in [*by_name, *in_ranks]:
+        if name in origins:
+            first = bound[name] if name in bound else items[f"[{name!r}]"]
             first = tuple(first.entries.values()) if isinstance(first, Items) else first
             raise TypeError(
-                f"{where}: parameter {name!r} has two ranks, {first!r} by position and {rank!r} by "
-                "name"
+                f"{where}: parameter {name!r} has two ranks, {first!r} {origins[name]} and "
+                f"{rank!r} {origin}"
             )
+        origins[name] = origin
         if name in parameters:
             bound[name] = rank
         elif many is not None:
-            _refuse_option(name, many, known_options, where)
+            if name in named:
+                _refuse_option(name, many, known_options, where)
             items[f"[{name!r}]"] = rank
         else:
             hint = _hint(name, list(parameters), known_options)
@@ -64,6 +74,19 @@ def bind_ranks(
     if many is not None and items:
         bound[many] = Items(items, bound.get(many, ANNOTATED))
     return bound
+
+
+def checked_ranks(value: Any, signature: inspect.Signature, where: str) -> Mapping[str, Any]:
+    """Return what ``ranks=`` maps; refuse anything but names of parameters and their ranks."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return value
+    name = "ranks" if "ranks" in signature.parameters else "x"
+    raise TypeError(
+        f"{where}: ranks must map names of parameters to ranks, as in ranks={{{name!r}: 0}}, got "
+        f"{type(value).__name__} {value!r}"
+    )
 
 
 SYNONYMS = {  # in JAX and NumPy
@@ -83,7 +106,7 @@ SYNONYMS = {  # in JAX and NumPy
 
 def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
     """Return a hint for a name that is neither a parameter nor an option."""
-    known = [*parameters, *known_options, *SYNONYMS]
+    known = [*parameters, "ranks", *known_options, *SYNONYMS]
     close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
     if close is None:
         return f"it has {', '.join(parameters) or 'no parameters'}"
@@ -108,7 +131,10 @@ def _refuse_option(name: str, many: str, known_options: Collection[str], where: 
     hint = f"did you mean the option {close[0]!r}?" if close else None
     hint = SYNONYMS.get(name, hint)
     if hint is not None:
-        raise TypeError(f"{where}: {name!r} would be the rank of an item of **{many}; {hint}")
+        raise TypeError(
+            f"{where}: {name!r} would be the rank of an item of **{many}; {hint} (for an item of "
+            f"that name, write ranks={{{name!r}: ...}})"
+        )
 
 
 def lacks_rest(rank: Any) -> bool:

@@ -22,7 +22,13 @@ from rankax._base.nodes import children_of, is_leaf
 from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
 from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
-from rankax._declare.binding import ANNOTATED, bind_ranks, lacks_rest, with_rest
+from rankax._declare.binding import (
+    ANNOTATED,
+    bind_ranks,
+    checked_ranks,
+    lacks_rest,
+    with_rest,
+)
 from rankax._declare.dims import Dim, Rank, parse_dims
 from rankax._declare.gufunc import from_gufunc
 from rankax._declare.split_key import SplitKey, key_rank
@@ -54,8 +60,9 @@ class Declaration:
 
 def declare(
     fun: Callable[..., Any],
-    ranks: tuple[Any, ...],
-    named_ranks: Mapping[str, Any],
+    positional: tuple[Any, ...],
+    named: Mapping[str, Any],
+    ranks: Any,
     options: Mapping[str, Any],
     known_options: Collection[str],
 ) -> Declaration:
@@ -64,8 +71,10 @@ def declare(
     Parameters
     ----------
     fun : callable
-    ranks, named_ranks
-        As passed to `auto_vmap`.
+    positional, named : tuple, dict
+        The ranks that were passed to `auto_vmap` by position and by name.
+    ranks : dict, optional
+        The option of `auto_vmap` of this name, as passed.
     options : dict
         The options passed by name; a parameter may have the same name.
     known_options : collection of str
@@ -74,12 +83,13 @@ def declare(
     where = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, where)
     outputs: Any = None
-    if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
-        if named_ranks:
+    by_parameter = checked_ranks(ranks, signature, where)
+    if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
+        if named or by_parameter:
             raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        bound, outputs = from_gufunc(ranks[0], signature, where)
+        bound, outputs = from_gufunc(positional[0], signature, where)
     else:
-        bound = bind_ranks(ranks, named_ranks, signature, where, known_options)
+        bound = bind_ranks(positional, named, by_parameter, signature, where, known_options)
     explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
     overridden = {name for name, rank in explicit.items() if not lacks_rest(rank)}
     overridden |= {"return"} if outputs is not None else set()
@@ -90,12 +100,13 @@ def declare(
         for name, parameter in signature.parameters.items()
     }
     _check_names(explicit, trees, where)
-    for name, value in options.items():
+    in_conflict = {**options, "ranks": ranks} if by_parameter else options
+    for name, value in in_conflict.items():
         if name in signature.parameters and name not in {**annotated, **explicit}:
             raise TypeError(
                 f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give that parameter its rank by position, in a "
-                "signature or by annotation (None leaves it untouched)"
+                f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, "
+                "by position, in a signature or by annotation (None leaves it untouched)"
             )
     if not explicit and not any(tree is not None for tree in trees.values()):
         raise TypeError(
