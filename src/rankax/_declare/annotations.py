@@ -39,7 +39,7 @@ class Unpacked:
 
 
 def annotated_ranks(
-    fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, where: str
+    fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, site: str
 ) -> dict[str, Any]:
     """Read a rank tree from each annotation of ``fun``, by parameter name and ``"return"``.
 
@@ -53,7 +53,7 @@ def annotated_ranks(
         Names whose annotations are not read because explicit ranks override them.
     signature : inspect.Signature
         Of ``fun``.
-    where : str
+    site : str
         The beginning of error messages.
 
     Raises
@@ -75,13 +75,13 @@ def annotated_ranks(
             if skip or name not in signature.parameters:
                 continue
             raise TypeError(
-                f"{where}: the annotation of {name}: {error}; give the parameter its rank "
+                f"{site}: the annotation of {name}: {error}; give the parameter its rank "
                 f"explicitly ({name}=None leaves it untouched)"
             ) from None
         except ValueError as error:
             if name == "return":
                 continue
-            raise ValueError(f"{where}: the annotation of {name}: {error}") from None
+            raise ValueError(f"{site}: the annotation of {name}: {error}") from None
         if rank is not None:
             ranks[name] = rank
     return ranks

@@ -31,7 +31,7 @@ def bind_ranks(
     named: Mapping[str, Any],
     by_parameter: Mapping[str, Any],
     signature: inspect.Signature,
-    where: str,
+    site: str,
     known_options: Collection[str],
 ) -> dict[str, Any]:
     """Assign ranks to parameters, as a call would bind arguments.
@@ -43,7 +43,7 @@ def bind_ranks(
     positional = positional_names(list(parameters.values()), len(ranks))
     if len(ranks) > len(positional):
         raise TypeError(
-            f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
+            f"{site}: too many ranks; {plural(len(ranks), 'rank')} for "
             f"{plural(len(positional), 'positional parameter')}"
             + (f" ({', '.join(positional)})" if positional else "")
         )
@@ -58,7 +58,7 @@ def bind_ranks(
             first = bound[name] if name in bound else items[f"[{name!r}]"]
             first = tuple(first.entries.values()) if isinstance(first, Items) else first
             raise TypeError(
-                f"{where}: parameter {name!r} has two ranks, {first!r} {origins[name]} and "
+                f"{site}: parameter {name!r} has two ranks, {first!r} {origins[name]} and "
                 f"{rank!r} {origin}"
             )
         origins[name] = origin
@@ -66,17 +66,17 @@ def bind_ranks(
             bound[name] = rank
         elif many is not None:
             if name in named:
-                _refuse_option(name, many, known_options, where)
+                _refuse_option(name, many, known_options, site)
             items[f"[{name!r}]"] = rank
         else:
             hint = _hint(name, list(parameters), known_options)
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
+            raise TypeError(f"{site}: the kernel has no parameter {name!r}; {hint}")
     if many is not None and items:
         bound[many] = Items(items, bound.get(many, ANNOTATED))
     return bound
 
 
-def checked_ranks(value: Any, signature: inspect.Signature, where: str) -> Mapping[str, Any]:
+def checked_ranks(value: Any, signature: inspect.Signature, site: str) -> Mapping[str, Any]:
     """Return what ``ranks=`` maps; refuse anything but names of parameters and their ranks."""
     if value is None:
         return {}
@@ -84,7 +84,7 @@ def checked_ranks(value: Any, signature: inspect.Signature, where: str) -> Mappi
         return value
     name = "ranks" if "ranks" in signature.parameters else "x"
     raise TypeError(
-        f"{where}: ranks must map names of parameters to ranks, as in ranks={{{name!r}: 0}}, got "
+        f"{site}: ranks must map names of parameters to ranks, as in ranks={{{name!r}: 0}}, got "
         f"{type(value).__name__} {value!r}"
     )
 
@@ -125,14 +125,14 @@ def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
     return bound
 
 
-def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
+def _refuse_option(name: str, many: str, known_options: Collection[str], site: str) -> None:
     """Refuse a misspelled option, which would become the rank of an item that no call passes."""
     close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
     hint = f"did you mean the option {close[0]!r}?" if close else None
     hint = SYNONYMS.get(name, hint)
     if hint is not None:
         raise TypeError(
-            f"{where}: {name!r} would be the rank of an item of **{many}; {hint} (for an item of "
+            f"{site}: {name!r} would be the rank of an item of **{many}; {hint} (for an item of "
             f"that name, write ranks={{{name!r}: ...}})"
         )
 

@@ -19,7 +19,7 @@ _SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
 _CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
-def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[dict[str, Any], Any]:
+def from_gufunc(text: str, signature: inspect.Signature, site: str) -> tuple[dict[str, Any], Any]:
     """Read ``"(n,3),(n)->()"``: return ranks by parameter, and the rank tree of the outputs.
 
     ``*args`` takes all groups that remain for it.
@@ -27,10 +27,10 @@ def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[di
     inputs, arrow, outputs = text.partition("->")
     if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
         raise ValueError(
-            f"{where}: {text!r} is not a gufunc signature; one looks like '(n,3),(n)->()'"
+            f"{site}: {text!r} is not a gufunc signature; one looks like '(n,3),(n)->()'"
         )
-    ranks = [_core_dims(group, text, where) for group in _GROUP.findall(inputs)]
-    results = [_core_dims(group, text, where) for group in _GROUP.findall(outputs)]
+    ranks = [_core_dims(group, text, site) for group in _GROUP.findall(inputs)]
+    results = [_core_dims(group, text, site) for group in _GROUP.findall(outputs)]
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].name in ("self", "cls"):
         parameters = parameters[1:]
@@ -42,20 +42,20 @@ def from_gufunc(text: str, signature: inspect.Signature, where: str) -> tuple[di
     ]
     if not len(required) <= len(ranks) <= len(names):
         raise TypeError(
-            f"{where}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
+            f"{site}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
             f"parameters {signature}"
         )
     bound = items_of_args(names[: len(ranks)], ranks)
     return bound, results[0] if len(results) == 1 else tuple(results)
 
 
-def _core_dims(group: str, text: str, where: str) -> Rank:
+def _core_dims(group: str, text: str, site: str) -> Rank:
     words = [word.strip() for word in group.split(",")] if group.strip() else []
     for word in words:
         if not _CORE_DIM.fullmatch(word):
             flexible = "?" in word or "|" in word
             raise ValueError(
-                f"{where}: {text!r} cannot be read at {word!r}; a core dimension is a name or a "
+                f"{site}: {text!r} cannot be read at {word!r}; a core dimension is a name or a "
                 f"size{' (optional and broadcastable ones are not supported)' if flexible else ''}"
             )
     return parse_dims(" ".join(words)) or Rank(0, ())

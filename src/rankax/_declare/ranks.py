@@ -80,37 +80,37 @@ def declare(
     known_options : collection of str
         The names of all options, to recognize misspelled ones.
     """
-    where = f"auto_vmap({function_name(fun)})"
-    signature = _signature(fun, where)
+    site = f"auto_vmap({function_name(fun)})"
+    signature = _signature(fun, site)
     outputs: Any = None
-    by_parameter = checked_ranks(ranks, signature, where)
+    by_parameter = checked_ranks(ranks, signature, site)
     if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
         if named or by_parameter:
-            raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        bound, outputs = from_gufunc(positional[0], signature, where)
+            raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
+        bound, outputs = from_gufunc(positional[0], signature, site)
     else:
-        bound = bind_ranks(positional, named, by_parameter, signature, where, known_options)
-    explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
+        bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
+    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.items()}
     overridden = {name for name, rank in explicit.items() if not lacks_rest(rank)}
     overridden |= {"return"} if outputs is not None else set()
-    annotated = annotated_ranks(fun, overridden, signature, where)
+    annotated = annotated_ranks(fun, overridden, signature, site)
     explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
         for name, parameter in signature.parameters.items()
     }
-    _check_names(explicit, trees, where)
+    _check_names(explicit, trees, site)
     in_conflict = {**options, "ranks": ranks} if by_parameter else options
     for name, value in in_conflict.items():
         if name in signature.parameters and name not in {**annotated, **explicit}:
             raise TypeError(
-                f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
+                f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
                 f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, "
                 "by position, in a signature or by annotation (None leaves it untouched)"
             )
     if not explicit and not any(tree is not None for tree in trees.values()):
         raise TypeError(
-            f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
+            f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
             "parameters with jaxtyping"
         )
     # With any explicit rank, a missing one is taken as deliberate.
@@ -124,12 +124,12 @@ def declare(
     )
 
 
-def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
+def _signature(fun: Callable[..., Any], site: str) -> inspect.Signature:
     try:
         return inspect.signature(fun)
     except (TypeError, ValueError):  # as many builtins
         raise TypeError(
-            f"{where}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
+            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
             "be bound to them; wrap it in a function that names its own"
         ) from None
 
@@ -158,37 +158,37 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
-def _normal(rank: Any, where: str) -> Any:
+def _normal(rank: Any, site: str) -> Any:
     """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
     if rank is None or rank is ANNOTATED or isinstance(rank, Rank):
         return rank
     if rank is SplitKey:
         return key_rank()
     if isinstance(rank, str):
-        return _dims(rank, where)
+        return _dims(rank, site)
     if isinstance(rank, Items):
-        items = {key: _normal(entry, where + key) for key, entry in rank.entries.items()}
-        return Items(items, _normal(rank.rest, where))
+        items = {key: _normal(entry, site + key) for key, entry in rank.entries.items()}
+        return Items(items, _normal(rank.rest, site))
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
-        return Rank(checked_int(rank, f"{where}: {expected}; got", least=0))
+        return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))
     # The class of a container may not accept `Rank` objects as children.
-    return Node(type(rank), {c.key: _normal(c.value, where + c.name) for c in children_of(rank)})
+    return Node(type(rank), {c.key: _normal(c.value, site + c.name) for c in children_of(rank)})
 
 
-def _dims(text: str, where: str) -> Rank | None:
+def _dims(text: str, site: str) -> Rank | None:
     if "(" in text or "->" in text:
         raise ValueError(
-            f"{where}: {text!r} looks like a gufunc signature, which stands alone: "
+            f"{site}: {text!r} looks like a gufunc signature, which stands alone: "
             "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
         )
     try:
         return parse_dims(text)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{site}: {error}") from None
 
 
-def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: str) -> None:
+def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], site: str) -> None:
     """Refuse expressions in explicit ranks with a name that no parameter declares.
 
     Annotations may have them: jaxtyping evaluates any Python there.
@@ -203,7 +203,7 @@ def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: s
                 problem = f"no argument has a dimension named {listed(unknown, 'or')}"
             if problem is not None:
                 raise ValueError(
-                    f"{where}: {parameter}: the dimension {dim.text!r} could never be checked: "
+                    f"{site}: {parameter}: the dimension {dim.text!r} could never be checked: "
                     f"{problem}"
                 )
 

@@ -30,39 +30,39 @@ Target = str | Callable[[int, int], object]
 _SECONDS = 0.1  # between two updates of a display
 
 
-def checked_progress(value: Any, where: str) -> bool | Target:
+def checked_progress(value: Any, site: str) -> bool | Target:
     """Check the option ``progress=``. A bar needs tqdm."""
     if value is False:
         return value
     if value is True or isinstance(value, str):
         if value == "":
-            raise ValueError(f"{where}: progress must not be an empty label; True shows the name")
+            raise ValueError(f"{site}: progress must not be an empty label; True shows the name")
         try:
             importlib.import_module("tqdm.auto")
         except ImportError:
             raise ImportError(
-                f"{where}: progress={value!r} shows a bar by tqdm, which is not installed; "
+                f"{site}: progress={value!r} shows a bar by tqdm, which is not installed; "
                 "pip install tqdm, or give a function of (done, total)"
             ) from None
         return value
     expected = "True, False, a label, or a function of (done, total)"
     if not callable(value):
         raise TypeError(
-            f"{where}: progress must be {expected}, got {type(value).__name__} {value!r}"
+            f"{site}: progress must be {expected}, got {type(value).__name__} {value!r}"
         )
     name = getattr(value, "__name__", type(value).__name__)
     try:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{where}: progress must be hashable because it is part of the key of a compiled "
+            f"{site}: progress must be hashable because it is part of the key of a compiled "
             f"program, but {name} is not"
         ) from None
     try:
         inspect.signature(value).bind(0, 1)
     except TypeError:
         raise TypeError(
-            f"{where}: progress must be {expected}, but {name}{inspect.signature(value)} cannot be "
+            f"{site}: progress must be {expected}, but {name}{inspect.signature(value)} cannot be "
             "called with two numbers"
         ) from None
     except ValueError:  # a builtin without a signature

@@ -119,18 +119,18 @@ def checkpoint_chunked_scan(
     """
     call = scan_call("checkpoint_chunked_scan", f, init, xs, length, reverse, unroll, progress)
     steps = call.length  # `layout` must not hold `call`, see `run_scan`
-    limit = checked_limit(memory_limit, call.where)
-    given = chunk_sizes(call.where, chunk_size, steps)
+    limit = checked_limit(memory_limit, call.site)
+    given = chunk_sizes(call.site, chunk_size, steps)
     if limit is not None and chunk_size is not None:
-        raise TypeError(f"{call.where}: memory_limit chooses chunk_size, so give one of them")
+        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
-        raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
+        raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
     def choose(body: Body, operands: Operands) -> tuple[Layout, bool]:
         sizes = given
         if limit is not None:
-            sizes = _fit(call.where, limit, body, operands, (steps, reverse, unroll, policy))
+            sizes = _fit(call.site, limit, body, operands, (steps, reverse, unroll, policy))
 
         def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
             carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
@@ -143,7 +143,7 @@ def checkpoint_chunked_scan(
 
 
 def _fit(
-    where: str, limit: int | str, body: Body, operands: Operands, options: tuple[Any, ...]
+    site: str, limit: int | str, body: Body, operands: Operands, options: tuple[Any, ...]
 ) -> tuple[int, ...]:
     """Return the chunk sizes of the fewest levels with which a gradient stays within a limit.
 
@@ -176,13 +176,13 @@ def _fit(
             if measured[-1] <= most:
                 return sizes
         raise ValueError(
-            f"{where}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at "
+            f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at "
             f"least {shown_bytes(min(measured))} beyond inputs and outputs, and memory_limit is "
             f"{shown_bytes(most)}; raise it to at least {min(measured)} bytes"
         )
 
     closed = ClosedJaxpr(body.jaxpr, operands.consts)
-    return fit_once(where, closed, operands, (limit, *options), fit)
+    return fit_once(site, closed, operands, (limit, *options), fit)
 
 
 def scan_checkpointed(

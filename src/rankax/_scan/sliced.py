@@ -179,8 +179,8 @@ def sliced_scan(
     Array([ 0.2, -0.6,  0.8, -0.6], dtype=float32)
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
-    kept = kept_indices(call.where, call.length, save_at, start=start, stop=stop, step=step)
-    reductions = read_window_reductions(reduce, call.where)
+    kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
+    reductions = read_window_reductions(reduce, call.site)
     steps = call.length  # `layout` must not hold `call`, see `run_scan`
     even = kept if isinstance(kept, range) else as_range(kept)
     if even is not None and reductions is None:

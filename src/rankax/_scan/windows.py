@@ -35,13 +35,13 @@ from rankax._scan.steps import Windows
 from rankax._trace.derivatives import has_tangent
 
 
-def read_window_reductions(value: Any, where: str) -> Reductions | None:
+def read_window_reductions(value: Any, site: str) -> Reductions | None:
     """Read ``reduce``; None if it holds nothing but None and ``"last"``, which mean the same."""
     leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
     entries = [None if isinstance(leaf, str) and leaf == "last" else leaf for leaf in leaves]
     if all(entry is None for entry in entries):
         return None
-    return read_reductions(structure.unflatten(entries), where)
+    return read_reductions(structure.unflatten(entries), site)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _WindowFold:
     """The reduction of the steps in each window; a state is a list of arrays."""
 
     reductions: Reductions
-    where: str
+    site: str
     windows: Windows
     y_tree: Any
 
@@ -58,7 +58,7 @@ class _WindowFold:
         specs = [LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False) for n in steps]
         reductions = self.reductions.for_runs(min(self.windows.sizes, default=1))
         unflatten = self.y_tree.unflatten
-        return reduce_row(lambda *ys: unflatten(ys), leaves, specs, reductions, self.where)
+        return reduce_row(lambda *ys: unflatten(ys), leaves, specs, reductions, self.site)
 
     def runs(self, reduced: Reduced, size: Any) -> RunStates:
         """Return the protocol of windows of ``size`` steps."""
