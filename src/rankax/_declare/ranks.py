@@ -22,15 +22,8 @@ from rankax._base.nodes import children_of, is_leaf
 from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
 from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
-from rankax._declare.binding import (
-    ANNOTATED,
-    bind_ranks,
-    checked_ranks,
-    lacks_rest,
-    with_rest,
-)
-from rankax._declare.dims import Dim, Rank, parse_dims
-from rankax._declare.gufunc import from_gufunc
+from rankax._declare.binding import bind_ranks, checked_ranks, from_gufunc
+from rankax._declare.dims import Dim, Rank, UnreadableError, parse_dims
 from rankax._declare.split_key import SplitKey, key_rank
 
 Parameter = inspect.Parameter
@@ -82,19 +75,24 @@ def declare(
     """
     site = f"auto_vmap({function_name(fun)})"
     signature = _signature(fun, site)
-    outputs: Any = None
     by_parameter = checked_ranks(ranks, signature, site)
     if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
         if named or by_parameter:
             raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
-        bound, outputs = from_gufunc(positional[0], signature, site)
+        bound = from_gufunc(positional[0], signature, site)
     else:
         bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
-    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.items()}
-    overridden = {name for name, rank in explicit.items() if not lacks_rest(rank)}
-    overridden |= {"return"} if outputs is not None else set()
+    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
+    items = {
+        name: {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
+        for name, by_key in bound.items.items()
+    }
+    overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     annotated = annotated_ranks(fun, overridden, signature, site)
-    explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
+    for name, by_key in items.items():
+        rest = explicit.get(name, annotated.get(name))
+        # Unpack[...] declares all items together, so explicit ranks override it as a whole.
+        explicit[name] = Items(by_key, None if isinstance(rest, Unpacked) else rest)
     trees = {
         name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
         for name, parameter in signature.parameters.items()
@@ -119,7 +117,7 @@ def declare(
     return Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
-        outputs if outputs is not None else annotated.get("return"),
+        bound.outputs if bound.outputs is not None else annotated.get("return"),
         silent_parameters(fun, unranked) if implicit else frozenset(),
     )
 
@@ -160,15 +158,12 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
 
 def _normal(rank: Any, site: str) -> Any:
     """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
-    if rank is None or rank is ANNOTATED or isinstance(rank, Rank):
+    if rank is None or isinstance(rank, Rank):
         return rank
     if rank is SplitKey:
         return key_rank()
     if isinstance(rank, str):
         return _dims(rank, site)
-    if isinstance(rank, Items):
-        items = {key: _normal(entry, site + key) for key, entry in rank.entries.items()}
-        return Items(items, _normal(rank.rest, site))
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
         return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))
@@ -184,7 +179,7 @@ def _dims(text: str, site: str) -> Rank | None:
         )
     try:
         return parse_dims(text)
-    except ValueError as error:
+    except UnreadableError as error:
         raise ValueError(f"{site}: {error}") from None
 
 

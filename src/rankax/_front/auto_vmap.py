@@ -27,7 +27,7 @@ from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
 from rankax._call.kernel import Kernel
 from rankax._call.run import plan_of, run
-from rankax._declare.gufunc import to_gufunc
+from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration, declare
 from rankax._declare.split_key import SplitKey
 from rankax._front.jit import JitKernel
