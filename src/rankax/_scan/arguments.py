@@ -54,22 +54,20 @@ def scan_call(
     return ScanCall(site, f, init, xs, length, reverse, unroll, progress)
 
 
-def _slice_bounds(site: str, **bounds: Any) -> slice:
-    """Check ``start``, ``stop`` and ``step``; any integer is legal, except a step of 0."""
-    for name, bound in bounds.items():
-        if bound is not None:
-            bounds[name] = _checked_int(site, name, bound, "an int or None", bools=True)
-    if bounds["step"] == 0:
-        raise ValueError(f"{site}: step must not be 0")
-    return slice(bounds["start"], bounds["stop"], bounds["step"])
-
-
 def kept_indices(site: str, length: int, save_at: Any, **bounds: Any) -> Sequence[int]:
-    """Return the steps whose outputs are kept, in the order of the outputs, counted from 0."""
+    """Return the steps whose outputs are kept, in the order of the outputs, counted from 0.
+
+    Of a slice, any integer is legal, except a step of 0.
+    """
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
     if save_at is None:
-        return range(length)[_slice_bounds(site, **bounds)]
-    if given := [name for name, bound in bounds.items() if bound is not None]:
-        raise TypeError(f"{site}: save_at excludes start, stop and step, got {listed(given)}")
+        for name, bound in given.items():
+            bounds[name] = _checked_int(site, name, bound, "an int or None", bools=True)
+        if bounds["step"] == 0:
+            raise ValueError(f"{site}: step must not be 0")
+        return range(length)[slice(bounds["start"], bounds["stop"], bounds["step"])]
+    if given:
+        raise TypeError(f"{site}: save_at excludes start, stop and step, got {listed([*given])}")
     if not isinstance(save_at, Sequence) and getattr(save_at, "ndim", 0) != 1:
         raise TypeError(f"{site}: save_at must be a sequence of ints, got {_described(save_at)}")
     indices = [

@@ -48,7 +48,7 @@ class Body:
         return step
 
 
-class Operands(NamedTuple):
+class ScanArrays(NamedTuple):
     """All arrays that a scan reads."""
 
     consts: list[Any]
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     xs: list[Any]
 
 
-def trace_body(call: ScanCall) -> tuple[Body, Operands]:
+def trace_body(call: ScanCall) -> tuple[Body, ScanArrays]:
     """Trace the body for one step and check what it returns.
 
     As in `jax.lax.scan`, a weakly typed leaf of ``init`` takes the dtype that the body returns for
@@ -86,7 +86,7 @@ def trace_body(call: ScanCall) -> tuple[Body, Operands]:
         jaxpr = trace(promoted, x)
     _check_carry_types(call, promoted, jaxpr.out_avals[: len(carry)])
     jaxpr = keep_rules(jaxpr)
-    return Body(jaxpr.jaxpr, tree, y_trees[-1]), Operands(list(jaxpr.consts), promoted, items)
+    return Body(jaxpr.jaxpr, tree, y_trees[-1]), ScanArrays(list(jaxpr.consts), promoted, items)
 
 
 def _is_weak(leaf: jax.Array) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,9 +15,8 @@ from jax import lax
 
 from rankax._base.functions import function_location
 from rankax._scan.arguments import kept_indices, scan_call
-from rankax._scan.loops import Loop, run_scan
-from rankax._scan.steps import KeptSteps, as_range, find_kept_steps, find_windows
-from rankax._scan.windows import read_window_reductions, scan_windows
+from rankax._scan.loops import StepLoop, run_scan
+from rankax._scan.windows import find_windows, read_window_reductions, scan_windows
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -181,12 +181,12 @@ def sliced_scan(
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
     kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
-    steps = call.length  # `layout` must not hold `call`, see `run_scan`
+    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
     even = kept if isinstance(kept, range) else as_range(kept)
     if even is not None and reductions is None:
         blocks = find_kept_steps(steps, even, reverse=reverse)
 
-        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
             if blocks.all and not checkpoint:
                 carry, ys = loop.run(carry, items, steps)
             else:
@@ -198,12 +198,9 @@ def sliced_scan(
     else:
         windows = find_windows(steps, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
-
-        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-            return scan_windows(
-                loop, carry, items, steps, windows, reduce=fold, checkpoint=checkpoint
-            )
-
+        schedule = functools.partial(
+            scan_windows, length=steps, windows=windows, reduce=fold, checkpoint=checkpoint
+        )
         in_place = True
 
     def of_all(ys: Any) -> Any:
@@ -213,7 +210,61 @@ def sliced_scan(
             kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
         return kept_ys[1]
 
-    return run_scan(call, lambda *_: (layout, in_place), of_all)
+    return run_scan(call, lambda *_: (schedule, in_place), of_all)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSteps:
+    """The kept steps of a loop, in the order of execution.
+
+    First come ``lead`` skipped steps. Then come ``blocks`` blocks, each of ``before`` skipped
+    steps, a kept one and ``after`` skipped ones. If ``partial``, another block follows that ends
+    with its kept step. Last come ``trail`` skipped steps.
+    """
+
+    lead: int
+    blocks: int
+    before: int
+    after: int
+    partial: bool
+    trail: int
+
+    @property
+    def stride(self) -> int:
+        """Steps in one block."""
+        return self.before + 1 + self.after
+
+    @property
+    def all(self) -> bool:
+        """Whether no step is skipped."""
+        return not self.lead and self.stride == 1 and not self.trail
+
+
+def as_range(kept: Sequence[int]) -> range | None:
+    """Return indices as a range; None if they are not one."""
+    step = kept[1] - kept[0] if len(kept) > 1 else 1
+    even = range(kept[0], kept[0] + step * len(kept), step) if kept and step else range(0)
+    return even if list(kept) == list(even) else None
+
+
+def find_kept_steps(length: int, kept: range, *, reverse: bool) -> KeptSteps:
+    """Find the ``kept`` steps of a loop that runs up, or down if ``reverse``.
+
+    The blocks begin as early as possible, so that they tile the loop if the stride divides its
+    length and no block is left out.
+    """
+    if kept.step < 0:
+        kept = kept[::-1]
+    if not kept:
+        return KeptSteps(length, 0, 0, 0, False, 0)
+    first = length - 1 - kept[-1] if reverse else kept[0]
+    stride = kept.step if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
+    blocks = min(len(kept), (length - lead) // stride)
+    partial = blocks < len(kept)
+    trail = length - lead - blocks * stride - (before + 1 if partial else 0)
+    return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
 
 
 def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
@@ -221,7 +272,7 @@ def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _scan_kept(
-    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
+    loop: StepLoop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
     wrap = jax.checkpoint if checkpoint else lambda fun: fun

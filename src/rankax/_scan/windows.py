@@ -30,9 +30,43 @@ from rankax._reduce.merge import RunStates
 from rankax._reduce.row import index_dtype
 from rankax._reduce.run import Reduced, Reductions, read_reductions, reduce_row
 from rankax._scan.checkpointed import scan_checkpointed
-from rankax._scan.loops import Loop
-from rankax._scan.steps import Windows
+from rankax._scan.loops import StepLoop
 from rankax._trace.derivatives import has_tangent
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The steps of a loop up to the last kept one, cut after each kept step.
+
+    ``ends`` are the kept steps, each once, in the order of execution; ``of_output`` is the window
+    of each output.
+    """
+
+    ends: tuple[int, ...]
+    of_output: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """The steps of all windows."""
+        return self.ends[-1] + 1 if self.ends else 0
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first step of each window."""
+        return (0, *(end + 1 for end in self.ends))[: len(self.ends)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of steps in each window."""
+        return tuple(end + 1 - start for start, end in zip(self.starts, self.ends, strict=True))
+
+
+def find_windows(length: int, kept: Sequence[int], *, reverse: bool) -> Windows:
+    """Find the windows of a loop that runs up, or down if ``reverse``, with an output per index."""
+    places = [length - 1 - index for index in kept] if reverse else kept
+    ends = sorted(set(places))
+    numbers = {end: number for number, end in enumerate(ends)}
+    return Windows(tuple(ends), tuple(numbers[place] for place in places))
 
 
 def read_window_reductions(value: Any, site: str) -> Reductions | None:
@@ -98,7 +132,7 @@ class _WindowFold:
 
 
 def scan_windows(
-    loop: Loop,
+    loop: StepLoop,
     carry: Any,
     items: Any,
     length: int,
@@ -111,7 +145,7 @@ def scan_windows(
 
     Parameters
     ----------
-    loop : Loop
+    loop : StepLoop
     carry, items : pytree
     length : int
         The steps of the loop.
