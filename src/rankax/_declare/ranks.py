@@ -18,8 +18,15 @@ from typing import Any
 
 from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
-from rankax._base.nodes import children_of, is_leaf
-from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
+from rankax._base.trees import (
+    Items,
+    Node,
+    children_of,
+    entries,
+    is_leaf,
+    spread_prefix,
+    subtrees_with_entries,
+)
 from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
 from rankax._declare.binding import bind_ranks, checked_ranks, from_gufunc
