@@ -128,18 +128,18 @@ class _Display:
         self._total = total
         self._done = 0
         self._updated = time.monotonic()
-        self._function = None if isinstance(target, str) else target
-        self._bar: Any = None
-        if self._function is not None:
-            self._function(0, total)
-        else:
-            self._bar = importlib.import_module("tqdm.auto").tqdm(
-                desc=target,
-                total=total,
-                unit=" items",
-                unit_scale=True,
-                mininterval=0,  # `update` decides instead
+        if isinstance(target, str):
+            # `update` decides instead of `mininterval` when to show a number.
+            options = {"unit": " items", "unit_scale": True, "mininterval": 0}
+            bar: Any = importlib.import_module("tqdm.auto").tqdm(
+                desc=target, total=total, **options
             )
+            self._show = lambda done: bar.update(done - self._done)
+            self.close = bar.close
+        else:
+            target(0, total)
+            self._show = lambda done: target(done, total)
+            self.close = lambda: None
 
     def update(self, done: int) -> None:
         """Show a larger number than before, unless the last update was a moment ago."""
@@ -148,15 +148,8 @@ class _Display:
         now = time.monotonic()
         if now - self._updated < _SECONDS and done < self._total:
             return
-        if self._function is not None:
-            self._function(done, self._total)
-        else:
-            self._bar.update(done - self._done)
+        self._show(done)
         self._done, self._updated = done, now
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 _lock = threading.RLock()
