@@ -158,7 +158,7 @@ class _Reader:
             return _unpacked(self.rank(args[0], names))
         cls: Any = origin or hint
         if _has_fields(cls):
-            return self._class(cls, names, dict(zip(_type_parameters(cls), args, strict=False)))
+            return self._class(cls, names, _arguments(cls, args))
         if _is_subclass(origin, collections.abc.Collection):
             tree = self._collection(cls, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
@@ -201,11 +201,9 @@ class _Reader:
                 "arrays are; give the parameter a rank or a rank tree explicitly"
             )
         self.aliases.add(alias)
-        bound = dict(zip(_type_parameters(alias), args, strict=False))
-        try:
-            return self.rank(_substituted(value_of(alias), bound), names)
-        finally:
-            self.aliases.discard(alias)
+        rank = self.rank(_substituted(value_of(alias), _arguments(alias, args)), names)
+        self.aliases.discard(alias)
+        return rank
 
     def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Return the one rank of all array types of a union; other members are ignored."""
@@ -294,8 +292,10 @@ def _is_subclass(hint: Any, classes: type | tuple[type, ...]) -> bool:
     return isinstance(hint, type) and issubclass(hint, classes)
 
 
-def _type_parameters(generic: Any) -> tuple[Any, ...]:
-    return getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
+def _arguments(generic: Any, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the arguments of a generic class or alias by type variable."""
+    variables = getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
+    return dict(zip(variables, args, strict=False))
 
 
 def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:

@@ -39,12 +39,15 @@ class StepLoop:
     def run(self, carry: Any, items: Any, length: int) -> tuple[Any, Any]:
         return lax.scan(self.step, carry, items, length, self.reverse, self.unroll)
 
-    def skip(self, carry: Any, items: Any, length: int) -> Any:
-        """Return the carry after ``length`` steps, without outputs."""
-        if not length:
+    def skip(
+        self, carry: Any, items: Any, begin: int, end: int, *, checkpoint: bool = False
+    ) -> Any:
+        """Return the carry after some steps, counted as in `cut`, without outputs."""
+        if begin == end:
             return carry
         only_carry = dataclasses.replace(self, step=lambda c, x: (self.step(c, x)[0], None))
-        return only_carry.run(carry, items, length)[0]
+        run = functools.partial(only_carry.run, length=end - begin)
+        return (jax.checkpoint(run) if checkpoint else run)(carry, self.cut(items, begin, end))[0]
 
     def blocks(self, block: Step, carry: Any, items: Any, count: int, size: int) -> tuple[Any, Any]:
         """Loop over ``count`` blocks of ``size`` items; splitting the axis is only a reshape."""

@@ -277,24 +277,17 @@ def _scan_kept(
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
     wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
-    def stretch(carry: Any, begin: int, length: int) -> Any:
-        if not length:
-            return carry
-        skip = functools.partial(loop.skip, length=length)
-        return wrap(skip)(carry, loop.cut(items, begin, begin + length))
-
     def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
-        carry = loop.skip(carry, loop.cut(items, 0, kept.before), kept.before)
+        carry = loop.skip(carry, items, 0, kept.before)
         last = loop.cut(items, kept.before, kept.before + 1)
         return loop.step(carry, jax.tree.map(lambda leaf: leaf[0], last))
 
     def block(carry: Any, items: Any) -> tuple[Any, Any]:
         carry, y = up_to_kept(carry, items)
-        rest = loop.cut(items, kept.before + 1, kept.stride)
-        return loop.skip(carry, rest, kept.after), y
+        return loop.skip(carry, items, kept.before + 1, kept.stride), y
 
     at = kept.lead + kept.blocks * kept.stride
-    carry = stretch(carry, 0, kept.lead)
+    carry = loop.skip(carry, items, 0, kept.lead, checkpoint=checkpoint)
     blocks = loop.cut(items, kept.lead, at)
     carry, ys = loop.blocks(wrap(block), carry, blocks, kept.blocks, kept.stride)
     if kept.partial:
@@ -302,4 +295,4 @@ def _scan_kept(
         carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
         ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
-    return stretch(carry, at, kept.trail), ys
+    return loop.skip(carry, items, at, at + kept.trail, checkpoint=checkpoint), ys

@@ -13,7 +13,6 @@ step is a run of one item, and its state is merged into that of the window.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,9 +195,7 @@ def scan_windows(
             windows.steps,
             (size,) if checkpoint else (),
         )
-    rest = functools.partial(loop.skip, length=length - windows.steps)
-    rest = jax.checkpoint(rest) if checkpoint else rest
-    carry = rest(carry, loop.cut(items, windows.steps, length))
+    carry = loop.skip(carry, items, windows.steps, length, checkpoint=checkpoint)
     rows = [_narrowed(*both) for both in zip(rows, empty, strict=True)]
     ys = fold.results(none.with_arrays(rows)) if fold and none else tree.unflatten(rows)
     order = jax.device_put(np.asarray(windows.of_output, dtype))
