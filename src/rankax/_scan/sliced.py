@@ -187,10 +187,7 @@ def sliced_scan(
         blocks = find_kept_steps(steps, even, reverse=reverse)
 
         def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
-            if blocks.all and not checkpoint:
-                carry, ys = loop.run(carry, items, steps)
-            else:
-                carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
+            carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
             ys = loop.body.y_tree.unflatten(ys)
             return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
@@ -275,6 +272,8 @@ def _scan_kept(
     loop: StepLoop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
+    if kept.all and not checkpoint:
+        return loop.run(carry, items, kept.blocks)
     wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
     def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:

@@ -63,9 +63,8 @@ class Windows:
 def find_windows(length: int, kept: Sequence[int], *, reverse: bool) -> Windows:
     """Find the windows of a loop that runs up, or down if ``reverse``, with an output per index."""
     places = [length - 1 - index for index in kept] if reverse else kept
-    ends = sorted(set(places))
-    numbers = {end: number for number, end in enumerate(ends)}
-    return Windows(tuple(ends), tuple(numbers[place] for place in places))
+    ends, of_output = np.unique(np.asarray(places, int), return_inverse=True)
+    return Windows(tuple(ends.tolist()), tuple(of_output.tolist()))
 
 
 def read_window_reductions(value: Any, site: str) -> Reductions | None:
