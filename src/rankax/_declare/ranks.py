@@ -100,14 +100,15 @@ def declare(
         rest = explicit.get(name, annotated.get(name))
         # Unpack[...] declares all items together, so explicit ranks override it as a whole.
         explicit[name] = Items(by_key, None if isinstance(rest, Unpacked) else rest)
+    declared = {**annotated, **explicit}
     trees = {
-        name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
+        name: _for_parameter(declared.get(name), parameter)
         for name, parameter in signature.parameters.items()
     }
     _check_names(explicit, trees, site)
     in_conflict = {**options, "ranks": ranks} if by_parameter else options
     for name, value in in_conflict.items():
-        if name in signature.parameters and name not in {**annotated, **explicit}:
+        if name in signature.parameters and name not in declared:
             raise TypeError(
                 f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
                 f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, "
