@@ -28,6 +28,7 @@ from rankax._declare.split_key import key_rank
 from rankax._loop.keys import item_key
 from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
+from rankax._trace.item import trace_item
 from rankax.reductions import Best, TopK
 
 KEY = jax.random.key(5)
@@ -152,7 +153,9 @@ def in_parts(axis, count, batch, chunk_size):
             return list(noisy(x, item_key(key, number)))
 
         nest = nest_of(planned(shape, chunk_size), (0,), Options(), splits=whole.splits)
-        return nest.map(on_item, [part], {axis: first})
+        types = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint32)
+        item = trace_item(on_item, lambda *items: (items, {}), types, 0)
+        return nest.walk(item, [part], begins={axis: first})
 
     x = np.arange(math.prod(batch), dtype=np.float32).reshape(batch)
     parts = np.stack(np.split(x, count, axis))

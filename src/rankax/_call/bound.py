@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
@@ -26,6 +27,7 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, PlannedReduction
 from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
+from rankax._reduce.run import Reductions, trace_reduced
 from rankax._trace.item import ItemProgram, trace_item, with_shape
 
 
@@ -118,16 +120,20 @@ class Bound(abc.ABC):
 
         return on_item
 
-    def trace(self, plan: Nesting) -> ItemProgram:
+    def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)
         ]
         avals += [with_shape(PLACE, ()) for _ in plan.splits]
-        return trace_item(
-            self.on_item(plan), lambda *items: (items, {}), avals, self.out_axes, self.axis_name
-        )
+        fun = self.on_item(plan)
+        if reductions is None:
+            inputs: Any = lambda *items: (items, {})  # noqa: E731
+            return trace_item(fun, inputs, avals, self.out_axes, self.axis_name)
+        total = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
+        total = total if reductions.of_run is None else reductions.of_run
+        return trace_reduced(fun, avals, reductions, total)
 
 
 def planned_reduction(options: Options) -> PlannedReduction | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from rankax._call.over_parts import Begins
 from rankax._lockstep.call import walk_in_lanes
-from rankax._loop.keys import add_places, number_items
-from rankax._loop.level import map_level
+from rankax._loop.keys import add_places, number_items, vmap_level
+from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
@@ -24,13 +24,17 @@ from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.splits import Split
 from rankax._progress.bars import Progress
-from rankax._reduce.run import Reduced, Reductions, reduce_row
+from rankax._reduce.row import evaluates_functions
+from rankax._reduce.run import Reductions, RowReduction
+from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ClosedJaxpr
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
 
 # An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
-_LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress"}
+_LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress", "reduced"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Nest:
         Leaves, and their shapes without stretched axes.
     splits : tuple of Split
         The keys that are split, numbered within the whole batch.
+    differentiable : bool
+        Whether the walk may be differentiated.
     """
 
     plan: BatchPlan
@@ -58,100 +64,205 @@ class Nest:
     mapped: tuple[int, ...]
     reshaped: tuple[tuple[int, Shape], ...]
     splits: tuple[Split, ...]
+    differentiable: bool = True
 
-    def map(self, item: Any, leaves: Sequence[Any], begins: Begins | None = None) -> list[Any]:
-        """Map an item, which returns a list of arrays, over all levels.
+    def walk(
+        self,
+        item: ItemProgram,
+        leaves: Sequence[Any],
+        reductions: Reductions | None = None,
+        begins: Begins | None = None,
+    ) -> list[Any]:
+        """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
 
         Parameters
         ----------
-        item : callable
+        item : ItemProgram
             Takes one item of each input, then one number for each split.
         leaves : sequence of arrays
             The inputs.
+        reductions : Reductions, optional
+            What the reduced levels fold.
         begins : mapping, optional
             Where a part of a batch begins, if keys are split (see `number_items`).
-        """
-        plan = self.plan
-        fun, leaves = self._entered(item, leaves)
-        fun = self._placed(fun, begins)
-        sizes = tuple(level.size for level in plan.levels)
-        if plan.lanes is not None:
-            outs, sizes = walk_in_lanes(fun, leaves, self.specs), (math.prod(sizes),)
-        else:
-            outs = _nested(fun, self.specs)(*leaves)
-        # A level may cover more than one axis of the batch, or none where it has length 1.
-        if sizes != plan.batch_shape:
-            shapes = [plan.batch_shape + leaf.shape[len(sizes) :] for leaf in outs]
-            outs = [jnp.reshape(leaf, shape) for leaf, shape in zip(outs, shapes, strict=True)]
-        return outs
 
-    def reduce(
-        self,
-        item: Any,
-        leaves: Sequence[Any],
-        reductions: Reductions,
-        begins: Begins | None = None,
-        where: str | None = None,
-    ) -> Reduced:
-        """Map an item, which returns a tree, over the kept levels, and reduce it over the others.
-
-        In the result, the kept axes of the batch come first; outputs that are kept whole have all
-        axes of the batch.
+        Returns
+        -------
+        list
+            The outputs; with ``reductions``, one value for each of them. Kept axes of the batch
+            come first; outputs that are kept whole have all axes of the batch.
         """
-        plan, kept = self.plan, sum(not level.reduced for level in self.plan.levels)
-        fun, leaves = self._entered(item, leaves)
+        if self.plan.in_flight > 1:
+            item.check_order()
+        arrays = self._reshaped(leaves)
+        mapped = [arrays.pop(position) for position in self.mapped]
         specs = list(self.specs)
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
         # longer by the copy than they gain.
-        if plan.leaves and plan.lanes is None:
-            leaves, specs = _lanes_last(leaves, specs, kept)
-        fun = self._placed(fun, begins)
-        rows: list[Reduced] = []
+        if reductions is not None and self.plan.leaves and self.plan.lanes is None:
+            mapped, specs = _lanes_last(mapped, specs)
+        # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
+        # on, a jaxpr holds its constants; replacing its variables drops them.
+        jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+        bare = dataclasses.replace(item, closed=None)
+        walk = _Walk(self, tuple(specs), bare, jaxpr, reductions)
+        operands = list(item.closed.consts), mapped, arrays, begins or {}
+        if not self.differentiable or walk.is_linear(mapped):
+            return walk.values(operands, back=False)
+        # A user-defined function may change between calls and stay the same object.
+        is_ordered = reductions is not None and reductions.are_ordered
+        evaluated, differentiated = (functools.partial(walk.values, back=b) for b in (False, True))
+        key = None if is_ordered else (self, reductions)
+        return call_with_derivative_of(differentiated, evaluated, operands, key=key)
 
-        @functools.wraps(fun)
-        def on_row(*items: Any) -> list[Any]:
-            rows.append(reduce_row(fun, items, specs[kept:], reductions, where))
-            return rows[-1].arrays
+    def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
+        """Map a function of all inputs over levels without loops, as one would by hand."""
+        arrays = self._reshaped(leaves)
+        if self.splits:
+            fun = number_items(fun, self.splits, self.plan.levels, self.plan.batch_shape)
+        for spec in reversed(self.specs):
+            fun = vmap_level(fun, spec.in_axes, spec.chunks.length, numbered=spec.numbered)
+        return self.in_batch_shape(fun(*arrays.values()))
 
-        arrays = _nested(on_row, specs[:kept])(*leaves)
-        kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
-        row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
-        outs: list[Any] = []
-        for array, is_kept in zip(arrays, rows[-1].is_kept, strict=True):
-            if is_kept:
-                core = array.shape[len(plan.levels) :]
-                array = jnp.reshape(array, kept_shape + row_shape + core)
-                places = range(len(kept_shape), len(plan.batch_shape))
-                outs.append(jnp.moveaxis(array, places, plan.reduced))
-            else:
-                outs.append(jnp.reshape(array, kept_shape + array.shape[kept:]))
-        return rows[-1].with_arrays(outs)
+    def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:
+        """Return the inputs by position, without stretched axes."""
+        arrays = dict(zip(self.inputs, map(jnp.asarray, leaves), strict=True))
+        for position, shape in self.reshaped:
+            if position in arrays:
+                arrays[position] = jnp.reshape(arrays[position], shape)
+        return arrays
+
+    def in_batch_shape(self, outs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give outputs the axes of the batch.
+
+        A level may cover more than one axis of the batch, or none where it has length 1.
+        """
+        sizes, shape = tuple(level.size for level in self.plan.levels), self.plan.batch_shape
+        if self.plan.lanes is not None:
+            sizes = (math.prod(sizes),)
+        if sizes == shape:
+            return list(outs)
+        return [jnp.reshape(out, shape + out.shape[len(sizes) :]) for out in outs]
 
     def keeping_rules(self) -> Nest:
         """Return the nest whose lanes leave functions with derivative rules whole."""
         specs = tuple(dataclasses.replace(spec, keep_rules=True) for spec in self.specs)
         return dataclasses.replace(self, specs=specs)
 
-    def _entered(self, item: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the item as a function of the leaves that the nest maps, and those leaves."""
-        arrays = dict(zip(self.inputs, leaves, strict=True))
-        for position, shape in self.reshaped:
-            if position in arrays:
-                arrays[position] = jnp.reshape(arrays[position], shape)
-        mapped = [arrays[position] for position in self.mapped]
-        if self.mapped == self.inputs:
-            return item, mapped
 
-        def on_mapped(*items: Any) -> Any:
-            here = {**arrays, **dict(zip(self.mapped, items, strict=False))}
-            return item(*(here[position] for position in self.inputs), *items[len(mapped) :])
+# The constants of the item, the leaves that the levels map, the other inputs by position, and where
+# a part begins.
+Operands = tuple[list[Any], list[Any], Mapping[int, Any], Begins]
 
-        return on_mapped, mapped
 
-    def _placed(self, fun: Any, begins: Begins | None) -> Any:
-        if not self.splits:
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The walk of one item over the levels of a nest."""
+
+    nest: Nest
+    specs: tuple[LoopSpec, ...]
+    item: ItemProgram  # without its program
+    jaxpr: Any
+    reductions: Reductions | None
+
+    def values(self, operands: Operands, *, back: bool) -> list[Any]:
+        """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
+        consts, mapped, others, begins = operands
+        if self.reductions is not None:
+            return self._reduced(operands, back=back)
+        fun = self._of_items(consts, others, begins)
+        if self.nest.plan.lanes is not None:
+            return self.nest.in_batch_shape(walk_in_lanes(fun, mapped, self.specs, self.item))
+        if None in self.out_axes:
+            self._with(consts).check_unmapped_outputs()
+        for spec in reversed(self.specs):
+            fun = map_level(fun, spec, self.out_axes, back=back)
+        return self.nest.in_batch_shape(fun(*mapped))
+
+    @property
+    def out_axes(self) -> tuple[int | None, ...]:
+        """Where each level has its items in the outputs."""
+        axes = self.item.out_axes
+        return axes if len(self.specs) == 1 else (0,) * len(axes)
+
+    def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
+        consts, mapped, others, begins = operands
+        plan, row = self.nest.plan, self._row(others, begins)
+
+        def fun(*items: Any) -> list[Any]:
+            return row.values(consts, items, back=back)
+
+        entries = row.reductions.entries
+        kept = [spec for spec in self.specs if not spec.reduced]
+        for spec in reversed(kept):
+            fun = map_level(fun, spec, [0] * len(entries), back=back)
+        values = fun(*mapped)
+        kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
+        row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
+
+        def whole(array: jax.Array) -> jax.Array:
+            shape = kept_shape + row_shape + array.shape[len(plan.levels) :]
+            places = range(len(kept_shape), len(plan.batch_shape))
+            return jnp.moveaxis(jnp.reshape(array, shape), places, plan.reduced)
+
+        def of_rows(array: jax.Array) -> jax.Array:
+            return jnp.reshape(array, kept_shape + array.shape[len(kept) :])
+
+        return [
+            jax.tree.map(whole if entry.is_kept else of_rows, value)
+            for entry, value in zip(entries, values, strict=True)
+        ]
+
+    def _row(self, others: Mapping[int, Any], begins: Begins) -> RowReduction:
+        assert self.reductions is not None
+        return RowReduction(
+            lambda consts: self._of_items(consts, others, begins),
+            tuple(spec for spec in self.specs if spec.reduced),
+            self.item.outputs,
+            self.reductions,
+            evaluates_functions(self.jaxpr),
+        )
+
+    def _with(self, consts: Sequence[Any]) -> ItemProgram:
+        """Return the item with these constants."""
+        return dataclasses.replace(self.item, closed=ClosedJaxpr(self.jaxpr, list(consts)))
+
+    def _of_items(
+        self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
+    ) -> Callable[..., list[Any]]:
+        """Return the item as a function of the leaves that the levels map, and of its places."""
+        item, nest = self._with(consts), self.nest
+
+        def of_mapped(*items: Any) -> list[Any]:
+            here = {**others, **dict(zip(nest.mapped, items, strict=False))}
+            return item(*(here[i] for i in nest.inputs), *items[len(nest.mapped) :])
+
+        fun = of_mapped if others else item
+        if not nest.splits:
             return fun
-        return number_items(fun, self.splits, self.plan.levels, self.plan.batch_shape, begins)
+        return number_items(fun, nest.splits, nest.plan.levels, nest.plan.batch_shape, begins)
+
+    def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
+        """Whether the pass that is evaluated is also the best one to differentiate."""
+        if self.reductions is not None:
+            row = self._row({}, {})
+            if not (row.is_linear or row.is_at_once):
+                return False
+        loops = [spec for spec in self.specs if spec.is_loop]
+        if any(spec.by_index or spec.derivative or not spec.chunks.even for spec in loops):
+            return False
+        outs = [v.aval.shape for v in self.jaxpr.outvars]
+        shapes = [x.shape for x in mapped]
+        for spec in self.specs:
+            pairs = list(zip(shapes, spec.in_axes, strict=False))
+            # The chunks of all others are read by index, or written.
+            rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
+            if spec.is_loop and not all(rows):
+                return False
+            shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
+        return not loops or all(
+            axis == 0 and 1 not in out for axis, out in zip(self.out_axes, outs, strict=True)
+        )
 
 
 def nest_of(
@@ -162,6 +273,7 @@ def nest_of(
     *,
     splits: tuple[Split, ...] | None = None,
     by_index: bool = False,
+    differentiable: bool = True,
 ) -> Nest:
     """Build the nested maps of a plan.
 
@@ -173,6 +285,8 @@ def nest_of(
         The splits of the whole batch, if the plan is that of a part.
     by_index : bool
         As in `LoopSpec`.
+    differentiable : bool
+        As in `Nest`.
     """
     splits = plan.splits if splits is None else splits
     shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
@@ -180,8 +294,6 @@ def nest_of(
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
         chunks = Chunks(level.size, level.tile, level.steps)
-        if level.reduced and is_loop:  # the remainder is a tile of its own
-            chunks = Chunks(level.size, level.tile, level.size // level.tile)
         if level.chunk:
             chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
         shared["derivative"] = level.derivative if is_loop else None
@@ -190,18 +302,16 @@ def nest_of(
         shared["progress"] = progress if may_report else None
         progress = None if may_report else progress
         shared["lanes"] = plan.plan.lanes if level.in_lanes else None
-        specs.append(LoopSpec(chunks, axes, is_loop, bool(splits), by_index, **shared))
-    return Nest(plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits)
-
-
-def _nested(fun: Any, specs: Sequence[LoopSpec]) -> Callable[..., Any]:
-    for spec in reversed(specs):
-        fun = map_level(fun, spec)
-    return fun
+        shared["reduced"] = level.reduced
+        specs.append(
+            LoopSpec(chunks, axes, is_loop, numbered=bool(splits), by_index=by_index, **shared)
+        )
+    maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
+    return Nest(*maps, differentiable)
 
 
 def _lanes_last(
-    leaves: Sequence[Any], specs: Sequence[LoopSpec], kept: int
+    leaves: Sequence[Any], specs: Sequence[LoopSpec]
 ) -> tuple[list[Any], list[LoopSpec]]:
     """Store small vectors by component, if a loop over tiles reads them again for every row.
 
@@ -211,7 +321,7 @@ def _lanes_last(
     stored, changed = list(leaves), list(specs)
     for i, leaf in enumerate(leaves):
         levels = [number for number, spec in enumerate(specs) if spec.in_axes[i] is not None]
-        if len(levels) != 1 or levels[0] < kept or not specs[levels[0]].is_loop:
+        if len(levels) != 1 or not (specs[levels[0]].reduced and specs[levels[0]].is_loop):
             continue
         (level,) = levels
         axis = changed[level].in_axes[i]

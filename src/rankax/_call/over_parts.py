@@ -29,7 +29,6 @@ from jax import lax
 from rankax._base.arrays import zeros
 from rankax._devices.parts import Parts, gathered, join, over_parts
 from rankax._devices.place import put
-from rankax._loop.reuse import run_kept
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.merge import RunStates
@@ -121,7 +120,6 @@ def map_parts(
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
-    key: Any,
 ) -> Leaves:
     """Map an item over the whole batch by ``program``, which maps it over one part.
 
@@ -132,8 +130,6 @@ def map_parts(
     item : ItemProgram
     leaves : sequence of arrays
     layout : Layout
-    key : hashable
-        Everything else that ``program`` depends on.
     """
 
     def walk(layout: Layout, begins: Begins, item: ItemProgram, leaves: Leaves) -> Leaves:
@@ -152,11 +148,10 @@ def map_parts(
                 outs[i] = join(outs[i], place, layout.shape[parts.axis], parts)
         return outs if None not in item.out_axes else _with_shared(outs, item)
 
-    item, leaves = _placed(item, leaves, layout)
-    return run_kept(functools.partial(walk, layout, {}), item, leaves, (layout, key))
+    return walk(layout, {}, item, list(leaves))
 
 
-def _placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
+def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
     """Put the arrays of an eager call on its devices."""
     pairs, parts = zip(leaves, layout.first_axes, strict=True), layout.parts[0]
     consts = [put(x, None, parts) for x in item.closed.consts]
@@ -179,9 +174,8 @@ def reduce_parts(
     leaves: Sequence[Any],
     layout: Layout,
     reductions: Reductions,
-    key: Any,
-) -> Any:
-    """Reduce an item over the whole batch by ``program``, which reduces one run; return a tree.
+) -> Reduced:
+    """Reduce an item over the whole batch by ``program``, which reduces one run.
 
     It takes the item, the leaves of the run, its batch shape (`Layout.shapes`), where it begins,
     and the reductions.
@@ -220,13 +214,7 @@ def reduce_parts(
         outs = over_parts(reduce_part, parts, item.closed.consts, leaves, layout.first_axes)
         return _joined(results[-1].with_arrays(outs), layout, reductions)
 
-    def whole(item: ItemProgram, leaves: Leaves) -> Any:
-        return walk(layout, {}, reductions, item, leaves).assembled()
-
-    item, leaves = _placed(item, leaves, layout)
-    # A user-defined function may change between calls and stay the same object.
-    kept = None if reductions.are_ordered else (layout, reductions, key)
-    return run_kept(whole, item, leaves, kept)
+    return walk(layout, {}, reductions, item, list(leaves))
 
 
 def _with_first(runs: Sequence[Reduced], layout: Layout, number: Any) -> Reduced:

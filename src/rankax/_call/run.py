@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from rankax._call.over_parts import (
     is_mergeable,
     map_parts,
     mergeable_parts,
+    placed,
     reduce_parts,
 )
 from rankax._devices.find import find_parts, inside, is_spread, on_mesh
@@ -45,13 +46,13 @@ from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
-from rankax._loop.reuse import call_of_kernel, is_eager
+from rankax._loop.reuse import Mode, call_of_kernel, mode_of, run_kept
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes, unparted
-from rankax._progress.bars import progress_of_call
+from rankax._progress.bars import Progress, progress_of_call
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, has_order
@@ -78,36 +79,64 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
 def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any:
     ready = prepare(bound, options, parts)
     if ready.item is None:
-        return _in_one_piece(bound, ready.plan, ready.options)
+        return _in_one_piece(bound, ready.plan)
     layout = bound.layout(ready.whole, ready.parts)
     shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
+    item, leaves = ready.item, [bound.leaves[i] for i in ready.whole.mapped]
+    if ready.parts:
+        item, leaves = placed(item, leaves, layout)
+    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(ready.parts))
+    reductions = options.reduce
     with (
         progress_of_call(shown, bound.name, layout.count) as progress,
-        call_of_kernel(ready.item.where),
+        call_of_kernel(item.where),
+        committed_elsewhere(bound.where, ready.parts),
     ):
-        nest = functools.partial(
-            nest_of,
-            inputs=ready.whole.mapped,
-            options=ready.options,
-            splits=ready.whole.splits,  # numbered within the whole batch
-            by_index=bool(ready.parts),
-        )
-        leaves = [bound.leaves[i] for i in ready.whole.mapped]
-        nests: dict[Shape, Nest] = {}
-        *others, shape = layout.shapes()
-        for other in others:
-            nests[other] = nest(bound.part(ready.whole, other).plan(ready.options))
+        program, key = _program(bound, ready, layout, progress, is_now=mode is Mode.EAGER)
+        # A user-defined function may change between calls and stay the same object.
+        key = None if reductions is not None and reductions.are_ordered else key
+        try:
+            out = run_kept(program, item, leaves, key, mode)
+        except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
+            raise item.reuses_key() from error
+    if reductions is None:
+        return item.out_tree.unflatten(out)
+    return Reduced.of(out, reductions, item.outputs).assembled()
 
-        def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
-            if not ready.parts:
-                return _walk(nest, item, leaves, options.reduce)
-            return _over_parts({**nests, shape: nest}, item, leaves, layout, options.reduce)
 
-        with committed_elsewhere(bound.where, ready.parts):
-            main = nest(ready.plan, progress=progress)
-            if ready.chunks is None:
-                return walk(main, ready.item, leaves)
-            return _in_lanes(walk, main, nest(ready.chunks), ready.item, leaves)
+def _program(
+    bound: Bound, ready: Prepared, layout: Layout, progress: Progress | None, *, is_now: bool
+) -> tuple[Callable[[ItemProgram, list[Any]], Any], Hashable]:
+    """Return the whole call as a function of its item and its leaves, and what it depends on."""
+    options = ready.options
+    if is_now:  # not differentiated, so nothing is ever recomputed
+        options = dataclasses.replace(options, checkpoint=False)
+    nest = functools.partial(
+        nest_of,
+        inputs=ready.whole.mapped,
+        options=options,
+        splits=ready.whole.splits,  # numbered within the whole batch
+        by_index=bool(ready.parts),
+        differentiable=not is_now,
+    )
+    *others, shape = layout.shapes()
+    nests = {other: nest(bound.part(ready.whole, other).plan(options)) for other in others}
+    main = nest(ready.plan, progress=progress)
+    chunks = None if ready.chunks is None else nest(ready.chunks)
+    reductions = options.reduce
+
+    def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
+        if not layout.parts:
+            return nest.walk(item, leaves, reductions)
+        return _over_parts({**nests, shape: nest}, item, leaves, layout, reductions)
+
+    # JAX keeps it, so it holds no arrays: neither the call nor its item.
+    def program(item: ItemProgram, leaves: list[Any]) -> Any:
+        if chunks is None:
+            return walk(main, item, leaves)
+        return _in_lanes(walk, main, chunks, item, leaves)
+
+    return program, (tuple(nests.items()), main, chunks, layout, reductions)
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
@@ -144,16 +173,19 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     if options.memory_limit is not None:
         options = dataclasses.replace(options, memory_limit=None)
     planned = bound.plan(options)
-    is_short = not any(planned.loops) and options.lockstep
+    is_short = not any(planned.loops) and options.lockstep and options.reduce is None
     if not parts and limited.memory_limit is None and is_short:
         return Prepared(planned, options, planned)
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
-    if not whole.plan.levels or not whole.plan.evaluations:
+    is_empty = not whole.plan.levels or not whole.plan.evaluations
+    if is_empty and options.reduce is None:
         return Prepared(whole, options, whole)
     part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
     # Decorated kernels that this one calls must not report as well.
     with progress_of_call(options.progress, bound.name), inside(parts):
-        item = bound.trace(whole)
+        item = bound.trace(whole, options.reduce)
+    if is_empty:
+        return Prepared(whole, options, whole, item)
     if parts and has_order(item.closed):
         parts, part = (), bound
     compiler_options = dict(options.compiler_options or ())
@@ -177,7 +209,7 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
     is_asked = options.devices not in (None, 1)
     if not any(planned.loops) and not (parts and (is_asked or len(whole.plan.reduced) > 1)):
         # Each device evaluates all of its items at once.
-        return Prepared(whole, options, whole, memory=memory)
+        return Prepared(whole, options, whole, item if options.reduce else None, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
 
 
@@ -210,14 +242,11 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 
 
-def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
-    """Evaluate a call that has no loop."""
-    nest = nest_of(plan, plan.mapped, options)
-    leaves = [bound.leaves[i] for i in plan.mapped]
-    if options.reduce is not None:
-        return nest.reduce(bound.on_item(plan), leaves, options.reduce).assembled()
+def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
+    """Evaluate a map that has no loop."""
     if (call := bound.in_one_piece(plan)) is not None:
         return call()
+    nest = nest_of(plan, plan.mapped, Options())
     trees: list[Any] = []
     on_item = bound.on_item(plan)
 
@@ -227,17 +256,8 @@ def _in_one_piece(bound: Bound, plan: Nesting, options: Options) -> Any:
         trees.append(tree)
         return outs
 
-    outs = nest.map(flat, leaves)
+    outs = nest.map_at_once(flat, [bound.leaves[i] for i in plan.mapped])
     return jax.tree.unflatten(trees[-1], outs)
-
-
-def _walk(
-    nest: Nest, item: ItemProgram, leaves: Sequence[Any], reductions: Reductions | None
-) -> Any:
-    """Evaluate a call, using the program of one item."""
-    if reductions is None:
-        return item.out_tree.unflatten(nest.map(item, leaves))
-    return nest.reduce(item.in_tree, leaves, reductions, where=item.where).assembled()
 
 
 def _in_lanes(
@@ -257,7 +277,7 @@ def _in_lanes(
     # Scans and branches have a reverse pass in lockstep.
     has_loop = any(end.startswith("while") for end in kept)
     is_same = has_loop and kept == cut_program(item.closed).ends
-    if is_same or is_eager([*arrays[0], *leaves]):
+    if is_same or not lanes.differentiable:
         return by(lanes)(*arrays)
     other = lanes.keeping_rules() if has_loop else chunks
     return call_with_derivative_of(by(other), by(lanes), *arrays)
@@ -274,21 +294,21 @@ def _over_parts(
 
     There is a nest for each batch shape of a run.
     """
-    key = tuple(nests.items())
     if reductions is not None:
 
         def reduce(
             item: ItemProgram, leaves: Sequence[Any], shape: Shape, begins: Begins, own: Reductions
         ) -> Reduced:
-            return nests[shape].reduce(item.in_tree, leaves, own, begins, item.where)
+            values = nests[shape].walk(item, leaves, own, begins)
+            return Reduced.of(values, own, item.outputs)
 
-        return reduce_parts(reduce, item, leaves, layout, reductions, key)
+        return reduce_parts(reduce, item, leaves, layout, reductions).values
 
     def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
         (nest,) = nests.values()
-        return nest.map(item, leaves, begins)
+        return nest.walk(item, leaves, None, begins)
 
-    return item.out_tree.unflatten(map_parts(walk, item, leaves, layout, key))
+    return map_parts(walk, item, leaves, layout)
 
 
 def _fit(
@@ -319,7 +339,7 @@ def _fit(
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
 
         def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            whole = _walk(nest, item.with_constants(consts), leaves, options.reduce)
+            whole = nest.walk(item.with_constants(consts), leaves, options.reduce)
             return jax.tree.leaves(whole)
 
         return planned.plan.in_flight, call, shapes

@@ -14,7 +14,6 @@ derivative is that of the call in lockstep (`rankax._call.run`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,10 +31,8 @@ from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import first_start, write_chunk
 from rankax._loop.keys import PLACE
-from rankax._loop.level import places_of
-from rankax._loop.reuse import map_chunks
-from rankax._loop.sinks import Sink
-from rankax._loop.spec import LoopSpec
+from rankax._loop.spec import LoopSpec, places_of
+from rankax._loop.store import Fold, Lanes, Store, Tile, ends_of, new_items, steps_of
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import has_tangent
@@ -74,13 +71,24 @@ def walk_in_lanes(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
     levels: Sequence[LoopSpec],
-    sink: Sink | None = None,
+    like: ItemProgram | None = None,
+    folds: Callable[[Sequence[Any], Chunks], Sequence[Fold]] | None = None,
     tile: int = 1,
-) -> Any:
-    """Map ``fun``, which takes arrays and returns a list of them, over all levels.
+    index_dtype: Any = jnp.int32,
+) -> list[Any]:
+    """Evaluate ``fun``, which takes arrays and returns a list of them, for the items of all levels.
 
-    The items are on axis 0 of the outputs, or where an `ItemProgram` says. With a ``sink``, return
-    what it makes of whole tiles, and the outputs of the items that are left, on the last axis.
+    Parameters
+    ----------
+    fun : callable
+    leaves : sequence of arrays
+    levels : sequence of LoopSpec
+    like : ItemProgram, optional
+        Where the items are in the outputs, and how errors name ``fun``.
+    folds : callable, optional
+        What becomes of tiles of outputs, as in `run_loop`. By default, the outputs are returned.
+    tile, index_dtype
+        Of ``folds``.
     """
     count = math.prod(level.chunks.length for level in levels)
     number = with_shape(jax.ShapeDtypeStruct((), jnp.int32 if count < 2**31 else jnp.int64), ())
@@ -91,9 +99,20 @@ def walk_in_lanes(
         return (*(_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)), *numbered), {}
 
     item = trace_item(fun, items, [number], 0)
-    if isinstance(fun, ItemProgram):
-        item = dataclasses.replace(item, where=fun.where, out_axes=fun.out_axes)
-    return map_chunks(item, [], levels[0], sink, _Walk(count, tile))
+    where = like.where if like else item.where
+    spec, avals = levels[0], item.closed.out_avals
+    lanes = min(spec.lanes or 1, count)
+    output: Output = _Buffers(count, like.out_axes if like else item.out_axes, avals)
+    if folds is not None:
+        tiles = Chunks(count, tile, -(-count // tile))
+        outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
+        own = tuple(folds(outs, tiles))
+        output = _Window(tiles, lanes, own, Lanes(tile, (), index_dtype), avals)
+    if spec.progress is not None:
+        output = _Reported(output, Reports(spec.progress, count, 1, 1))
+    machine = cut_program(item.closed, keep_rules=spec.keep_rules)
+    result = Engine(machine, item.closed.consts, count, lanes, output).run()
+    return jax.tree.map(lambda x: _forward_only(x, where), result)
 
 
 def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
@@ -111,25 +130,6 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
     sizes = [1 if axis in starts else n for axis, n in enumerate(leaf.shape)]
     window = lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False)
     return lax.squeeze(window, list(starts))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """How `map_chunks` walks the items, given the program of the number of an item."""
-
-    count: int
-    tile: int
-
-    def __call__(self, item: ItemProgram, _: Any, spec: LoopSpec, sink: Sink | None) -> Any:
-        lanes, avals = min(spec.lanes or 1, self.count), item.closed.out_avals
-        output: Output = _Buffers(self.count, item.out_axes, avals)
-        if sink is not None:
-            output = _Window(self.count, self.tile, lanes, sink, avals)
-        if spec.progress is not None:
-            output = _Reported(output, Reports(spec.progress, self.count, 1, 1))
-        machine = cut_program(item.closed, keep_rules=spec.keep_rules)
-        outs = Engine(machine, item.closed.consts, self.count, lanes, output).run()
-        return jax.tree.map(lambda x: _forward_only(x, item.where), outs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,30 +196,27 @@ class _Waiting(NamedTuple):
     outs: list[jax.Array]  # items on the last axis, at their numbers modulo the size of the window
     ended: jax.Array  # which of them are there
     carry: Any
-    rows: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Window(Output):
-    """A window of outputs that wait for items before them; a sink takes whole tiles."""
+    """A window of outputs that wait for items before them; folds take whole tiles."""
 
-    count: int
-    tile: int
+    tiles: Chunks
     lanes: int
-    sink: Sink
+    folds: tuple[Fold, ...]
+    in_tile: Lanes
     avals: Sequence[Any]
 
     @property
     def size(self) -> int:
-        return self.tile * min(_WINDOW * -(-self.lanes // self.tile), -(-self.count // self.tile))
+        tiles, tile = self.tiles.steps, self.tiles.size
+        return tile * min(_WINDOW * -(-self.lanes // tile), tiles)
 
     def start(self) -> _Waiting:
         outs = [zeros((*aval.shape, self.size), aval.dtype) for aval in self.avals]
-        begin, carry = first_start(Chunks(self.count, 1, self.count)), self.sink.start()
-        _, row = jax.eval_shape(self.sink.step, carry, self._tile(outs, 0), begin)
-        tiles = self.count // self.tile
-        rows = jax.tree.map(lambda x: zeros((tiles, *x.shape), x.dtype), row)
-        return _Waiting(begin, outs, zeros((self.size,), jnp.bool_), carry, rows)
+        carry = [fold.start(self.tiles.size) for fold in self.folds]
+        return _Waiting(first_start(self.tiles), outs, zeros((self.size,), jnp.bool_), carry)
 
     def put(self, held: _Waiting, outs: list[Any], items: jax.Array, on: jax.Array) -> _Waiting:
         at = _written(on, items % self.size, self.size)
@@ -231,29 +228,35 @@ class _Window(Output):
         held = held._replace(outs=new, ended=ended)
         return lax.while_loop(self._has_tile, self._fold, held)
 
-    def _tile(self, outs: Sequence[jax.Array], at: Any) -> list[jax.Array]:
-        return [lax.dynamic_slice_in_dim(x, at, self.tile, x.ndim - 1) for x in outs]
+    def _at(self, x: jax.Array, at: Any) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, at, self.tiles.size, x.ndim - 1)
 
     def _has_tile(self, held: _Waiting) -> Any:
-        (ended,) = self._tile([held.ended], held.start % self.size)
-        return jnp.all(ended) & (held.start + self.tile <= self.count)
+        ended = self._at(held.ended, held.start % self.size)
+        return jnp.all(ended) & (held.start + self.tiles.size <= self.tiles.length)
 
     def _fold(self, held: _Waiting) -> _Waiting:
-        at, number = held.start % self.size, held.start // self.tile
-        carry, row = self.sink.step(held.carry, self._tile(held.outs, at), held.start)
-        put = functools.partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
-        rows = jax.tree.map(put, held.rows, row)
-        ended = write_chunk(held.ended, zeros((self.tile,), jnp.bool_), at, 0)
-        return _Waiting(held.start + self.tile, held.outs, ended, carry, rows)
+        at = held.start % self.size
+        carry = self._folded(held.carry, [self._at(x, at) for x in held.outs], held.start, None)
+        ended = write_chunk(held.ended, zeros((self.tiles.size,), jnp.bool_), at, 0)
+        return _Waiting(held.start + self.tiles.size, held.outs, ended, carry)
+
+    def _folded(self, carry: Any, outs: list[Any], start: jax.Array, ok: Any) -> Any:
+        stored = {fold.position for fold in self.folds if isinstance(fold, Store)}
+        outs = [jnp.moveaxis(x, -1, 0) if i in stored else x for i, x in enumerate(outs)]
+        return steps_of(self.folds, carry, Tile(outs, start, ok, self.in_tile))[0]
 
     def limit(self, held: _Waiting) -> Any:
-        return jnp.minimum(held.start + self.size, self.count)
+        return jnp.minimum(held.start + self.size, self.tiles.length)
 
     def end(self, held: _Waiting) -> Any:
-        rest = self.count % self.tile
-        at = (self.count - rest) % self.size
-        left = [lax.slice_in_dim(x, at, at + rest, axis=-1) for x in held.outs]
-        return self.sink.end(held.carry, held.rows), left
+        carry, tiles = held.carry, self.tiles
+        if not tiles.even:  # the last tile begins early, as in a loop, and the window still has it
+            start = held.start.dtype.type(tiles.length - tiles.size)
+            at = (start + counted(tiles.size, start.dtype)) % self.size
+            outs = [jnp.take(x, at, axis=-1) for x in held.outs]
+            carry = self._folded(carry, outs, jnp.asarray(start), new_items(start, tiles))
+        return ends_of(self.folds, carry, [None] * len(self.folds))
 
 
 def _written(on: jax.Array, places: jax.Array, size: int) -> jax.Array:

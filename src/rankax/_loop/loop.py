@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""The loop: one `jax.lax.scan` evaluates the chunks of a batch in bounded memory.
+"""The loop: one `jax.lax.scan` evaluates the chunks of a level in bounded memory.
 
-How an operand enters the loop and how an output leaves it (`sinks.py`) decides the memory:
+A level that is kept stores the outputs of its items, and one that is reduced folds them; it is the
+same loop for both, and for any length (`rankax._loop.store`). How an operand enters the loop and
+how an output leaves it decides the memory:
 
 * Even chunks along axis 0 are the ``xs`` and ``ys`` of the scan. Cutting the axis is a reshape, so
   memory stays flat in every direction of differentiation.
 * Any other operand is read by index, and so is its tangent. It needs no derivative rule of our own:
   the transpose adds the cotangent of each chunk in place (`access.take_chunk` says when), so that
   no input is copied, for any length and axis.
-* Where such a loop is differentiated, its outputs leave as ``ys`` (`Sink.to_differentiate`), which
+* Where such a loop is differentiated (``back``), its outputs leave as ``ys`` (`Store`), which
   costs one copy of them and of their tangents or cotangents. Two alternatives
   that avoid this copy were tried and rejected, on XLA:CPU with JAX 0.10 and 0.12. If chunks are
   written in place, the transpose reads a chunk of the cotangent and then clears it, and XLA copies
@@ -18,12 +20,12 @@ How an operand enters the loop and how an output leaves it (`sinks.py`) decides 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import core, lax
 
 from rankax._base.arrays import counted
@@ -39,13 +41,22 @@ from rankax._loop.access import (
     use_once,
     widen,
 )
-from rankax._loop.keys import PLACE
-from rankax._loop.sinks import Each, Sink, Write, sink_for
+from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.spec import LoopSpec
+from rankax._loop.store import (
+    Fold,
+    Lanes,
+    Store,
+    Tile,
+    ends_of,
+    new_items,
+    steps_of,
+    without_repeated,
+)
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
-from rankax._trace.derivatives import call_with_derivative_of, keep_rules
-from rankax._trace.item import ItemProgram, chunk_program, with_axis
+from rankax._trace.derivatives import keep_rules
+from rankax._trace.item import with_axis
 from rankax._trace.programs import evaluate
 
 # The checkpoint name of values that a reverse pass keeps: few numbers, each found by a whole loop.
@@ -83,75 +94,81 @@ class _Operands(NamedTuple):
     stacked: list[Any]
 
 
-Chunk = Callable[[Any, _Operands], list[Any]]  # the outputs of the chunk that starts at an index
+Chunk = Callable[[Any, _Operands], Any]  # what the chunk that starts at an index returns
+Folds = Callable[[Any, Chunks], Sequence[Fold]]  # from the types of a chunk
 
 
-def map_in_chunks(
-    item: ItemProgram,
+def map_level(
+    fun: Callable[..., Any], level: LoopSpec, out_axes: Sequence[int | None], *, back: bool
+) -> Callable[..., list[Any]]:
+    """Return ``fun`` mapped over a level; it takes arrays and returns a list of arrays or trees."""
+    if not level.is_loop:
+        size, numbered = level.chunks.length, level.numbered
+        return vmap_level(fun, level.in_axes, size, list(out_axes), numbered=numbered)
+
+    def stores(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+        return [Store.of(outs, i, axis, chunks, back=back) for i, axis in enumerate(out_axes)]
+
+    return lambda *leaves: run_loop(fun, leaves, level, out_axes, stores, back=back)
+
+
+def run_loop(
+    fun: Callable[..., Any],
     leaves: Sequence[Any],
-    spec: LoopSpec,
-    sink: Sink | None = None,
+    level: LoopSpec,
+    out_axes: Sequence[int | None],
+    folds_of: Folds,
+    *,
+    back: bool,
+    below: tuple[int, ...] = (),
+    index_dtype: Any = jnp.int32,
 ) -> list[Any]:
-    """Evaluate the program of one item for all items of ``leaves``, which are all mapped.
+    """Evaluate ``fun``, which takes one item of each leaf, for all items of a level.
 
-    ``sink`` takes all outputs; by default, each output has a sink of its own.
+    Parameters
+    ----------
+    fun : callable
+    leaves : sequence of arrays
+    level : LoopSpec
+    out_axes : sequence of int or None
+        Where a chunk has its items in each output of ``fun``. None: an output that is the same for
+        all items; in chunks of one item, anything, which is passed on as it is.
+    folds_of : callable
+        Returns what becomes of the outputs of a chunk, given their types.
+    back : bool
+        Whether the loop is the one that is differentiated.
+    below, index_dtype
+        As in `Lanes`, of a level that is reduced.
     """
-    key = spec, sink
-    if spec.derivative is None:
-        loop = _loop_of(item, leaves, spec, sink)
-        if loop.differentiated is None:
-            return loop.evaluated(loop.operands)
-        return call_with_derivative_of(loop.differentiated, loop.evaluated, loop.operands, key=key)
-    here = dataclasses.replace(spec, derivative=None)
-    there = dataclasses.replace(here, chunks=spec.derivative)
-
-    def differentiated(consts: list[Any], leaves: list[Any]) -> list[Any]:
-        return map_in_chunks(item.with_constants(consts), leaves, there, sink)
-
-    def evaluated(consts: list[Any], leaves: list[Any]) -> list[Any]:
-        loop = _loop_of(item.with_constants(consts), leaves, here, sink)
-        return loop.evaluated(loop.operands)
-
-    arrays = list(item.closed.consts), list(leaves)
-    return call_with_derivative_of(differentiated, evaluated, *arrays, key=key)
-
-
-class _Loop(NamedTuple):
-    """A loop as a function of its operands, and the one to differentiate in its place, if any."""
-
-    evaluated: Callable[[_Operands], list[Any]]
-    differentiated: Callable[[_Operands], list[Any]] | None
-    operands: _Operands
-
-
-def _loop_of(item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sink | None) -> _Loop:
-    chunks, axes = spec.chunks, spec.axes
-    # As a jaxpr: the kernel is traced once, and all that it closes over becomes an operand, as
-    # `call_with_derivative_of` requires.
-    avals = [with_axis(x, axis, chunks.size) for x, axis in zip(leaves, axes, strict=True)]
-    places = [with_axis(PLACE, 0, chunks.size)] if spec.numbered else []
-    inputs = [*avals, *places]
-    closed = keep_rules(_chunk_program(item, inputs, spec))
+    chunks = (back and level.derivative) or level.chunks
+    axes = level.axes
+    arrays = [jnp.asarray(x) for x in level.mapped(leaves)]
+    # As a jaxpr: an inner loop is traced once, and all that the item closes over is an operand.
+    avals = [with_axis(x, axis, chunks.size) for x, axis in zip(arrays, axes, strict=True)]
+    inputs = avals + ([with_axis(PLACE, 0, chunks.size)] if level.numbered else [])
+    on_items = _on_items(fun, leaves, level)
+    on_chunk = _on_chunk(on_items, level, chunks, out_axes, back=back)
+    closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
+    closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
-    if sink is None:
-        outputs = zip(closed.out_avals, item.out_axes, strict=True)
-        sink = Each(tuple(sink_for(aval, axis, chunks) for aval, axis in outputs))
+    folds = folds_of(tree.unflatten(closed.out_avals), chunks)
     is_stacked = [
-        is_stack(aval, axis, chunks) and not spec.by_index
+        is_stack(aval, axis, chunks) and not level.by_index
         for aval, axis in zip(avals, axes, strict=True)
     ]
     operands = _Operands(list(closed.consts), [], [])
-    for leaf, axis, stacked in zip(leaves, axes, is_stacked, strict=True):
+    for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
             operands.stacked.append(stack_chunks(leaf, chunks))
         else:
-            operands.sliced.append(flatten_items(leaf, axis))
+            flat = flatten_items(leaf, axis)
+            operands.sliced.append(widen(flat) if back else flat)
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
-    def chunk_at(start: Any, operands: _Operands, *, once: bool = False) -> list[Any]:
+    def chunk_at(start: Any, operands: _Operands) -> Any:
         pairs = zip(operands.sliced, sliced_axes, strict=True)
         windows = [take_chunk(leaf, start, chunks, axis) for leaf, axis in pairs]
-        if once:
+        if back:
             pairs = zip(windows, sliced_axes, strict=True)
             windows = [use_once(window, chunks.size, axis) for window, axis in pairs]
         sliced, rows = iter(windows), iter(operands.stacked)
@@ -159,31 +176,56 @@ def _loop_of(item: ItemProgram, leaves: Sequence[Any], spec: LoopSpec, sink: Sin
             as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
         ]
-        if spec.numbered:
+        if level.numbered:
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
-        return run(operands.shared, chunk)
+        ok = new_items(start, chunks) if back and level.reduced else None
+        if ok is not None:
+            pairs = zip(chunk, (*axes, *([0] if level.numbered else [])), strict=True)
+            chunk = [without_repeated(x, axis, ok) for x, axis in pairs]
+        return tree.unflatten(run(operands.shared, chunk))
 
-    def differentiated(operands: _Operands) -> list[Any]:
-        wide = operands._replace(sliced=[widen(leaf) for leaf in operands.sliced])
-        read_once = functools.partial(chunk_at, once=True)
-        return _scan_chunks(read_once, wide, spec, sink.to_differentiate())
-
-    scan = functools.partial(_scan_chunks, chunk_at, spec=spec, sink=sink)
-    writes = isinstance(sink, Each) and any(isinstance(s, Write) for s in sink.sinks)
-    return _Loop(scan, differentiated if operands.sliced or writes else None, operands)
+    lanes = Lanes(chunks.size, below, index_dtype)
+    return _scan_chunks(chunk_at, operands, level, chunks, folds, lanes)
 
 
-def _chunk_program(item: ItemProgram, inputs: Sequence[Any], spec: LoopSpec) -> Any:
-    """Trace the program of a chunk, which is itself a loop if the chunk is cut into tiles."""
-    chunks = spec.chunks
-    axes = (*spec.axes, *([0] if spec.numbered else []))
-    if chunks.tile is None:
-        return chunk_program(item, axes, inputs, chunks.size)
-    tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-    within = dataclasses.replace(
-        spec, chunks=tiles, in_axes=axes, numbered=False, by_index=False, progress=None
-    )
-    return jax.make_jaxpr(lambda *chunk: map_in_chunks(item, chunk, within))(*inputs)
+def _on_items(
+    fun: Callable[..., Any], leaves: Sequence[Any], level: LoopSpec
+) -> Callable[..., Any]:
+    """Return ``fun`` as a function of the items that a level maps, and their place if numbered."""
+    return lambda *items: fun(*level.with_items(leaves, items))
+
+
+def _on_chunk(
+    on_items: Callable[..., Any],
+    level: LoopSpec,
+    chunks: Chunks,
+    out_axes: Sequence[int | None],
+    *,
+    back: bool,
+) -> Callable[..., Any]:
+    """Return the program of a chunk, which is itself a loop if the chunk is cut into tiles.
+
+    A single item is not mapped, so a branch stays a branch, and effects stay in order.
+    """
+    axes = (*level.axes, *([0] if level.numbered else []))
+    if chunks.tile is not None:
+        tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
+        within = LoopSpec(tiles, axes, checkpoint=level.checkpoint, linear=level.linear)
+        return map_level(on_items, within, out_axes, back=back)
+    if chunks.size > 1:
+        return jax.vmap(on_items, axes, list(out_axes), axis_size=chunks.size)
+
+    def on_one(*chunk: Any) -> Any:
+        items = [lax.squeeze(x, (axis,)) for x, axis in zip(chunk, axes, strict=True)]
+
+        def along(axis: int | None, out: Any) -> Any:
+            if axis is None:
+                return out
+            return jax.tree.map(lambda x: lax.expand_dims(jnp.asarray(x), (axis,)), out)
+
+        return list(map(along, out_axes, on_items(*items)))
+
+    return on_one
 
 
 def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
@@ -200,32 +242,40 @@ def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[An
     return lambda constants, inputs: evaluate(jaxpr, (), *constants, *inputs)
 
 
-def _scan_chunks(chunk_at: Chunk, operands: _Operands, spec: LoopSpec, sink: Sink) -> list[Any]:
-    """Evaluate the chunks one after another, and pass their outputs to the sink."""
-    chunks = spec.chunks
-    reports = spec.progress and Reports(spec.progress, chunks.length, chunks.size, chunks.steps)
+def _scan_chunks(
+    chunk_at: Chunk,
+    operands: _Operands,
+    level: LoopSpec,
+    chunks: Chunks,
+    folds: Sequence[Fold],
+    lanes: Lanes,
+) -> list[Any]:
+    """Evaluate the chunks one after another, and pass their outputs to the folds."""
+    reports = level.progress and Reports(level.progress, chunks.length, chunks.size, chunks.steps)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
     # prevent_cse are not needed.
     checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
-    if spec.checkpoint:
+    if level.checkpoint:
         chunk_at = checkpointed(chunk_at)
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
-        return sink.step(held, chunk_at(start, operands), start)
+        ok = new_items(start, chunks) if level.reduced else None
+        return steps_of(folds, held, Tile(chunk_at(start, operands), start, ok, lanes))
 
-    if spec.checkpoint and not spec.linear:
+    if level.checkpoint and not level.linear:
         one_step = checkpointed(one_step)
 
-    def step(carry: tuple[Any, Any], stacked: Any) -> Any:
+    def step(carry: tuple[Any, Any], stacked: Any) -> tuple[tuple[Any, Any], Any]:
         start, held = carry
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
         return (next_start(start, chunks), carried_with(held, operands)), rows
 
-    init = first_start(chunks), carried_with(sink.start(), operands)
+    begin = [fold.start(lanes.count) for fold in folds]
+    init = first_start(chunks), carried_with(begin, operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
-    outs = sink.end(held, rows)
+    outs = ends_of(folds, held, rows)
     if reports is not None:
         reports.end(end, outs)
     return outs

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
@@ -38,9 +39,6 @@ from jax import core
 from rankax._base.arrays import is_staged
 from rankax._base.cache import Kept
 from rankax._base.functions import caller_level
-from rankax._loop.loop import map_in_chunks
-from rankax._loop.sinks import Sink
-from rankax._loop.spec import LoopSpec
 from rankax._trace.fingerprint import (
     Unknown,
     UnknownRule,
@@ -53,81 +51,55 @@ from rankax._trace.fingerprint import (
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
 
+
+class Mode(enum.Enum):
+    """How a call is evaluated."""
+
+    EAGER = "now"
+    TRANSFORMED = "now, under tracers of `jax.grad`, `jvp` or `vmap` only"
+    STAGED = "later, as part of a program that is being traced; or uncached"
+
+
 # A program as a function of the program of one item and of arrays.
 Program = Callable[[ItemProgram, list[Any]], Any]
 
 _MOST_KEPT = 128  # compiled loops, of one or two megabytes each
 
 
-def map_chunks(
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    spec: LoopSpec,
-    sink: Sink | None = None,
-    walk: Callable[..., Any] = map_in_chunks,
+def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
+    """Return how a call with these arrays is evaluated; ``on_mesh``: its parts have a mesh."""
+    # On a mesh with explicit axes, arrays made inside `jax.jit` have types that arrays from outside
+    # lack.
+    if is_staged() or (_is_explicit() and not on_mesh):
+        return Mode.STAGED
+    tracers = [x for x in arrays if isinstance(x, core.Tracer)]
+    if not tracers:
+        return Mode.EAGER
+    of_jax = all(type(x).__module__.partition(".")[0] == "jax" for x in tracers)
+    return Mode.TRANSFORMED if of_jax else Mode.STAGED
+
+
+def run_kept(
+    program: Program, item: ItemProgram, leaves: Sequence[Any], key: Hashable, mode: Mode
 ) -> Any:
-    """Do what `map_in_chunks`, or another ``walk``, does; outside a trace, by a kept loop."""
-    arrays = [*leaves, *item.closed.consts]
-    is_now = is_eager(arrays)
-    kept = None
-    if is_now:  # not differentiated, so nothing is ever recomputed
-        spec = dataclasses.replace(spec, checkpoint=False, linear=True)
-    if is_now or _is_transformed(arrays):
-        bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
-        with contextlib.suppress(Unknown):
-            kept = _find(
-                lambda item, leaves: walk(item, leaves, spec, sink),
-                bare,
-                leaves,
-                (spec, sink, walk),
-                differentiable=not is_now,
-            )
-    try:
-        if kept is None:
-            return walk(item, leaves, spec, sink)
-        loop, consts = kept
-        return loop(consts, list(leaves))
-    except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
-        raise item.reuses_key() from error
-
-
-def run_kept(program: Program, item: ItemProgram, leaves: Sequence[Any], key: Hashable) -> Any:
-    """Return ``program(item, leaves)``; if the call is eager, compiled and kept.
+    """Return ``program(item, leaves)``; unless the call is staged, compiled and kept.
 
     ``program`` holds no object of the caller, and equal keys stand for equal programs. With a key
     of None, it is compiled but not kept.
     """
-    arrays = [*leaves, *item.closed.consts]
-    is_now = _is_evaluated(arrays)
-    if not is_now and not _is_transformed(arrays):
+    if mode is Mode.STAGED:
         return program(item, list(leaves))
+    bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
+    differentiable = mode is Mode.TRANSFORMED
     try:
-        run, consts = _find(program, item, leaves, key, differentiable=not is_now)
+        run, consts = _find(program, bare, leaves, key, differentiable=differentiable)
     except Unknown:
-        run, consts = _compiled(program, item, item.closed.jaxpr), _on_device(item.closed.consts)
+        run, consts = _compiled(program, bare, item.closed.jaxpr), _on_device(item.closed.consts)
     return run(consts, list(leaves))
 
 
-def is_eager(arrays: Sequence[Any]) -> bool:
-    """Whether a call with these arrays is evaluated now, and not transformed."""
-    return _is_evaluated(arrays) and not _is_explicit()
-
-
-def _is_transformed(arrays: Sequence[Any]) -> bool:
-    """Whether such a call is evaluated now, under tracers of `jax.grad`, `jvp` or `vmap` only."""
-    tracers = [x for x in arrays if isinstance(x, core.Tracer)]
-    of_jax = all(type(x).__module__.partition(".")[0] == "jax" for x in tracers)
-    return of_jax and not _is_explicit() and not is_staged()
-
-
 def _is_explicit() -> bool:
-    # On a mesh with explicit axes, arrays made inside `jax.jit` have types that arrays from outside
-    # lack.
     return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-def _is_evaluated(arrays: Sequence[Any]) -> bool:
-    return not (any(isinstance(x, core.Tracer) for x in arrays) or is_staged())
 
 
 def _find(
@@ -143,7 +115,7 @@ def _find(
         raise Unknown
     closed = opened(item.closed)
     jaxpr = closed.jaxpr
-    of_call = fingerprint(closed), item.where, item.out_axes, item.out_tree, key
+    of_call = fingerprint(closed), item.where, item.out_axes, key
     rules = None
     if differentiable:
         try:

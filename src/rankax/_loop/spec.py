@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""One loop along an axis, as data.
+"""One level of a nest, as data: everything that its program depends on except the item.
 
-Everything that determines the program of a loop, apart from the program of one item and the sink,
-is a field of `LoopSpec`. A nest is a sequence of specs, the loop takes one, and `reuse.py` looks up
-compiled loops by it. So a new option of loops cannot be missing from the key of that cache.
+A nest is a sequence of `LoopSpec`, outermost level first. They are part of the key of kept programs
+(`reuse.py`), so a new option of loops cannot be missing from it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from rankax._plan.chunks import Chunks
 from rankax._progress.bars import Progress
@@ -28,6 +29,8 @@ class LoopSpec:
         Where each leaf has the axis.
     is_loop : bool
         Whether chunks are evaluated one after another. Otherwise `jax.vmap` maps the axis.
+    reduced : bool
+        Whether the items are folded. Otherwise their outputs are stored.
     numbered : bool
         Whether each item takes its place along the axis as its last input (`keys.py`).
     by_index : bool
@@ -52,6 +55,7 @@ class LoopSpec:
     chunks: Chunks
     in_axes: tuple[int | None, ...]
     is_loop: bool = True
+    reduced: bool = False
     numbered: bool = False
     by_index: bool = False
     checkpoint: bool = True
@@ -76,3 +80,13 @@ class LoopSpec:
         rest = iter(items)
         pairs = zip(leaves, self.in_axes, strict=True)
         return [*(leaf if axis is None else next(rest) for leaf, axis in pairs), *rest]
+
+
+def places_of(index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return the place of an item along each level, given its flat index."""
+    places: list[Any] = []
+    for level in reversed(levels):
+        size = np.asarray(max(level.chunks.length, 1), index.dtype)
+        places.append(index % size)
+        index = index // size
+    return places[::-1]

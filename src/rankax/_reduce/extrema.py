@@ -18,7 +18,6 @@ from rankax._reduce.states import (
     Accumulation,
     Accumulator,
     State,
-    Storage,
     choose,
     concatenated,
     fill,
@@ -69,6 +68,8 @@ class Arg(Accumulator):
     index_dtype: Any
     largest: bool
     some: bool = False
+
+    may_repeat = True
 
     def start(self, lanes: int) -> State:
         # Items as bad as this value replace no lane, so a lane keeps the index of its first item.
@@ -244,9 +245,9 @@ class TopOfLanes(Top):
         return chosen
 
 
-def in_tiles(step: Accumulation | Storage, *, is_expensive: bool) -> Accumulation | Storage:
+def in_tiles(step: Accumulation, *, is_expensive: bool) -> Accumulation:
     """Return a step as tiles enter it, on a CPU; its joined states are those of the step itself."""
-    if isinstance(step, Storage) or step.is_wide or jax.default_backend() != "cpu":
+    if step.is_wide or jax.default_backend() != "cpu":
         return step
     accumulator, kind = step.accumulator, type(step.accumulator)
     if isinstance(accumulator, Arg) and is_expensive and not accumulator.some:

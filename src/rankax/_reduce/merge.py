@@ -18,13 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.arrays import scalar
-from rankax._base.functions import function_location
-from rankax._loop.spec import LoopSpec
-from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import no_index
 from rankax._reduce.protocol import Outputs, Reduction
 from rankax._reduce.row import index_dtype
-from rankax._reduce.run import Reduced, Reductions, RowProgram
+from rankax._reduce.run import Reduced, Reductions, trace_reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +45,9 @@ class RunStates:
         sizes: Sequence[int],
     ) -> RunStates:
         """Trace ``fun`` for one item, given as tracers, to learn its outputs."""
-        unmapped = (None,) * len(items)
-        specs = [LoopSpec(Chunks(size, size, 1), unmapped, is_loop=False) for size in sizes]
-        program = RowProgram.trace(fun, items, specs, reductions, function_location(fun))
-        return cls(reductions, program.outputs, tuple(sizes))
+        total = math.prod(sizes) if reductions.of_run is None else reductions.of_run
+        item = trace_reduced(fun, items, reductions, total)
+        return cls(reductions, item.outputs, tuple(sizes))
 
     @property
     def size(self) -> int:

@@ -5,10 +5,10 @@ A nest of loops evaluates a row. At most one level of the nest is cut into tiles
 it fit a tile whole and are mapped; those around it are evaluated item by item. Each loop returns
 its states with the lanes joined, and the loop around it merges them.
 
-On a CPU, a tile has at most 1024 items (`most_lanes`), so that it fits the cache. What is left
-after the last whole tile is a smaller tile. An overlap with a mask would need one program fewer,
-but the mask multiplies the derivative of an item by zero, which is NaN if that derivative is
-infinite.
+On a CPU, a tile has at most 1024 items (`most_lanes`), so that it fits the cache. The last tile
+overlaps the one before it if no tile divides the level. Items that were counted before add nothing
+and send nothing back (`rankax._loop.store.without_repeated`). A smaller tile for what is left would
+be a second copy of the kernel: it would double the time to trace and compile.
 """
 
 from __future__ import annotations
@@ -20,24 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, scalar
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.level import mapped_arrays, places_of, trace_level
-from rankax._loop.loop import KEPT_IN_REVERSE
-from rankax._loop.reuse import map_chunks
-from rankax._loop.sinks import Sink
-from rankax._loop.spec import LoopSpec
+from rankax._loop.loop import KEPT_IN_REVERSE, run_loop
+from rankax._loop.spec import LoopSpec, places_of
+from rankax._loop.store import Fold, Lanes, Store, Tile
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import in_tiles
-from rankax._reduce.states import Accumulation, Storage
-from rankax._trace.derivatives import keep_rules
-from rankax._trace.item import ItemProgram, chunk_program, with_axis
-from rankax._trace.programs import evaluate, subprograms
+from rankax._reduce.states import Accumulation, Kept, Merged
+from rankax._trace.programs import subprograms
 
 _EXPENSIVE = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
@@ -46,7 +41,7 @@ _EXPENSIVE = {
     *("pow", "sin", "sinh", "tan", "tanh"),
 }
 
-Steps = Sequence[Accumulation | Storage]
+Steps = Sequence[Accumulation | Kept]
 
 
 def most_lanes() -> int | None:
@@ -78,7 +73,9 @@ class Row:
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
+    count_of_outputs: int
     is_expensive: bool = False  # see `evaluates_functions`
+    back: bool = False  # whether it is differentiated
 
     @property
     def size(self) -> int:
@@ -95,10 +92,12 @@ class Row:
         """Whether the row fits one tile."""
         return not any(level.is_loop or level.lanes for level in self.levels)
 
-    def then(self, fun: Callable[[list[jax.Array]], list[jax.Array]]) -> Row:
-        """Return the row with ``fun`` applied to the outputs of each item."""
+    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Row:
+        """Return the row whose items have one output, ``fun`` of the outputs that they have now."""
         item = self.item
-        return dataclasses.replace(self, item=lambda *leaves: fun(item(*leaves)))
+        return dataclasses.replace(
+            self, item=lambda *leaves: [fun(item(*leaves))], count_of_outputs=1
+        )
 
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index."""
@@ -161,7 +160,7 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        row = dataclasses.replace(self, item=constant)
+        row = dataclasses.replace(self, item=constant, back=False)
         if getattr(jax.config, "jax_remat3", False):
             # A checkpoint makes tangents of zeros there, and a maximum of lanes makes NaN of those.
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
@@ -175,185 +174,99 @@ class Row:
 
         ``linear``: a derivative needs no state. Otherwise one is stored for each tile.
         """
-        loops = _RowLoops(tuple(steps), index_dtype(self.size), self.is_expensive)
         if self.is_whole or not self.size:
-            return loops.at_once(self.whole(), self.size)
+            return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
-            return loops.in_lanes(self, min(lanes, self.size, most_lanes() or lanes))
+            return self._in_lanes(steps, min(lanes, self.size, most_lanes() or lanes))
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
-        lanes = math.prod(level.chunks.length for level in below)
-        fun = _lanes_last(self.item, below)
         level = dataclasses.replace(self.levels[at], linear=linear)
-        fun = loops.tiles(fun, level, len(below), lanes)
-        each = lanes * level.chunks.length
+        fun = self._tiles(steps, level, below)
+        each = level.chunks.length * math.prod(level.chunks.length for level in below)
         for level in reversed(around):
-            fun = loops.item_by_item(fun, level, each)
+            fun = self._item_by_item(fun, steps, level, each)
             each *= level.chunks.length
         return fun(*self.leaves)
 
+    def _at_once(self, steps: Steps) -> list[Any]:
+        """Return the states of a row that is one tile, or empty."""
+        outs, dtype = self.whole(), index_dtype(self.size)
+        last = [jnp.moveaxis(out, 0, -1) for out in outs]
+        tile = Tile(last, scalar(0, dtype), None, Lanes(self.size, (), dtype))
 
-def _lanes_last(item: Callable[..., Any], levels: Sequence[LoopSpec]) -> Callable[..., Any]:
-    """Map an item over levels, whose axes follow the core axes in the same order."""
-    for place, level in enumerate(reversed(levels), start=1):
-        item = vmap_level(item, level.in_axes, level.chunks.length, -place, numbered=level.numbered)
-    return item
+        def state(step: Accumulation | Kept) -> Any:
+            if isinstance(step, Kept):
+                return self.split(outs[step.output])
+            held = step.start(max(self.size, 1))
+            return step.end(step.step(held, tile)[0] if self.size else held, None)
 
+        return list(map(state, steps))
 
-@dataclasses.dataclass(frozen=True)
-class _RowLoops:
-    """The loops of one row, which share their steps."""
-
-    steps: tuple[Accumulation | Storage, ...]
-    index_dtype: Any
-    is_expensive: bool
-
-    def at_once(self, outs: Sequence[jax.Array], size: int) -> list[Any]:
-        """Return the states of a row that is one tile, or empty; ``outs`` have it on axis 0."""
-        tiles = [jnp.moveaxis(out, 0, -1) for out in outs]
-        if size:
-            sink = _Tiles(self.steps, size, 0, 1, self.index_dtype)
-            return sink.single(tiles, scalar(0, self.index_dtype))
-        return [
-            tiles[step.output] if isinstance(step, Storage) else step.join(step.start(1))
-            for step in self.steps
-        ]
-
-    def tiles(
-        self, fun: Callable[..., Any], level: LoopSpec, levels_below: int, lanes_below: int
+    def _tiles(
+        self, steps: Steps, level: LoopSpec, below: Sequence[LoopSpec]
     ) -> Callable[..., list[Any]]:
-        """Return the loop over the tiles of one level."""
+        """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
+        kept = {step.output for step in steps if isinstance(step, Kept)}
+
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+            return [
+                Store.of(outs, step.output, 0, chunks, back=self.back)
+                if isinstance(step, Kept)
+                else in_tiles(step, is_expensive=self.is_expensive)
+                for step in steps
+            ]
 
         def loop(*leaves: Any) -> list[Any]:
-            item = trace_level(fun, leaves, level, -levels_below - 1)
-            mapped = mapped_arrays(leaves, level)
-            chunks = level.chunks
-            # Tiles enter these; `self.steps` merge the joined states.
-            steps = tuple(in_tiles(step, is_expensive=self.is_expensive) for step in self.steps)
-            sink = _Tiles(steps, chunks.size, levels_below, lanes_below, self.index_dtype)
-            states = map_chunks(item, mapped, level, sink)
-            start = chunks.steps * chunks.size
-            if start == chunks.length:
-                return states
-            outs = _remainder(item, mapped, start, level)
-            return self.with_rest(states, sink, outs, start, chunks.length - start)
+            count = self.count_of_outputs
+            # Outputs that are folded have the items of the levels on their last axes, in order.
+            item = self.item
+            for place, inner in enumerate(reversed(below), start=1):
+                axes = [0 if i in kept else -place for i in range(count)]
+                size, numbered = inner.chunks.length, inner.numbered
+                item = vmap_level(item, inner.in_axes, size, axes, numbered=numbered)
+            axes = [0 if i in kept else -len(below) - 1 for i in range(count)]
+            sizes, dtype = tuple(inner.chunks.length for inner in below), index_dtype(self.size)
+            return run_loop(
+                item, leaves, level, axes, folds, back=self.back, below=sizes, index_dtype=dtype
+            )
 
         return loop
 
-    def with_rest(
-        self, states: list[Any], sink: _Tiles, outs: list[Any], start: int, size: int
-    ) -> list[Any]:
-        """Add the items from ``start`` on, which are less than a tile."""
-        rest = dataclasses.replace(sink, tile=size)
-        more = rest.single(outs, scalar(start, self.index_dtype))
-        both = zip(self.steps, states, more, strict=True)
-        return [step.merge(first, second) for step, first, second in both]
-
-    def in_lanes(self, row: Row, tile: int) -> list[Any]:
-        """Fold a row whose items end by themselves."""
-        sink = _Tiles(self.steps, tile, 0, 1, self.index_dtype)
-        states, outs = walk_in_lanes(row.item, row.leaves, row.levels, sink, tile)
-        rest = row.size % tile
-        return self.with_rest(states, sink, outs, row.size - rest, rest) if rest else states
-
-    def item_by_item(
-        self, fun: Callable[..., list[Any]], level: LoopSpec, each: int
+    def _item_by_item(
+        self, fun: Callable[..., list[Any]], steps: Steps, level: LoopSpec, each: int
     ) -> Callable[..., list[Any]]:
         """Return the loop over one level whose items are loops themselves."""
+        length = level.chunks.length
+        one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
+        axes = [0 if isinstance(step, Kept) else None for step in steps]
 
-        def loop(*leaves: Any) -> list[Any]:
-            structures: list[Any] = []
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+            return [
+                Store.of(outs, i, 0, chunks, back=self.back)
+                if isinstance(step, Kept)
+                else Merged(i, step.accumulator, each)
+                for i, step in enumerate(steps)
+            ]
 
-            def flat(*items: Any) -> list[Any]:
-                states, structure = jax.tree.flatten(fun(*items))
-                structures.append(structure)
-                return states
+        dtype = index_dtype(self.size)
+        return lambda *leaves: run_loop(
+            fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=dtype
+        )
 
-            item = trace_level(flat, leaves, level)
-            sink = _States(self.steps, structures[-1], each, self.index_dtype)
-            one_by_one = dataclasses.replace(
-                level, chunks=Chunks(level.chunks.length, 1, level.chunks.length), checkpoint=False
-            )
-            mapped = mapped_arrays(leaves, level)
-            return map_chunks(item, mapped, one_by_one, sink)
+    def _in_lanes(self, steps: Steps, tile: int) -> list[Any]:
+        """Fold a row whose items end by themselves."""
 
-        return loop
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+            return [
+                Store.of(outs, step.output, 0, chunks, in_lanes=True)
+                if isinstance(step, Kept)
+                else step
+                for step in steps
+            ]
 
-
-def _remainder(
-    item: ItemProgram, leaves: Sequence[Any], start: int, level: LoopSpec
-) -> list[jax.Array]:
-    """Evaluate the items from ``start`` on, at once."""
-    length, axes = level.chunks.length, level.axes
-    size = length - start
-    tails = [
-        lax.slice_in_dim(x, start, length, axis=axis) for x, axis in zip(leaves, axes, strict=True)
-    ]
-    if level.numbered:
-        first = scalar(start % 2**32, PLACE.dtype)
-        tails, axes = [*tails, first + counted(size, PLACE.dtype)], (*axes, 0)
-    avals = [with_axis(x, axis, size) for x, axis in zip(tails, axes, strict=True)]
-    closed = keep_rules(chunk_program(item, axes, avals, size))
-
-    def remainder(*tails: Any) -> list[jax.Array]:
-        return evaluate(closed.jaxpr, closed.consts, *tails)
-
-    return (jax.checkpoint(remainder) if level.checkpoint else remainder)(*tails)
-
-
-# The sinks, see `_loop/sinks.py`. States are carried; stored outputs leave the loop as rows.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tiles(Sink):
-    """Folds tiles: outputs with the core axes first, then the tile, then the levels below."""
-
-    steps: tuple[Accumulation | Storage, ...]
-    tile: int
-    levels_below: int
-    lanes_below: int
-    index_dtype: Any
-
-    def start(self) -> list[Any]:
-        return [step.start(self.tile * self.lanes_below) for step in self.steps]
-
-    def step(self, carry: list[Any], chunk: list[Any], at: jax.Array) -> tuple[list[Any], Any]:
-        first = at.astype(self.index_dtype) * np.asarray(self.lanes_below, self.index_dtype)
-        index = first + counted(self.tile * self.lanes_below, self.index_dtype)
-        outs = [lax.collapse(out, out.ndim - 1 - self.levels_below) for out in chunk]
-        both = zip(self.steps, carry, strict=True)
-        pairs = [step.step(state, outs, index) for step, state in both]
-        return [state for state, _ in pairs], [row for _, row in pairs]
-
-    def end(self, carry: list[Any], rows: list[Any]) -> list[Any]:
-        triples = zip(self.steps, carry, rows, strict=True)
-        return [step.join(step.end(state, row)) for step, state, row in triples]
-
-    def single(self, chunk: list[Any], at: jax.Array) -> list[Any]:
-        """Return the states after one tile alone."""
-        carry, rows = self.step(self.start(), chunk, at)
-        return self.end(carry, jax.tree.map(lambda x: lax.expand_dims(x, (0,)), rows))
-
-
-@dataclasses.dataclass(frozen=True)
-class _States(Sink):
-    """Merges the states of inner loops, which arrive one at a time, flat, on axis 0."""
-
-    steps: tuple[Accumulation | Storage, ...]
-    structure: Any
-    each: int  # the items of one inner loop
-    index_dtype: Any
-
-    def start(self) -> list[Any]:
-        return [step.start(1) for step in self.steps]
-
-    def step(self, carry: list[Any], chunk: list[Any], at: jax.Array) -> tuple[list[Any], Any]:
-        inner = self.structure.unflatten([lax.squeeze(x, (0,)) for x in chunk])
-        offset = at.astype(self.index_dtype) * np.asarray(self.each, self.index_dtype)
-        triples = zip(self.steps, carry, inner, strict=True)
-        pairs = [step.step_merge(state, new, offset) for step, state, new in triples]
-        return [state for state, _ in pairs], [row for _, row in pairs]
-
-    def end(self, carry: list[Any], rows: list[Any]) -> list[Any]:
-        triples = zip(self.steps, carry, rows, strict=True)
-        return [step.end(state, row) for step, state, row in triples]
+        dtype = index_dtype(self.size)
+        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
+        return [
+            self.split(state) if isinstance(step, Kept) else state
+            for step, state in zip(steps, states, strict=True)
+        ]

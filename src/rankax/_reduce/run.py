@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from rankax._base.trees import (
 from rankax._base.words import listed
 from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
-from rankax._loop.reuse import is_eager
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.gram import Gram
 from rankax._reduce.protocol import (
@@ -41,7 +39,7 @@ from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import with_axis, with_shape
+from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -197,152 +195,146 @@ class Reduced(NamedTuple):
         return self.reductions.structure.unflatten(values)
 
 
-def reduce_row(
+def trace_reduced(
     fun: Callable[..., Any],
-    leaves: Sequence[Any],
-    specs: Sequence[LoopSpec],
+    avals: Sequence[Any],
     reductions: Reductions,
+    total: int,
     where: str | None = None,
-) -> Reduced:
-    """Reduce the outputs of ``fun`` over the levels of ``leaves``.
+) -> ItemProgram:
+    """Trace a kernel for one item; its outputs are those that the reductions take, then the masks.
 
     Parameters
     ----------
     fun : callable
         The kernel, of one item of each leaf.
-    leaves : sequence of arrays
-    specs : sequence of LoopSpec
-        The levels, outermost first.
+    avals : sequence
+        The types of the leaves of one item.
     reductions : Reductions
+    total : int
+        The number of items of a row.
     where : str, optional
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """
-    program = RowProgram.trace(fun, leaves, specs, reductions, where or function_location(fun))
-    return Reduced.of(program.values(leaves), reductions, program.outputs)
+    where = where or function_location(fun)
+    traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
+
+    def lifted(*items: Any) -> list[Any]:
+        out = fun(*items)
+        check_outputs(fun, out)
+        trees, masks = _by_reduction(where, out, reductions)
+        # Types, because a tracer kept here would be a leak.
+        types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
+        traces.append((types, list(masks)))
+        return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
+
+    item = trace_item(lifted, lambda *items: (items, {}), avals, 0)
+    outputs: list[Outputs] = []
+    pairs, masks = traces[-1]
+    first, end = 0, len(item.closed.out_avals) - len(masks)
+    for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
+        structure = jax.tree.structure(tree)
+        outs = item.closed.out_avals[first : first + structure.num_leaves]
+        names = tuple(name for name, _ in leaves_with_names(tree, path))
+        mask = None if entry.where is None else end + masks.index(entry.where)
+        outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
+        first += structure.num_leaves
+    _check(reductions, outputs, where)
+    return dataclasses.replace(item, where=where, outputs=tuple(outputs))
 
 
-class RowProgram(NamedTuple):
-    """The traced kernel, and its outputs by reduction."""
+def _check(reductions: Reductions, outputs: Sequence[Outputs], where: str) -> None:
+    """Refuse outputs that cannot be reduced."""
+    for reduction, own in zip(reductions.entries, outputs, strict=True):
+        try:
+            if not reduction.is_kept:
+                _check_numbers(own)
+            reduction.check(own, own.total)
+        except MisfitError as error:
+            raise ValueError(
+                f"{where}: it cannot be reduced by {reduction.label}: {error}"
+            ) from None
 
-    evaluate: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    consts: list[Any]
-    specs: tuple[LoopSpec, ...]
+
+@dataclasses.dataclass(frozen=True)
+class RowReduction:
+    """How the items of a row are reduced: in the pass that is evaluated, or that differentiated.
+
+    Attributes
+    ----------
+    item_of : callable
+        Makes the function of one item from the constants of its program.
+    levels : tuple of LoopSpec
+        Those of the row, outermost first.
+    outputs : tuple of Outputs
+        As `trace_reduced` returns them.
+    reductions : Reductions
+    is_expensive : bool
+        As in `Row`.
+    """
+
+    item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
+    levels: tuple[LoopSpec, ...]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
     is_expensive: bool
 
-    @classmethod
-    def trace(
-        cls,
-        fun: Callable[..., Any],
-        leaves: Sequence[Any],
-        specs: Sequence[LoopSpec],
-        reductions: Reductions,
-        where: str,
-    ) -> RowProgram:
-        """Trace the kernel for one item, and check that its outputs can be reduced."""
-        avals = [_item_aval(leaf, i, specs) for i, leaf in enumerate(leaves)]
-        avals += [with_shape(PLACE, ()) for spec in specs if spec.numbered]
-        traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
-
-        def lifted(*items: Any) -> list[Any]:
-            out = fun(*items)
-            check_outputs(fun, out)
-            trees, masks = _by_reduction(where, out, reductions)
-            # Types, because a tracer kept here would be a leak.
-            types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
-            traces.append((types, list(masks)))
-            return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
-
-        closed = jax.make_jaxpr(lifted)(*avals)
-        outputs: list[Outputs] = []
-        pairs, masks = traces[-1]
-        first, end = 0, len(closed.out_avals) - len(masks)
-        total = reductions.of_run
-        if total is None:
-            total = math.prod(spec.chunks.length for spec in specs)
-        for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
-            structure = jax.tree.structure(tree)
-            outs = closed.out_avals[first : first + structure.num_leaves]
-            names = tuple(name for name, _ in leaves_with_names(tree, path))
-            mask = None if entry.where is None else end + masks.index(entry.where)
-            outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
-            first += structure.num_leaves
-        program = cls(
-            apart_from_constants(closed, avals),
-            list(closed.consts),
-            tuple(specs),
-            tuple(outputs),
-            reductions,
-            evaluates_functions(closed.jaxpr),
-        )
-        program.check(where)
-        return program
-
-    def _each(self) -> list[tuple[Reduction, Outputs]]:
-        return list(zip(self.reductions.entries, self.outputs, strict=True))
-
-    def check(self, where: str) -> None:
-        """Refuse outputs that cannot be reduced."""
-        for reduction, outputs in self._each():
-            try:
-                if not reduction.is_kept:
-                    _check_numbers(outputs)
-                reduction.check(outputs, outputs.total)
-            except MisfitError as error:
-                raise ValueError(
-                    f"{where}: it cannot be reduced by {reduction.label}: {error}"
-                ) from None
-
-    def values(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return one value for each reduction of a row: its result, or its state."""
-        row = self._row(self.consts, leaves)
-        is_masked = any(outputs.mask is not None for outputs in self.outputs)
-        is_at_once = not is_masked and (row.is_whole or not row.size)
-        if self.reductions.of_run is None and is_at_once:
+    def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
+        """Return one value for each reduction: its result, or its state."""
+        row = self._row(consts, leaves, back=back)
+        if self.is_at_once or (not row.size and self._is_plain):
             outs = row.whole()
             return [
                 reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
                 for reduction, outputs in self._each()
             ]
-        is_linear = all(entry.is_linear for entry in self.reductions.entries)
         # A row of no items has no winner to take a derivative from.
-        is_direct = not row.size or (is_linear and not is_masked)
-        if is_direct or is_eager([*leaves, *self.consts]):
-            return self._fold(self.consts, leaves)
-        differentiable = functools.partial(self._fold, differentiable=True)
-        return call_with_derivative_of(differentiable, self._fold, self.consts, list(leaves))
-
-    def _row(self, consts: Sequence[Any], leaves: Sequence[Any]) -> Row:
-        item = functools.partial(self.evaluate, consts)
-        return Row(lambda *items: item(items), tuple(leaves), self.specs, self.is_expensive)
-
-    def _fold(
-        self, consts: Sequence[Any], leaves: Sequence[Any], *, differentiable: bool = False
-    ) -> list[Any]:
-        """Fold all reductions in one loop.
-
-        To differentiate them, one loop for each mask folds the linear ones; the others are folded
-        one by one.
-        """
-        row = self._row(consts, leaves)
-        if not differentiable:
-            return self._fold_each(row, self._each(), differentiable=False)
+        if not back or not row.size:
+            return self._fold_each(row, self._each(), back=False)
+        # One loop for each mask folds the linear ones; the others are folded one by one.
         values: list[Any] = [None] * len(self.outputs)
         for mask in dict.fromkeys(outputs.mask for outputs in self.outputs):
             numbers = [i for i, outputs in enumerate(self.outputs) if outputs.mask == mask]
             each = [self._each()[i] for i in numbers]
-            outputs = each[0][1]
-            own = row if mask is None else MaskedRow.of(self._row, consts, leaves, outputs)
-            folded = self._fold_each(own, each, differentiable=True)
-            for i, value in zip(numbers, folded, strict=True):
+            row_of = functools.partial(self._row, back=True)
+            own = row if mask is None else MaskedRow.of(row_of, consts, leaves, each[0][1])
+            for i, value in zip(numbers, self._fold_each(own, each, back=True), strict=True):
                 values[i] = value
         return values
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the pass that is evaluated can be differentiated as it is."""
+        return not self._is_masked and all(entry.is_linear for entry in self.reductions.entries)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether all items are evaluated at once, and reduced as `jax.numpy` does."""
+        has_loop = any(level.is_loop or level.lanes for level in self.levels)
+        return self._is_plain and not has_loop
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.reductions.of_run is None and not self._is_masked
+
+    @property
+    def _is_masked(self) -> bool:
+        return any(outputs.mask is not None for outputs in self.outputs)
+
+    def _each(self) -> list[tuple[Reduction, Outputs]]:
+        return list(zip(self.reductions.entries, self.outputs, strict=True))
+
+    def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
+        masks = {outputs.mask for outputs in self.outputs} - {None}
+        count = sum(len(outputs.avals) for outputs in self.outputs) + len(masks)
+        item, leaves = self.item_of(consts), tuple(leaves)
+        return Row(item, leaves, self.levels, count, self.is_expensive, back)
+
     def _fold_each(
-        self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, differentiable: bool
+        self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool
     ) -> list[Any]:
-        in_loop = [reduction.is_linear or not differentiable for reduction, _ in pairs]
+        """Fold reductions in one loop, except those that have a derivative of their own."""
+        in_loop = [reduction.is_linear or not back for reduction, _ in pairs]
         groups = [
             reduction.accumulations(outputs, row.size) if is_in_loop else []
             for (reduction, outputs), is_in_loop in zip(pairs, in_loop, strict=True)
@@ -361,10 +353,40 @@ class RowProgram(NamedTuple):
         return values
 
 
-def _item_aval(leaf: Any, number: int, specs: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
+def reduce_row(
+    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
+) -> Reduced:
+    """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
+
+    This has its derivative; `rankax._call.nest` has one for a whole call.
+    """
+    evaluate = apart_from_constants(item.closed, item_types(leaves, levels))
+    row = RowReduction(
+        lambda consts: lambda *items: evaluate(consts, items),
+        tuple(levels),
+        item.outputs,
+        reductions,
+        evaluates_functions(item.closed.jaxpr),
+    )
+    evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
+    arrays = list(item.closed.consts), list(leaves)
+    if row.is_linear:
+        values = evaluated(*arrays)
+    else:
+        values = call_with_derivative_of(differentiated, evaluated, *arrays)
+    return Reduced.of(values, reductions, item.outputs)
+
+
+def item_types(leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return the types of one item of each leaf, and of its place along each numbered level."""
+    avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
+    return avals + [with_shape(PLACE, ()) for level in levels if level.numbered]
+
+
+def _item_aval(leaf: Any, number: int, levels: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(leaf)
-    for spec in specs:
-        axis = spec.in_axes[number]
+    for level in levels:
+        axis = level.in_axes[number]
         aval = aval if axis is None else with_axis(aval, axis)
     return with_shape(aval, aval.shape)
 

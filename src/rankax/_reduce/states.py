@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rankax._base.arrays import scalar
+from rankax._loop.store import Fold, Tile
 
 State = Any  # a pytree of arrays, each with the lanes on the last axis
 
@@ -32,6 +34,9 @@ _MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together
 
 class Accumulator:
     """The fold of one output, or of all outputs of one reduction (`Ordered`)."""
+
+    #: Whether an item may be added twice.
+    may_repeat = False
 
     def start(self, lanes: int) -> State:
         """Return the state of no items."""
@@ -61,11 +66,11 @@ class Accumulator:
         return state
 
 
-# What a loop does with the outputs of its items.
+# What a loop over a reduced level does with the outputs of its items.
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulation:
+class Accumulation(Fold):
     """An accumulator, and the output of an item that it takes, or several as a tuple."""
 
     outputs: int | tuple[int, ...]
@@ -78,65 +83,59 @@ class Accumulation:
         """Whether the lanes of each tile are joined at once because their states are large."""
         return math.prod(self.core) > _MOST_PER_LANE
 
-    def start(self, lanes: int) -> Any:
+    def taken(self, outs: Callable[[int], Any], counts: jax.Array | None) -> Any:
+        """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
+        tile = jax.tree.map(outs, self.outputs)
+        nothing = self.accumulator.nothing()
+        return tile if counts is None or nothing is None else choose(counts, tile, nothing)
+
+    def start(self, lanes: int) -> State:
         return self.accumulator.start(1 if self.is_wide else lanes)
 
-    def taken(self, outs: Sequence[Any]) -> Any:
-        """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
-        tile = jax.tree.map(lambda i: outs[i], self.outputs)
-        nothing = self.accumulator.nothing()
-        if self.mask is None or nothing is None:
-            return tile
-        return choose(outs[self.mask], tile, nothing)
-
-    def step(self, state: State, outs: list[Any], index: jax.Array) -> tuple[State, Any]:
-        """Return the state after one more tile, and the row that leaves the loop."""
+    def step(self, held: State, tile: Tile) -> tuple[State, None]:
         accumulator = self.accumulator
-        tile = self.taken(outs)
-        counts = None if self.mask is None else outs[self.mask]
+        counts = None if accumulator.may_repeat else tile.new
+        if self.mask is not None:
+            mask = tile.in_lanes(self.mask)
+            counts = mask if counts is None else mask & counts
+        items = self.taken(tile.in_lanes, counts)
         if not self.is_wide:
-            return accumulator.step(state, tile, index, counts), None
-        fresh = accumulator.step(accumulator.start(index.size), tile, index, counts)
-        return accumulator.merge(state, accumulator.join(fresh)), None
+            return accumulator.step(held, items, tile.index, counts), None
+        fresh = accumulator.step(accumulator.start(tile.lanes.count), items, tile.index, counts)
+        return accumulator.merge(held, accumulator.join(fresh)), None
 
-    def step_merge(self, state: State, new: State, offset: jax.Array) -> tuple[State, Any]:
-        """Return the state after an inner loop, whose first item has the index ``offset``."""
-        placed = self.accumulator.renumber(new, lambda index: index + offset.astype(index.dtype))
-        return self.accumulator.merge(state, placed), None
-
-    def end(self, state: State, rows: Any) -> State:
-        return state
-
-    def join(self, state: State) -> State:
-        return self.accumulator.join(state)
-
-    def merge(self, first: State, second: State) -> State:
-        return self.accumulator.merge(first, second)
+    def end(self, held: State, rows: Any) -> State:
+        return self.accumulator.join(held)
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
-    """An output that is kept whole. Its tiles leave the loop as rows, and nothing is carried."""
+class Merged(Fold):
+    """Merges the states of inner loops, each over ``each`` items."""
+
+    position: int
+    accumulator: Accumulator
+    each: int
+
+    def start(self, lanes: int) -> State:
+        return self.accumulator.start(1)
+
+    def step(self, held: State, tile: Tile) -> tuple[State, None]:
+        dtype = tile.lanes.dtype
+        offset = tile.at.astype(dtype) * np.asarray(self.each, dtype)
+        placed = self.accumulator.renumber(
+            tile.outs[self.position], lambda index: index + offset.astype(index.dtype)
+        )
+        return self.accumulator.merge(held, placed), None
+
+    def end(self, held: State, rows: Any) -> State:
+        return held
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An output that is stored whole beside those that are accumulated."""
 
     output: int
-
-    def start(self, lanes: int) -> None:
-        return None
-
-    def step(self, state: None, outs: list[Any], index: jax.Array) -> tuple[None, Any]:
-        return state, outs[self.output]
-
-    def step_merge(self, state: None, new: State, offset: jax.Array) -> tuple[None, Any]:
-        return state, new
-
-    def end(self, state: None, rows: jax.Array) -> State:
-        return in_a_row(rows)
-
-    def join(self, state: State) -> State:
-        return state
-
-    def merge(self, first: State, second: State) -> State:
-        return concatenated(first, second)
 
 
 def in_a_row(rows: jax.Array) -> jax.Array:
@@ -167,6 +166,8 @@ def choose(lanes: jax.Array, new: State, old: State) -> State:
 
 # The accumulators.
 
+_IDEMPOTENT = (lax.max, lax.min, lax.bitwise_or, lax.bitwise_and)
+
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise(Accumulator):
@@ -177,6 +178,10 @@ class Elementwise(Accumulator):
     identity: Any
     combine: Callable[[Any, Any], Any]
     reduce: Callable[..., Any]  # the same along an axis, such as `jax.numpy.max`
+
+    @property
+    def may_repeat(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.combine in _IDEMPOTENT
 
     def start(self, lanes: int) -> State:
         return fill(self.identity, self.dtype, (*self.core, lanes))

@@ -102,7 +102,7 @@ class Prod(_Accumulated):
         if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
         dtype = wide(self.dtype(aval))
-        row = row.then(lambda outs: [outs[position].astype(dtype)])
+        row = row.then(lambda outs: outs[position].astype(dtype))
         ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
         (state,) = row.fold([Accumulation(0, ordered, aval.shape)], linear=False)
         return jnp.moveaxis(state, 0, -1)
@@ -155,11 +155,11 @@ class LogSumExp(_Continuous):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        parts = row.then(lambda outs: [jnp.real(outs[position].astype(dtype))])
+        parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
         (state,) = parts.fold_constants([Accumulation(0, largest, aval.shape)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
-        scaled = row.then(lambda outs: [jnp.exp(outs[position].astype(dtype) - top)])
+        scaled = row.then(lambda outs: jnp.exp(outs[position].astype(dtype) - top))
         return state, _sum(scaled, aval, dtype)
 
 
@@ -200,7 +200,7 @@ class Moments(_Average, _Continuous):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        values = row.then(lambda outs: [outs[position].astype(dtype)])
+        values = row.then(lambda outs: outs[position].astype(dtype))
         count, number = row.count, fill(row.size, real, (1,))
         if self.where is not None:
             # The mean of no items is 0 in a state, as at the start of a loop.
@@ -208,9 +208,9 @@ class Moments(_Average, _Continuous):
             count = jnp.maximum(count, 1).astype(dtype)
         mean = _sum(values, aval, dtype)[..., 0] / count
 
-        def square(outs: list[jax.Array]) -> list[jax.Array]:
+        def square(outs: list[jax.Array]) -> jax.Array:
             off = outs[0] - mean
-            return [jnp.real(off * jnp.conj(off))]
+            return jnp.real(off * jnp.conj(off))
 
         squares = _sum(values.then(square), aval, real)
         return number, lax.expand_dims(mean, (mean.ndim,)), squares

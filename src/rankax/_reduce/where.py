@@ -112,7 +112,7 @@ class MaskedRow(Row):
             triples = zip(leaves, others, is_mapped, strict=True)
             return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
 
-        some = item, safe.leaves, safe.levels, safe.is_expensive
+        some = item, safe.leaves, safe.levels, safe.count_of_outputs, safe.is_expensive, safe.back
         return cls(*some, counts=counts, number=number)
 
     @property
@@ -120,20 +120,20 @@ class MaskedRow(Row):
         return self.number
 
     def fold(self, steps: Steps, *, linear: bool = True) -> list[Any]:
-        # In place of the mask of the item that may have been evaluated instead.
-        masked: list[Any] = [dataclasses.replace(step, mask=-1) for step in steps]
+        accumulations = [step for step in steps if isinstance(step, Accumulation)]
 
         def item(*leaves: Any) -> list[jax.Array]:
             # The loop itself would store the mask of each item for the derivative.
-            outs = [*self.item(*leaves), self.counts(*leaves)]
-            for step in masked:
-                taken = zip(*map(jax.tree.leaves, (step.outputs, step.taken(outs))), strict=True)
-                for position, out in taken:
+            outs, counts = self.item(*leaves), self.counts(*leaves)
+            for step in accumulations:
+                taken = step.taken(outs.__getitem__, counts)
+                for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
                     outs[position] = out
-            return outs
+            # In place of the mask of the item that may have been evaluated instead.
+            return [*outs, counts]
 
-        row = Row(item, self.leaves, self.levels, self.is_expensive)
-        done = [step.accumulator.nothing() is not None for step in masked]
-        pairs = zip(masked, done, strict=True)
-        steps = [dataclasses.replace(step, mask=None) if own else step for step, own in pairs]
-        return row.fold(steps, linear=linear)
+        own = self.count_of_outputs
+        row = Row(item, self.leaves, self.levels, own + 1, self.is_expensive, self.back)
+        masks = [None if x.accumulator.nothing() is not None else own for x in accumulations]
+        pairs = zip(accumulations, masks, strict=True)
+        return row.fold([dataclasses.replace(x, mask=mask) for x, mask in pairs], linear=linear)

@@ -27,7 +27,14 @@ from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
 from rankax._reduce.merge import RunStates
 from rankax._reduce.row import index_dtype
-from rankax._reduce.run import Reduced, Reductions, read_reductions, reduce_row
+from rankax._reduce.run import (
+    Reduced,
+    Reductions,
+    item_types,
+    read_reductions,
+    reduce_row,
+    trace_reduced,
+)
 from rankax._scan.checkpointed import scan_checkpointed
 from rankax._scan.loops import StepLoop
 from rankax._trace.derivatives import has_tangent
@@ -87,10 +94,15 @@ class _WindowFold:
 
     def state(self, leaves: Sequence[Any], *steps: int) -> Reduced:
         """Return the state of one step, or of several, whose outputs are on axis 0."""
-        specs = [LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False) for n in steps]
-        reductions = self.reductions.for_runs(min(self.windows.sizes, default=1))
-        unflatten = self.y_tree.unflatten
-        return reduce_row(lambda *ys: unflatten(ys), leaves, specs, reductions, self.site)
+        specs = [
+            LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
+            for n in steps
+        ]
+        total = min(self.windows.sizes, default=1)
+        reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
+        types = item_types(leaves, specs)
+        item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.site)
+        return reduce_row(item, leaves, specs, reductions)
 
     def runs(self, reduced: Reduced, size: Any) -> RunStates:
         """Return the protocol of windows of ``size`` steps."""

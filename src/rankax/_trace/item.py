@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.functions import function_location
@@ -33,6 +32,7 @@ class ItemProgram:
     out_tree: Any
     out_names: tuple[str, ...]
     out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
+    outputs: tuple[Any, ...] = ()  # what each reduction takes (`rankax._reduce`), if there are any
 
     def __call__(self, *leaves: Any) -> list[Any]:
         return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
@@ -45,26 +45,6 @@ class ItemProgram:
         """Return the same program with other arrays in place of those that it closes over."""
         return dataclasses.replace(self, closed=ClosedJaxpr(self.closed.jaxpr, list(consts)))
 
-    def on_chunk(self, in_axes: Sequence[int], size: int) -> Callable[..., list[Any]]:
-        """Return the program of ``size`` items at once.
-
-        A single item is not mapped, so a branch stays a branch, and effects stay in order.
-        """
-        if size > 1:
-            return jax.vmap(self, tuple(in_axes), list(self.out_axes), axis_size=size)
-
-        self.check_unmapped_outputs()
-
-        def on_one(*chunk: Any) -> list[Any]:
-            items = [lax.squeeze(x, (axis,)) for x, axis in zip(chunk, in_axes, strict=True)]
-            outs = zip(self(*items), self.out_axes, strict=True)
-            return [
-                out if axis is None else lax.expand_dims(jnp.asarray(out), (axis,))
-                for out, axis in outs
-            ]
-
-        return on_one
-
     def reuses_key(self) -> jax.errors.KeyReuseError:
         return jax.errors.KeyReuseError(
             f"{self.where}: it uses one PRNG key in every chunk, either an "
@@ -72,6 +52,15 @@ class ItemProgram:
             "jax.random.split(key, n) with a chunk_size that divides n, or use "
             "jax.random.clone(key) in the kernel where all items are meant to draw the same"
         )
+
+    def check_order(self) -> None:
+        """Refuse to map a program with an ordered effect, which JAX cannot."""
+        if has_order(self.closed):
+            raise ValueError(
+                f"{self.where}: it has an ordered effect, as a callback with ordered=True, which "
+                "JAX cannot map; with chunk_size=1 the items run one after the other in their "
+                "order, and with ordered=False the order is left open"
+            )
 
     def check_unmapped_outputs(self) -> None:
         """Refuse outputs whose ``out_axes`` is None, but which depend on the item.
@@ -182,23 +171,6 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
         f"{where}: {listed([rows[i][0] for i in odd])} cannot have the mapped axis where out_axes "
         "says\n\n" + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
     )
-
-
-def chunk_program(
-    item: ItemProgram, in_axes: Sequence[int], avals: Sequence[Any], size: int
-) -> Any:
-    """Trace the program of ``size`` items, which are stacked along ``in_axes``."""
-    try:
-        return jax.make_jaxpr(item.on_chunk(in_axes, size))(*avals)
-    except Exception as error:
-        item.check_unmapped_outputs()
-        if not item.closed.effects or "ordered" not in str(error):
-            raise
-        raise ValueError(
-            f"{item.where}: it has an ordered effect, as a callback with "
-            f"ordered=True, which JAX cannot map; with chunk_size=1 the items run one after the "
-            "other in their order, and with ordered=False the order is left open"
-        ) from error
 
 
 def has_order(closed: Any) -> bool:
