@@ -14,11 +14,14 @@ from rankax import (
     SplitKey,
     auto_vmap,
     checkpoint_chunked_scan,
+    chunked_hessian,
+    chunked_jacfwd,
+    chunked_jacrev,
     chunked_reduce,
     chunked_vmap,
     sliced_scan,
 )
-from rankax.reductions import Best, Fold, Moments, TopK
+from rankax.reductions import Best, BottomK, Fold, Gram, Moments, Several, TopK
 
 # Kernels for one item.
 
@@ -71,6 +74,34 @@ def clipped(x):
 
 
 clipped.defvjp(lambda x: (clipped(x), x), lambda x, t: (jnp.clip(t, -1, 1) * jnp.cos(x),))
+
+
+def halved(x):
+    return lax.while_loop(lambda x: x > 0.3, lambda x: x / 2, x)
+
+
+@jax.custom_jvp
+def root(x):
+    return lax.while_loop(lambda y: jnp.abs(y * y - x) > 1e-3, lambda y: (y + x / y) / 2, x)
+
+
+root.defjvp(lambda primals, tangents: (root(*primals), tangents[0] / (2 * root(*primals))))
+
+
+def strides(length, x):
+    def stride(state):
+        count, place = state
+        return count + 1, place + length
+
+    return lax.while_loop(lambda state: state[1] < x, stride, (0, 0 * x))
+
+
+def positive(x):
+    return {"distance": jnp.sqrt(x[0]), "place": jnp.cos(x), "ok": x[0] > 0}
+
+
+def squares(x, w):
+    return jnp.tanh(jnp.outer(x, w)).sum(1) ** 2
 
 
 def step(carry, x):
@@ -177,14 +208,100 @@ def chunked_reduce_cases() -> dict[str, Case]:
         "tiles": (chunked_reduce(spread, "sum", 1000), (ones(4003, 8),)),
         "checkpoint=False": (chunked_reduce(spread, "sum", 5, checkpoint=False), (x,)),
         "TopK": (chunked_reduce(spread, TopK(3), 5), (x,)),
+        "BottomK": (chunked_reduce(spread, BottomK(3), 5), (x,)),
         "Moments": (chunked_reduce(jnp.sin, Moments(), 5), (x,)),
         "Fold": (chunked_reduce(jnp.sin, product, 5), (x,)),
         "Best": (chunked_reduce(nearest, Best("distance"), 5), (x,)),
         "pytree": (chunked_reduce(nearest, {"distance": "max", "place": None}, 5), (x,)),
         "bfloat16": (chunked_reduce(spread, "sum", 5), (ones(13, 3, dtype=jnp.bfloat16),)),
+        "Several": (chunked_reduce(spread, Several("sum", "min", "argmin", Moments()), 5), (x,)),
+        "gram": (chunked_reduce(jnp.sin, "gram", 5), (x,)),
+        "gram of a pytree": (chunked_reduce(nearest, "gram", 5), (x,)),
         "argmin and max of vectors": (
             chunked_reduce(lambda x: (x, jnp.cos(x)), ("argmin", "max"), 5),
             (x,),
+        ),
+    }
+
+
+def where_cases() -> dict[str, Case]:
+    reductions = {name: name for name in ("sum", "mean", "max", "argmin", "logsumexp")}
+    objects = {
+        "TopK": TopK(3),
+        "Moments": Moments(),
+        "Fold": Fold(jnp.float32(1), lambda x: 1 + jnp.sin(x), lax.mul),
+        "Several": Several("sum", "min", "argmin"),
+    }
+
+    def scaled(x, scale):
+        return {"sum": scale * jnp.sum(x), "ok": x[0] > scale}
+
+    def of_items(reduce: Any, chunk_size: int | None = 5) -> Case:
+        return chunked_reduce(positive, reduce, chunk_size, where="ok"), (ones(13, 3),)
+
+    def of_grid(**options: Any) -> Case:
+        kernel = auto_vmap(1, 0, chunk_size=5, where="ok", **options)(scaled)
+        return kernel, (ones(4, 1, 3), ones(6))
+
+    return {
+        **{
+            name: of_items({"distance": reduce, "place": None, "ok": None})
+            for name, reduce in (reductions | objects).items()
+        },
+        "Best": of_items(Best("distance")),
+        "unchunked": of_items("sum", None),
+        "one reduced axis": of_grid(reduce="mean", reduce_axis=0),
+        "two reduced axes": of_grid(reduce="max"),
+    }
+
+
+def lockstep_cases() -> dict[str, Case]:
+    x, options = ones(13), {"lockstep": False}
+    return {
+        "map": (chunked_vmap(halved, 5, **options), (x,)),
+        "unbounded": (chunked_vmap(halved, None, **options), (x,)),
+        "two axes": (auto_vmap(0, 0, chunk_size=5, **options)(strides), (ones(4, 1), ones(6))),
+        "sum": (chunked_reduce(halved, "sum", 5, **options), (x,)),
+        "argmin": (chunked_reduce(halved, "argmin", 5, **options), (x,)),
+        "own derivative": (chunked_vmap(root, 5, **options), (x,)),
+        "own derivative, sum": (chunked_reduce(root, "sum", 5, **options), (x,)),
+    }
+
+
+def bucket_cases() -> dict[str, Case]:
+    def energies(**options: Any) -> Case:
+        kernel = auto_vmap(0, 1, 2, jit=True, bucket=True, **options)(energy)
+        return kernel, (ones(7, 1), ones(11, 3), ones(7, 1, 3, 3))
+
+    return {
+        "map": energies(),
+        "chunked": energies(chunk_size=5),
+        "mean": energies(chunk_size=5, reduce="mean"),
+        "max of one axis": energies(chunk_size=5, reduce="max", reduce_axis=0),
+        "TopK": energies(chunk_size=5, reduce=TopK(3)),
+        "where": (
+            auto_vmap(1, jit=True, bucket=True, chunk_size=5, reduce="sum", where="ok")(positive),
+            (ones(13, 3),),
+        ),
+    }
+
+
+def jacobian_cases() -> dict[str, Case]:
+    def of(chunked: Callable[..., Any], **options: Any) -> Case:
+        return chunked(squares, chunk_size=5, **options), (ones(13), ones(4))
+
+    return {
+        "jacfwd": of(chunked_jacfwd),
+        "jacfwd of both": of(chunked_jacfwd, argnums=(0, 1)),
+        "jacfwd, gram": of(chunked_jacfwd, reduce="gram"),
+        "jacfwd, diagonal": of(chunked_jacfwd, reduce="diagonal"),
+        "jacrev": of(chunked_jacrev),
+        "jacrev, Gram": of(chunked_jacrev, reduce=Gram(ones(13))),
+        "jacrev, max": of(chunked_jacrev, reduce="max"),
+        "jacrev, trace": of(chunked_jacrev, reduce="trace"),
+        "hessian": (
+            chunked_hessian(lambda x: jnp.sum(squares(x, x)), chunk_size=5),
+            (ones(13),),
         ),
     }
 
@@ -254,8 +371,41 @@ CASES: dict[str, Callable[[], dict[str, Case]]] = {
     "auto_vmap": auto_vmap_cases,
     "chunked_vmap": chunked_vmap_cases,
     "chunked_reduce": chunked_reduce_cases,
+    "where": where_cases,
+    "lockstep": lockstep_cases,
+    "bucket": bucket_cases,
+    "jacobian": jacobian_cases,
     "scan": scan_cases,
     "sharded": sharded_cases,
 }
 # A `jax.custom_vjp` has no forward derivative.
 NO_JVP = {"chunked_vmap, custom_vjp"}
+# A `jax.lax.while_loop` has no derivative in reverse.
+NO_GRADIENT = {f"lockstep, {name}" for name in ("map", "unbounded", "two axes", "sum", "argmin")}
+# Also called outside `jax.jit`, where several programs may be compiled.
+EAGER = {
+    "auto_vmap, unchunked",
+    "auto_vmap, uneven",
+    "auto_vmap, two axes, both chunked",
+    "auto_vmap, jit",
+    "auto_vmap, memory_limit",
+    "auto_vmap, keys, chunked",
+    "auto_vmap, reduce all",
+    "auto_vmap, reduce axis 0",
+    "auto_vmap, reduce a pytree",
+    "chunked_vmap, even",
+    "chunked_vmap, uneven",
+    "chunked_vmap, custom_jvp",
+    "chunked_reduce, max",
+    "chunked_reduce, Best",
+    "chunked_reduce, Several",
+    "where, sum",
+    "lockstep, map",
+    "lockstep, own derivative, sum",
+    "bucket, chunked",
+    "jacobian, jacfwd, gram",
+    "jacobian, jacrev",
+    "scan, sliced",
+    "sharded, auto_vmap",
+    "sharded, chunked_reduce, sum",
+}

@@ -11,6 +11,9 @@ version and compare the two folders::
 ``dump`` compiles the cases of `program_cases.py` for the CPU: each one forward and, if it has
 floating inputs and outputs, also its gradient and its jvp. It writes one file per program, with the
 size of the temporaries and the optimized HLO. Names and source locations are removed from the HLO.
+The cases of ``EAGER`` are also called outside `jax.jit`. XLA then dumps every program that such a
+call compiles, and the file has them all, with their number, and the number that the same call
+compiles again.
 ``compare`` reports each program as same or different, and exits with 1 if any differs. With
 ``--only TEXT``, both look only at cases whose names contain TEXT.
 
@@ -19,8 +22,11 @@ choices depend on them.
 """
 
 import argparse
+import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 import rankax
-from program_cases import CASES, NO_JVP, Case
+from program_cases import CASES, EAGER, NO_GRADIENT, NO_JVP, Case
 
 
 def is_float(leaf: Any) -> bool:
@@ -57,7 +63,8 @@ def programs(name: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> dict[
 
     result = {"forward": (fun, args)}
     if floats and jax.eval_shape(outputs, floats, others):
-        result["gradient"] = jax.grad(loss), (floats, others)
+        if name not in NO_GRADIENT:
+            result["gradient"] = jax.grad(loss), (floats, others)
         if name not in NO_JVP:
             result["jvp"] = jvp, (floats, others, floats)
     return result
@@ -90,12 +97,35 @@ def _numbered(body: str, computations: dict[str, str]) -> str:
     return NAME.sub(lambda match: names[match[0]], body)
 
 
+def compiled(fun: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return the program of a compiled call, and the size of its temporaries."""
+    program = (fun if hasattr(fun, "lower") else jax.jit(fun)).lower(*args).compile()
+    size = program.memory_analysis().temp_size_in_bytes
+    return f"temporaries in bytes: {size}\n{normalized(program.as_text())}"
+
+
+def compiled_by_call(fun: Callable[..., Any], args: tuple[Any, ...], xla_dump: Path) -> str:
+    """Return the programs that a call compiles, and how many the same call compiles again."""
+    jax.clear_caches()
+    texts = []
+    for _ in range(2):
+        shutil.rmtree(xla_dump, ignore_errors=True)
+        jax.block_until_ready(fun(*args))
+        paths = xla_dump.glob("module_*after_optimizations.txt")
+        in_order = sorted(paths, key=lambda path: int(path.name.split(".")[0].split("_")[1]))
+        texts.append([normalized(path.read_text()) for path in in_order])
+    first, again = texts
+    return "\n".join([f"programs, and again: {len(first)} and {len(again)}", *first])
+
+
 def dumped(folder: Path, only: str) -> set[str]:
     """Return the names of the files of these cases, which end in the mode."""
     return {path.name for path in folder.glob("*.hlo") if only in path.name.rpartition(", ")[0]}
 
 
-def dump(folder: Path, only: str) -> None:
+def dump(folder: Path, only: str, xla_dump: Path) -> None:
+    flags = f"--xla_dump_to={xla_dump} --xla_dump_hlo_as_text"  # read when the first array is made
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,22 +138,24 @@ def dump(folder: Path, only: str) -> None:
             if only not in name:
                 continue
             for mode, (fun, args) in programs(name, *case).items():
-                has_jit = hasattr(fun, "lower")
-                compiled = (fun if has_jit else jax.jit(fun)).lower(*args).compile()
-                size = compiled.memory_analysis().temp_size_in_bytes
-                text = f"temp_size_in_bytes: {size}\n{normalized(compiled.as_text())}"
-                (folder / f"{name}, {mode}.hlo").write_text(text)
+                (folder / f"{name}, {mode}.hlo").write_text(compiled(fun, args))
                 count += 1
+                if name in EAGER:
+                    text = compiled_by_call(fun, args, xla_dump)
+                    (folder / f"{name}, eager {mode}.hlo").write_text(text)
+                    count += 1
     package, seconds = Path(rankax.__file__).parent, time.perf_counter() - begin
     print(f"{count} programs of {package}, JAX {jax.__version__}, in {seconds:.0f} s")
 
 
 def difference(before: str, after: str) -> str:
     """Summarize how two programs differ: sizes, then lines that only one has, without names."""
-    sizes = [text.partition("\n")[0].rpartition(" ")[2] for text in (before, after)]
+    sizes = [text.partition("\n")[0].partition(": ") for text in (before, after)]
     lines = [Counter(NAME.sub("%", text).splitlines()[1:]) for text in (before, after)]
     numbers = [sum(count.values()) for count in lines]
-    summary = [f"temporaries {' -> '.join(sizes)} bytes, lines {numbers[0]} -> {numbers[1]}"]
+    summary = [
+        f"{sizes[0][0]}: {sizes[0][2]} -> {sizes[1][2]}; lines: {numbers[0]} -> {numbers[1]}"
+    ]
     for sign, only in zip("-+", (lines[0] - lines[1], lines[1] - lines[0]), strict=True):
         summary += [f"{sign} {count} x {line.strip()[:110]}" for line, count in only.most_common(4)]
     if lines[0] == lines[1]:
@@ -163,7 +195,8 @@ def main() -> None:
     compare_parser.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.command == "dump":
-        dump(options.folder, options.only)
+        with tempfile.TemporaryDirectory() as xla_dump:
+            dump(options.folder, options.only, Path(xla_dump))
     elif not compare(options.before, options.after, options.only):
         sys.exit(1)
 

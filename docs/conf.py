@@ -149,7 +149,7 @@ html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 
-# The addresses of the repository and of the site, where hatch_build.py knew them.
+# The addresses of the repository and of the site, once `[project.urls]` in pyproject.toml has them.
 urls = metadata("rankax").get_all("Project-URL", [])
 addresses = dict(url.split(", ") for url in urls)
 repository, html_baseurl = (addresses.get(name, "") for name in ("Repository", "Documentation"))

@@ -17,10 +17,12 @@ import pytest
 
 import rankax
 
+MODULES = {"plans", "reductions"}
+
 
 def test_all_names_what_the_package_offers():
     public = {name for name, value in vars(rankax).items() if callable(value)}
-    assert set(rankax.__all__) == public | {"reductions"}
+    assert set(rankax.__all__) == public | MODULES
     assert rankax.__all__ == sorted(rankax.__all__)
 
 
@@ -29,7 +31,7 @@ def test_errors_are_value_errors():
         assert issubclass(getattr(rankax, name), ValueError)
 
 
-@pytest.mark.parametrize("name", sorted({*rankax.__all__} - {"reductions"}))
+@pytest.mark.parametrize("name", sorted({*rankax.__all__} - MODULES))
 def test_a_pickle_stores_the_name_that_a_user_imports(name):
     """What is stored must outlive the file that it stands in today."""
     value = getattr(rankax, name)
@@ -38,12 +40,22 @@ def test_a_pickle_stores_the_name_that_a_user_imports(name):
     assert pickle.loads(stored) is value
 
 
-@pytest.mark.parametrize("name", rankax.reductions.__all__)
-def test_reductions_pickle_by_public_names_too(name):
-    value = getattr(rankax.reductions, name)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module in sorted(MODULES) for name in getattr(rankax, module).__all__],
+)
+def test_what_modules_hold_pickles_by_public_names_too(module, name):
+    value = getattr(getattr(rankax, module), name)
     stored = pickle.dumps(value, protocol=0)
-    assert stored.startswith(f"crankax.reductions\n{name}\n".encode())
+    assert stored.startswith(f"crankax.{module}\n{name}\n".encode())
     assert pickle.loads(stored) is value
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_modules_list_what_they_offer_in_order_and_nothing_is_in_two_places(module):
+    names = getattr(rankax, module).__all__
+    assert names == sorted(names)
+    assert not {*names} & {*vars(rankax)}
 
 
 def test_instances_pickle_by_public_names():
@@ -67,10 +79,11 @@ def test_instances_pickle_by_public_names():
 
 
 def test_fields_of_public_classes_are_known_where_the_classes_are():
-    names = ("BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Static", "Tuning")
-    for name in names:
-        fields = dataclasses.fields(getattr(rankax, name))
-        assert typing.get_type_hints(getattr(rankax, name)).keys() == {f.name for f in fields}
+    results = [getattr(rankax.plans, name) for name in rankax.plans.__all__]
+    classes = [rankax.Static, *filter(dataclasses.is_dataclass, results)]
+    assert len(classes) == 7
+    for cls in classes:
+        assert typing.get_type_hints(cls).keys() == {f.name for f in dataclasses.fields(cls)}
 
 
 def test_functions_have_their_source_and_examples():

@@ -1,25 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
-from rankax._reduce.fold import Fold as Fold
-from rankax._reduce.gram import Gram as Gram
-from rankax._reduce.protocol import Reduction as Reduction
-from rankax._reduce.protocol import Several as Several
-from rankax._reduce.sums import All as All
+from rankax._reduce.fold import Fold
+from rankax._reduce.gram import Gram
+from rankax._reduce.protocol import Reduction, Several
+from rankax._reduce.sums import All, LogSumExp, Mean, Moments, MomentsResult, Prod, Sum
 from rankax._reduce.sums import AnyOf as Any
-from rankax._reduce.sums import LogSumExp as LogSumExp
-from rankax._reduce.sums import Mean as Mean
-from rankax._reduce.sums import Moments as Moments
-from rankax._reduce.sums import MomentsResult as MomentsResult
-from rankax._reduce.sums import Prod as Prod
-from rankax._reduce.sums import Sum as Sum
-from rankax._reduce.winners import ArgMax as ArgMax
-from rankax._reduce.winners import ArgMin as ArgMin
-from rankax._reduce.winners import Best as Best
-from rankax._reduce.winners import Max as Max
-from rankax._reduce.winners import Min as Min
-from rankax._reduce.winners import TopK as TopK
-from rankax._reduce.winners import TopKResult as TopKResult
+from rankax._reduce.winners import ArgMax, ArgMin, Best, BottomK, Max, Min, TopK, TopKResult
 
 __all__ = [
     "All",
@@ -27,6 +14,7 @@ __all__ = [
     "ArgMax",
     "ArgMin",
     "Best",
+    "BottomK",
     "Fold",
     "Gram",
     "LogSumExp",

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 import rankax
 from helpers import assert_same, slow
 from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
-from rankax.reductions import Best, Fold, Moments, Several, TopK
+from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 RNG = np.random.default_rng(0)
 S = RNG.normal(size=(4, 1)).astype("float32")
@@ -189,7 +189,7 @@ def test_the_bound_on_memory_holds_in_a_block():
 NAMES = ("sum", "prod", "max", "min", "argmin", "any", "all", "logsumexp", "gram")
 SEVERAL = [
     Several("mean", "argmax"),
-    slow(Several(*NAMES, Moments(), TopK(2), TopK(3, largest=True))),
+    slow(Several(*NAMES, Moments(), BottomK(2), TopK(3))),
 ]
 
 
@@ -245,7 +245,7 @@ CASES = {
 }
 
 
-EACH = Several("argmin", "argmax", TopK(5), TopK(12, largest=True))
+EACH = Several("argmin", "argmax", BottomK(5), TopK(12))
 winners = auto_vmap(x=0, reduce=EACH)(lambda x: x)
 
 
@@ -280,7 +280,7 @@ def test_a_fold_merges_blocks_in_their_order(package):
 def test_empty_blocks_and_empty_batches():
     x = np.arange(6, dtype="float32")
     empty = da.from_array(x, chunks=((4, 0, 2),))
-    some = auto_vmap(x=0, reduce=Several("sum", "argmin", TopK(2)))(lambda x: x * 2)
+    some = auto_vmap(x=0, reduce=Several("sum", "argmin", BottomK(2)))(lambda x: x * 2)
     assert_same(computed(some(empty)), some(x))
     kernel = auto_vmap(x=0)(lambda x: x * 2)
     assert_same(computed(kernel(empty)), kernel(x))

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_same as assert_equal
 from helpers import at_each_run, slow
 from rankax import SplitKey, auto_vmap
-from rankax.reductions import Best, Fold, Moments, Several, TopK
+from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
 
@@ -55,7 +55,7 @@ OPTIONS = {
     "one reduced axis": {"reduce": "mean", "reduce_axis": 1},
     "the other in chunks": {"reduce": {"d": "logsumexp", "v": "max", "ok": None}, "reduce_axis": 0}
     | {"chunk_size": 20},
-    "indices of both": {"reduce": {"d": Several("argmin", TopK(3)), "v": "argmax", "ok": "any"}},
+    "indices of both": {"reduce": {"d": Several("argmin", BottomK(3)), "v": "argmax", "ok": "any"}},
     "a mask": {"reduce": Several("sum", "argmax", Moments()), "where": "ok", "chunk_size": 20},
     "a fold": {
         "reduce": {
@@ -72,7 +72,7 @@ OPTIONS = {
         }
         for names, reduce in {
             "sums": ("sum", "prod", "logsumexp", "gram", Moments()),
-            "the least and largest": ("min", "max", "argmin", TopK(4, largest=True)),
+            "the least and largest": ("min", "max", "argmin", TopK(4)),
         }.items()
         for size in (None, 20)
     },
@@ -280,9 +280,9 @@ def test_a_committed_array_stays_on_its_device():
             "pair.with_options: the lengths of bucket must be positive ints, got 0",
         ),
         (
-            lambda: PAIRS.with_options(bucket=True, reduce={"d": TopK(78), "v": None, "ok": None})(
-                *ARGS
-            ),
+            lambda: PAIRS.with_options(
+                bucket=True, reduce={"d": BottomK(78), "v": None, "ok": None}
+            )(*ARGS),
             ValueError,
             None,
         ),
@@ -291,7 +291,7 @@ def test_a_committed_array_stays_on_its_device():
 def test_errors(call, error, text):
     if text is None:  # that of the call without a bucket
         with pytest.raises(error) as found:
-            PAIRS.with_options(reduce={"d": TopK(78), "v": None, "ok": None})(*ARGS)
+            PAIRS.with_options(reduce={"d": BottomK(78), "v": None, "ok": None})(*ARGS)
         text = str(found.value).split("\n")[0]
     with pytest.raises(error) as found:
         call()

@@ -29,7 +29,7 @@ from rankax._loop.keys import item_key
 from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
 from rankax._trace.item import trace_item
-from rankax.reductions import Best, TopK
+from rankax.reductions import Best, BottomK
 
 KEY = jax.random.key(5)
 BATCH = (3, 5)
@@ -106,7 +106,7 @@ def test_reduced_items_draw_what_split_keys_draw(chunk_size):
 @pytest.mark.parametrize("tile", [1, 3, 4])
 def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
     """Behind the last whole tile there is a smaller one, which begins where that ends."""
-    words = auto_vmap(x=0, key=SplitKey, reduce=TopK(10), chunk_size=tile)(
+    words = auto_vmap(x=0, key=SplitKey, reduce=BottomK(10), chunk_size=tile)(
         lambda x, key: jnp.sum(jax.random.key_data(key).astype(jnp.float32)) * x
     )
     data = np.asarray(jax.random.key_data(jax.random.split(KEY, 10))).astype(np.float32)

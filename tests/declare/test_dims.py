@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from rankax import BatchPlan, CoreDimensionError, RankError, auto_vmap
+from rankax import CoreDimensionError, RankError, auto_vmap
+from rankax.plans import BatchPlan
 
 
 class Pair(NamedTuple):

@@ -13,7 +13,8 @@ import pytest
 from jaxtyping import Array, ArrayLike, Float, PyTree
 from typing_extensions import TypeAliasType
 
-from rankax import BatchPlan, RankError, auto_vmap
+from rankax import RankError, auto_vmap
+from rankax.plans import BatchPlan
 
 T = TypeVar("T")
 

@@ -226,7 +226,7 @@ FOLD = rd.Fold(
     lambda y: (1 + y / 9, y),
     lambda first, second: (first[0] * second[0], first[1] + second[1]),
 )
-USUAL = [("sum", scalar), ("max", scalar), (rd.TopK(3), scalar)]
+USUAL = [("sum", scalar), ("max", scalar), (rd.BottomK(3), scalar)]
 OTHERS = [
     *((name, scalar) for name in ("mean", "min", "logsumexp", rd.Moments(), FOLD)),
     ("prod", lambda x, w: 1 + scalar(x, w) / 9),
@@ -243,9 +243,9 @@ WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
 
 
 def is_too_old(reduction, mesh):
-    """JAX 0.7 cannot map the loop of TopK where the axes of a mesh are explicit."""
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    return is_explicit and jax.__version_info__ < (0, 8) and isinstance(reduction, rd.TopK)
+    """JAX 0.7 cannot map the loop of TopK and BottomK where the axes of a mesh are explicit."""
+    is_old = jax.__version_info__ < (0, 8) and AxisType.Explicit in mesh.axis_types
+    return is_old and isinstance(reduction, (rd.BottomK, rd.TopK))
 
 
 def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
@@ -358,7 +358,7 @@ def some_items_count(mesh):
     def root(x, w):
         return {"v": jnp.sqrt(w[0, 0] ** 2 * x), "ok": x > 0}
 
-    names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.TopK(3), FOLD)
+    names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.BottomK(3), FOLD)
     reduce = {"v": rd.Several(*(names[:6] if is_too_old(names[6], mesh) else names)), "ok": "sum"}
     own = chunked_reduce(root, reduce, 7, (0, None), where="ok", **given(mesh))
     of_one = chunked_reduce(root, reduce, 7, (0, None), where="ok")
@@ -380,7 +380,7 @@ def some_items_of_any_length_count(mesh):
     def root(x, w):
         return {"v": jnp.sqrt(w * x), "ok": x > 0}
 
-    names = ("sum", rd.Moments(), "argmin", rd.TopK(2), FOLD)
+    names = ("sum", rd.Moments(), "argmin", rd.BottomK(2), FOLD)
     reduce = {"v": rd.Several(*names), "ok": None}
     for length in (2, 2 * mesh.size + 3):
         x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
@@ -433,7 +433,7 @@ def one_of_several_axes(mesh):
     for reduce, axis in (
         (None, None),
         ({"v": "sum", "x": None}, 0),
-        ({"v": "argmax", "x": rd.TopK(3)}, None),
+        ({"v": "argmax", "x": rd.BottomK(3)}, None),
     ):
         own = fun.with_options(chunk_size=5, reduce=reduce, reduce_axis=axis, jit=True)
         want = own(a, W, s)
@@ -451,7 +451,7 @@ def one_of_several_axes(mesh):
     best = auto_vmap(x=0, i=0, chunk_size=3, reduce=rd.Best("x"))(lambda x, i: {"x": -x, "i": i})
     index = np.arange(6 * 48).reshape(6, 48)
     assert int(best(put(auto, level, None, "d"), put(auto, index, None, "d"))["i"]) == 2 * 48 + 30
-    top = auto_vmap(x=0, chunk_size=3, reduce=rd.TopK(3, largest=True))(lambda x: x)
+    top = auto_vmap(x=0, chunk_size=3, reduce=rd.TopK(3))(lambda x: x)
     assert top(put(auto, level, None, "d")).indices.tolist() == [126, 143, 145]
 
 
@@ -545,7 +545,7 @@ def shard_map_checks_what_varies(mesh):
         chunked_vmap(scalar, 7, (0, None)),
         auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
         chunked_reduce(scalar, "sum", 7, (0, None)),
-        chunked_reduce(scalar, rd.TopK(2), 7, (0, None)),
+        chunked_reduce(scalar, rd.BottomK(2), 7, (0, None)),
         chunked_reduce(scalar, "logsumexp", 7, (0, None)),
     ):
 
@@ -791,7 +791,7 @@ def check_length(x, size):
         if len(x):
             found["least"] = reduced(lambda x: (x * 1, x), ("argmin", None))(x)
         if len(x) > 2:
-            found["top"] = reduced(lambda x: x * 1, rd.TopK(3))(x)
+            found["top"] = reduced(lambda x: x * 1, rd.BottomK(3))(x)
         return found
 
     want = {"doubled": (2 * x, 8 * x), "totals": 2 * [(np.sum(x * x), 2 * x)]}
@@ -987,7 +987,7 @@ def the_longest_axis_that_serves_is_spread(mesh):
         {},
         {"reduce": {"v": "sum", "x": None}, "reduce_axis": 0},
         {"reduce": {"v": "mean", "x": None}, "reduce_axis": 1},
-        {"reduce": {"v": "argmax", "x": rd.TopK(3)}},
+        {"reduce": {"v": "argmax", "x": rd.BottomK(3)}},
         {"reduce": {"v": rd.Moments(), "x": "logsumexp"}},
     )
     plain = jax.jit(lambda *args: [one.with_options(**way)(*args) for way in ways])
@@ -1015,7 +1015,7 @@ def named_axes_are_of_any_length(mesh):
     ways = (
         {},
         {"reduce": {"v": "sum", "x": None}, "reduce_axis": 0},
-        {"reduce": {"v": "argmax", "x": rd.TopK(3)}},
+        {"reduce": {"v": "argmax", "x": rd.BottomK(3)}},
     )
 
     def found(ways, *args, **options):

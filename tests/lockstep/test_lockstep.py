@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 import rankax
 from helpers import assert_same, primitives, slow
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
-from rankax.reductions import Best, Fold, TopK
+from rankax.reductions import Best, BottomK, Fold
 
 # Random machines. A program is a tree of steps on three integers, which Python evaluates as well.
 
@@ -296,7 +296,7 @@ def test_carried_values_change_places():
 @pytest.mark.parametrize(
     "reduction",
     [
-        *["sum", "argmax", "logsumexp", TopK(3), Best("n")],
+        *["sum", "argmax", "logsumexp", BottomK(3), Best("n")],
         {"x": "mean", "n": None, "large": "any"},
         Fold(0, lambda out: out["n"], lambda a, b: (3 * a + b) % 101),
     ],
@@ -307,7 +307,7 @@ def test_reductions_are_those_of_lockstep(reduction):
         out = halvings(x)
         return out if not isinstance(reduction, str) else {"x": out["x"], "n": out["n"]}
 
-    if isinstance(reduction, TopK) or reduction == "logsumexp":
+    if isinstance(reduction, BottomK) or reduction == "logsumexp":
         kernel = newton
     got = chunked_reduce(kernel, reduction, 4, lockstep=False)
     assert_same(jax.jit(got)(X), jax.jit(chunked_reduce(kernel, reduction, 4))(X))

@@ -419,7 +419,7 @@ def test_a_second_reduction_compiles_nothing(reduce):
     def kernel(x, y):
         return (scale * jnp.sum((x - y) ** 2),) if reduce is None else [jnp.sum(scale * x * y)]
 
-    reductions = (rankax.reductions.TopK(2),) if reduce is None else reduce
+    reductions = (rankax.reductions.BottomK(2),) if reduce is None else reduce
     call = auto_vmap(1, 1, reduce=reductions, reduce_axis=-1, chunk_size=3)(kernel)
     first, _ = compilations(call, points, others)
     second, count = compilations(call, points, others)

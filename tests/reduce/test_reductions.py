@@ -17,7 +17,7 @@ import rankax
 from helpers import assert_same as assert_equal
 from helpers import primitives, slow
 from rankax import auto_vmap, chunked_reduce
-from rankax.reductions import Best, Fold, Moments, TopK
+from rankax.reductions import Best, BottomK, Fold, Moments, TopK
 
 DRAW = np.random.default_rng(0).normal
 X, Y, W = (jnp.asarray(DRAW(size=size)) for size in ((4, 3), (23, 3), 23))
@@ -289,57 +289,68 @@ def test_best(largest, size):
     assert_same(*grads, rtol=2e-4)
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("kind", [BottomK, TopK])
 @pytest.mark.parametrize("size", [1, 4, 500])
-def test_top_k(largest, size):
+def test_top_and_bottom_k(kind, size):
     values = np.float32([3.0, 1.0, -np.nan, 1.0, -0.0, 0.0, np.inf, 3.0, -np.inf, 2.0, 1.0])
     order = np.argsort(values, stable=True)
-    if largest:
+    if kind is TopK:
         # The first of equals first: nan, inf, 3 (twice), 2.
         order = np.asarray([2, 6, 0, 7, 9])
-    found = jax.jit(chunked_reduce(lambda v: v, TopK(5, largest=largest), size))(values)
+    found = jax.jit(chunked_reduce(lambda v: v, kind(5), size))(values)
     assert found.indices.tolist() == order[:5].tolist()
     assert_same(found.values, values[order[:5]])
     assert found.indices.dtype == jnp.int32
 
 
+def test_the_names_of_top_and_bottom_are_those_of_jax():
+    values = jnp.array([1.0, 3.0, jnp.nan, -2.0, 3.0, 1.0])
+    bottom, top = chunked_reduce(lambda v: (v, v), (BottomK(6), TopK(6)), 2)(values)
+    assert_same(tuple(top), tuple(lax.top_k(values, 6)))
+    assert bottom.indices.tolist() == [3, 0, 5, 1, 4, 2]  # nan comes last, equals stay in order
+    assert (BottomK(6).name, TopK(6).name) == ("BottomK(6)", "TopK(6)")
+    for kind in (BottomK, TopK):
+        with pytest.raises(TypeError, match=f"{kind.__name__}.*unexpected keyword .*'largest'"):
+            kind(3, largest=True)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "float16", "int32"])
-@pytest.mark.parametrize("largest", [False, True])
-def test_top_k_of_other_dtypes(dtype, largest):
+@pytest.mark.parametrize("kind", [BottomK, TopK])
+def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
     ends = [] if dtype in ("bool", "float16") else [jnp.iinfo(dtype).max, jnp.iinfo(dtype).min]
     values = np.asarray([1, 0, 1, 3, 0, *ends, 2, *ends]).astype(dtype)
-    found = jax.jit(chunked_reduce(lambda v: v, TopK(4, largest=largest), 3))(values)
+    found = jax.jit(chunked_reduce(lambda v: v, kind(4), 3))(values)
     numbers = values.astype(float)
-    order = np.argsort(-numbers if largest else numbers, stable=True)[:4]
+    order = np.argsort(-numbers if kind is TopK else numbers, stable=True)[:4]
     assert found.indices.tolist() == order.tolist()
     assert_same(found.values, values[order])
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("kind", [BottomK, TopK])
 @pytest.mark.parametrize("k", [1, 2, 8, 9])  # up to 8, each lane has its own
-def test_top_k_of_many_equals(k, largest):
+def test_top_and_bottom_k_of_many_equals(k, kind):
     """With the worst value among the items, in one level, in two, and with a remainder."""
 
     @jax.jit
     def indices(values):
-        top = auto_vmap(0, reduce=TopK(k, largest=largest))(lambda x: x)
+        top = auto_vmap(0, reduce=kind(k))(lambda x: x)
         sizes = (1, 3, 10, 40)
         return {size: top.with_options(chunk_size=size)(values).indices for size in sizes}
 
     numbers = np.random.default_rng(0).choice([-128, -1, 0, 127], 23 * 11)
     for flat in (numbers, np.sort(numbers)):
-        want = np.argsort(-flat if largest else flat, stable=True)[:k]
+        want = np.argsort(-flat if kind is TopK else flat, stable=True)[:k]
         for size, found in indices(flat.astype("int8").reshape(23, 11)).items():
             assert found.tolist() == want.tolist(), size
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU sorts tiles")
-def test_a_small_top_k_sorts_no_tile():
+def test_a_small_bottom_k_sorts_no_tile():
     """`jax.lax.top_k` takes 130 to 300 ns an item on a CPU, comparing lanes 7 to 94."""
 
     def sorts(k):
-        top = auto_vmap(0, 0, reduce=TopK(k), chunk_size=30)(jnp.multiply)
-        found = primitives(top, jnp.ones((5, 1)), jnp.ones(100))
+        bottom = auto_vmap(0, 0, reduce=BottomK(k), chunk_size=30)(jnp.multiply)
+        found = primitives(bottom, jnp.ones((5, 1)), jnp.ones(100))
         return found["top_k"]
 
     assert [sorts(k) for k in (1, 8)] == [0, 0]
@@ -419,19 +430,19 @@ def test_a_single_item_is_not_mapped():
         assert_same(jax.grad(call)(one), jnp.cos(one))
 
 
-def test_top_k_counts_over_several_axes():
+def test_bottom_k_counts_over_several_axes():
     a = np.cos(3 * np.arange(5, dtype="float32"))[:, None]
     b = np.sin(2 * np.arange(7, dtype="float32"))
     flat = np.ravel(a * b)
     order = np.argsort(flat, stable=True)[:6]
     for size in (1, 3, 9):
-        found = auto_vmap(0, 0, reduce=TopK(6), chunk_size=size)(lambda a, b: a * b)
+        found = auto_vmap(0, 0, reduce=BottomK(6), chunk_size=size)(lambda a, b: a * b)
         found = jax.jit(found)(a, b)
         assert_same(found.values, flat[order])
         assert found.indices.tolist() == order.tolist()
 
 
-def test_top_k_of_vectors_and_its_derivative():
+def test_bottom_k_of_vectors_and_its_derivative():
     def kernel(x, y, w):
         return w * jnp.cos(x - y)
 
@@ -439,7 +450,7 @@ def test_top_k_of_vectors_and_its_derivative():
         outs = jax.vmap(jax.vmap(kernel, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
         return jnp.sort(outs, axis=1)[:, :2]
 
-    found = reduced(TopK(2), -1, 6, kernel)
+    found = reduced(BottomK(2), -1, 6, kernel)
     values, indices = found(*ARGS)
     assert values.shape == indices.shape == (4, 2, 3)
     assert_same(values, jax.jit(expected)(*ARGS))
@@ -753,7 +764,7 @@ def test_the_kernel_is_traced_once(reduce):
 
 
 @pytest.mark.parametrize(
-    ("reduce", "again"), [("min", 1), ("max", 1), (Best("distance"), 1), (TopK(3), 3)], ids=str
+    ("reduce", "again"), [("min", 1), ("max", 1), (Best("distance"), 1), (BottomK(3), 3)], ids=str
 )
 def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
     evaluated = []
@@ -808,7 +819,7 @@ def test_chunked_reduce_takes_what_vmap_takes():
     def kernel(pair, scale, *, shift):
         return pair["a"] * scale + shift
 
-    found = chunked_reduce(kernel, "sum", 2, in_axes=({"a": 1}, None))(
+    found = chunked_reduce(kernel, reduce="sum", chunk_size=2, in_axes=({"a": 1}, None))(
         {"a": m}, 2.0, shift=jnp.arange(4.0)
     )
     assert_same(found, (m * 2 + jnp.arange(4.0)[None]).sum(1))
@@ -902,9 +913,9 @@ def test_wrong_options(reduce, axis, error, text):
             "must be one real number, but it has shape (3,) and dtype float32",
         ),
         (
-            TopK(24),
+            BottomK(24),
             -1,
-            "it cannot be reduced by TopK(24): there are only 23 items to reduce output over",
+            "it cannot be reduced by BottomK(24): there are only 23 items to reduce output over",
         ),
         (
             {"distance": "sum"},
@@ -985,7 +996,8 @@ def test_a_fold_that_does_not_fit():
     ("make", "error", "text"),
     [
         (lambda: TopK(0), ValueError, "TopK: k must be a positive int, got 0"),
-        (lambda: TopK(2, largest=1), TypeError, "TopK: largest must be True or False, got 1"),
+        (lambda: BottomK(-1), ValueError, "BottomK: k must be a positive int, got -1"),
+        (lambda: Best(0, largest=1), TypeError, "Best: largest must be True or False, got 1"),
         (
             lambda: Best(None),
             TypeError,
@@ -1039,7 +1051,7 @@ def test_large_outputs_have_one_accumulator():
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "reduce",
-    ["sum", *map(slow, ("logsumexp", "argmin", "min", "prod", TopK(2), Moments()))],
+    ["sum", *map(slow, ("logsumexp", "argmin", "min", "prod", BottomK(2), Moments()))],
     ids=str,
 )
 def test_memory_does_not_grow_with_the_pairs(reduce):
@@ -1069,10 +1081,10 @@ def test_the_picture_of_a_plan_says_it_too():
     assert "reduced by sum, to (4,)" in shown
 
 
-def test_the_best_of_more_than_an_inner_row_has_are_items_though_they_are_nan():
+def test_the_least_of_more_than_an_inner_row_has_are_items_though_they_are_nan():
     """Its empty places, which rank with nan, must not pass for items with other indices."""
     x, y = jnp.array([[jnp.nan], [jnp.nan], [5.0], [jnp.nan]]), jnp.arange(2.0)
-    kernel = auto_vmap(x=0, y=0, reduce=TopK(5))(lambda x, y: x + y)
+    kernel = auto_vmap(x=0, y=0, reduce=BottomK(5))(lambda x, y: x + y)
     got = jax.jit(kernel.with_options(chunk_size=1))(x, y)
     assert got.indices.tolist() == [4, 5, 0, 1, 2]
     assert_same(got, jax.jit(kernel)(x, y))

@@ -18,6 +18,7 @@ from rankax.reductions import (
     ArgMax,
     ArgMin,
     Best,
+    BottomK,
     Fold,
     LogSumExp,
     Max,
@@ -63,7 +64,7 @@ REDUCTIONS = {
     "gram": "gram",
     "moments": Moments(),
     "fold": FOLD,
-    "top": TopK(2),
+    "top": BottomK(2),
     "any": "any",
     "all": "all",
 }
@@ -242,7 +243,7 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
     entries = {"sum": "sum", "mean": Mean(), "prod": Prod(), "any": reductions.Any(), "all": All()}
     if dtype != "complex64":
         entries |= {"max": Max(), "min": Min(), "at": ArgMax(), "argmin": ArgMin()}
-        entries |= {"top": TopK(3), "last": TopK(3, largest=True)}
+        entries |= {"top": BottomK(3), "last": TopK(3)}
     if dtype in ("float16", "float32", "complex64"):
         entries |= {"moments": Moments(), "logsumexp": LogSumExp()}
     reduce = Several(**entries)
@@ -267,7 +268,7 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
 def test_nan_that_counts(size):
     values = np.float32([np.inf, np.inf, np.nan, 1.0, np.nan])
     counts = np.array([False, True, True, False, True])
-    reduce = Several("min", "argmin", TopK(4))
+    reduce = Several("min", "argmin", BottomK(4))
     masked = jax.jit(chunked_reduce(Out, Out(reduce, None), size, where="ok"))
     least, at, top = masked(values, counts).value
     assert np.isnan(least)
@@ -511,10 +512,10 @@ def test_the_plan_says_what_counts():
             "where must be the key, field or index of an output, got bool True",
         ),
         (
-            {"a": TopK(4), "ok": None, "v": None},
+            {"a": BottomK(4), "ok": None, "v": None},
             "ok",
             ValueError,
-            "it cannot be reduced by TopK(4) "
+            "it cannot be reduced by BottomK(4) "
             "where 'ok': there are only 3 items to reduce output['a'] over",
         ),
         (None, "ok", TypeError, "auto_vmap(kernel): where='ok' needs reduce, by what to reduce"),

@@ -42,7 +42,7 @@ def moments(ys, where):
     return reductions.MomentsResult(where.sum(), ys.mean(where=where), ys.var(where=where))
 
 
-def top_1(ys, where):
+def bottom_1(ys, where):
     return reductions.TopKResult(ys.min(where=where, initial=9)[None], argmin(ys, where)[None])
 
 
@@ -66,7 +66,7 @@ REDUCTIONS = {
     "max": ("max", lambda ys, where: ys.max(where=where, initial=-9)),
     "moments": (reductions.Moments(), moments),
     "fold": (SMOOTHED, smoothed),
-    "top 1": (reductions.TopK(1), top_1),
+    "bottom 1": (reductions.BottomK(1), bottom_1),
     "last": ("last", last),
     "sum": ("sum", lambda ys, where: ys.sum(where=where)),
     "prod": ("prod", lambda ys, where: ys.prod(where=where)),
@@ -203,7 +203,7 @@ def test_a_step_that_is_computed_twice_is_found():
         y = carry * x + jnp.float32(0.1)
         return carry, (y, y)
 
-    pair = ("argmin", reductions.TopK(1))
+    pair = ("argmin", reductions.BottomK(1))
     _, (at, top) = sliced_scan(step, jnp.float32(0.3), NOISE, step=1, reduce=pair)
     assert_same((at, top.indices), (jnp.zeros(12, int), jnp.zeros((12, 1), int)))
 
@@ -464,7 +464,7 @@ def test_traced_indices_are_named():
 
 def test_a_window_that_is_too_small_is_named():
     with pytest.raises(ValueError, match=r"^drift\(\) at ") as caught:
-        sliced_scan(drift, 0.3, XS, step=4, reduce=reductions.TopK(2))
+        sliced_scan(drift, 0.3, XS, step=4, reduce=reductions.BottomK(2))
     assert str(caught.value).endswith(
-        "it cannot be reduced by TopK(2): there are only 1 items to reduce output over"
+        "it cannot be reduced by BottomK(2): there are only 1 items to reduce output over"
     )

@@ -29,7 +29,7 @@ import stream_child
 from helpers import assert_same, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
-from rankax.reductions import Fold, Moments, TopK
+from rankax.reductions import BottomK, Fold, Moments
 from rankax.stream import _cut, _job, _run
 
 RNG = np.random.default_rng(0)
@@ -166,7 +166,7 @@ RECENT = Fold(
 REDUCTIONS = {
     "sum": ("sum", (0,)),
     "argmax": ("argmax", None),
-    "top": (TopK(3), (0, 1)),
+    "top": (BottomK(3), (0, 1)),
     "moments": (Moments(), 1),
     "fold": (RECENT, None),
 }

@@ -11,11 +11,13 @@ from rankax import (
     Static,
     auto_vmap,
     checkpoint_chunked_scan,
+    chunked_reduce,
     chunked_vmap,
     ranks_like,
     sliced_scan,
 )
-from rankax.reductions import Fold, Several, Sum, TopK
+from rankax.plans import BatchPlan, Level
+from rankax.reductions import BottomK, Fold, Several, Sum
 
 
 @auto_vmap(0, 1)
@@ -92,12 +94,14 @@ assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
 ranks: object = ranks_like(X)  # as Any, it could be a kernel to mypy
 assert_type(auto_vmap(ranks)(plain)(X, 3), list[jax.Array])
 
+assert_type(energy.plan(2.0, X), BatchPlan)
+assert_type(energy.plan(2.0, X).levels, tuple[Level, ...])
 batch_shape: tuple[int, ...] = energy.plan(2.0, X).batch_shape
 steps: int = energy.plan(2.0, X).steps
 program: Any = norm.lower(X).compile()
 assert_type(energy.with_options(chunk_size=3, memory_limit="1 GB")(2.0, X), tuple[jax.Array, str])
 again: Any = norm.with_options(reduce="sum", reduce_axis=(0,)).lower(X)
-parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=TopK(3, where=1))
+parts = Several(Sum(where="ok"), "argmin", where=1), Several(least="min", best=BottomK(3, where=1))
 product = Fold(1.0, lambda x: x, lambda x, y: x * y, where="ok")
 some: Any = norm.with_options(reduce=(parts, product), where="ok")
 name: str = norm.__name__
@@ -106,6 +110,7 @@ assert_type(Static(3).value, int)
 assert_type(Static("a"), Static[str])
 
 mapped: Any = chunked_vmap(plain, 3, in_axes=(0, None), out_axes=0, checkpoint=False)(X, 2)
+summed: Any = chunked_reduce(plain, reduce="sum", chunk_size=3, in_axes=(0, None))(X, 2)
 unmapped: Any = chunked_vmap(jnp.sin, None)(X)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from rankax.reductions import TopK
 
 
 @auto_vmap(0, 1)
@@ -26,6 +27,8 @@ def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 X = jnp.ones((5, 3))
+
+TopK(3, largest=True)  # type: ignore
 
 energy(2.0)  # type: ignore
 energy(2.0, X, X)  # type: ignore

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 import rankax.xarray
 from rankax import auto_vmap
-from rankax.reductions import TopK
+from rankax.reductions import BottomK
 
 RNG = np.random.default_rng(0)
 LEVELS = [1000.0, 800.0, 500.0, 200.0]
@@ -176,7 +176,7 @@ def test_reduced_dimensions_are_named(t, dims):
 
 
 def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
-    kernel = auto_vmap(p="level", t="level", reduce={"best": TopK(2), "all": None})(
+    kernel = auto_vmap(p="level", t="level", reduce={"best": BottomK(2), "all": None})(
         lambda p, t: {"best": p @ t, "all": t[0]}
     )
     got = rankax.xarray.apply(

@@ -35,7 +35,7 @@ from rankax._options import Options
 from rankax._plan.buckets import bucket_of
 from rankax._plan.levels import Shape
 from rankax._reduce.protocol import FILL, Keep, Reduction
-from rankax._reduce.winners import TopK
+from rankax._reduce.winners import FirstK
 
 
 def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
@@ -68,8 +68,8 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
             shape[axis] = size
     row = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
     entries = () if options.reduce is None else options.reduce.entries
-    # Without the copies, `TopK` may have too few items, which it says itself.
-    too_few = any(isinstance(entry, TopK) and entry.k > row for entry in entries)
+    # Without the copies, `FirstK` may have too few items, which it says itself.
+    too_few = any(isinstance(entry, FirstK) and entry.k > row for entry in entries)
     if not plan.plan.evaluations or too_few:
         return call
     part = call.part(plan, tuple(shape)) if lengths else call

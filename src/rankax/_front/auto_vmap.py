@@ -275,10 +275,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     *What counts.* With ``where``, ``"mean"`` and ``Moments`` divide by the number of items that
     count. Indices number all items. If none counts, ``"argmin"`` and ``"argmax"`` are -1, ``"min"``
     and ``"max"`` the value that no item is worse than (``inf`` and ``-inf``, or the limit of the
-    integers), means and variances NaN, and all else is the identity. ``TopK`` fills the places of
-    missing items with that worst value and the index -1; ``Best`` has it in the output that
-    decides, and zeros in the others. A derivative makes one more pass over the items, which
-    evaluates their masks.
+    integers), means and variances NaN, and all else is the identity. ``TopK`` and ``BottomK``
+    fill the places of missing items with that worst value and the index -1; ``Best`` has it in the
+    output that decides, and zeros in the others. A derivative makes one more pass over the items,
+    which evaluates their masks.
 
     *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
     those of the call in lockstep, up to rounding, and so is the number of each item for reductions

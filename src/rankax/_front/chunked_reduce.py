@@ -20,7 +20,7 @@ from rankax._reduce.run import read_reductions
 
 def chunked_reduce(
     fun: Callable[..., Any],
-    reduction: Any,
+    reduce: Any,
     chunk_size: int | None,
     in_axes: Any = 0,
     *,
@@ -34,7 +34,7 @@ def chunked_reduce(
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
-    Equivalent, for ``reduction="sum"``, to ::
+    Equivalent, for ``reduce="sum"``, to ::
 
         lambda *args: jax.tree.map(lambda out: out.sum(0), jax.vmap(fun, in_axes)(*args))
 
@@ -45,7 +45,7 @@ def chunked_reduce(
     ----------
     fun : callable
         Takes and returns pytrees of arrays, for one item.
-    reduction : str, Reduction, None, or a pytree prefix of those
+    reduce : str, Reduction, None, or a pytree prefix of those
         How to reduce each output of ``fun``, or each subtree of outputs. A name: ``"sum"``,
         ``"mean"``, ``"prod"``, ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``,
         ``"all"``, ``"logsumexp"`` or ``"gram"``, with the values and dtypes of `jax.numpy`
@@ -85,7 +85,7 @@ def chunked_reduce(
     Raises
     ------
     TypeError
-        ``reduction`` holds anything else, or an argument has a wrong type.
+        ``reduce`` holds anything else, or an argument has a wrong type.
     ValueError
         No reduction has this name, or an output cannot be reduced this way. This error and the
         following ones are raised before the loop is compiled.
@@ -100,9 +100,9 @@ def chunked_reduce(
     ``Fold`` store one accumulator per tile.
 
     *Derivatives.* Sums, means and moments are differentiated tile by tile; ``logsumexp`` in a
-    second pass; ``max``, ``min``, ``TopK`` and ``Best`` at the winners only, each of which is
-    evaluated once more. Among equal items the first gets the whole derivative; `jax.numpy.max`
-    shares it.
+    second pass; ``max``, ``min``, ``TopK``, ``BottomK`` and ``Best`` at the winners only, each of
+    which is evaluated once more. Among equal items the first gets the whole derivative;
+    `jax.numpy.max` shares it.
 
     *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
     differ. The remainder after the last whole tile is a smaller tile: no item counts twice.
@@ -133,7 +133,7 @@ def chunked_reduce(
         devices=devices,
         lockstep=lockstep,
     )
-    options = dataclasses.replace(options, reduce=read_reductions(reduction, caller))
+    options = dataclasses.replace(options, reduce=read_reductions(reduce, caller))
     axes = checked_axes(caller, in_axes, axis_size)
 
     @functools.wraps(fun)

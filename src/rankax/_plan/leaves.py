@@ -25,7 +25,7 @@ class LeafPlan:
     declared : str
         The rank as it was written; ignored in comparisons.
     is_split : bool
-        Whether its rank is `SplitKey`.
+        Whether its rank is `rankax.SplitKey`.
     """
 
     path: str

@@ -21,7 +21,7 @@ merged (`merge.py`). Calls over several devices, or over blocks of dask and cube
 A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
 `finish_state`. The other methods have defaults:
 
-* `partial`, `renumber` and `merge_states` use the accumulators. `TopK` and `Best` override all
+* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override all
   three: their winners are evaluated once more, and the outputs of the winners join the state.
 * `differentiable` returns the state of a row by a program that has the right derivative in bounded
   memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and

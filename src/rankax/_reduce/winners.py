@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reductions that choose items: the largest, the first, the best few.
 
-The loop only compares items. `TopK` and `Best` evaluate the winners once more, because a state
-needs their outputs, which no other run can evaluate. `Max` and `Min` do so only if they are
+The loop only compares items. `TopK`, `BottomK` and `Best` evaluate the winners once more, because a
+state needs their outputs, which no other run can evaluate. `Max` and `Min` do so only if they are
 differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
 """
 
@@ -147,41 +147,34 @@ class Min(_Extremum):
     arg = ArgMin()
 
 
-def _if_largest(largest: bool) -> str:
-    return ", largest=True" if largest else ""
-
-
 class TopKResult(NamedTuple):
-    """The best items in order, on the first axis, and their flat indices."""
+    """The chosen items in order, on the first axis, and their flat indices."""
 
     values: Any
     indices: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(_Compared):
-    """The ``k`` smallest items, or the largest, sorted; the first of equals first, nan as largest.
-
-    The result is a NamedTuple of ``values`` and ``indices`` (into the reduced axes, as if they were
-    one), both with an axis of length ``k`` in the place of the reduced ones.
-    """
+class FirstK(_Compared):
+    """The first ``k`` items in descending or ascending order: what `TopK` and `BottomK` share."""
 
     k: int
-    largest: bool = False
+    largest: ClassVar[bool]
+    _word: ClassVar[str]
     _by_sort: ClassVar[bool] = False  # see `best_keys`
 
     numbers_items = True
 
     def __post_init__(self) -> None:
-        positive_int(self.k, "TopK", "k")
-        check_bool(self.largest, "TopK", "largest")
+        positive_int(self.k, self._word, "k")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"TopK({self.k}{_if_largest(self.largest)})"
+        return f"{self._word}({self.k})"
 
     def over_devices(self) -> Reduction:
-        return _TopKOverDevices(self.k, self.largest, where=self.where)
+        kind = _TopKOverDevices if self.largest else _BottomKOverDevices
+        return kind(self.k, where=self.where)
 
     def check(self, outputs: Outputs, count: int) -> None:
         super().check(outputs, count)
@@ -245,7 +238,35 @@ class TopK(_Compared):
         return jax.tree.map(placed, result, is_leaf=lambda node: isinstance(node, TopKResult))
 
 
+@dataclasses.dataclass(frozen=True)
+class TopK(FirstK):
+    """The ``k`` largest items, largest first, as `jax.lax.top_k` chooses them; nan is the largest.
+
+    Equal items stay in order: the first comes first. The result is a NamedTuple of ``values`` and
+    ``indices`` (into the reduced axes, as if they were one), both with an axis of length ``k`` in
+    the place of the reduced ones.
+    """
+
+    largest = True
+    _word = "TopK"
+
+
+@dataclasses.dataclass(frozen=True)
+class BottomK(FirstK):
+    """The ``k`` smallest items, smallest first; nan is the largest, so it comes last.
+
+    Equal items stay in order, and the result is that of `TopK`.
+    """
+
+    largest = False
+    _word = "BottomK"
+
+
 class _TopKOverDevices(TopK):
+    _by_sort = True
+
+
+class _BottomKOverDevices(BottomK):
     _by_sort = True
 
 
@@ -282,7 +303,7 @@ class Best(Reduction):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"Best({self.by!r}{_if_largest(self.largest)})"
+        return f"Best({self.by!r}{', largest=True' if self.largest else ''})"
 
     def check(self, outputs: Outputs, count: int) -> None:
         number = self._number(outputs)

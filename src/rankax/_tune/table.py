@@ -164,7 +164,7 @@ class Tunings(tuple[Tuning, ...]):
 
 
 def load_tuning(path: str | os.PathLike[str]) -> Tunings:
-    """Read a file that `Tuning.save` wrote.
+    """Read a file that `rankax.plans.Tuning.save` wrote.
 
     Equivalent to ``json.load``, with a check of the contents. Nothing in the file is executed.
 
@@ -176,8 +176,8 @@ def load_tuning(path: str | os.PathLike[str]) -> Tunings:
     Returns
     -------
     Tunings
-        ``find(kernel, *args)`` returns the `Tuning` for this kernel, arguments like these, this
-        kind of device and this version of JAX, or None.
+        ``find(kernel, *args)`` returns the `rankax.plans.Tuning` for this kernel, arguments like
+        these, this kind of device and this version of JAX, or None.
 
     Raises
     ------

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: MIT
+"""The types of results: of ``kernel.plan``, of ``kernel.tune``, and of `rankax.load_tuning`."""
+
+from rankax._plan.batch import BatchPlan
+from rankax._plan.budget import MemoryFit
+from rankax._plan.leaves import LeafPlan
+from rankax._plan.levels import Level
+from rankax._tune.table import Candidate, Tuning, Tunings
+
+__all__ = ["BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Tuning", "Tunings"]
+
+# The name that a pickle stores is the one a user can import. So the fields of these classes have
+# annotations that are no strings: those would be looked up here.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
