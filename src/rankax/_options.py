@@ -83,30 +83,30 @@ _SCOPED = tuple(Scoped.__annotations__)
 # The checks of values; where None is the default, it is not checked.
 
 
-def _reduce_axis(value: Any, where: str) -> int | tuple[int, ...]:
-    refusal = f"{where}: reduce_axis must be an int, a tuple of ints, or None, got"
+def _reduce_axis(value: Any, site: str) -> int | tuple[int, ...]:
+    refusal = f"{site}: reduce_axis must be an int, a tuple of ints, or None, got"
     if isinstance(value, (tuple, list)):
         return tuple(checked_int(axis, refusal) for axis in value)  # pyright: ignore
     return checked_int(value, refusal)
 
 
-def _batch_shape(value: Any, where: str) -> tuple[int, ...]:
-    refusal = f"{where}: batch_shape must be an int or a tuple of ints, none of them negative, got"
+def _batch_shape(value: Any, site: str) -> tuple[int, ...]:
+    refusal = f"{site}: batch_shape must be an int or a tuple of ints, none of them negative, got"
     sizes = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(checked_int(size, refusal, least=0) for size in sizes)  # pyright: ignore
 
 
-def _compiler_options(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
+def _compiler_options(value: Any, site: str) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{where}: compiler_options must be a dict, as that of jax.jit, got "
+            f"{site}: compiler_options must be a dict, as that of jax.jit, got "
             f"{type(value).__name__} {value!r}"
         )
     pairs = tuple(sorted(value.items()))
     for key, setting in pairs:
         if not isinstance(key, str) or not isinstance(setting, (str, bool, int, float)):
             raise TypeError(
-                f"{where}: compiler_options must map names to strings, numbers or bools, got "
+                f"{site}: compiler_options must map names to strings, numbers or bools, got "
                 f"{key!r}: {setting!r}"
             )
     return pairs
@@ -129,14 +129,14 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:
     """Return options in normal form; refuse an unknown option or a wrong value.
 
     Parameters
     ----------
     values : dict
         Options by name.
-    where : str
+    site : str
         The beginning of error messages: the function that was called.
     """
     for name in values:
@@ -146,35 +146,35 @@ def checked_options(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint = SYNONYMS.get(name, hint)
             hint = f"; {hint}" if hint else ""
             raise TypeError(
-                f"{where}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
+                f"{site}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
             )
     return {
-        name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, where)
+        name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, site)
         for name, value in values.items()
     }
 
 
-def options_of(where: str, /, **values: Any) -> Options:
+def options_of(site: str, /, **values: Any) -> Options:
     """Return the options of a function that takes them as parameters; refuse a wrong value."""
-    return Options(**checked_options(values, where))
+    return Options(**checked_options(values, site))
 
 
-def check_together(options: Options, where: str) -> None:
+def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other."""
     if options.reduce_axis is not None and options.reduce is None:
         raise TypeError(
-            f"{where}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
+            f"{site}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
         )
     if options.where is not None and options.reduce is None:
-        raise TypeError(f"{where}: where={options.where!r} needs reduce, by what to reduce")
+        raise TypeError(f"{site}: where={options.where!r} needs reduce, by what to reduce")
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
-            f"{where}: compiler_options are those of jax.jit, so they need jit=True; where you "
+            f"{site}: compiler_options are those of jax.jit, so they need jit=True; where you "
             "call jax.jit yourself, give them there"
         )
     if options.bucket and not options.jit:
         raise TypeError(
-            f"{where}: bucket={options.bucket} is for programs that jit=True compiles, so it needs "
+            f"{site}: bucket={options.bucket} is for programs that jit=True compiles, so it needs "
             "jit=True; where you call jax.jit yourself, fill the arrays up before"
         )
 

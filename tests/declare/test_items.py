@@ -132,7 +132,8 @@ pickled.__qualname__ = "pickled"
         (
             lambda: auto_vmap(0, chunksize=3)(lambda x, **kwargs: x),
             "auto_vmap(<lambda>): 'chunksize' would be the rank of an item of **kwargs; did you "
-            "mean the option 'chunk_size'?",
+            "mean the option 'chunk_size'? (for an item of that name, write "
+            "ranks={'chunksize': ...})",
         ),
         (
             lambda: auto_vmap(0, 1, 2, args=3)(lambda x, *args: x),

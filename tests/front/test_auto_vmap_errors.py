@@ -143,8 +143,8 @@ DECORATION = {
         lambda: auto_vmap(0, chunk_size=3)(lambda x, chunk_size: x),
         TypeError,
         "auto_vmap(<lambda>): chunk_size=3 is the option of auto_vmap, but the kernel has a "
-        "parameter 'chunk_size' too; give that parameter its rank by position, in a signature or "
-        "by annotation (None leaves it untouched)",
+        "parameter 'chunk_size' too; give that parameter its rank by ranks={'chunk_size': ...}, "
+        "by position, in a signature or by annotation (None leaves it untouched)",
     ),
     "options that are no option": (
         lambda: auto_vmap(0, 1, donate=True)(kernel),
@@ -197,7 +197,7 @@ def test_in_axes_is_no_rank_of_an_item():
     assert str(caught.value) == (
         "auto_vmap(<lambda>): 'in_axes' would be the rank of an item of **kwargs; auto_vmap takes "
         "ranks in place of in_axes: the number of axes of each argument for one item, as in "
-        "auto_vmap(0, 1)"
+        "auto_vmap(0, 1) (for an item of that name, write ranks={'in_axes': ...})"
     )
 
 

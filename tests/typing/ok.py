@@ -35,6 +35,11 @@ def noisy(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.sum(x) + jax.random.normal(key)
 
 
+@auto_vmap(ranks={"bucket": 0, "x": 1}, chunk_size=10)
+def filled(x: jax.Array, bucket: float) -> jax.Array:
+    return jnp.sum(x) * bucket
+
+
 @auto_vmap
 def bare(x: jax.Array) -> int:
     return x.ndim

@@ -13,9 +13,9 @@ import numpy as np
 from rankax._base.words import listed, table
 
 
-def positive_int(value: Any, function: str, name: str) -> int:
-    """Return ``value`` as a positive ``int``; the error names the function and the parameter."""
-    return checked_int(value, f"{function}: {name} must be a positive int, got", least=1)
+def positive_int(value: Any, site: str, name: str) -> int:
+    """Return ``value`` as a positive ``int``; the error begins with ``site``."""
+    return checked_int(value, f"{site}: {name} must be a positive int, got", least=1)
 
 
 def checked_int(
@@ -45,31 +45,31 @@ def checked_int(
     return number
 
 
-def check_bool(value: Any, function: str, name: str) -> bool:
+def check_bool(value: Any, site: str, name: str) -> bool:
     """Return ``value``; refuse one that is neither ``True`` nor ``False``."""
     if not isinstance(value, bool):
-        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+        raise TypeError(f"{site}: {name} must be True or False, got {value!r}")
     return value
 
 
-def check_callable(value: Any, function: str, name: str) -> None:
+def check_callable(value: Any, site: str, name: str) -> None:
     """Refuse a value that is not callable."""
     if not callable(value):
-        raise TypeError(f"{function}: {name} must be callable, got {type(value).__name__}")
+        raise TypeError(f"{site}: {name} must be callable, got {type(value).__name__}")
 
 
-def check_no_ref(value: Any, function: str, name: str) -> None:
+def check_no_ref(value: Any, site: str, name: str) -> None:
     """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return.
 
     It is known by its type in JAX, because JAX 0.7 has no `jax.Ref`.
     """
     if type(getattr(value, "aval", None)).__name__ == "AbstractRef":
         raise TypeError(
-            f"{function}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
+            f"{site}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
         )
 
 
-def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
+def common_length(leaves: Sequence[tuple[str, Any, int]], site: str) -> int:
     """Return the common length of the looped axes of all ``(name, leaf, axis)``.
 
     Raises
@@ -85,7 +85,7 @@ def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
     ]
     if lacking:
         raise ValueError(
-            f"{function}: {listed([leaves[i][0] for i in lacking])} "
+            f"{site}: {listed([leaves[i][0] for i in lacking])} "
             f"{'lacks' if len(lacking) == 1 else 'lack'} the axis to loop over\n\n"
             + table(header[:3], rows, lacking)
         )
@@ -93,7 +93,7 @@ def common_length(leaves: Sequence[tuple[str, Any, int]], function: str) -> int:
     usual = Counter(lengths).most_common(1)[0][0]
     if odd := [i for i, length in enumerate(lengths) if length != usual]:
         raise ValueError(
-            f"{function}: the looped axes must have one length, got "
+            f"{site}: the looped axes must have one length, got "
             f"{listed([str(n) for n in dict.fromkeys(lengths)])}\n\n"
             + table(header, [(*row, str(n)) for row, n in zip(rows, lengths, strict=True)], odd)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paths and prefixes of pytrees, and errors that name places as the caller writes them."""
+"""Nodes, paths and prefixes of pytrees, and errors that name places as the caller writes them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,105 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import FlattenedIndexKey, keystr
 
 from rankax._base.functions import function_location
-from rankax._base.nodes import Child, children_of, field_names, is_leaf, keyed_children
 from rankax._base.words import listed, plural, with_article
 
-# The keys of `entries` below are those that JAX prints in a path: "[0]", "['mass']", ".rotation".
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """One child of a node.
+
+    Attributes
+    ----------
+    key : str
+        The path to the child as JAX prints it: ``.rotation``, ``['k']``, ``[0]``,
+        ``[<flat index 0>]``.
+    name : str
+        The same, but with the name of the attribute where JAX only has a flat index.
+    value : object
+    """
+
+    key: str
+    name: str
+    value: Any
+
+
+def is_leaf(tree: Any) -> bool:
+    """Return whether JAX treats this as a leaf; ``None`` and empty containers are not leaves."""
+    return jax.tree_util.all_leaves([tree])
+
+
+def flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return ``(path, child)`` pairs one level down, and the tree structure of that level."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+
+
+def children_of(node: Any) -> list[Child]:
+    """Return the children one level down, each with its name."""
+    pairs = [(path[0], child) for path, child in flatten_once(node)[0] if path]
+    children = [child for _, child in pairs]
+    keys = names = [keystr((key,)) for key, _ in pairs]
+    if any(isinstance(key, FlattenedIndexKey) for key, _ in pairs):
+        attributes = _attributes_of(node, children)
+        names = [f".{at}" if at else key for at, key in zip(attributes, keys, strict=True)]
+    return list(map(Child, keys, names, children))
+
+
+def field_names(node: Any, children: list[Child]) -> list[str] | None:
+    """Return the field name of each child; None for a leaf, or if a child has no field name.
+
+    The fields of a dict are its keys, as JAX prints them.
+    """
+    if is_leaf(node):
+        return None
+    if isinstance(node, dict) or all(child.name.startswith(".") for child in children):
+        return [child.name.removeprefix(".") for child in children]
+    return None
+
+
+_SHARED = (int, float, complex, str, bytes, type(None))  # Python may share equal objects
+
+
+def _attributes_of(node: Any, children: list[Any]) -> list[str | None]:
+    """Return the attribute that holds each child of a class registered without keys.
+
+    An attribute holds a child if it is the same object. If that is ambiguous (an object occurs
+    twice, or Python shares it, like small ints), the attributes of a copy of the node with distinct
+    children decide. A child without an unambiguous attribute has None.
+    """
+    attributes = _attributes(node)
+    names = [{name for name, value in attributes.items() if value is child} for child in children]
+    if any(len(n) > 1 or isinstance(c, _SHARED) for n, c in zip(names, children, strict=True)):
+        marks = [object() for _ in children]
+        try:
+            copied = _attributes(flatten_once(node)[1].unflatten(marks))
+        except Exception:  # the class does not accept such children
+            copied = None
+        if copied is not None:
+            names = [
+                {name for name in known if copied.get(name) is mark}
+                for known, mark in zip(names, marks, strict=True)
+            ]
+    single = [next(iter(known)) if len(known) == 1 else None for known in names]
+    return [name if single.count(name) == 1 else None for name in single]
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, without running any code of its class."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(node).__mro__]
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
+    attributes: dict[str, Any] = dict(getattr(node, "__dict__", {}))
+    for name in names:
+        try:
+            attributes.setdefault(name, object.__getattribute__(node, name))
+        except AttributeError:  # never assigned
+            continue
+    return attributes
+
+
+# Prefixes. Their entries have keys as JAX prints them in a path: "[0]", "['mass']", ".rotation".
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +153,7 @@ def entries(prefix: Any) -> Iterator[Any]:
         elif node is None or is_leaf(node):
             yield node
         else:
-            waiting += keyed_children(node).values()
+            waiting += [child for _, child in flatten_once(node)[0]]
 
 
 def leaves_with_names(
@@ -71,19 +164,10 @@ def leaves_with_names(
     ``stops`` is the ``is_leaf`` of `jax.tree.leaves`.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]
-    if any(isinstance(k, jax.tree_util.FlattenedIndexKey) for path, _ in pairs for k in path):
-        return list(_named_leaves(tree, name, stops))
-    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
-
-
-def _named_leaves(
-    tree: Any, name: str, stops: Callable[[Any], bool] | None
-) -> Iterator[tuple[str, Any]]:
-    if is_leaf(tree) or (stops is not None and stops(tree)):
-        yield name, tree
-        return
-    for child in children_of(tree):
-        yield from _named_leaves(child.value, name + child.name, stops)
+    if any(isinstance(key, FlattenedIndexKey) for path, _ in pairs for key in path):
+        below = ((child.value, name + child.name) for child in children_of(tree))
+        return [pair for node, at in below for pair in leaves_with_names(node, at, stops=stops)]
+    return [(name + keystr(path), leaf) for path, leaf in pairs]
 
 
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
@@ -167,7 +251,8 @@ def _paired(
         by_name = prefix.entries if exact else prefix.of_subclass(type(tree))
         return [(c.name, c.value, by_name.get(c.name)) for c in children]
     if not isinstance(prefix, Node):
-        prefix = Node(type(prefix), keyed_children(prefix))
+        pairs = flatten_once(prefix)[0]
+        prefix = Node(type(prefix), {keystr(path): entry for path, entry in pairs if path})
     if by_field and prefix.cls is dict and fields and not isinstance(tree, dict):
         by_name = {key.strip("[']"): entry for key, entry in prefix.entries.items()}
         if by_name.keys() != set(fields):

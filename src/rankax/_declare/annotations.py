@@ -18,7 +18,7 @@ import numpy as np
 from rankax._base.cache import Kept
 from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
-from rankax._declare.dims import Rank, parse_dims
+from rankax._declare.dims import Rank, UnreadableError, parse_dims
 from rankax._declare.hints import (
     Names,
     UnresolvedError,
@@ -39,7 +39,7 @@ class Unpacked:
 
 
 def annotated_ranks(
-    fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, where: str
+    fun: Callable[..., Any], skip: Collection[str], signature: inspect.Signature, site: str
 ) -> dict[str, Any]:
     """Read a rank tree from each annotation of ``fun``, by parameter name and ``"return"``.
 
@@ -53,7 +53,7 @@ def annotated_ranks(
         Names whose annotations are not read because explicit ranks override them.
     signature : inspect.Signature
         Of ``fun``.
-    where : str
+    site : str
         The beginning of error messages.
 
     Raises
@@ -75,13 +75,13 @@ def annotated_ranks(
             if skip or name not in signature.parameters:
                 continue
             raise TypeError(
-                f"{where}: the annotation of {name}: {error}; give the parameter its rank "
+                f"{site}: the annotation of {name}: {error}; give the parameter its rank "
                 f"explicitly ({name}=None leaves it untouched)"
             ) from None
-        except ValueError as error:
+        except UnreadableError as error:
             if name == "return":
                 continue
-            raise ValueError(f"{where}: the annotation of {name}: {error}") from None
+            raise ValueError(f"{site}: the annotation of {name}: {error}") from None
         if rank is not None:
             ranks[name] = rank
     return ranks
@@ -158,7 +158,7 @@ class _Reader:
             return _unpacked(self.rank(args[0], names))
         cls: Any = origin or hint
         if _has_fields(cls):
-            return self._class(cls, names, dict(zip(_type_parameters(cls), args, strict=False)))
+            return self._class(cls, names, _arguments(cls, args))
         if _is_subclass(origin, collections.abc.Collection):
             tree = self._collection(cls, args, names)
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
@@ -170,7 +170,7 @@ class _Reader:
             base = self.rank(typing.get_args(hint)[0], names)
             if base is None or (isinstance(base, Rank) and base.is_key and base.rank == 0):
                 return key_rank()
-        raise ValueError(
+        raise UnreadableError(
             "SplitKey annotates the type of a single key, as in "
             "Annotated[jaxtyping.PRNGKeyArray, rankax.SplitKey]"
         )
@@ -188,7 +188,7 @@ class _Reader:
         rank = self.rank(leaf, names)
         if rank is None or isinstance(rank, Rank):
             return rank
-        raise ValueError(
+        raise UnreadableError(
             f"PyTree[{getattr(leaf, '__name__', leaf)}] does not say at which depth the leaves "
             "are; give the parameter a rank tree explicitly"
         )
@@ -196,16 +196,14 @@ class _Reader:
     def _alias(self, alias: Any, args: tuple[Any, ...], names: Names) -> Any:
         """Read a ``type X = ...`` statement."""
         if alias in self.aliases:
-            raise ValueError(
+            raise UnreadableError(
                 f"the type {alias.__name__} contains itself, so it does not say at which depth the "
                 "arrays are; give the parameter a rank or a rank tree explicitly"
             )
         self.aliases.add(alias)
-        bound = dict(zip(_type_parameters(alias), args, strict=False))
-        try:
-            return self.rank(_substituted(value_of(alias), bound), names)
-        finally:
-            self.aliases.discard(alias)
+        rank = self.rank(_substituted(value_of(alias), _arguments(alias, args)), names)
+        self.aliases.discard(alias)
+        return rank
 
     def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Return the one rank of all array types of a union; other members are ignored."""
@@ -253,7 +251,7 @@ class _Reader:
             self.variadics.append([])
             try:
                 entry = self.rank(_substituted(resolved(hint, scope), bound), scope)
-            except (UnresolvedError, ValueError) as error:
+            except (UnresolvedError, UnreadableError) as error:
                 raise type(error)(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
                 fields[f"['{name}']" if is_dict else f".{name}"] = entry
@@ -273,7 +271,7 @@ def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> N
     batch = {word.lstrip("#*") for _, word, alone in variadics if not alone}
     for field, word, _ in variadics:
         if word.lstrip("#*") not in batch:
-            raise ValueError(
+            raise UnreadableError(
                 f"{cls.__name__}.{field}: {word!r} alone could be the batch axes of a number, or "
                 "an array of any rank; write '' for a number and '...' for what is untouched, or "
                 "give the parameter a rank explicitly"
@@ -294,20 +292,18 @@ def _is_subclass(hint: Any, classes: type | tuple[type, ...]) -> bool:
     return isinstance(hint, type) and issubclass(hint, classes)
 
 
-def _type_parameters(generic: Any) -> tuple[Any, ...]:
-    return getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
+def _arguments(generic: Any, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the arguments of a generic class or alias by type variable."""
+    variables = getattr(generic, "__type_params__", ()) or getattr(generic, "__parameters__", ())
+    return dict(zip(variables, args, strict=False))
 
 
 def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
     """Replace the type variables of a generic class or alias by its arguments."""
-    if not bound:
-        return hint
     if isinstance(hint, typing.TypeVar):
         return bound.get(hint, hint)
-    if typing.get_origin(hint) is None:
-        return hint
-    parameters = getattr(hint, "__parameters__", ())
-    return hint[tuple(bound.get(p, p) for p in parameters)] if parameters else hint
+    parameters = typing.get_origin(hint) and getattr(hint, "__parameters__", ())
+    return hint[tuple(bound.get(p, p) for p in parameters)] if bound and parameters else hint
 
 
 def _has_fields(cls: Any) -> bool:
@@ -329,14 +325,14 @@ def _common(ranks: list[Any]) -> Any:
     if len(ranks) <= 1:
         return ranks[0] if ranks else None
     if not all(rank is None or isinstance(rank, Rank) for rank in ranks):
-        raise ValueError(
+        raise UnreadableError(
             "it is a union of containers, so the ranks cannot be known; give the parameter a rank "
             "tree explicitly, or write two kernels"
         )
     numbers = {rank and (str(rank) if rank.is_split else rank.rank) for rank in ranks}
     if len(numbers) > 1:
         described = ["no rank" if n is None else f"rank {n}" for n in sorted(numbers, key=str)]
-        raise ValueError(
+        raise UnreadableError(
             f"it is a union of {listed(described)}, so the number of batch axes cannot be known; "
             "give the parameter one rank explicitly, or write two kernels"
         )

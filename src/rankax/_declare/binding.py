@@ -5,15 +5,26 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from rankax._base.trees import Items
 from rankax._base.words import plural
-from rankax._declare.annotations import Unpacked
+from rankax._declare.dims import Dim, Rank, parse_dims
 
 Parameter = inspect.Parameter
-ANNOTATED = object()  # placeholder for the rank of the other items, which the annotation declares
+
+
+class BoundRanks(NamedTuple):
+    """The explicit ranks of a kernel: of parameters, of single items of some, and of the outputs.
+
+    ``items`` has the ranks of items of ``*args`` and ``**kwargs``, by parameter and key:
+    ``{"args": {"[0]": 1}}``. The other items have the rank of the parameter.
+    """
+
+    whole: dict[str, Any]
+    items: dict[str, dict[str, Any]]
+    outputs: Any = None
 
 
 def positional_names(parameters: Sequence[Parameter], count: int) -> list[str]:
@@ -26,44 +37,74 @@ def positional_names(parameters: Sequence[Parameter], count: int) -> list[str]:
     return names
 
 
+def _by_position(names: Sequence[str], ranks: Sequence[Any]) -> BoundRanks:
+    """Pair names and ranks; if ``*args`` occurs more than once, each of its items has a rank."""
+    whole = dict(zip(names, ranks, strict=True))
+    first = names.index(names[-1]) if names else 0
+    if len(names) - first <= 1:
+        return BoundRanks(whole, {})
+    del whole[names[-1]]
+    return BoundRanks(whole, {names[-1]: {f"[{i}]": r for i, r in enumerate(ranks[first:])}})
+
+
 def bind_ranks(
     ranks: tuple[Any, ...],
     named: Mapping[str, Any],
+    by_parameter: Mapping[str, Any],
     signature: inspect.Signature,
-    where: str,
+    site: str,
     known_options: Collection[str],
-) -> dict[str, Any]:
-    """Assign ranks to parameters, as a call would bind arguments."""
+) -> BoundRanks:
+    """Assign ranks to parameters, as a call would bind arguments.
+
+    Those of ``named`` were written as keywords, where an option may have been meant, and those of
+    ``by_parameter`` in ``ranks=``.
+    """
     parameters = signature.parameters
     positional = positional_names(list(parameters.values()), len(ranks))
     if len(ranks) > len(positional):
         raise TypeError(
-            f"{where}: too many ranks; {plural(len(ranks), 'rank')} for "
+            f"{site}: too many ranks; {plural(len(ranks), 'rank')} for "
             f"{plural(len(positional), 'positional parameter')}"
             + (f" ({', '.join(positional)})" if positional else "")
         )
-    bound = items_of_args(positional[: len(ranks)], ranks)
+    bound = _by_position(positional[: len(ranks)], ranks)
+    several = {name: tuple(by_key.values()) for name, by_key in bound.items.items()}
+    given = {name: (rank, "by position") for name, rank in {**bound.whole, **several}.items()}
     many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
-    items: dict[str, Any] = {}  # of **kwargs
-    for name, rank in named.items():
-        if name in parameters and name in bound:
-            first = bound[name]
-            first = tuple(first.entries.values()) if isinstance(first, Items) else first
+    by_name = [(name, rank, "by name") for name, rank in named.items()]
+    in_ranks = [(name, rank, "in ranks") for name, rank in by_parameter.items()]
+    for name, rank, origin in by_name + in_ranks:
+        if name in given:
+            first, before = given[name]
             raise TypeError(
-                f"{where}: parameter {name!r} has two ranks, {first!r} by position and {rank!r} by "
-                "name"
+                f"{site}: parameter {name!r} has two ranks, {first!r} {before} and {rank!r} "
+                f"{origin}"
             )
+        given[name] = rank, origin
         if name in parameters:
-            bound[name] = rank
+            bound.whole[name] = rank
         elif many is not None:
-            _refuse_option(name, many, known_options, where)
-            items[f"[{name!r}]"] = rank
+            if name in named:
+                _refuse_option(name, many, known_options, site)
+            bound.items.setdefault(many, {})[f"[{name!r}]"] = rank
         else:
             hint = _hint(name, list(parameters), known_options)
-            raise TypeError(f"{where}: the kernel has no parameter {name!r}; {hint}")
-    if many is not None and items:
-        bound[many] = Items(items, bound.get(many, ANNOTATED))
+            raise TypeError(f"{site}: the kernel has no parameter {name!r}; {hint}")
     return bound
+
+
+def checked_ranks(value: Any, signature: inspect.Signature, site: str) -> Mapping[str, Any]:
+    """Return what ``ranks=`` maps; refuse anything but names of parameters and their ranks."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return value
+    name = "ranks" if "ranks" in signature.parameters else "x"
+    raise TypeError(
+        f"{site}: ranks must map names of parameters to ranks, as in ranks={{{name!r}: 0}}, got "
+        f"{type(value).__name__} {value!r}"
+    )
 
 
 SYNONYMS = {  # in JAX and NumPy
@@ -83,7 +124,7 @@ SYNONYMS = {  # in JAX and NumPy
 
 def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> str:
     """Return a hint for a name that is neither a parameter nor an option."""
-    known = [*parameters, *known_options, *SYNONYMS]
+    known = [*parameters, "ranks", *known_options, *SYNONYMS]
     close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
     if close is None:
         return f"it has {', '.join(parameters) or 'no parameters'}"
@@ -92,33 +133,84 @@ def _hint(name: str, parameters: list[str], known_options: Collection[str]) -> s
     return SYNONYMS.get(close) or f"did you mean the option {close!r}?"
 
 
-def items_of_args(names: Sequence[str], ranks: Sequence[Any]) -> dict[str, Any]:
-    """Pair names and ranks; if ``*args`` occurs more than once, each of its items has a rank."""
-    bound = dict(zip(names, ranks, strict=True))
-    first = names.index(names[-1]) if names else 0
-    if len(names) - first > 1:
-        items = {f"[{i}]": rank for i, rank in enumerate(ranks[first:])}
-        bound[names[-1]] = Items(items, ANNOTATED)
-    return bound
-
-
-def _refuse_option(name: str, many: str, known_options: Collection[str], where: str) -> None:
+def _refuse_option(name: str, many: str, known_options: Collection[str], site: str) -> None:
     """Refuse a misspelled option, which would become the rank of an item that no call passes."""
     close = difflib.get_close_matches(name, known_options, n=1, cutoff=0.7)
     hint = f"did you mean the option {close[0]!r}?" if close else None
     hint = SYNONYMS.get(name, hint)
     if hint is not None:
-        raise TypeError(f"{where}: {name!r} would be the rank of an item of **{many}; {hint}")
+        raise TypeError(
+            f"{site}: {name!r} would be the rank of an item of **{many}; {hint} (for an item of "
+            f"that name, write ranks={{{name!r}: ...}})"
+        )
 
 
-def lacks_rest(rank: Any) -> bool:
-    """Return whether only some items of ``*args`` or ``**kwargs`` have explicit ranks."""
-    return isinstance(rank, Items) and rank.rest is ANNOTATED
+# Gufunc signatures.
+
+_GROUP = re.compile(r"\(([^()]*)\)")
+_SIDE = re.compile(r"\s*\([^()]*\)\s*(,\s*\([^()]*\)\s*)*")
+_CORE_DIM = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
-def with_rest(rank: Any, annotated: Any) -> Any:
-    """Give the items without an explicit rank that of the annotation."""
-    if not lacks_rest(rank):
-        return rank
-    # Unpack[...] declares all items together, so explicit ranks override it as a whole.
-    return Items(rank.entries, None if isinstance(annotated, Unpacked) else annotated)
+def from_gufunc(text: str, signature: inspect.Signature, site: str) -> BoundRanks:
+    """Read a signature for the whole kernel: ``"(n,3),(n)->()"``.
+
+    ``*args`` takes all groups that remain for it. ``self`` and ``cls`` are skipped because a
+    signature cannot express "no rank".
+    """
+    inputs, arrow, outputs = text.partition("->")
+    if not arrow or not _SIDE.fullmatch(inputs) or not _SIDE.fullmatch(outputs):
+        raise ValueError(
+            f"{site}: {text!r} is not a gufunc signature; one looks like '(n,3),(n)->()'"
+        )
+    ranks = [_core_dims(group, text, site) for group in _GROUP.findall(inputs)]
+    results = [_core_dims(group, text, site) for group in _GROUP.findall(outputs)]
+    parameters = list(signature.parameters.values())
+    if parameters and parameters[0].name in ("self", "cls"):
+        parameters = parameters[1:]
+    names = positional_names(parameters, len(ranks))
+    required = [
+        p.name
+        for p in parameters
+        if p.name in names and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    ]
+    if not len(required) <= len(ranks) <= len(names):
+        raise TypeError(
+            f"{site}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
+            f"parameters {signature}"
+        )
+    outputs = results[0] if len(results) == 1 else tuple(results)
+    return _by_position(names[: len(ranks)], ranks)._replace(outputs=outputs)
+
+
+def _core_dims(group: str, text: str, site: str) -> Rank:
+    words = [word.strip() for word in group.split(",")] if group.strip() else []
+    for word in words:
+        if not _CORE_DIM.fullmatch(word):
+            flexible = "?" in word or "|" in word
+            raise ValueError(
+                f"{site}: {text!r} cannot be read at {word!r}; a core dimension is a name or a "
+                f"size{' (optional and broadcastable ones are not supported)' if flexible else ''}"
+            )
+    return parse_dims(" ".join(words)) or Rank(0, ())
+
+
+def to_gufunc(ranks: dict[str, Any], outputs: Any) -> str | None:
+    """Write ranks as one signature; None if a parameter or the output is not a single array.
+
+    An axis without a name gets a unique one: ``v_0``.
+    """
+    results = list(outputs) if type(outputs) in (tuple, list) else [outputs]
+    declared = [*ranks.values(), *results]
+    if not ranks or not results or not all(isinstance(rank, Rank) for rank in declared):
+        return None
+    inputs = [_group(rank, name) for name, rank in ranks.items()]
+    written = [_group(rank, f"out{i}") for i, rank in enumerate(results)]
+    return f"{','.join(inputs)}->{','.join(written)}"
+
+
+def _group(rank: Rank, name: str) -> str:
+    words: list[str] = []
+    for axis, dim in enumerate(rank.dims or (Dim("_"),) * rank.rank):
+        words.append(dim.name or (f"{name}_{axis}" if dim.size is None else str(dim.size)))
+    return f"({','.join(words)})"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.nodes import children_of, field_names, flatten_once, is_leaf
+from rankax._base.trees import children_of, field_names, flatten_once, is_leaf
 
 
 def ranks_like(item: Any) -> Any:

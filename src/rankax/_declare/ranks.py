@@ -18,13 +18,19 @@ from typing import Any
 
 from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
-from rankax._base.nodes import children_of, is_leaf
-from rankax._base.trees import Items, Node, entries, spread_prefix, subtrees_with_entries
+from rankax._base.trees import (
+    Items,
+    Node,
+    children_of,
+    entries,
+    is_leaf,
+    spread_prefix,
+    subtrees_with_entries,
+)
 from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
-from rankax._declare.binding import ANNOTATED, bind_ranks, lacks_rest, with_rest
-from rankax._declare.dims import Dim, Rank, parse_dims
-from rankax._declare.gufunc import from_gufunc
+from rankax._declare.binding import bind_ranks, checked_ranks, from_gufunc
+from rankax._declare.dims import Dim, Rank, UnreadableError, parse_dims
 from rankax._declare.split_key import SplitKey, key_rank
 
 Parameter = inspect.Parameter
@@ -54,8 +60,9 @@ class Declaration:
 
 def declare(
     fun: Callable[..., Any],
-    ranks: tuple[Any, ...],
-    named_ranks: Mapping[str, Any],
+    positional: tuple[Any, ...],
+    named: Mapping[str, Any],
+    ranks: Any,
     options: Mapping[str, Any],
     known_options: Collection[str],
 ) -> Declaration:
@@ -64,42 +71,52 @@ def declare(
     Parameters
     ----------
     fun : callable
-    ranks, named_ranks
-        As passed to `auto_vmap`.
+    positional, named : tuple, dict
+        The ranks that were passed to `auto_vmap` by position and by name.
+    ranks : dict, optional
+        The option of `auto_vmap` of this name, as passed.
     options : dict
         The options passed by name; a parameter may have the same name.
     known_options : collection of str
         The names of all options, to recognize misspelled ones.
     """
-    where = f"auto_vmap({function_name(fun)})"
-    signature = _signature(fun, where)
-    outputs: Any = None
-    if len(ranks) == 1 and isinstance(ranks[0], str) and "(" in ranks[0]:
-        if named_ranks:
-            raise TypeError(f"{where}: a gufunc signature declares every rank; drop the named ones")
-        bound, outputs = from_gufunc(ranks[0], signature, where)
+    site = f"auto_vmap({function_name(fun)})"
+    signature = _signature(fun, site)
+    by_parameter = checked_ranks(ranks, signature, site)
+    if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
+        if named or by_parameter:
+            raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
+        bound = from_gufunc(positional[0], signature, site)
     else:
-        bound = bind_ranks(ranks, named_ranks, signature, where, known_options)
-    explicit = {name: _normal(rank, f"{where}: {name}") for name, rank in bound.items()}
-    overridden = {name for name, rank in explicit.items() if not lacks_rest(rank)}
-    overridden |= {"return"} if outputs is not None else set()
-    annotated = annotated_ranks(fun, overridden, signature, where)
-    explicit = {name: with_rest(rank, annotated.get(name)) for name, rank in explicit.items()}
+        bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
+    explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
+    items = {
+        name: {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
+        for name, by_key in bound.items.items()
+    }
+    overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
+    annotated = annotated_ranks(fun, overridden, signature, site)
+    for name, by_key in items.items():
+        rest = explicit.get(name, annotated.get(name))
+        # Unpack[...] declares all items together, so explicit ranks override it as a whole.
+        explicit[name] = Items(by_key, None if isinstance(rest, Unpacked) else rest)
+    declared = {**annotated, **explicit}
     trees = {
-        name: _for_parameter(explicit.get(name, annotated.get(name)), parameter)
+        name: _for_parameter(declared.get(name), parameter)
         for name, parameter in signature.parameters.items()
     }
-    _check_names(explicit, trees, where)
-    for name, value in options.items():
-        if name in signature.parameters and name not in {**annotated, **explicit}:
+    _check_names(explicit, trees, site)
+    in_conflict = {**options, "ranks": ranks} if by_parameter else options
+    for name, value in in_conflict.items():
+        if name in signature.parameters and name not in declared:
             raise TypeError(
-                f"{where}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give that parameter its rank by position, in a "
-                "signature or by annotation (None leaves it untouched)"
+                f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
+                f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, "
+                "by position, in a signature or by annotation (None leaves it untouched)"
             )
     if not explicit and not any(tree is not None for tree in trees.values()):
         raise TypeError(
-            f"{where}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
+            f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
             "parameters with jaxtyping"
         )
     # With any explicit rank, a missing one is taken as deliberate.
@@ -108,17 +125,17 @@ def declare(
     return Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
-        outputs if outputs is not None else annotated.get("return"),
+        bound.outputs if bound.outputs is not None else annotated.get("return"),
         silent_parameters(fun, unranked) if implicit else frozenset(),
     )
 
 
-def _signature(fun: Callable[..., Any], where: str) -> inspect.Signature:
+def _signature(fun: Callable[..., Any], site: str) -> inspect.Signature:
     try:
         return inspect.signature(fun)
     except (TypeError, ValueError):  # as many builtins
         raise TypeError(
-            f"{where}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
+            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
             "be bound to them; wrap it in a function that names its own"
         ) from None
 
@@ -147,37 +164,34 @@ def _for_parameter(tree: Any, parameter: Parameter) -> Any:
     return Items({}, tree) if many and not (_is_rank(tree) or isinstance(tree, Items)) else tree
 
 
-def _normal(rank: Any, where: str) -> Any:
+def _normal(rank: Any, site: str) -> Any:
     """Turn an explicit rank, or a tree of ranks, into a tree of `Rank` and None."""
-    if rank is None or rank is ANNOTATED or isinstance(rank, Rank):
+    if rank is None or isinstance(rank, Rank):
         return rank
     if rank is SplitKey:
         return key_rank()
     if isinstance(rank, str):
-        return _dims(rank, where)
-    if isinstance(rank, Items):
-        items = {key: _normal(entry, where + key) for key, entry in rank.entries.items()}
-        return Items(items, _normal(rank.rest, where))
+        return _dims(rank, site)
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
-        return Rank(checked_int(rank, f"{where}: {expected}; got", least=0))
+        return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))
     # The class of a container may not accept `Rank` objects as children.
-    return Node(type(rank), {c.key: _normal(c.value, where + c.name) for c in children_of(rank)})
+    return Node(type(rank), {c.key: _normal(c.value, site + c.name) for c in children_of(rank)})
 
 
-def _dims(text: str, where: str) -> Rank | None:
+def _dims(text: str, site: str) -> Rank | None:
     if "(" in text or "->" in text:
         raise ValueError(
-            f"{where}: {text!r} looks like a gufunc signature, which stands alone: "
+            f"{site}: {text!r} looks like a gufunc signature, which stands alone: "
             "auto_vmap('(n,3),(n)->()'); a dimension string has no parentheses: 'n 3'"
         )
     try:
         return parse_dims(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except UnreadableError as error:
+        raise ValueError(f"{site}: {error}") from None
 
 
-def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: str) -> None:
+def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], site: str) -> None:
     """Refuse expressions in explicit ranks with a name that no parameter declares.
 
     Annotations may have them: jaxtyping evaluates any Python there.
@@ -192,7 +206,7 @@ def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], where: s
                 problem = f"no argument has a dimension named {listed(unknown, 'or')}"
             if problem is not None:
                 raise ValueError(
-                    f"{where}: {parameter}: the dimension {dim.text!r} could never be checked: "
+                    f"{site}: {parameter}: the dimension {dim.text!r} could never be checked: "
                     f"{problem}"
                 )
 

@@ -27,7 +27,7 @@ from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
 from rankax._call.kernel import Kernel
 from rankax._call.run import plan_of, run
-from rankax._declare.gufunc import to_gufunc
+from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration, declare
 from rankax._declare.split_key import SplitKey
 from rankax._front.jit import JitKernel
@@ -89,7 +89,8 @@ def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
 
 @overload
 def auto_vmap(
-    *ranks: Any,
+    *positional_ranks: Any,
+    ranks: Mapping[str, Any] | None = None,
     chunk_size: int | None = None,
     memory_limit: int | str | None = None,
     reduce: Any = None,
@@ -107,7 +108,7 @@ def auto_vmap(
 ) -> Decorator: ...
 
 
-def auto_vmap(*ranks: Any, **named: Any) -> Any:
+def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **named: Any) -> Any:
     r"""Let a kernel written for one item take any broadcastable batch of each argument.
 
     ``auto_vmap(0, 1)(f)(s, v)`` with ``s`` of shape ``(4, 1)`` and ``v`` of shape ``(5, 3)`` is
@@ -122,7 +123,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
     Parameters
     ----------
-    *ranks : int, None, str, SplitKey, or a pytree prefix of those
+    *positional_ranks : int, None, str, SplitKey, or a pytree prefix of those
         How many core axes one item of each argument has, bound to the parameters of the kernel as
         a call binds arguments. An int counts them: 0 for a scalar, 1 for a vector. A dimension
         string names or fixes them: ``"n 3"``, ``""``; sizes are then checked across arguments.
@@ -132,6 +133,10 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         also spreads over a class with fields of those names, and `ranks_like` makes such a tree
         from an example. One string with parentheses is a gufunc signature for the whole kernel:
         ``"(n,3),(n)->()"``.
+    ranks : dict, optional
+        Ranks by parameter name, as ``**named_ranks``, and for any name: also for parameters that
+        share theirs with an option, as ``ranks={"bucket": 0, "x": 0}``. A parameter has one rank,
+        by position, by name or here.
     chunk_size : int, optional
         Maximum number of evaluations in flight, counted over all batch axes together (see
         `chunked_vmap`). Fewer are used where that is faster; ``plan`` says how many. None: no
@@ -199,7 +204,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
         each value without a rank under its own name. Items without a rank have that of their
         annotation, as parameters do, or are untouched. A parameter with the name of an option gets
-        its rank by position, in a signature or by annotation.
+        its rank in ``ranks``, by position, in a signature or by annotation.
 
     Returns
     -------
@@ -322,23 +327,24 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     >>> energy(2.0, jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))).shape
     (4, 5)
     """
-    if len(ranks) == 1 and named.keys() <= DEFAULTS.keys() and _is_function(ranks[0]):
-        return _decorate(ranks[0], (), named)
-    for rank in ranks:
+    is_bare = ranks is None and named.keys() <= DEFAULTS.keys()
+    if len(positional_ranks) == 1 and is_bare and _is_function(positional_ranks[0]):
+        return _decorate(positional_ranks[0], (), None, named)
+    for rank in positional_ranks:
         if _is_function(rank) and not _is_rank_tree(rank):
             raise TypeError(
                 f"auto_vmap: got the function {function_name(rank)} among the ranks; write "
                 f"auto_vmap(...)({function_name(rank)})"
             )
-    return functools.partial(_decorate, ranks=ranks, named=named)
+    return functools.partial(_decorate, positional=positional_ranks, ranks=ranks, named=named)
 
 
 def _shown_signature() -> inspect.Signature:
     """Return the signature for `help`: `auto_vmap` takes options and ranks in one ``**named``."""
     kind = inspect.Parameter
-    ranks = kind("ranks", kind.VAR_POSITIONAL)
-    named_ranks = kind("named_ranks", kind.VAR_KEYWORD)
-    return inspect.Signature([ranks, *keyword_only(DEFAULTS), named_ranks])
+    positional = kind("positional_ranks", kind.VAR_POSITIONAL)
+    named = kind("named_ranks", kind.VAR_KEYWORD)
+    return inspect.Signature([positional, *keyword_only({"ranks": None, **DEFAULTS}), named])
 
 
 vars(auto_vmap)["__signature__"] = _shown_signature()
@@ -355,15 +361,16 @@ def _is_rank_tree(value: Any) -> bool:
     return bool(leaves) and all(leaf is SplitKey or isinstance(leaf, (int, str)) for leaf in leaves)
 
 
-def _decorate(fun: Any, ranks: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str, Any]) -> Any:
     if isinstance(fun, (staticmethod, classmethod)):
-        return type(fun)(_decorate(fun.__func__, ranks, named))
+        return type(fun)(_decorate(fun.__func__, positional, ranks, named))
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
     given = {name: value for name, value in named.items() if name in DEFAULTS}
-    checked = checked_options(given, f"auto_vmap({function_name(fun)})")
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
-    declaration = declare(fun, ranks, named_ranks, given, DEFAULTS)
+    # First, because an option that is refused may be meant as the rank of a parameter.
+    declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
+    checked = checked_options(given, f"auto_vmap({function_name(fun)})")
     return _Family(fun, declaration).member(checked, f"auto_vmap({function_name(fun)})")
 
 

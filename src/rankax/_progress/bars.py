@@ -30,39 +30,39 @@ Target = str | Callable[[int, int], object]
 _SECONDS = 0.1  # between two updates of a display
 
 
-def checked_progress(value: Any, where: str) -> bool | Target:
+def checked_progress(value: Any, site: str) -> bool | Target:
     """Check the option ``progress=``. A bar needs tqdm."""
     if value is False:
         return value
     if value is True or isinstance(value, str):
         if value == "":
-            raise ValueError(f"{where}: progress must not be an empty label; True shows the name")
+            raise ValueError(f"{site}: progress must not be an empty label; True shows the name")
         try:
             importlib.import_module("tqdm.auto")
         except ImportError:
             raise ImportError(
-                f"{where}: progress={value!r} shows a bar by tqdm, which is not installed; "
+                f"{site}: progress={value!r} shows a bar by tqdm, which is not installed; "
                 "pip install tqdm, or give a function of (done, total)"
             ) from None
         return value
     expected = "True, False, a label, or a function of (done, total)"
     if not callable(value):
         raise TypeError(
-            f"{where}: progress must be {expected}, got {type(value).__name__} {value!r}"
+            f"{site}: progress must be {expected}, got {type(value).__name__} {value!r}"
         )
     name = getattr(value, "__name__", type(value).__name__)
     try:
         hash(value)
     except TypeError:
         raise TypeError(
-            f"{where}: progress must be hashable because it is part of the key of a compiled "
+            f"{site}: progress must be hashable because it is part of the key of a compiled "
             f"program, but {name} is not"
         ) from None
     try:
         inspect.signature(value).bind(0, 1)
     except TypeError:
         raise TypeError(
-            f"{where}: progress must be {expected}, but {name}{inspect.signature(value)} cannot be "
+            f"{site}: progress must be {expected}, but {name}{inspect.signature(value)} cannot be "
             "called with two numbers"
         ) from None
     except ValueError:  # a builtin without a signature
@@ -128,18 +128,18 @@ class _Display:
         self._total = total
         self._done = 0
         self._updated = time.monotonic()
-        self._function = None if isinstance(target, str) else target
-        self._bar: Any = None
-        if self._function is not None:
-            self._function(0, total)
-        else:
-            self._bar = importlib.import_module("tqdm.auto").tqdm(
-                desc=target,
-                total=total,
-                unit=" items",
-                unit_scale=True,
-                mininterval=0,  # `update` decides instead
+        if isinstance(target, str):
+            # `update` decides instead of `mininterval` when to show a number.
+            options = {"unit": " items", "unit_scale": True, "mininterval": 0}
+            bar: Any = importlib.import_module("tqdm.auto").tqdm(
+                desc=target, total=total, **options
             )
+            self._show = lambda done: bar.update(done - self._done)
+            self.close = bar.close
+        else:
+            target(0, total)
+            self._show = lambda done: target(done, total)
+            self.close = lambda: None
 
     def update(self, done: int) -> None:
         """Show a larger number than before, unless the last update was a moment ago."""
@@ -148,15 +148,8 @@ class _Display:
         now = time.monotonic()
         if now - self._updated < _SECONDS and done < self._total:
             return
-        if self._function is not None:
-            self._function(done, self._total)
-        else:
-            self._bar.update(done - self._done)
+        self._show(done)
         self._done, self._updated = done, now
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 _lock = threading.RLock()

@@ -48,7 +48,7 @@ class Body:
         return step
 
 
-class Operands(NamedTuple):
+class ScanArrays(NamedTuple):
     """All arrays that a scan reads."""
 
     consts: list[Any]
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     xs: list[Any]
 
 
-def trace_body(call: ScanCall) -> tuple[Body, Operands]:
+def trace_body(call: ScanCall) -> tuple[Body, ScanArrays]:
     """Trace the body for one step and check what it returns.
 
     As in `jax.lax.scan`, a weakly typed leaf of ``init`` takes the dtype that the body returns for
@@ -72,8 +72,8 @@ def trace_body(call: ScanCall) -> tuple[Body, Operands]:
     def on_leaves(carry: list[Any], x: list[Any]) -> list[Any]:
         out = call.f(tree.unflatten(carry), x_tree.unflatten(x))
         _check_pair(call, out)
-        check_leaves(call.where, out[0], "the returned carry")
-        check_leaves(call.where, out[1], "y")
+        check_leaves(call.site, out[0], "the returned carry")
+        check_leaves(call.site, out[1], "y")
         _check_carry_structure(call, out[0])
         y_trees.append(jax.tree.structure(out[1]))
         return jax.tree.leaves(tuple(out))
@@ -86,7 +86,7 @@ def trace_body(call: ScanCall) -> tuple[Body, Operands]:
         jaxpr = trace(promoted, x)
     _check_carry_types(call, promoted, jaxpr.out_avals[: len(carry)])
     jaxpr = keep_rules(jaxpr)
-    return Body(jaxpr.jaxpr, tree, y_trees[-1]), Operands(list(jaxpr.consts), promoted, items)
+    return Body(jaxpr.jaxpr, tree, y_trees[-1]), ScanArrays(list(jaxpr.consts), promoted, items)
 
 
 def _is_weak(leaf: jax.Array) -> bool:
@@ -105,7 +105,7 @@ def _check_pair(call: ScanCall, out: Any) -> None:
         return
     came = f"{type(out).__name__} of {len(out)}" if is_sequence else type_name(out)
     raise TypeError(
-        f"{call.where}: the scan body {function_location(call.f)} must return a pair (carry, y), "
+        f"{call.site}: the scan body {function_location(call.f)} must return a pair (carry, y), "
         f"got {came}"
     )
 
@@ -120,7 +120,7 @@ def _check_carry_structure(call: ScanCall, carry: Any) -> None:
     details = [f"it lacks {listed(missing)}"] if missing else []
     details += [f"it adds {listed(extra)}"] if extra else []
     raise TypeError(
-        f"{call.where}: the scan body {function_location(call.f)} must return a carry with the "
+        f"{call.site}: the scan body {function_location(call.f)} must return a carry with the "
         f"structure of init; {' and '.join(details) or 'its containers differ'}\n\n"
         + table(("carry", "structure"), [("init", str(before)), ("returned", str(after))], [1])
     )
@@ -134,7 +134,7 @@ def _check_carry_types(call: ScanCall, init: list[Any], returned: list[Any]) -> 
     ]
     if odd := [i for i, (_, before, after) in enumerate(rows) if before != after]:
         raise TypeError(
-            f"{call.where}: the scan body {function_location(call.f)} must return a carry with the "
+            f"{call.site}: the scan body {function_location(call.f)} must return a carry with the "
             f"shapes and dtypes of init; {listed([rows[i][0] for i in odd])} "
             f"{'differs' if len(odd) == 1 else 'differ'}\n\n"
             + table(("leaf", "carry in", "carry out"), rows, odd)

@@ -12,8 +12,8 @@ from rankax._fit.memory import fit_once, free_bytes, gradient_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.chunks import split_into_chunks
 from rankax._scan.arguments import chunk_sizes, scan_call
-from rankax._scan.body import Body, Operands, Step
-from rankax._scan.loops import Layout, Loop, run_scan
+from rankax._scan.body import Body, ScanArrays, Step
+from rankax._scan.loops import Schedule, StepLoop, run_scan
 from rankax._trace.programs import ClosedJaxpr
 
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
@@ -118,32 +118,32 @@ def checkpoint_chunked_scan(
     True
     """
     call = scan_call("checkpoint_chunked_scan", f, init, xs, length, reverse, unroll, progress)
-    steps = call.length  # `layout` must not hold `call`, see `run_scan`
-    limit = checked_limit(memory_limit, call.where)
-    given = chunk_sizes(call.where, chunk_size, steps)
+    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
+    limit = checked_limit(memory_limit, call.site)
+    given = chunk_sizes(call.site, chunk_size, steps)
     if limit is not None and chunk_size is not None:
-        raise TypeError(f"{call.where}: memory_limit chooses chunk_size, so give one of them")
+        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
-        raise TypeError(f"{call.where}: policy must be callable or None, got {came}")
+        raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
-    def choose(body: Body, operands: Operands) -> tuple[Layout, bool]:
+    def choose(body: Body, arrays: ScanArrays) -> tuple[Schedule, bool]:
         sizes = given
         if limit is not None:
-            sizes = _fit(call.where, limit, body, operands, (steps, reverse, unroll, policy))
+            sizes = _fit(call.site, limit, body, arrays, (steps, reverse, unroll, policy))
 
-        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
             carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
             return carry, loop.body.y_tree.unflatten(ys)
 
         is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
-        return layout, not is_even
+        return schedule, not is_even
 
     return run_scan(call, choose)
 
 
 def _fit(
-    where: str, limit: int | str, body: Body, operands: Operands, options: tuple[Any, ...]
+    site: str, limit: int | str, body: Body, arrays: ScanArrays, options: tuple[Any, ...]
 ) -> tuple[int, ...]:
     """Return the chunk sizes of the fewest levels with which a gradient stays within a limit.
 
@@ -155,38 +155,36 @@ def _fit(
     steps, reverse, unroll, policy = options
 
     def measure(sizes: tuple[int, ...]) -> int:
-        def scan(consts: list[Any], arrays: list[Any]) -> list[Any]:
-            loop = Loop(body.step(consts), body, reverse, unroll)
-            init, xs = arrays
-            return jax.tree.leaves(scan_checkpointed(loop, init, xs, steps, sizes, policy))
+        def scan(consts: list[Any], start: tuple[Any, Any]) -> list[Any]:
+            loop = StepLoop(body.step(consts), body, reverse, unroll)
+            return jax.tree.leaves(scan_checkpointed(loop, *start, steps, sizes, policy))
 
-        return gradient_bytes(scan, operands.consts, [operands.init, operands.xs])
+        return gradient_bytes(scan, arrays.consts, (arrays.init, arrays.xs))
 
     def fit() -> tuple[int, ...]:
         most = limit_in_bytes(limit, free_bytes)
-        needed = measure(())
-        if needed <= most:
-            return ()
-        carry = sum(leaf.size * leaf.dtype.itemsize for leaf in operands.init)
-        measured = [needed]
-        for levels in range(1, _MOST_LEVELS + 1):
-            q = max(2.0, (needed / max(carry, 1)) ** (1 / (levels + 1)))
+        carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.init))
+        sizes: tuple[int, ...] = ()
+        needed = [measure(sizes)]
+        while needed[-1] > most:
+            levels = len(needed)
+            if levels > _MOST_LEVELS:
+                raise ValueError(
+                    f"{site}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs "
+                    f"at least {shown_bytes(min(needed))} beyond inputs and outputs, and "
+                    f"memory_limit is {shown_bytes(most)}; raise it to at least {min(needed)} bytes"
+                )
+            q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1)))
             sizes = tuple(max(1, round(steps / q**level)) for level in range(1, levels + 1))
-            measured.append(measure(sizes))
-            if measured[-1] <= most:
-                return sizes
-        raise ValueError(
-            f"{where}: with up to {_MOST_LEVELS} levels of checkpoints, the gradient needs at "
-            f"least {shown_bytes(min(measured))} beyond inputs and outputs, and memory_limit is "
-            f"{shown_bytes(most)}; raise it to at least {min(measured)} bytes"
-        )
+            needed.append(measure(sizes))
+        return sizes
 
-    closed = ClosedJaxpr(body.jaxpr, operands.consts)
-    return fit_once(where, closed, operands, (limit, *options), fit)
+    closed = ClosedJaxpr(body.jaxpr, arrays.consts)
+    return fit_once(site, closed, arrays, (limit, *options), fit)
 
 
 def scan_checkpointed(
-    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
+    loop: StepLoop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
 ) -> tuple[Any, Any]:
     """Checkpoint chunks of ``sizes[0]`` steps and, inside each, chunks of ``sizes[1:]``."""
     if not sizes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A scan as nested `jax.lax.scan` loops around one step.
 
-A *layout* arranges the loops. It only cuts the items that it receives and passes them on to the
+A *schedule* arranges the loops. It only cuts the items that it receives and passes them on to the
 step, so `run_scan` can choose what the items are. In a derivative they are slices of ``xs``, whose
 cotangents form one array. Otherwise they can be nothing at all: the step reads ``xs`` in place, by
 a running index.
@@ -23,13 +23,13 @@ from rankax._base.functions import function_name
 from rankax._progress.bars import progress_of_call
 from rankax._progress.report import Reports
 from rankax._scan.arguments import ScanCall
-from rankax._scan.body import Body, Operands, Step, trace_body
+from rankax._scan.body import Body, ScanArrays, Step, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """A step of a body, and how every loop of a layout runs it."""
+class StepLoop:
+    """A step of a body, and how every loop of a schedule runs it."""
 
     step: Step
     body: Body
@@ -39,12 +39,15 @@ class Loop:
     def run(self, carry: Any, items: Any, length: int) -> tuple[Any, Any]:
         return lax.scan(self.step, carry, items, length, self.reverse, self.unroll)
 
-    def skip(self, carry: Any, items: Any, length: int) -> Any:
-        """Return the carry after ``length`` steps, without outputs."""
-        if not length:
+    def skip(
+        self, carry: Any, items: Any, begin: int, end: int, *, checkpoint: bool = False
+    ) -> Any:
+        """Return the carry after some steps, counted as in `cut`, without outputs."""
+        if begin == end:
             return carry
         only_carry = dataclasses.replace(self, step=lambda c, x: (self.step(c, x)[0], None))
-        return only_carry.run(carry, items, length)[0]
+        run = functools.partial(only_carry.run, length=end - begin)
+        return (jax.checkpoint(run) if checkpoint else run)(carry, self.cut(items, begin, end))[0]
 
     def blocks(self, block: Step, carry: Any, items: Any, count: int, size: int) -> tuple[Any, Any]:
         """Loop over ``count`` blocks of ``size`` items; splitting the axis is only a reshape."""
@@ -69,22 +72,22 @@ class Loop:
 
 
 # Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
-Layout = Callable[[Loop, Any, Any], tuple[Any, Any]]
+Schedule = Callable[[StepLoop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Body, Operands], tuple[Layout, bool]],
+    choose: Callable[[Body, ScanArrays], tuple[Schedule, bool]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
-    """Trace the body, choose a layout and whether it reads ``xs`` in place, and run it.
+    """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
-    the layout would, given the outputs of all steps.
+    the schedule would, given the outputs of all steps.
 
-    In place is for a layout that copies parts of ``xs``: reading ``xs`` by index copies nothing.
+    In place is for a schedule that copies parts of ``xs``: reading ``xs`` by index copies nothing.
     Transposed, however, each inner loop would begin with a cotangent as large as ``xs`` and end by
-    adding all of it. So derivatives, of every order, are those of the layout that slices ``xs``.
+    adding all of it. So derivatives, of every order, are those of the schedule that slices ``xs``.
     """
     # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
     length, reverse, unroll = call.length, call.reverse, call.unroll
@@ -92,40 +95,40 @@ def run_scan(
         carry, ys = lax.scan(call.f, call.init, call.xs, length, reverse, unroll)
         return carry, kept(ys)
     with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
-        body, operands = trace_body(call)
-        layout, in_place = choose(body, operands)
+        body, arrays = trace_body(call)
+        schedule, in_place = choose(body, arrays)
         if shown is not None:
-            layout = _with_reports(layout, Reports(shown, length, 1, length))
+            schedule = _with_reports(schedule, Reports(shown, length, 1, length))
 
-        def sliced(operands: Operands) -> tuple[Any, Any]:
-            loop = Loop(body.step(operands.consts), body, reverse, unroll)
-            return layout(loop, operands.init, operands.xs)
+        def sliced(arrays: ScanArrays) -> tuple[Any, Any]:
+            loop = StepLoop(body.step(arrays.consts), body, reverse, unroll)
+            return schedule(loop, arrays.init, arrays.xs)
 
-        def indexed(operands: Operands) -> tuple[Any, Any]:
-            body_step = body.step(operands.consts)
+        def indexed(arrays: ScanArrays) -> tuple[Any, Any]:
+            body_step = body.step(arrays.consts)
 
             def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
                 carry, done = state
                 at = length - 1 - done if reverse else done
                 take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-                carry, y = body_step(carry, jax.tree.map(take, operands.xs))
+                carry, y = body_step(carry, jax.tree.map(take, arrays.xs))
                 return (carry, done + 1), y
 
-            loop = Loop(step, body, reverse, unroll)
-            (carry, _), ys = layout(loop, (operands.init, _no_steps(length)), None)
+            loop = StepLoop(step, body, reverse, unroll)
+            (carry, _), ys = schedule(loop, (arrays.init, _no_steps(length)), None)
             return carry, ys
 
-        if in_place and operands.xs:
-            carry, ys = call_with_derivative_of(sliced, indexed, operands)
+        if in_place and arrays.xs:
+            carry, ys = call_with_derivative_of(sliced, indexed, arrays)
         else:
-            carry, ys = sliced(operands)
+            carry, ys = sliced(arrays)
         return body.carry_tree.unflatten(carry), ys
 
 
-def _with_reports(layout: Layout, reports: Reports) -> Layout:
-    """Return a layout whose steps count themselves, in the carry, and report."""
+def _with_reports(schedule: Schedule, reports: Reports) -> Schedule:
+    """Return a schedule whose steps count themselves, in the carry, and report."""
 
-    def reporting(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+    def reporting(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
         def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
             carry, done = state
             reports.step(done)
@@ -133,7 +136,7 @@ def _with_reports(layout: Layout, reports: Reports) -> Layout:
             return (carry, done + 1), y
 
         start = carry, _no_steps(reports.length)
-        (carry, done), ys = layout(dataclasses.replace(loop, step=step), start, items)
+        (carry, done), ys = schedule(dataclasses.replace(loop, step=step), start, items)
         reports.end(done, (carry, ys))
         return carry, ys
 

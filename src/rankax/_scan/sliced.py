@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,9 +15,8 @@ from jax import lax
 
 from rankax._base.functions import function_location
 from rankax._scan.arguments import kept_indices, scan_call
-from rankax._scan.loops import Loop, run_scan
-from rankax._scan.steps import KeptSteps, as_range, find_kept_steps, find_windows
-from rankax._scan.windows import read_window_reductions, scan_windows
+from rankax._scan.loops import StepLoop, run_scan
+from rankax._scan.windows import find_windows, read_window_reductions, scan_windows
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -179,18 +179,15 @@ def sliced_scan(
     Array([ 0.2, -0.6,  0.8, -0.6], dtype=float32)
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
-    kept = kept_indices(call.where, call.length, save_at, start=start, stop=stop, step=step)
-    reductions = read_window_reductions(reduce, call.where)
-    steps = call.length  # `layout` must not hold `call`, see `run_scan`
+    kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
+    reductions = read_window_reductions(reduce, call.site)
+    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
     even = kept if isinstance(kept, range) else as_range(kept)
     if even is not None and reductions is None:
         blocks = find_kept_steps(steps, even, reverse=reverse)
 
-        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-            if blocks.all and not checkpoint:
-                carry, ys = loop.run(carry, items, steps)
-            else:
-                carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
+        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
+            carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
             ys = loop.body.y_tree.unflatten(ys)
             return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
@@ -198,12 +195,9 @@ def sliced_scan(
     else:
         windows = find_windows(steps, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
-
-        def layout(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
-            return scan_windows(
-                loop, carry, items, steps, windows, reduce=fold, checkpoint=checkpoint
-            )
-
+        schedule = functools.partial(
+            scan_windows, length=steps, windows=windows, reduce=fold, checkpoint=checkpoint
+        )
         in_place = True
 
     def of_all(ys: Any) -> Any:
@@ -213,7 +207,61 @@ def sliced_scan(
             kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
         return kept_ys[1]
 
-    return run_scan(call, lambda *_: (layout, in_place), of_all)
+    return run_scan(call, lambda *_: (schedule, in_place), of_all)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSteps:
+    """The kept steps of a loop, in the order of execution.
+
+    First come ``lead`` skipped steps. Then come ``blocks`` blocks, each of ``before`` skipped
+    steps, a kept one and ``after`` skipped ones. If ``partial``, another block follows that ends
+    with its kept step. Last come ``trail`` skipped steps.
+    """
+
+    lead: int
+    blocks: int
+    before: int
+    after: int
+    partial: bool
+    trail: int
+
+    @property
+    def stride(self) -> int:
+        """Steps in one block."""
+        return self.before + 1 + self.after
+
+    @property
+    def all(self) -> bool:
+        """Whether no step is skipped."""
+        return not self.lead and self.stride == 1 and not self.trail
+
+
+def as_range(kept: Sequence[int]) -> range | None:
+    """Return indices as a range; None if they are not one."""
+    step = kept[1] - kept[0] if len(kept) > 1 else 1
+    even = range(kept[0], kept[0] + step * len(kept), step) if kept and step else range(0)
+    return even if list(kept) == list(even) else None
+
+
+def find_kept_steps(length: int, kept: range, *, reverse: bool) -> KeptSteps:
+    """Find the ``kept`` steps of a loop that runs up, or down if ``reverse``.
+
+    The blocks begin as early as possible, so that they tile the loop if the stride divides its
+    length and no block is left out.
+    """
+    if kept.step < 0:
+        kept = kept[::-1]
+    if not kept:
+        return KeptSteps(length, 0, 0, 0, False, 0)
+    first = length - 1 - kept[-1] if reverse else kept[0]
+    stride = kept.step if len(kept) > 1 else 1
+    before = min(first, stride - 1)
+    lead = first - before
+    blocks = min(len(kept), (length - lead) // stride)
+    partial = blocks < len(kept)
+    trail = length - lead - blocks * stride - (before + 1 if partial else 0)
+    return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
 
 
 def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
@@ -221,29 +269,24 @@ def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _scan_kept(
-    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
+    loop: StepLoop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
+    if kept.all and not checkpoint:
+        return loop.run(carry, items, kept.blocks)
     wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
-    def stretch(carry: Any, begin: int, length: int) -> Any:
-        if not length:
-            return carry
-        skip = functools.partial(loop.skip, length=length)
-        return wrap(skip)(carry, loop.cut(items, begin, begin + length))
-
     def up_to_kept(carry: Any, items: Any) -> tuple[Any, Any]:
-        carry = loop.skip(carry, loop.cut(items, 0, kept.before), kept.before)
+        carry = loop.skip(carry, items, 0, kept.before)
         last = loop.cut(items, kept.before, kept.before + 1)
         return loop.step(carry, jax.tree.map(lambda leaf: leaf[0], last))
 
     def block(carry: Any, items: Any) -> tuple[Any, Any]:
         carry, y = up_to_kept(carry, items)
-        rest = loop.cut(items, kept.before + 1, kept.stride)
-        return loop.skip(carry, rest, kept.after), y
+        return loop.skip(carry, items, kept.before + 1, kept.stride), y
 
     at = kept.lead + kept.blocks * kept.stride
-    carry = stretch(carry, 0, kept.lead)
+    carry = loop.skip(carry, items, 0, kept.lead, checkpoint=checkpoint)
     blocks = loop.cut(items, kept.lead, at)
     carry, ys = loop.blocks(wrap(block), carry, blocks, kept.blocks, kept.stride)
     if kept.partial:
@@ -251,4 +294,4 @@ def _scan_kept(
         carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
         ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
-    return stretch(carry, at, kept.trail), ys
+    return loop.skip(carry, items, at, at + kept.trail, checkpoint=checkpoint), ys

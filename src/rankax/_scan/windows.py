@@ -13,7 +13,6 @@ step is a run of one item, and its state is merged into that of the window.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,18 +36,51 @@ from rankax._reduce.run import (
     trace_reduced,
 )
 from rankax._scan.checkpointed import scan_checkpointed
-from rankax._scan.loops import Loop
-from rankax._scan.steps import Windows
+from rankax._scan.loops import StepLoop
 from rankax._trace.derivatives import has_tangent
 
 
-def read_window_reductions(value: Any, where: str) -> Reductions | None:
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The steps of a loop up to the last kept one, cut after each kept step.
+
+    ``ends`` are the kept steps, each once, in the order of execution; ``of_output`` is the window
+    of each output.
+    """
+
+    ends: tuple[int, ...]
+    of_output: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """The steps of all windows."""
+        return self.ends[-1] + 1 if self.ends else 0
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first step of each window."""
+        return (0, *(end + 1 for end in self.ends))[: len(self.ends)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of steps in each window."""
+        return tuple(end + 1 - start for start, end in zip(self.starts, self.ends, strict=True))
+
+
+def find_windows(length: int, kept: Sequence[int], *, reverse: bool) -> Windows:
+    """Find the windows of a loop that runs up, or down if ``reverse``, with an output per index."""
+    places = [length - 1 - index for index in kept] if reverse else kept
+    ends, of_output = np.unique(np.asarray(places, int), return_inverse=True)
+    return Windows(tuple(ends.tolist()), tuple(of_output.tolist()))
+
+
+def read_window_reductions(value: Any, site: str) -> Reductions | None:
     """Read ``reduce``; None if it holds nothing but None and ``"last"``, which mean the same."""
     leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
     entries = [None if isinstance(leaf, str) and leaf == "last" else leaf for leaf in leaves]
     if all(entry is None for entry in entries):
         return None
-    return read_reductions(structure.unflatten(entries), where)
+    return read_reductions(structure.unflatten(entries), site)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +88,7 @@ class _WindowFold:
     """The reduction of the steps in each window; a state is a list of arrays."""
 
     reductions: Reductions
-    where: str
+    site: str
     windows: Windows
     y_tree: Any
 
@@ -69,7 +101,7 @@ class _WindowFold:
         total = min(self.windows.sizes, default=1)
         reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
         types = item_types(leaves, specs)
-        item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.where)
+        item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.site)
         return reduce_row(item, leaves, specs, reductions)
 
     def runs(self, reduced: Reduced, size: Any) -> RunStates:
@@ -110,7 +142,7 @@ class _WindowFold:
 
 
 def scan_windows(
-    loop: Loop,
+    loop: StepLoop,
     carry: Any,
     items: Any,
     length: int,
@@ -123,7 +155,7 @@ def scan_windows(
 
     Parameters
     ----------
-    loop : Loop
+    loop : StepLoop
     carry, items : pytree
     length : int
         The steps of the loop.
@@ -174,9 +206,7 @@ def scan_windows(
             windows.steps,
             (size,) if checkpoint else (),
         )
-    rest = functools.partial(loop.skip, length=length - windows.steps)
-    rest = jax.checkpoint(rest) if checkpoint else rest
-    carry = rest(carry, loop.cut(items, windows.steps, length))
+    carry = loop.skip(carry, items, windows.steps, length, checkpoint=checkpoint)
     rows = [_narrowed(*both) for both in zip(rows, empty, strict=True)]
     ys = fold.results(none.with_arrays(rows)) if fold and none else tree.unflatten(rows)
     order = jax.device_put(np.asarray(windows.of_output, dtype))

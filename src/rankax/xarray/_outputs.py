@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from rankax._base.nodes import children_of, field_names, is_leaf
-from rankax._base.trees import leaves_with_names, spread_prefix
+from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
 from rankax._call.kernel import Kernel
 from rankax._declare.ranks import ranks_of_leaves

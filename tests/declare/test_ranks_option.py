@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: MIT
+"""``ranks=``: ranks by parameter name, also of parameters that share theirs with an option."""
+
+import pickle
+import re
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from helpers import assert_same
+from rankax import SplitKey, auto_vmap
+
+x, bucket = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
+
+
+def kernel(x, bucket, *, where=1.0):
+    return jnp.sum(x) * bucket + where
+
+
+want = jax.vmap(kernel)(x, bucket)
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"ranks": {"x": 1, "bucket": 0, "where": 0}},
+        {"ranks": {"bucket": 0, "where": 0}, "x": 1},
+        {"ranks": {"x": "n", "bucket": "", "where": 0}},
+    ],
+    ids=str,
+)
+def test_parameters_may_have_the_names_of_options(declared, options):
+    mapped = auto_vmap(**declared, **options)(kernel)
+    assert_same(mapped(x, bucket), want)
+    each = mapped(x, bucket, where=jnp.arange(2.0).reshape(2, 1))
+    assert_same(each, jnp.stack([want - 1, want]))
+
+
+def test_the_option_and_the_parameter_of_one_name_take_their_own_values():
+    mapped = auto_vmap(1, ranks={"bucket": 0}, jit=True, bucket=(6,))(kernel)
+    assert_same(mapped(x, bucket), want)
+    assert mapped.plan(x, bucket).batch_shape == (6,)
+
+
+def test_the_decorator_form_pickles_and_keeps_its_signature():
+    copy = pickle.loads(pickle.dumps(scaled))
+    assert_same(copy(x, bucket), x * bucket[:, None])
+    assert scaled.signature == "(x_0),()->(3)"
+    assert scaled.with_options(chunk_size=2).plan(x, bucket).in_flight == 2
+
+
+@auto_vmap(ranks={"x": 1, "devices": 0}, chunk_size=3)
+def scaled(x, devices) -> Float[Array, "3"]:
+    return x * devices
+
+
+def test_trees_keys_and_none():
+    def noisy(jit, key, where):
+        return jit["a"] + jnp.sum(jit["b"]) + jax.random.normal(key) * len(where)
+
+    tree = {"a": bucket, "b": x}
+    ranks = {"jit": {"a": 0, "b": 1}, "key": SplitKey, "where": None}
+    key = jax.random.key(0)
+    got = auto_vmap(ranks=ranks, chunk_size=3)(noisy)(tree, key, "abc")
+    keys = jax.random.split(key, 4)
+    assert_same(got, jax.vmap(lambda tree, key: noisy(tree, key, "abc"))(tree, keys))
+
+
+def test_a_rank_overrides_the_annotation():
+    def annotated(bucket: Float[Array, "n"], key: Annotated[PRNGKeyArray, SplitKey]):
+        return bucket
+
+    mapped = auto_vmap(ranks={"bucket": 0})(annotated)
+    assert mapped(bucket, jax.random.key(0)).shape == (4,)
+
+
+def test_items_of_args_and_kwargs():
+    def total(*args, **kwargs):
+        return sum(map(jnp.sum, args)) + jnp.sum(kwargs["bucket"]) + jnp.sum(kwargs["chunksize"])
+
+    mapped = auto_vmap(ranks={"args": 1, "kwargs": 0, "chunksize": 1}, chunk_size=3)(total)
+    got = mapped(x, bucket=bucket, chunksize=x)
+    assert_same(got, jax.vmap(lambda x, b: total(x, bucket=b, chunksize=x))(x, bucket))
+
+
+def test_a_parameter_with_the_name_ranks():
+    mapped = auto_vmap(1, ranks={"ranks": 0})(lambda x, ranks: x * ranks)
+    assert_same(mapped(x, bucket), x * bucket[:, None])
+
+
+@pytest.mark.parametrize(
+    ("decorate", "kind", "message"),
+    [
+        (
+            lambda: auto_vmap(0, ranks={"x": 1})(kernel),
+            TypeError,
+            "auto_vmap(kernel): parameter 'x' has two ranks, 0 by position and 1 in ranks",
+        ),
+        (
+            lambda: auto_vmap(x=0, ranks={"x": 1})(kernel),
+            TypeError,
+            "auto_vmap(kernel): parameter 'x' has two ranks, 0 by name and 1 in ranks",
+        ),
+        (
+            lambda: auto_vmap(y=0, ranks={"y": 1})(lambda x, **kwargs: x),
+            TypeError,
+            "auto_vmap(<lambda>): parameter 'y' has two ranks, 0 by name and 1 in ranks",
+        ),
+        (
+            lambda: auto_vmap("(n),()->()", ranks={"where": 0})(kernel),
+            TypeError,
+            "auto_vmap(kernel): a gufunc signature declares every rank; drop the named ones",
+        ),
+        (
+            lambda: auto_vmap(ranks={"chunk_size": 1})(kernel),
+            TypeError,
+            "auto_vmap(kernel): the kernel has no parameter 'chunk_size'; did you mean the option "
+            "'chunk_size'?",
+        ),
+        (
+            lambda: auto_vmap(rank={"x": 1})(kernel),
+            TypeError,
+            "auto_vmap(kernel): the kernel has no parameter 'rank'; did you mean the option "
+            "'ranks'?",
+        ),
+        (
+            lambda: auto_vmap(ranks={"bucket": -1})(kernel),
+            ValueError,
+            "auto_vmap(kernel): bucket: a rank is an int >= 0, None, a dimension string, "
+            "SplitKey, or a tree of those; got -1",
+        ),
+        (
+            lambda: auto_vmap(ranks=1)(kernel),
+            TypeError,
+            "auto_vmap(kernel): ranks must map names of parameters to ranks, as in "
+            "ranks={'x': 0}, got int 1",
+        ),
+        (
+            lambda: auto_vmap(ranks={0: 1})(kernel),
+            TypeError,
+            "auto_vmap(kernel): ranks must map names of parameters to ranks, as in "
+            "ranks={'x': 0}, got dict {0: 1}",
+        ),
+        (
+            lambda: auto_vmap(ranks=1)(lambda ranks: ranks),
+            TypeError,
+            "auto_vmap(<lambda>): ranks must map names of parameters to ranks, as in "
+            "ranks={'ranks': 0}, got int 1",
+        ),
+        (
+            lambda: auto_vmap(ranks={"x": 1})(lambda ranks, x: x),
+            TypeError,
+            "auto_vmap(<lambda>): ranks={'x': 1} is the option of auto_vmap, but the kernel has a "
+            "parameter 'ranks' too; give that parameter its rank by ranks={'ranks': ...}, by "
+            "position, in a signature or by annotation (None leaves it untouched)",
+        ),
+        (
+            lambda: auto_vmap(kernel, ranks={"x": 1}),
+            TypeError,
+            "auto_vmap: got the function kernel among the ranks; write auto_vmap(...)(kernel)",
+        ),
+    ],
+)
+def test_mistakes(decorate, kind, message):
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        decorate()
+
+
+@pytest.mark.parametrize("given", [{"bucket": 0}, {"bucket": "n"}, {"devices": 0, "jit": 1}])
+def test_a_rank_that_is_taken_for_an_option_names_ranks(given):
+    name, value = next(iter(given.items()))
+    message = (
+        f"auto_vmap(both): {name}={value!r} is the option of auto_vmap, but the kernel has a "
+        f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, by "
+        "position, in a signature or by annotation (None leaves it untouched)"
+    )
+
+    def both(x, bucket=0, devices=0, jit=0):
+        return x
+
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        auto_vmap(x=1, **given)(both)
+
+
+def test_an_option_of_that_name_without_a_rank_from_ranks_is_refused_when_decorating():
+    with pytest.raises(TypeError, match="got str 'no'"):
+        auto_vmap(ranks={"chunk_size": 0}, chunk_size="no")(lambda chunk_size: chunk_size)
