@@ -262,15 +262,26 @@ class OnBlocks:
         return cls(_programs.find(payload, lambda: program), tuple(numbers), payload)
 
     @property
+    def setup(self) -> Setup:
+        """The call whose blocks it evaluates."""
+        return self._program.setup
+
+    @property
+    def states(self) -> tuple[Any, ...]:
+        """The shapes and dtypes of the states that it takes."""
+        assert isinstance(self._program, StateProgram)
+        return self._program.layout.items
+
+    @property
     def limit(self) -> int:
         """The kernel's memory limit in bytes; 0 if it has none, or one that is a share."""
-        limit = self._program.setup.options["memory_limit"]
+        limit = self.setup.options["memory_limit"]
         return limit if isinstance(limit, int) else 0  # a share depends on the machine that runs it
 
     @property
     def is_ordered(self) -> bool:
         """Whether the kernel is reduced in the order of its items."""
-        reductions = self._program.setup.kernel.preset.reduce
+        reductions = self.setup.kernel.preset.reduce
         return reductions is not None and reductions.are_ordered
 
     def unpacked(self, states: Array) -> list[Array]:
@@ -280,9 +291,8 @@ class OnBlocks:
 
     def traced(self, blocks: Sequence[Any]) -> Any:
         """Return the program for blocks of these shapes and dtypes, without a bound on memory."""
-        setup = self._program.setup
-        options = {**setup.options, "chunk_size": None, "memory_limit": None}
-        setup = dataclasses.replace(setup, options=options)
+        options = {**self.setup.options, "chunk_size": None, "memory_limit": None}
+        setup = dataclasses.replace(self.setup, options=options)
         program = dataclasses.replace(self._program, setup=setup)
         return jax.make_jaxpr(program.traced)(list(blocks), list(self._numbers))
 

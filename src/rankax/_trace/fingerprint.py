@@ -20,13 +20,17 @@ Derivative rules are left out: evaluation does not use them, and each trace make
 A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
 Rules are functions, so they cannot be compared, except those of our loops, which follow from the
 program and a key. `without_constants` is the program to keep then.
+
+A record on disk cannot keep the objects of a program, and it must describe every program. So
+`description` has the same content as a fingerprint with the arrays of all depths in it, and leaves
+to its caller how a value that cannot be compared is described.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -57,7 +61,7 @@ def fingerprint(closed: Any) -> Hashable:
     """Return a key: programs with equal keys map equal constants and inputs to equal outputs."""
     if closed.effects:
         raise Unknown
-    key = _of_program(closed.jaxpr)
+    key = _of_program(closed.jaxpr, _refused)
     try:
         hash(key)
     except TypeError:
@@ -65,7 +69,23 @@ def fingerprint(closed: Any) -> Hashable:
     return key
 
 
-def _of_program(jaxpr: Any) -> Hashable:
+def description(closed: Any, other: Callable[[Any], Any]) -> Any:
+    """Describe a program, its constants and effects by nested tuples.
+
+    ``other`` describes an array, a function, or an object of a class outside JAX.
+    """
+    return _of_value(closed, other)
+
+
+def _refused(value: Any) -> Hashable:
+    del value
+    raise Unknown
+
+
+_Other = Callable[[Any], Hashable]
+
+
+def _of_program(jaxpr: Any, other: _Other) -> Hashable:
     numbers: dict[Any, int] = {}
 
     def defined(variable: Any) -> Hashable:
@@ -73,12 +93,12 @@ def _of_program(jaxpr: Any) -> Hashable:
         return variable.aval
 
     def used(atom: Any) -> Hashable:
-        return _of_literal(atom) if isinstance(atom, Literal) else numbers[atom]
+        return _of_literal(atom, other) if isinstance(atom, Literal) else numbers[atom]
 
     inputs = tuple(defined(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     body: list[Hashable] = []
     for eqn in jaxpr.eqns:
-        params = _of_params(eqn)
+        params = _of_params(eqn, other)
         arguments = tuple(map(used, eqn.invars))
         results = tuple(map(defined, eqn.outvars))
         body.append((eqn.primitive, arguments, results, params, eqn.ctx))
@@ -86,20 +106,20 @@ def _of_program(jaxpr: Any) -> Hashable:
     return len(jaxpr.constvars), inputs, tuple(body), outputs
 
 
-def _of_literal(literal: Any) -> Hashable:
+def _of_literal(literal: Any, other: _Other) -> Hashable:
     if isinstance(literal.val, jax.Array):  # reading it might wait for a device
-        raise Unknown
+        return other(literal.val)
     # Compared by bits, because NaN differs from itself and -0.0 equals 0.0.
     value = np.asarray(literal.val)
     return Literal, literal.aval, value.dtype, value.tobytes()
 
 
-def _of_params(eqn: Any) -> Hashable:
+def _of_params(eqn: Any, other: _Other) -> Hashable:
     kind, params = name_and_params(eqn)
     if kind in RULES:
-        return _of_value(params["call_jaxpr"])
-    left_out = _DERIVATIVES_ONLY.get(kind)
-    kept = ((name, _of_value(value)) for name, value in params.items() if name != left_out)
+        return _of_value(params["call_jaxpr"], other)
+    left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
+    kept = ((name, _of_value(value, other)) for name, value in params.items() if name != left_out)
     return kind, *kept
 
 
@@ -114,7 +134,7 @@ _DERIVATIVES_ONLY = {
 _PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
 
 
-def _of_value(value: Any) -> Hashable:
+def _of_value(value: Any, other: _Other) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value  # True is not 1
     if isinstance(value, (float, complex)):
@@ -123,17 +143,15 @@ def _of_value(value: Any) -> Hashable:
     if isinstance(value, np.generic):
         return type(value), value.dtype, value.tobytes()
     if isinstance(value, ClosedJaxpr):
-        if value.consts:
-            raise Unknown
-        return _of_program(value.jaxpr)
+        return _of_program(value.jaxpr, other), *map(other, value.consts)
     if isinstance(value, Jaxpr):
-        return _of_program(value)
+        return _of_program(value, other)
     if _is_known(value):
         return type(value), value
     if not is_container(value):
-        raise Unknown
+        return other(value)
     items = value.items() if isinstance(value, dict) else value
-    return type(value), tuple(map(_of_value, items))
+    return type(value), tuple(_of_value(item, other) for item in items)
 
 
 def _is_known(value: Any) -> bool:

@@ -8,15 +8,11 @@ arrays of dask. That checks the call, and returns arrays that name the stages th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import rankax
 from rankax._base.words import plural
@@ -25,9 +21,9 @@ from rankax._call.bind import flatten, rebind
 from rankax._call.kernel import Kernel
 from rankax._fit.memory import free_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
-from rankax._trace.fingerprint import opened
 from rankax.stream._cut import Cuts, cut
-from rankax.stream._sources import digest, grain, streamed
+from rankax.stream._record import argument, program_of, text
+from rankax.stream._sources import streamed
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
@@ -82,8 +78,8 @@ def prepared(
     cuts = [cut(stage, limit, where) for stage in stages]
     record: dict[str, Any] = {
         "kernel": kernel.name,
-        "program": [_program(stage) for stage in stages if not stage.reads_states],
-        **{f"options: {n}": _text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
+        "program": [program_of(stage) for stage in stages],
+        **{f"options: {n}": text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
         "memory_limit": given,
         "limit": limit,
         "blocks": [[*each.block] for each in cuts],
@@ -91,7 +87,7 @@ def prepared(
         "jax": jax.__version__,
     }
     pairs = zip(leaves, ranked, strict=True)
-    record |= {path: _about(leaf) for leaf, (path, rank) in pairs if rank is not None}
+    record |= {path: argument(leaf) for leaf, (path, rank) in pairs if rank is not None}
     different = [
         f"{key} was {found.get(key)} and is {record.get(key)}"
         for key in sorted(found | record)
@@ -125,30 +121,3 @@ def _name(tree: Any, where: str) -> None:
     paths = [STATES, *(leaf.path for leaf in jax.tree.leaves(tree))]
     if len({*paths}) < len(paths):
         raise ValueError(f"{where}: two outputs would be stored as one array; rename their keys")
-
-
-def _program(stage: Stage) -> str:
-    """Return a digest of the program of a stage, and of the arrays that it closes over."""
-    blocks: list[Any] = []
-    for array, axes, core in stage.inputs:
-        sizes = [min(2, n) for n in array.shape[: len(axes)]]
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # of indices, too
-        blocks.append(jax.ShapeDtypeStruct((*sizes, *core), dtype))
-    traced = opened(stage.fun.traced(blocks))
-    checksum = hashlib.sha256(_text(traced).encode())
-    for const in traced.consts:
-        is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
-        checksum.update(np.asarray(jax.random.key_data(const) if is_key else const).tobytes())
-    return checksum.hexdigest()[:16]
-
-
-def _about(value: Any) -> str:
-    """Return what is recorded of an argument."""
-    if not isinstance(value, Streamed):
-        return _text(value)
-    return f"{value.dtype}{value.shape}, chunks {grain(value)}, digest {digest(value)}"
-
-
-def _text(value: Any) -> str:
-    """Return what Python prints of an object, without addresses, which differ in each process."""
-    return re.sub(r"0x[0-9a-f]+", "0x", str(value))

@@ -16,7 +16,7 @@ import numpy as np
 from rankax._blocks.on_streamed import Stage, Streamed
 from rankax._call.arguments import is_array
 
-_WHOLE = 1 << 20  # bytes; of a larger array, samples are read
+_WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16
 _IN_A_SAMPLE = 256  # items along the last axis
 
@@ -99,12 +99,13 @@ def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
 
 
 def digest(source: Streamed) -> str:
-    """Return a digest of some of the numbers of an array; of a small one, of all."""
+    """Return a digest of the numbers of an array; of a large one on disk, of some of them."""
     checksum, shape = hashlib.sha256(), source.shape
-    is_small = math.prod(shape) * source.dtype.itemsize <= _WHOLE
-    for i in range(1 if is_small else _SAMPLES):
+    in_memory = type(source.value) is np.ndarray and _mapping(source.value)[0] is None
+    is_whole = in_memory or math.prod(shape) * source.dtype.itemsize <= _WHOLE
+    for i in range(1 if is_whole else _SAMPLES):
         starts = [(n - 1) * i // (_SAMPLES - 1) for n in shape]
-        lengths = shape if is_small else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
+        lengths = shape if is_whole else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
         region = tuple(slice(i, i + length) for i, length in zip(starts, lengths, strict=True))
         checksum.update(np.ascontiguousarray(read(source, region)).tobytes())
     return checksum.hexdigest()[:16]
