@@ -301,6 +301,16 @@ def test_what_numbers_a_key_draws_is_recorded():
         rankax.stream._job.prepared(*call, found)
 
 
+def test_the_precision_of_products_is_recorded():
+    call = of_item(lambda x: x @ jnp.ones((3, 3))), (X,), {}, "50 MB", "here"
+    found = rankax.stream._job.prepared(*call, {}).record
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(ValueError, match="here: out was written by another call: program was"),
+    ):
+        rankax.stream._job.prepared(*call, found)
+
+
 def records():
     """Records of several kinds, for this process and another one."""
     kinds = in_jitted_scan, in_callable_object, of_finish_in_scan, of_one_leaf_of_keys

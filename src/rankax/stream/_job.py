@@ -65,8 +65,8 @@ def prepared(
     call = flatten(kernel, tuple(args), dict(kwargs))
     ranked = [*zip(call.structure.paths, call.structure.ranks, strict=True)]
     pairs = zip(call.leaves, ranked, strict=True)
-    leaves = [leaf if rank is None else streamed(leaf, path) for leaf, (path, rank) in pairs]
-    if not any(isinstance(leaf, Streamed) for leaf in leaves):
+    leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, (path, rank) in pairs]
+    if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         raise TypeError(f"{where}: no argument with a rank is an array with axes")
     again = rebind(kernel, call.names, leaves, call.treedef, call.others).arguments
     options = kernel.options()

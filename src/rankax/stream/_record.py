@@ -43,7 +43,7 @@ def program_of(stage: Stage) -> str:
     reductions = setup.kernel.preset.reduce
     fields = [vars(entry) for entry in reductions.entries] if reductions else []
     data = [{k: v for k, v in each.items() if not callable(v)} for each in fields]
-    parts = [description(program, about) for program in programs], about(data), setup.config
+    parts = [description(program, about) for program in programs], about(data)
     return _checksum(text(parts).encode())
 
 
