@@ -301,6 +301,32 @@ def test_what_numbers_a_key_draws_is_recorded():
         rankax.stream._job.prepared(*call, found)
 
 
+def test_arguments_may_have_the_names_of_what_is_recorded(tmp_path):
+    def of(factor):
+        return auto_vmap(program=1, limit=0)(lambda program, limit: program * factor + limit)
+
+    def run(kernel, limit):
+        return rankax.stream.run(kernel, X, limit, out=tmp_path / "a.zarr", progress=False)
+
+    run(of(2), 3.0)
+    run(of(2), 3.0)
+    with pytest.raises(ValueError, match="another call: argument limit was "):
+        run(of(2), 4.0)
+    with pytest.raises(ValueError, match="another call: program was "):
+        run(of(3), 3.0)
+
+
+def test_what_only_shows_values_is_not_recorded():
+    def seen_by(words):
+        def fun(x):
+            jax.debug.callback(lambda x: words.append(x), x)
+            return 2 * x
+
+        return of_item(fun), X
+
+    assert record_of(seen_by, []) == record_of(seen_by, ["another"])
+
+
 def test_the_precision_of_products_is_recorded():
     call = of_item(lambda x: x @ jnp.ones((3, 3))), (X,), {}, "50 MB", "here"
     found = rankax.stream._job.prepared(*call, {}).record

@@ -21,19 +21,25 @@ A program that is differentiated has equal derivatives only if `derivatives_key`
 Rules are functions, so they cannot be compared, except those of our loops, which follow from the
 program and a key. `without_constants` is the program to keep then.
 
-A record on disk cannot keep the objects of a program, and it must describe every program. So
-`description` has the same content as a fingerprint with the arrays of all depths in it, and leaves
-to its caller how a value that cannot be compared is described.
+A record on disk cannot keep the objects of a program, and it must describe every program:
+`checksum` has the content of a fingerprint, with the arrays of all depths in it. Functions that JAX
+does not trace, such as callbacks, are described by their code and by what they refer to, as far as
+Python shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import hashlib
+import re
 import struct
+import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rankax._trace.derivatives import RULES, call_of
@@ -67,14 +73,6 @@ def fingerprint(closed: Any) -> Hashable:
     except TypeError:
         raise Unknown from None
     return key
-
-
-def description(closed: Any, other: Callable[[Any], Any]) -> Any:
-    """Describe a program, its constants and effects by nested tuples.
-
-    ``other`` describes an array, a function, or an object of a class outside JAX.
-    """
-    return _of_value(closed, other)
 
 
 def _refused(value: Any) -> Hashable:
@@ -232,3 +230,67 @@ def _without_rule(eqn: Any) -> Any:
     eqn = with_subprograms(eqn, without_rules)
     left_out = _DERIVATIVES_ONLY.get(name_and_params(eqn)[0])
     return with_params(eqn, **{left_out: None}) if left_out else eqn
+
+
+# What decides the values of functions, and what objects hold.
+_PARTS = (
+    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),
+    *("__func__", "__self__", "func", "args", "keywords", "__wrapped__", "__dict__"),
+    *("co_code", "co_names", "co_consts"),
+)
+
+
+def checksum(value: Any) -> str:
+    """Return a checksum of programs, arrays, functions and objects, equal in each process."""
+    return hashlib.sha256(_text(_Description()(value)).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without addresses
+
+
+class _Description:
+    """Describes a value by nested containers."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # by id, and kept so that no other object has it
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, (*_PLAIN, float, complex)):
+            return value
+        if id(value) in self._seen:
+            return "seen"
+        self._seen[id(value)] = value
+        if isinstance(value, ClosedJaxpr):
+            return _of_value(value, self)
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return str(jax.random.key_impl(value)), self(jax.random.key_data(value))
+        if hasattr(value, "__array__"):
+            array = np.asarray(value)
+            if not array.dtype.hasobject:
+                return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+            value = array.tolist()
+        if isinstance(value, dict):
+            return [(self(name), self(item)) for name, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, [self(item) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(_text(self(item)) for item in value)
+        return value.__name__ if isinstance(value, types.ModuleType) else self._parts(value)
+
+    def _parts(self, value: Any) -> Any:
+        """Describe a function by its code and what this refers to, and an object by its fields."""
+        kind = type(value)
+        slots = [name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ())]
+        parts: list[Any] = []
+        for name in (*_PARTS, *sorted({*slots} - {"__weakref__"})):
+            with contextlib.suppress(AttributeError, ValueError):  # a cell may be empty
+                parts.append((name, self(getattr(value, name))))
+        if isinstance(value, types.FunctionType):
+            used = [value.__globals__.get(name) for name in value.__code__.co_names]
+            home = value.__module__  # functions of other modules are told by their names
+            parts += [self(x) for x in used if not callable(x) or x.__module__ == home]
+        call = vars(kind).get("__call__")
+        if isinstance(call, types.FunctionType):
+            parts.append(self(call))
+        return kind.__qualname__, parts or repr(value)

@@ -143,10 +143,7 @@ def run(
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found)
     try:
-        with (
-            opened(path, job.record, job.stages),
-            progress_of_call(progress, job.name) as shown,
-        ):
+        with opened(path, job.record, job.stages), progress_of_call(progress, job.name) as shown:
             _run(job, shown, where if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(
@@ -194,7 +191,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else stage.merge.unpacked(out)
+        parts = [out] if stage.merge is None else stage.merge.layout.unpacked(out)
         if any(part.dtype.kind in "fc" and np.isnan(part).any() for part in parts):
             if stage.merge is None:
                 core = tuple(range(len(block.region), out.ndim))

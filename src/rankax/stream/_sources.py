@@ -94,8 +94,9 @@ def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
     """
     begin = 0
     while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap) and array.offset is not None:  # else it is a copy
-            begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+        if isinstance(array, np.memmap):
+            offset = array.offset or 0  # None in a copy, which is in memory
+            begin = offset - offset % mmap.ALLOCATIONGRANULARITY
             if array.mode == "c":
                 return None, 0
         array = array.base

@@ -48,14 +48,10 @@ def recorded(path: Path) -> dict[str, Any]:
 
 def is_free(path: Path) -> bool:
     """Whether nothing is there, or only what a run had begun to create when it was stopped."""
-    if not path.is_dir():
-        return not path.exists()
-    begun = (path / STATES).parent.is_dir() and all(map(_is_of_creation, path.rglob("*")))
-    return begun or not any(path.iterdir())
-
-
-def _is_of_creation(path: Path) -> bool:
-    return path.is_dir() or path.name in ("zarr.json", _LOCK) or path.suffix == ".partial"
+    if not (path / STATES).parent.is_dir():
+        return not path.is_file() and not any(path.glob("*"))
+    names = {file.name for file in path.rglob("*") if not file.is_dir()}
+    return all(name in ("zarr.json", _LOCK) or name.endswith(".partial") for name in names)
 
 
 @contextlib.contextmanager
