@@ -16,6 +16,7 @@ from jax import lax
 import rankax.stream
 from helpers import at_each_run
 from rankax import auto_vmap
+from rankax._trace.fingerprint import checksum
 from rankax.reductions import Fold, Several, Sum
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
@@ -159,6 +160,20 @@ def of_merge(table):
     return reduced(Fold(np.zeros(3, "float32"), lambda s: s + jnp.zeros(3), merge)), X
 
 
+def of_one_of_two_arrays(table):
+    first, second = jnp.asarray(A), jnp.asarray(B)
+    third = first if table is A else second
+
+    def body(carry, _):
+        return jax.jit(lambda c: c + first * second + jax.jit(lambda c: c + third)(c))(carry), None
+
+    def finish(state):
+        return lax.scan(body, state + third, None, length=2)[0]
+
+    lift = functools.partial(body, _=None)
+    return reduced(Fold(A, lambda s: lift(s + jnp.zeros(3))[0], jnp.maximum, finish)), X
+
+
 def of_lift(table):
     def lift(out):
         return lax.fori_loop(0, 2, lambda _, c: c + table, out + jnp.zeros(3))
@@ -252,8 +267,16 @@ CASES = [
     *(in_scan, second_in_scan, in_jitted_scan, in_nested_loops, in_branch, in_checkpoint),
     *(in_custom_rule, as_literal, sign_of_zero, of_whole_array, of_field),
     *(in_callback, in_callable_object),
-    *(of_finish, of_finish_in_scan, of_added_finish, of_merge, of_lift, of_identity),
-    *(of_second_reduction, of_own_reduction),
+    *(
+        of_finish,
+        of_finish_in_scan,
+        of_added_finish,
+        of_merge,
+        of_one_of_two_arrays,
+        of_lift,
+        of_identity,
+    ),
+    *(of_one_of_two_arrays, of_second_reduction, of_own_reduction),
     *(of_one_key_of_many, of_one_leaf_of_keys, of_keys_of_another_kind, of_key_in_closure),
     *(of_wrapped_array, of_number, of_number_of_jax, of_one_number_of_many),
 ]
@@ -325,6 +348,15 @@ def test_what_only_shows_values_is_not_recorded():
         return of_item(fun), X
 
     assert record_of(seen_by, []) == record_of(seen_by, ["another"])
+
+
+def test_equal_arrays_are_equal_wherever_they_are():
+    first, second = A.copy(), [A.copy()]
+    assert checksum([A, A, [A]]) == checksum([A, first, second])
+    assert checksum([A, B, A]) != checksum([A, B, B])
+    ring = []
+    ring.append(ring)
+    assert checksum([second, ring, second]) != checksum([second, ring, ring])
 
 
 def test_the_precision_of_products_is_recorded():

@@ -253,14 +253,11 @@ class _Description:
     """Describes a value by nested containers."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # by id, and kept so that no other object has it
+        self._seen: dict[int, Any] = {}  # numbers by id; kept so that no other object has it
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (*_PLAIN, float, complex)):
             return value
-        if id(value) in self._seen:
-            return "seen"
-        self._seen[id(value)] = value
         if isinstance(value, ClosedJaxpr):
             return _of_value(value, self)
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -270,6 +267,9 @@ class _Description:
             if not array.dtype.hasobject:
                 return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
             value = array.tolist()
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
         if isinstance(value, dict):
             return [(self(name), self(item)) for name, item in value.items()]
         if isinstance(value, (list, tuple)):
