@@ -167,7 +167,7 @@ def test_folders_and_the_whole_library_are_small():
 
 def test_streams_are_a_small_part():
     files = [name for name in FILES if room(name) in ("stream", "__main__")]
-    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 600
+    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 610
 
 
 def test_no_two_classes_share_a_name():

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: MIT
 """A run of `rankax.stream` in a process of its own, which `test_stream.py` kills or measures."""
 
+import contextlib
+import os
+import pkgutil
 import re
+import resource
+import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +69,53 @@ def run(kind, out, seconds=0.0, progress=False):
 
 def run_slowly(kind, out, begun):
     run(kind, out, seconds=0.08, progress=Begin(begun))
+
+
+# What a run does, one after the other.
+STEPS = {
+    "folder": "pathlib.Path.mkdir",
+    "lock": "filelock.FileLock.acquire",
+    "create": "rankax.stream._store._create",
+    "array": "zarr.Group.create_array",
+    "metadata": "rankax.stream._store.flush",
+    "write": "rankax.stream._run.write",
+    "flush": "rankax.stream._run.flush",
+    "finish": "zarr.open_array",
+}
+
+
+@contextlib.contextmanager
+def stopped(step, number, stop, *, after):
+    """Call ``stop`` at one call of a step, before or after what it does; yield all its calls."""
+    fun, calls = pkgutil.resolve_name(STEPS[step]), []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        is_now = len(calls) == number
+        if is_now and not after:
+            stop()
+        result = fun(*args, **kwargs)
+        if is_now and after:
+            stop()
+        return result
+
+    with mock.patch(STEPS[step], counted):
+        yield calls
+
+
+def run_killed(kind, out, least, step, number, after):
+    rankax.stream._cut._LEAST = least
+    with stopped(step, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after):
+        run(kind, out)
+
+
+def run_without_space(kind, out, size):
+    """Run where no file may have more than some bytes, as if the disk were full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        run(kind, out)
+    except OSError:
+        sys.exit(3)
 
 
 def status(field):

@@ -29,6 +29,7 @@ import stream_child
 from helpers import assert_same, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
+from rankax._blocks.programs import CONFIG
 from rankax.reductions import BottomK, Fold, Moments
 from rankax.stream import _cut, _job, _run
 
@@ -139,7 +140,7 @@ def test_arrays_of_jax_and_numpy_keys_and_pytrees(tmp_path):
         return pose["a"] + pose["b"][0] * jax.random.normal(key)
 
     keys = jax.random.split(jax.random.key(0), 300)
-    pose = {"a": jnp.asarray(X[:, 0]), "b": [X[:1, 0].astype("float64")]}
+    pose = {"a": jnp.asarray(X[:, 0]), "b": [X[:1, 0]]}
     got = run(moved, pose, keys, name="shift", out=tmp_path / "a.zarr")
     assert_same(values(got), moved(pose, keys, name="shift"))
     assert Path(got.store.root).name == "output"
@@ -560,6 +561,75 @@ def test_what_is_in_memory_only_is_read_from_there(tmp_path):
     x[7] = 5
     kernel = auto_vmap(x=1, s=0)(lambda x, s: s * x)
     assert_same(values(run(kernel, x, scale, out=tmp_path / "a.zarr")), kernel(x, np.float32(3)))
+
+
+def test_copies_of_a_mapped_file_are_in_memory(tmp_path):
+    x = mapped_file(tmp_path, X[:, 0])
+    each = auto_vmap(x=1)(lambda x: 2 * x)
+    copies = x.copy(), x.astype("float16"), x + 1, x.copy()[3:], x[::2], np.asarray(x)[::-1]
+    for i, array in enumerate(copies):
+        got = run(each, array, out=tmp_path / f"{i}.zarr")
+        assert_same(values(got), each(np.asarray(array)))
+
+
+def test_arrays_in_the_other_byte_order(tmp_path):
+    swapped = X[:, 0].astype(">f4")
+    each = auto_vmap(x=1)(lambda x: 2 * x)
+    for i, array in enumerate((swapped, mapped_file(tmp_path, swapped))):
+        assert_same(values(run(each, array, out=tmp_path / f"{i}.zarr")), each(X[:, 0]))
+
+
+def test_arrays_of_64_bits_are_refused_wherever_they_are(tmp_path):
+    wide, ints = X[:, 0].astype("float64"), np.arange(300)
+    scale = zarr.open_array(tmp_path / "s.zarr", mode="w", shape=(), dtype="float64")
+    kernel = auto_vmap(x=1, s=0)(lambda x, s: s * x)
+    mapped = mapped_file(tmp_path, wide)
+    narrow = X[:, 0]
+    for x, s, name in [
+        *((wide, 2.0, "x"), (mapped, 2.0, "x"), (zarr.array(wide), 2.0, "x")),
+        *((mapped.copy(), 2.0, "x"), (wide.astype(">f8"), 2.0, "x"), (narrow, wide[:, 0], "s")),
+        *((narrow, scale, "s"), (narrow, np.array(2.0), "s"), (narrow, ints, "s")),
+    ]:
+        text = refusal(TypeError, run, kernel, x, s, out=tmp_path / "a.zarr")
+        bits = "int64" if s is ints else "float64"
+        assert text == (
+            f"<lambda>(): {name} is a streamed array of dtype {bits}, but JAX computes with "
+            f"{bits[:-2]}32 by default, which would silently lose digits; call "
+            f'jax.config.update("jax_enable_x64", True) first, or convert {name} to {bits[:-2]}32'
+        )
+    assert not (tmp_path / "a.zarr").exists()
+    with CONFIG["jax_enable_x64"](True):
+        got = run(kernel, wide, 0.1, out=tmp_path / "b.zarr")
+        assert np.array_equal(got[...], 0.1 * wide)
+    # A number is a number.
+    got = run(kernel, narrow, np.float64(2), out=tmp_path / "c.zarr")
+    assert_same(values(got), 2 * jnp.asarray(narrow))
+
+
+def test_masks_are_not_dropped(tmp_path):
+    each = auto_vmap(x=1)(lambda x: 2 * x)
+    masked = np.ma.masked_array(X[:, 0], X[:, 0] > 2)
+    assert refusal(TypeError, run, each, masked, out=tmp_path / "a.zarr") == (
+        "rankax.stream.run(<lambda>): x is a masked array, whose mask would be lost; pass "
+        "x.filled(...) and the mask as an argument of its own"
+    )
+    assert not (tmp_path / "a.zarr").exists()
+    # A file may make them of missing values, block by block.
+    assert refusal(TypeError, run, each, Recorded(masked), out=tmp_path / "b.zarr") == (
+        "x has a block with masked items, whose mask would be lost"
+    )
+    whole = Recorded(np.ma.masked_array(X[:, 0], mask=False))
+    assert_same(values(run(each, whole, out=tmp_path / "c.zarr")), each(X[:, 0]))
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/a.zarr", Path("s3://bucket/a.zarr"), "file:///a"])
+def test_a_url_is_no_folder(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(ValueError, run, near, X, Y, out=out) == (
+        f"rankax.stream.run(near): out must be a folder on a local disk, but it is {str(out)!r}; "
+        "write to a local folder, and copy the finished store there"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_process_was_writing_is_deleted(tmp_path):

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rankax._blocks.packing import Packing
-from rankax._blocks.programs import OnBlocks
+from rankax._blocks.programs import OnBlocks, Packing
 
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 

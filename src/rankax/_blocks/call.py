@@ -7,6 +7,7 @@ are those of the kernel traced for one item. `_blocks/backend.py` says what a pa
 Binding the arguments of an ordinary call refuses anything that is neither an array nor a number,
 and the decorated function catches the refusal of arrays in blocks (`InBlocksError`) and calls
 `call_on_blocks`. So ordinary calls pay nothing for this check, and no package is imported for it.
+`rankax.stream` knows its arrays, and calls `evaluate_blocks`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from rankax._base.trees import leaves_with_names
 from rankax._base.words import plural
 from rankax._blocks.backend import Backend, Batch, BatchChunks, BlockReduction, Input
 from rankax._blocks.leaves import block_leaves, package_of_call
-from rankax._blocks.packing import Packing
 from rankax._blocks.programs import (
     CONFIG,
     MapBlock,
     MergeStates,
     OnBlocks,
+    Packing,
     ResultOfStates,
     Setup,
     StateOfBlock,
 )
-from rankax._call.bind import flatten
+from rankax._call.bind import BoundKernel, flatten
 from rankax._call.kernel import Kernel
+from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.run import Reductions
 
@@ -47,7 +49,13 @@ def call_on_blocks(
     kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a kernel with arguments of which some are arrays in blocks."""
-    call, options, where = flatten(kernel, args, kwargs), kernel.options(), f"{kernel.name}()"
+    return evaluate_blocks(mapped, flatten(kernel, args, kwargs), kernel.options())
+
+
+def evaluate_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Options) -> Any:
+    """Evaluate a call whose leaves were not checked or converted; ``mapped`` is its kernel."""
+    kernel = call.kernel
+    where = f"{kernel.name}()"
     package = package_of_call(kernel, call)
     evaluator = "rankax.stream" if package == "streamed" else package
     if options.progress is not False:
@@ -253,8 +261,7 @@ class _BlockCall:
 
     def _states_of_one_block(self, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
         """Return the states of a block of one item, as shapes and dtypes."""
-        options = {**self.setup.options, "chunk_size": None, "memory_limit": None}
-        setup = dataclasses.replace(self.setup, options=options)
+        setup = self.setup.unbounded()
         items, numbers = setup.shapes_of_item()
         arrays = [
             jax.ShapeDtypeStruct((1,) * len(i.axes) + item.shape, item.dtype)

@@ -13,7 +13,6 @@ import numpy as np
 from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed
-from rankax._blocks.dtypes import checked_dtype
 from rankax._blocks.programs import Leaf
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
@@ -110,3 +109,33 @@ def _aval_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> jax.
                 f"{path}.compute_chunk_sizes() first"
             )
     return jax.ShapeDtypeStruct(value.shape, dtype)
+
+
+def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
+    """Return a dtype in native byte order, or say why JAX cannot compute with it.
+
+    JAX narrows the arrays that it is given, and so does a call with arrays of JAX or NumPy. An
+    array in blocks holds data from a store, and nothing would show that its digits are cut off.
+
+    Parameters
+    ----------
+    dtype : dtype
+    subject : str
+        How an error message begins: what arrived where.
+    path : str
+        The array, as the caller knows it.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.kind in "OSTUMm" or dtype.type is np.void:
+        raise TypeError(
+            f"{subject} of dtype {dtype}, which JAX does not support; convert it to numbers"
+        )
+    native = dtype.newbyteorder("=")
+    narrow = jax.dtypes.canonicalize_dtype(native)
+    if narrow != native:
+        raise TypeError(
+            f"{subject} of dtype {native}, but JAX computes with {narrow} by default, which would "
+            'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or '
+            f"convert {path} to {narrow}"
+        )
+    return native

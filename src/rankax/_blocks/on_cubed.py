@@ -8,7 +8,7 @@ the ``memory_limit`` of the kernel.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ from rankax._blocks.backend import (
     blockwise_arguments,
     gufunc_signature,
 )
-from rankax._blocks.packing import Packing
-from rankax._blocks.programs import OnBlocks
+from rankax._blocks.programs import OnBlocks, Packing
 
 # Imported by name because a type checker need not have cubed installed.
 cubed: Any = importlib.import_module("cubed")
@@ -55,12 +54,14 @@ class _Cubed:
         # An operation has one output. The packed outputs are stored, so that each block is
         # evaluated once.
         item = jax.ShapeDtypeStruct((sum(layout.sizes),), _BYTES)
-        array = _gufunc(_Pack(fun, layout), batch.inputs, Packing((item,)), copies + fun.limit)
+        pack = functools.partial(_packed, fun, layout)
+        array = _gufunc(pack, batch.inputs, Packing((item,)), copies + fun.limit)
         packed = [Input(array, tuple(range(len(batch.chunks))), item.shape)]
-        return [
-            _gufunc(_Unpack(layout, n), packed, Packing((out,)), items * 2 * size)
-            for n, (out, size) in enumerate(zip(layout.items, layout.sizes, strict=True))
-        ]
+        outs: list[Any] = []
+        for n, (out, size) in enumerate(zip(layout.items, layout.sizes, strict=True)):
+            unpack = functools.partial(_unpacked, layout, n)
+            outs.append(_gufunc(unpack, packed, Packing((out,)), items * 2 * size))
+        return outs
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
         state, merge, axes, size = reduction
@@ -99,18 +100,6 @@ def _gufunc(fun: Any, inputs: Sequence[Input], layout: Packing, memory: int) -> 
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reordered:
-    """A function whose blocks arrive in another order."""
-
-    fun: Any
-    order: tuple[int, ...]  # the position of each block among the arguments of `fun`
-
-    def __call__(self, *blocks: Any, **options: Any) -> Any:
-        ordered = dict(zip(self.order, blocks, strict=True))
-        return self.fun(*(ordered[i] for i in range(len(blocks))), **options)
-
-
 def _core_axes_first(fun: Any, inputs: Sequence[Input]) -> tuple[Any, Sequence[Input]]:
     """Put an array with core axes first.
 
@@ -118,29 +107,23 @@ def _core_axes_first(fun: Any, inputs: Sequence[Input]) -> tuple[Any, Sequence[I
     axes.
     """
     order = sorted(range(len(inputs)), key=lambda i: not inputs[i].core)
-    return _Reordered(fun, tuple(order)), [inputs[i] for i in order]
+    return functools.partial(_reordered, fun, tuple(order)), [inputs[i] for i in order]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pack:
-    """A function of several outputs, which are packed into bytes."""
-
-    fun: OnBlocks
-    layout: Packing
-
-    def __call__(self, *blocks: Any) -> Any:
-        return self.layout.packed(self.fun(*blocks))
+def _reordered(fun: Any, order: tuple[int, ...], *blocks: Any, **options: Any) -> Any:
+    """Call a function with blocks that arrive in another order than it takes them."""
+    ordered = dict(zip(order, blocks, strict=True))
+    return fun(*(ordered[i] for i in range(len(blocks))), **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unpack:
-    """One of the packed outputs."""
+def _packed(fun: OnBlocks, layout: Packing, *blocks: Any) -> Any:
+    """Call a function of several outputs, and pack them into bytes."""
+    return layout.packed(fun(*blocks))
 
-    layout: Packing
-    number: int
 
-    def __call__(self, packed: Any) -> Any:
-        return self.layout.unpacked(packed)[self.number]
+def _unpacked(layout: Packing, number: int, packed: Any) -> Any:
+    """Return one of the packed outputs."""
+    return layout.unpacked(packed)[number]
 
 
 BACKEND = _Cubed()

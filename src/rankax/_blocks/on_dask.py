@@ -20,8 +20,7 @@ from rankax._blocks.backend import (
     blockwise_arguments,
     gufunc_signature,
 )
-from rankax._blocks.packing import Packing
-from rankax._blocks.programs import OnBlocks
+from rankax._blocks.programs import OnBlocks, Packing
 
 # Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")

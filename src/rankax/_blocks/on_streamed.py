@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
-from rankax._blocks.packing import Packing
-from rankax._blocks.programs import OnBlocks
+from rankax._blocks.programs import OnBlocks, Packing
 from rankax._plan.levels import Shape
 
 STATES = "_rankax/states"  # the array of a store that is not a result
@@ -80,9 +79,8 @@ class _ToStages:
 
     def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
         stage = Stage(fun, batch.inputs, tuple(map(sum, batch.chunks)))
-        shapes = [(*stage.shape, *item.shape) for item in layout.items]
-        pairs = zip(shapes, layout.items, strict=True)
-        stage.outputs = [Streamed(shape, item.dtype, stage=stage) for shape, item in pairs]
+        for item in layout.items:
+            stage.outputs.append(Streamed((*stage.shape, *item.shape), item.dtype, stage=stage))
         return list(stage.outputs)
 
     def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:

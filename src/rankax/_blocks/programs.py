@@ -25,15 +25,68 @@ import numpy as np
 
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
-from rankax._blocks.dtypes import in_native_order
-from rankax._blocks.packing import Array, Packing
 from rankax._call.bind import rebind
 from rankax._call.kernel import Kernel
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
+from rankax._trace.fingerprint import checksum
+
+Array = np.ndarray[Any, Any]
 
 _MOST_KEPT = 128  # programs
+
+
+def in_native_order(array: Any) -> Any:
+    """Return a NumPy array in the byte order of this machine, which JAX requires."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Several arrays over one batch as one array of bytes: the shape and dtype of one item of each.
+
+    The states of a reduction travel as bytes too. A reduction has states of many kinds, some with
+    indices, some with user-defined trees. Cubed stores one array for each operation, and its
+    ``apply_gufunc`` has one output; every scheduler, store and tree reduction takes an array of
+    bytes.
+    """
+
+    items: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, avals: Sequence[Any], batch: int = 0) -> Packing:
+        """Return the layout of arrays whose first ``batch`` axes are batch axes."""
+        return cls(tuple(jax.ShapeDtypeStruct(x.shape[batch:], np.dtype(x.dtype)) for x in avals))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of one item of each array."""
+        return tuple(math.prod(item.shape) * item.dtype.itemsize for item in self.items)
+
+    def batch_shape(self, arrays: Sequence[Any]) -> tuple[int, ...]:
+        """Return the batch axes of these arrays."""
+        return arrays[0].shape[: arrays[0].ndim - len(self.items[0].shape)]
+
+    def packed(self, arrays: Sequence[Any]) -> Array:
+        """Return the bytes of arrays along a new last axis, after their batch axes."""
+        batch = self.batch_shape(arrays)
+        rows = [
+            np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*batch, size)
+            for x, size in zip(arrays, self.sizes, strict=True)
+        ]
+        return np.concatenate(rows, axis=-1)
+
+    def unpacked(self, packed: Array) -> list[Array]:
+        """Return the arrays that `packed` was given."""
+        parts = np.split(packed, np.cumsum(self.sizes)[:-1], axis=-1)
+        return [
+            np.ascontiguousarray(x)
+            .reshape(-1)
+            .view(item.dtype)
+            .reshape(packed.shape[:-1] + item.shape)
+            for x, item in zip(parts, self.items, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +127,11 @@ class Setup:
             leaves.append(value)
         call = rebind(self.kernel, self.names, leaves, self.treedef, dict(self.others))
         return run(call, options)
+
+    def unbounded(self) -> Setup:
+        """Return the same without a bound on memory."""
+        options = {**self.options, "chunk_size": None, "memory_limit": None}
+        return dataclasses.replace(self, options=options)
 
     def on_item(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """Call the kernel for one item."""
@@ -262,29 +320,34 @@ class OnBlocks:
         return cls(_programs.find(payload, lambda: program), tuple(numbers), payload)
 
     @property
+    def layout(self) -> Packing:
+        """The layout of the packed states that it takes or returns."""
+        assert isinstance(self._program, StateProgram)
+        return self._program.layout
+
+    @property
     def limit(self) -> int:
         """The kernel's memory limit in bytes; 0 if it has none, or one that is a share."""
         limit = self._program.setup.options["memory_limit"]
         return limit if isinstance(limit, int) else 0  # a share depends on the machine that runs it
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether the kernel is reduced in the order of its items."""
+    def reductions(self) -> Sequence[Any]:
+        """The kernel's reductions, if there are any."""
         reductions = self._program.setup.kernel.preset.reduce
-        return reductions is not None and reductions.are_ordered
-
-    def unpacked(self, states: Array) -> list[Array]:
-        """Return the arrays of packed states."""
-        assert isinstance(self._program, StateProgram)
-        return self._program.layout.unpacked(states)
+        return reductions.entries if reductions else ()
 
     def traced(self, blocks: Sequence[Any]) -> Any:
         """Return the program for blocks of these shapes and dtypes, without a bound on memory."""
-        setup = self._program.setup
-        options = {**setup.options, "chunk_size": None, "memory_limit": None}
-        setup = dataclasses.replace(setup, options=options)
-        program = dataclasses.replace(self._program, setup=setup)
+        program = dataclasses.replace(self._program, setup=self._program.setup.unbounded())
         return jax.make_jaxpr(program.traced)(list(blocks), list(self._numbers))
+
+    def digest(self, blocks: Sequence[Any]) -> str:
+        """Return a digest of the program for such blocks, equal in each process."""
+        parts: list[Any] = [self.traced(blocks)]
+        for fields in map(vars, self.reductions):  # the program has their functions
+            parts += [item for item in fields.items() if not callable(item[1])]
+        return checksum(parts)
 
     def __call__(self, *blocks: Any, **options: Any) -> Any:
         """Evaluate one block."""

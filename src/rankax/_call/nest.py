@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rankax._call.over_parts import Begins
 from rankax._lockstep.call import walk_in_lanes
+from rankax._loop.access import on_explicit_mesh
 from rankax._loop.keys import add_places, number_items, vmap_level
 from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec
@@ -94,7 +95,7 @@ class Nest:
         """
         if self.plan.in_flight > 1:
             item.check_order()
-        arrays = self._reshaped(leaves)
+        arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
         mapped = [arrays.pop(position) for position in self.mapped]
         specs = list(self.specs)
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take

@@ -71,6 +71,12 @@ def carried_with(start: T, operands: Any) -> T:
     return start
 
 
+def on_explicit_mesh(x: jax.Array) -> jax.Array:
+    """Put an array on the mesh that is set, if that has explicit axes: loops need it in types."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return _on_mesh(x) if AxisType.Explicit in types else x
+
+
 def _varying_axes(x: jax.Array) -> frozenset[Any]:
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):

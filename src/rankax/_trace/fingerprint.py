@@ -20,16 +20,26 @@ Derivative rules are left out: evaluation does not use them, and each trace make
 A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
 Rules are functions, so they cannot be compared, except those of our loops, which follow from the
 program and a key. `without_constants` is the program to keep then.
+
+A record on disk cannot keep the objects of a program, and it must describe every program:
+`checksum` has the content of a fingerprint, with the arrays of all depths in it. Functions that JAX
+does not trace, such as callbacks, are described by their code and by what they refer to, as far as
+Python shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import hashlib
+import re
 import struct
-from collections.abc import Hashable
+import types
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rankax._trace.derivatives import RULES, call_of
@@ -57,7 +67,7 @@ def fingerprint(closed: Any) -> Hashable:
     """Return a key: programs with equal keys map equal constants and inputs to equal outputs."""
     if closed.effects:
         raise Unknown
-    key = _of_program(closed.jaxpr)
+    key = _of_program(closed.jaxpr, _refused)
     try:
         hash(key)
     except TypeError:
@@ -65,7 +75,15 @@ def fingerprint(closed: Any) -> Hashable:
     return key
 
 
-def _of_program(jaxpr: Any) -> Hashable:
+def _refused(value: Any) -> Hashable:
+    del value
+    raise Unknown
+
+
+_Other = Callable[[Any], Hashable]
+
+
+def _of_program(jaxpr: Any, other: _Other) -> Hashable:
     numbers: dict[Any, int] = {}
 
     def defined(variable: Any) -> Hashable:
@@ -73,12 +91,12 @@ def _of_program(jaxpr: Any) -> Hashable:
         return variable.aval
 
     def used(atom: Any) -> Hashable:
-        return _of_literal(atom) if isinstance(atom, Literal) else numbers[atom]
+        return _of_literal(atom, other) if isinstance(atom, Literal) else numbers[atom]
 
     inputs = tuple(defined(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     body: list[Hashable] = []
     for eqn in jaxpr.eqns:
-        params = _of_params(eqn)
+        params = _of_params(eqn, other)
         arguments = tuple(map(used, eqn.invars))
         results = tuple(map(defined, eqn.outvars))
         body.append((eqn.primitive, arguments, results, params, eqn.ctx))
@@ -86,20 +104,20 @@ def _of_program(jaxpr: Any) -> Hashable:
     return len(jaxpr.constvars), inputs, tuple(body), outputs
 
 
-def _of_literal(literal: Any) -> Hashable:
+def _of_literal(literal: Any, other: _Other) -> Hashable:
     if isinstance(literal.val, jax.Array):  # reading it might wait for a device
-        raise Unknown
+        return other(literal.val)
     # Compared by bits, because NaN differs from itself and -0.0 equals 0.0.
     value = np.asarray(literal.val)
     return Literal, literal.aval, value.dtype, value.tobytes()
 
 
-def _of_params(eqn: Any) -> Hashable:
+def _of_params(eqn: Any, other: _Other) -> Hashable:
     kind, params = name_and_params(eqn)
     if kind in RULES:
-        return _of_value(params["call_jaxpr"])
-    left_out = _DERIVATIVES_ONLY.get(kind)
-    kept = ((name, _of_value(value)) for name, value in params.items() if name != left_out)
+        return _of_value(params["call_jaxpr"], other)
+    left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
+    kept = ((name, _of_value(value, other)) for name, value in params.items() if name != left_out)
     return kind, *kept
 
 
@@ -114,7 +132,7 @@ _DERIVATIVES_ONLY = {
 _PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
 
 
-def _of_value(value: Any) -> Hashable:
+def _of_value(value: Any, other: _Other) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value  # True is not 1
     if isinstance(value, (float, complex)):
@@ -123,17 +141,15 @@ def _of_value(value: Any) -> Hashable:
     if isinstance(value, np.generic):
         return type(value), value.dtype, value.tobytes()
     if isinstance(value, ClosedJaxpr):
-        if value.consts:
-            raise Unknown
-        return _of_program(value.jaxpr)
+        return _of_program(value.jaxpr, other), *map(other, value.consts)
     if isinstance(value, Jaxpr):
-        return _of_program(value)
+        return _of_program(value, other)
     if _is_known(value):
         return type(value), value
     if not is_container(value):
-        raise Unknown
+        return other(value)
     items = value.items() if isinstance(value, dict) else value
-    return type(value), tuple(map(_of_value, items))
+    return type(value), tuple(_of_value(item, other) for item in items)
 
 
 def _is_known(value: Any) -> bool:
@@ -214,3 +230,67 @@ def _without_rule(eqn: Any) -> Any:
     eqn = with_subprograms(eqn, without_rules)
     left_out = _DERIVATIVES_ONLY.get(name_and_params(eqn)[0])
     return with_params(eqn, **{left_out: None}) if left_out else eqn
+
+
+# What decides the values of functions, and what objects hold.
+_PARTS = (
+    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),
+    *("__func__", "__self__", "func", "args", "keywords", "__wrapped__", "__dict__"),
+    *("co_code", "co_names", "co_consts"),
+)
+
+
+def checksum(value: Any) -> str:
+    """Return a checksum of programs, arrays, functions and objects, equal in each process."""
+    return hashlib.sha256(_text(_Description()(value)).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without addresses
+
+
+class _Description:
+    """Describes a value by nested containers."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # numbers by id; kept so that no other object has it
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, (*_PLAIN, float, complex)):
+            return value
+        if isinstance(value, ClosedJaxpr):
+            return _of_value(value, self)
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return str(jax.random.key_impl(value)), self(jax.random.key_data(value))
+        if hasattr(value, "__array__"):
+            array = np.asarray(value)
+            if not array.dtype.hasobject:
+                return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+            value = array.tolist()
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)][0]
+        self._seen[id(value)] = len(self._seen), value
+        if isinstance(value, dict):
+            return [(self(name), self(item)) for name, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, [self(item) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(_text(self(item)) for item in value)
+        return value.__name__ if isinstance(value, types.ModuleType) else self._parts(value)
+
+    def _parts(self, value: Any) -> Any:
+        """Describe a function by its code and what this refers to, and an object by its fields."""
+        kind = type(value)
+        slots = [name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ())]
+        parts: list[Any] = []
+        for name in (*_PARTS, *sorted({*slots} - {"__weakref__"})):
+            with contextlib.suppress(AttributeError, ValueError):  # a cell may be empty
+                parts.append((name, self(getattr(value, name))))
+        if isinstance(value, types.FunctionType):
+            used = [value.__globals__.get(name) for name in value.__code__.co_names]
+            home = value.__module__  # functions of other modules are told by their names
+            parts += [self(x) for x in used if not callable(x) or x.__module__ == home]
+        call = vars(kind).get("__call__")
+        if isinstance(call, types.FunctionType):
+            parts.append(self(call))
+        return kind.__qualname__, parts or repr(value)

@@ -1,31 +1,28 @@
 # SPDX-License-Identifier: MIT
 """Check a call and plan its run: the stages, their blocks, what is stored, what is recorded.
 
-The kernel is called with stand-ins for its arrays (`_blocks/on_streamed.py`), as it would be with
-arrays of dask. That checks the call, and returns arrays that name the stages that write them.
+The call is checked and evaluated as with arrays of dask (`_blocks/call.py`), but its arrays are
+stand-ins (`_blocks/on_streamed.py`), and it returns arrays that name the stages that write them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import rankax
 from rankax._base.words import plural
+from rankax._blocks.call import evaluate_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten, rebind
+from rankax._call.bind import flatten
 from rankax._call.kernel import Kernel
 from rankax._fit.memory import free_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
-from rankax._trace.fingerprint import opened
+from rankax._trace.fingerprint import checksum
 from rankax.stream._cut import Cuts, cut
 from rankax.stream._sources import digest, grain, streamed
 
@@ -67,31 +64,31 @@ def prepared(
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, tuple(args), dict(kwargs))
-    ranked = [*zip(call.structure.paths, call.structure.ranks, strict=True)]
-    pairs = zip(call.leaves, ranked, strict=True)
-    leaves = [leaf if rank is None else streamed(leaf, path) for leaf, (path, rank) in pairs]
-    if not any(isinstance(leaf, Streamed) for leaf in leaves):
+    triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
+    leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
+    if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         raise TypeError(f"{where}: no argument with a rank is an array with axes")
-    again = rebind(kernel, call.names, leaves, call.treedef, call.others).arguments
     options = kernel.options()
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
-    bounded = mapped.with_options(memory_limit=half, progress=False, checkpoint=False, bucket=False)
-    tree = bounded(*again.args, **again.kwargs)
+    bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
+    on_blocks = dataclasses.replace(options, **bounded)
+    tree = evaluate_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
     _name(tree, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
     record: dict[str, Any] = {
         "kernel": kernel.name,
-        "program": [_program(stage) for stage in stages if not stage.reads_states],
-        **{f"options: {n}": _text(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
+        "program": [text for stage in stages for text in _programs(stage)],
+        **{f"options: {n}": str(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
         "memory_limit": given,
         "limit": limit,
         "blocks": [[*each.block] for each in cuts],
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
-    pairs = zip(leaves, ranked, strict=True)
-    record |= {path: _about(leaf) for leaf, (path, rank) in pairs if rank is not None}
+    for leaf, path, rank in zip(leaves, call.structure.paths, call.structure.ranks, strict=True):
+        if rank is not None:  # an argument may be called "program"
+            record[f"argument {path}" if path in record else path] = _about(leaf)
     different = [
         f"{key} was {found.get(key)} and is {record.get(key)}"
         for key in sorted(found | record)
@@ -127,28 +124,21 @@ def _name(tree: Any, where: str) -> None:
         raise ValueError(f"{where}: two outputs would be stored as one array; rename their keys")
 
 
-def _program(stage: Stage) -> str:
-    """Return a digest of the program of a stage, and of the arrays that it closes over."""
+def _programs(stage: Stage) -> list[str]:
+    """Return digests of the programs of a stage."""
+    if stage.reads_states:
+        return [stage.fun.digest(stage.fun.layout.items)]
     blocks: list[Any] = []
     for array, axes, core in stage.inputs:
         sizes = [min(2, n) for n in array.shape[: len(axes)]]
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # of indices, too
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))  # of indices, too
         blocks.append(jax.ShapeDtypeStruct((*sizes, *core), dtype))
-    traced = opened(stage.fun.traced(blocks))
-    checksum = hashlib.sha256(_text(traced).encode())
-    for const in traced.consts:
-        is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
-        checksum.update(np.asarray(jax.random.key_data(const) if is_key else const).tobytes())
-    return checksum.hexdigest()[:16]
+    merges = [] if stage.merge is None else [stage.merge.digest(stage.merge.layout.items * 2)]
+    return [stage.fun.digest(blocks), *merges]
 
 
 def _about(value: Any) -> str:
     """Return what is recorded of an argument."""
-    if not isinstance(value, Streamed):
-        return _text(value)
-    return f"{value.dtype}{value.shape}, chunks {grain(value)}, digest {digest(value)}"
-
-
-def _text(value: Any) -> str:
-    """Return what Python prints of an object, without addresses, which differ in each process."""
-    return re.sub(r"0x[0-9a-f]+", "0x", str(value))
+    if isinstance(value, Streamed):
+        return f"{value.dtype}{value.shape}, chunks {grain(value)}, digest {digest(value)}"
+    return repr(value) if isinstance(value, (int, float, complex)) else checksum(value)

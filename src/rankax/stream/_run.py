@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from rankax._blocks.on_streamed import Stage
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._cut import Block
 from rankax.stream._job import Job, prepared
-from rankax.stream._store import flush, is_whole, opened, recorded, write
+from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 
 
 def run(
@@ -84,8 +85,10 @@ def run(
     ------
     FileExistsError
         ``out`` exists and is no store of a run, or ``resume=False``.
+    TypeError
+        An array has 64 bits, which JAX would narrow, or a mask, which it would ignore.
     ValueError
-        ``out`` was written by another call; the message says what differs.
+        ``out`` was written by another call; the message says what differs. Or it is a URL.
     BlockingIOError
         Another process is writing to ``out``.
     FloatingPointError
@@ -95,8 +98,9 @@ def run(
     -----
     *Resume.* A block is written to files that end with their checksums, renamed when they are
     whole, and flushed to the disk. Blocks without them are computed again. The store records the
-    program of the kernel, its options, shape, dtype, chunks and some of the numbers of each
-    argument (all of those below 1 MB), ``memory_limit``, and the versions of rankax and JAX.
+    program of the kernel and of its reduction with all arrays in them, its options, shape, dtype,
+    chunks and numbers of each argument (samples of a file above 1 MB), ``memory_limit``, and the
+    versions of rankax and JAX.
 
     *Blocks.* There are at least a hundred, if there are as many items. They follow the chunks of
     the sources, and read as little as possible more than once. Each is a chunk of the store.
@@ -127,17 +131,19 @@ def run(
     progress = checked_progress(progress, where)
     if on_nan not in ("keep", "raise"):
         raise ValueError(f"{where}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
+    if re.match(r"[a-zA-Z][\w+.-]+:/", text := os.fspath(out)):
+        raise ValueError(
+            f"{where}: out must be a folder on a local disk, but it is {text!r}; write to a local "
+            "folder, and copy the finished store there"
+        )
     path = Path(out)
     found = recorded(path)
-    if (path.is_file() or any(path.glob("*"))) and not (found and resume):
+    if not (resume if found else is_free(path)):
         why = "resume=False" if found else "it is no store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found)
     try:
-        with (
-            opened(path, job.record, job.stages),
-            progress_of_call(progress, job.name) as shown,
-        ):
+        with opened(path, job.record, job.stages), progress_of_call(progress, job.name) as shown:
             _run(job, shown, where if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(
@@ -185,7 +191,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else stage.merge.unpacked(out)
+        parts = [out] if stage.merge is None else stage.merge.layout.unpacked(out)
         if any(part.dtype.kind in "fc" and np.isnan(part).any() for part in parts):
             if stage.merge is None:
                 core = tuple(range(len(block.region), out.ndim))

@@ -14,25 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._blocks.on_streamed import Stage, Streamed
-from rankax._call.arguments import is_array
 
-_WHOLE = 1 << 20  # bytes; of a larger array, samples are read
+_WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16
 _IN_A_SAMPLE = 256  # items along the last axis
 
 
-def streamed(value: Any, path: str) -> Any:
-    """Return an array with axes as one to be read in blocks, and any other value as it is."""
+def streamed(value: Any, path: str, where: str) -> Any:
+    """Return an array as one to be read in blocks, and any other value as it is."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where}: {path} is a masked array, whose mask would be lost; pass {path}.filled(...) "
+            "and the mask as an argument of its own"
+        )
     shape: Any = getattr(value, "shape", None) if hasattr(value, "__getitem__") else None
-    if shape is None or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if shape is None or isinstance(value, np.generic):
         return value
-    if not shape:
-        return value if is_array(value) else np.asarray(value[()])
-    dtype = np.dtype(value.dtype)
-    if is_array(value) and _mapping(value)[0] is None:  # narrowed by JAX, as in every call
-        dtype = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+    if isinstance(value, jax.Array):
+        if not shape or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
         value = np.asarray(value)
-    return Streamed(tuple(shape), dtype, value, path=path)
+    return Streamed(tuple(shape), np.dtype(value.dtype), value, path=path)
 
 
 def grain(source: Streamed) -> tuple[int, ...]:
@@ -60,6 +62,8 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
             f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
         )
     block = value[region[0] if isinstance(value, range) else region]
+    if np.ma.is_masked(block):  # as netCDF4 does for missing values
+        raise TypeError(f"{source.path} has a block with masked items, whose mask would be lost")
     block = np.asarray(block) if mapping is None else np.array(block)
     if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
         # Pages that were read count as memory of this process until it lets go of them.
@@ -91,7 +95,8 @@ def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
     begin = 0
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
-            begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+            offset = array.offset or 0  # None in a copy, which is in memory
+            begin = offset - offset % mmap.ALLOCATIONGRANULARITY
             if array.mode == "c":
                 return None, 0
         array = array.base
@@ -99,12 +104,13 @@ def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
 
 
 def digest(source: Streamed) -> str:
-    """Return a digest of some of the numbers of an array; of a small one, of all."""
+    """Return a digest of the numbers of an array; of a large one on disk, of some of them."""
     checksum, shape = hashlib.sha256(), source.shape
-    is_small = math.prod(shape) * source.dtype.itemsize <= _WHOLE
-    for i in range(1 if is_small else _SAMPLES):
+    in_memory = type(source.value) is np.ndarray and _mapping(source.value)[0] is None
+    is_whole = in_memory or math.prod(shape) * source.dtype.itemsize <= _WHOLE
+    for i in range(1 if is_whole else _SAMPLES):
         starts = [(n - 1) * i // (_SAMPLES - 1) for n in shape]
-        lengths = shape if is_small else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
+        lengths = shape if is_whole else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
         region = tuple(slice(i, i + length) for i, length in zip(starts, lengths, strict=True))
         checksum.update(np.ascontiguousarray(read(source, region)).tobytes())
     return checksum.hexdigest()[:16]

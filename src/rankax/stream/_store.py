@@ -10,11 +10,17 @@ counts as done; so little is lost with the power.
 What the store is about is recorded in the attributes of one array, which is created last and holds
 the states of blocks, if there are any. A lock beside it keeps other runs out; the system drops it
 when the process ends.
+
+A run may be stopped while it creates the store, which then has the folder of the lock, but no
+record, and no files but those that describe arrays. The next run deletes these and begins anew. A
+store that is made elsewhere and renamed would need no such rule, but a folder that is given cannot
+always be replaced: it may be mounted, linked, or the current one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -29,31 +35,42 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax.stream._cut import Block, Cuts
 
+_LOCK = "lock"
+
 
 def recorded(path: Path) -> dict[str, Any]:
     """Return the record of a store; it is empty where there is none yet."""
     try:
         return zarr.open_array(path / STATES, mode="r").attrs.asdict()
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):  # not JSON if the power failed
         return {}
+
+
+def is_free(path: Path) -> bool:
+    """Whether nothing is there, or only what a run had begun to create when it was stopped."""
+    if not (path / STATES).parent.is_dir():
+        return not path.is_file() and not any(path.glob("*"))
+    names = {file.name for file in path.rglob("*") if not file.is_dir()}
+    return all(name in ("zarr.json", _LOCK) or name.endswith(".partial") for name in names)
 
 
 @contextlib.contextmanager
 def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Generator[None]:
     """Lock a store, and open its arrays; create it if it has no record."""
     (path / STATES).mkdir(parents=True, exist_ok=True)
-    with FileLock(path / STATES / "lock", blocking=False):
-        if not recorded(path):
-            _create(path, record, stages)
-        elif recorded(path) != record:  # it was made since this run began
+    with FileLock(path / STATES / _LOCK, blocking=False):
+        found = recorded(path)
+        if found not in ({}, record):  # it was made since this run began
             raise Timeout(str(path))
-        for partial in path.rglob("*.partial"):  # what a killed process was writing
-            partial.unlink()
-        with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
-            group: Any = zarr.open_group(path, mode="r+")
-            for out in [out for cuts in stages for out in cuts.stage.outputs]:
-                out.value = group[out.path]
         try:
+            if not found:
+                _create(path, record, stages)
+            for partial in path.rglob("*.partial"):  # what a killed process was writing
+                partial.unlink()
+            with zarr.config.set({"array.write_empty_chunks": True}):  # else zeros have no file
+                group: Any = zarr.open_group(path, mode="r+")
+                for out in [out for cuts in stages for out in cuts.stage.outputs]:
+                    out.value = group[out.path]
             yield
         except BaseException as error:
             error.add_note(f"{path} keeps the blocks that are whole; the same call resumes")
@@ -61,14 +78,20 @@ def opened(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> Genera
 
 
 def _create(path: Path, record: dict[str, Any], stages: Sequence[Cuts]) -> None:
-    """Create the arrays; again, if a run was killed here."""
+    """Create the arrays, and the record when they are on the disk."""
+    for file in sorted(path.rglob("*"), reverse=True):  # what is in a folder before the folder
+        if file.is_dir() and not any(file.iterdir()):
+            file.rmdir()
+        elif not file.is_dir() and file.name != _LOCK:
+            file.unlink()
     group: Any = zarr.open_group(path, mode="a")
     arrays = {out.path: _array(cuts, out) for cuts in stages for out in cuts.stage.outputs}
     states = arrays.pop(STATES, {"name": STATES, "shape": (0,), "dtype": "uint8"})
     for array in arrays.values():
-        group.create_array(**array, overwrite=True)
-    group.create_array(**states, attributes=record)
+        group.create_array(**array)
     flush([*path.rglob("zarr.json")])
+    group.create_array(**states, attributes=record)
+    flush([path / STATES / "zarr.json"])
 
 
 def _array(cuts: Cuts, out: Streamed) -> dict[str, Any]:

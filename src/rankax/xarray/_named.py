@@ -15,7 +15,8 @@ import numpy as np
 
 from rankax._base.blocks import blocks_of
 from rankax._base.words import listed, plural
-from rankax._blocks.dtypes import checked_dtype, in_native_order
+from rankax._blocks.leaves import checked_dtype
+from rankax._blocks.programs import in_native_order
 from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel
 from rankax._call.kernel import Kernel

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT
+"""Runs that are stopped at any step: killed, or by a full disk. The same call goes on."""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+import zarr
+
+import rankax.stream
+import stream_child
+from helpers import assert_same, slow
+from rankax._blocks.on_streamed import STATES
+from rankax.stream import _cut
+from stream_child import KERNELS, STEPS
+
+LEAST = 12
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    monkeypatch.setattr(_cut, "_LEAST", LEAST)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Start processes that have imported JAX."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stream_child"])
+    return context
+
+
+def files(store):
+    return {str(p.relative_to(store)): p.read_bytes() for p in store.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of runs in one piece, how often they take each step, and what they return."""
+    runs = {}
+    x, y = stream_child.points()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cut, "_LEAST", LEAST)
+        for kind, kernel in KERNELS.items():
+            out = tmp_path_factory.mktemp("whole") / "a.zarr"
+            with contextlib.ExitStack() as stack:
+                calls = {
+                    step: stack.enter_context(stream_child.stopped(step, 0, None, after=False))
+                    for step in STEPS
+                }
+                got = stream_child.run(kind, out)
+            got = jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), got)
+            assert_same(got, jax.jit(kernel)(x[:, None], y), rtol=1e-4)
+            runs[kind] = files(out), {step: len(own) for step, own in calls.items()}
+    return runs
+
+
+CASES = [(step, last, after) for step in STEPS for last in (False, True) for after in (False, True)]
+CASES = [case for case in CASES if case[:2] != ("finish", False)]  # a store is looked for
+QUICK = {
+    *(("folder", False, True), ("lock", False, True), ("array", False, False)),
+    *(("array", True, True), ("write", False, True), ("flush", True, False)),
+}
+KILLS = [
+    pytest.param(
+        "map" if i % 2 else "reduce", *case, marks=() if case in QUICK else pytest.mark.slow
+    )
+    for i, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("kind", "step", "last", "after"), KILLS)
+def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, last, after):
+    number = whole[kind][1][step] if last else 1
+    out = tmp_path / "a.zarr"
+    arguments = kind, out, LEAST, step, number, after
+    process = processes.Process(target=stream_child.run_killed, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    stream_child.run(kind, out)
+    assert files(out) == whole[kind][0]
+
+
+@pytest.mark.parametrize(("step", "last", "after"), CASES)
+def test_a_run_that_finds_the_disk_full_goes_on(tmp_path, whole, step, last, after):
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    number = whole["reduce"][1][step] if last else 1
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        stream_child.stopped(step, number, full, after=after),
+    ):
+        stream_child.run("reduce", tmp_path / "a.zarr")
+    stream_child.run("reduce", tmp_path / "a.zarr")
+    assert files(tmp_path / "a.zarr") == whole["reduce"][0]
+
+
+@pytest.mark.parametrize("size", [0, slow(1), slow(600)])
+def test_a_disk_without_space_for_files(tmp_path, processes, whole, size):
+    out = tmp_path / "a.zarr"
+    process = processes.Process(target=stream_child.run_without_space, args=("map", out, size))
+    process.start()
+    process.join()
+    assert process.exitcode == 3
+    stream_child.run("map", out)
+    assert files(out) == whole["map"][0]
+
+
+def begun(out):
+    """Leave a store that was not finished."""
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        stream_child.stopped("metadata", 1, stop, after=False),
+    ):
+        stream_child.run("map", out)
+    assert [path for path in out.iterdir() if path.name != "_rankax"]
+
+
+def test_another_call_may_take_a_store_that_was_not_created(tmp_path):
+    out = tmp_path / "a.zarr"
+    begun(out)
+    x, _ = stream_child.points()
+    near = rankax.auto_vmap(x=1)(lambda x: jnp.sum(x))
+    got = rankax.stream.run(near, x, out=out, progress=False)
+    assert_same(jnp.asarray(got[...]), jax.jit(near)(x))
+    assert {name for name, _ in zarr.open_group(out, mode="r").arrays()} == {"output"}
+    assert not (out / "distance").exists()
+
+
+def test_a_store_that_was_not_created_may_be_taken_without_resume(tmp_path):
+    out = tmp_path / "a.zarr"
+    begun(out)
+    x, y = stream_child.points()
+    rankax.stream.run(KERNELS["map"], x[:, None], y, out=out, resume=False, progress=False)
+    with pytest.raises(FileExistsError, match="resume=False"):
+        rankax.stream.run(KERNELS["map"], x[:, None], y, out=out, resume=False, progress=False)
+
+
+def test_files_of_others_are_never_deleted(tmp_path):
+    out = tmp_path / "a.zarr"
+    begun(out)
+    (out / "notes").mkdir()
+    (out / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="it is no store of rankax"):
+        stream_child.run("map", out)
+    assert (out / "notes" / "a.txt").read_text() == "mine"
+    assert (out / "distance" / "zarr.json").exists()
+
+
+def test_a_record_that_the_power_cut_off_is_none(tmp_path, whole):
+    out = tmp_path / "a.zarr"
+    begun(out)
+    (out / STATES / "zarr.json").write_bytes(b"")
+    stream_child.run("map", out)
+    assert files(out) == whole["map"][0]
+
+
+def test_a_folder_that_is_empty_linked_or_current(tmp_path, whole, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    stream_child.run("map", tmp_path / "link")
+    assert files(tmp_path / "empty") == whole["map"][0]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    stream_child.run("map", ".")
+    assert files(tmp_path / "here") == whole["map"][0]
