@@ -65,17 +65,17 @@ MUTANTS = [
         "keys::a_part_of_a_batch_has_the_keys_of_the_whole",
     ),
     Mutant(
-        "a kept loop does not depend on its spec",
-        "_loop/reuse.py",
-        "(spec, sink, walk),",
-        "(sink, walk),",
+        "a kept program does not depend on the plan",
+        "_call/run.py",
+        "(tuple(nests.items()), main, chunks, layout, reductions)",
+        "(tuple(nests.items()), chunks, layout, reductions)",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(
         "a kept loop does not depend on out_axes",
         "_loop/reuse.py",
-        "item.where, item.out_axes, item.out_tree, key",
-        "item.where, item.out_tree, key",
+        "item.where, item.out_axes, key",
+        "item.where, key",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(

@@ -27,6 +27,8 @@ def norm(x, w):
 
 
 REDUCTIONS = ["sum", "mean", "prod", "logsumexp", "max", Moments(), PRODUCT, Gram()]
+# Of the others, the plain derivative is NaN there: a winner's, and 0 times infinity.
+DEFINED = ["sum", "mean", "prod", "logsumexp", PRODUCT, Gram()]
 
 
 def reduced(reduce, chunk_size):
@@ -44,7 +46,7 @@ def test_the_program_has_one_copy_of_the_kernel(reduce, length):
 
 
 @pytest.mark.parametrize("length", [12, 13])
-@pytest.mark.parametrize("reduce", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("reduce", DEFINED, ids=str)
 def test_repeated_items_send_nothing_back(reduce, length):
     """Of 13 items in chunks of 5, items 8 and 9 are evaluated twice."""
     x = np.linspace(0.5, 2, 2 * length, dtype=np.float32).reshape(length, 2)

@@ -105,7 +105,8 @@ def chunked_reduce(
     `jax.numpy.max` shares it.
 
     *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
-    differ. The remainder after the last whole tile is a smaller tile: no item counts twice.
+    differ. The last tile overlaps the one before it if no tile divides the axis; items that were
+    counted before add nothing and send nothing back: no item counts twice.
 
     *Devices.* Each device reduces its own part of the axis, which may have any length, and the
     partial states are merged once: sums, means, ``any`` and ``all`` by one sum or the like over the

@@ -32,7 +32,7 @@ from rankax._lockstep.machine import cut_program
 from rankax._loop.access import first_start, write_chunk
 from rankax._loop.keys import PLACE
 from rankax._loop.spec import LoopSpec, places_of
-from rankax._loop.store import Fold, Lanes, Store, Tile, ends_of, new_items, steps_of
+from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import has_tangent
@@ -72,7 +72,7 @@ def walk_in_lanes(
     leaves: Sequence[Any],
     levels: Sequence[LoopSpec],
     like: ItemProgram | None = None,
-    folds: Callable[[Sequence[Any], Chunks], Sequence[Fold]] | None = None,
+    folds: Callable[[Sequence[Any], Chunks], Sequence[Sink]] | None = None,
     tile: int = 1,
     index_dtype: Any = jnp.int32,
 ) -> list[Any]:
@@ -107,7 +107,7 @@ def walk_in_lanes(
         tiles = Chunks(count, tile, -(-count // tile))
         outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
         own = tuple(folds(outs, tiles))
-        output = _Window(tiles, lanes, own, Lanes(tile, (), index_dtype), avals)
+        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype), avals)
     if spec.progress is not None:
         output = _Reported(output, Reports(spec.progress, count, 1, 1))
     machine = cut_program(item.closed, keep_rules=spec.keep_rules)
@@ -204,8 +204,8 @@ class _Window(Output):
 
     tiles: Chunks
     lanes: int
-    folds: tuple[Fold, ...]
-    in_tile: Lanes
+    folds: tuple[Sink, ...]
+    in_tile: TileLanes
     avals: Sequence[Any]
 
     @property

@@ -44,10 +44,10 @@ from rankax._loop.access import (
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.spec import LoopSpec
 from rankax._loop.store import (
-    Fold,
-    Lanes,
+    Sink,
     Store,
     Tile,
+    TileLanes,
     ends_of,
     new_items,
     steps_of,
@@ -95,7 +95,7 @@ class _Operands(NamedTuple):
 
 
 Chunk = Callable[[Any, _Operands], Any]  # what the chunk that starts at an index returns
-Folds = Callable[[Any, Chunks], Sequence[Fold]]  # from the types of a chunk
+SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
 
 
 def map_level(
@@ -106,7 +106,7 @@ def map_level(
         size, numbered = level.chunks.length, level.numbered
         return vmap_level(fun, level.in_axes, size, list(out_axes), numbered=numbered)
 
-    def stores(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+    def stores(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
         return [Store.of(outs, i, axis, chunks, back=back) for i, axis in enumerate(out_axes)]
 
     return lambda *leaves: run_loop(fun, leaves, level, out_axes, stores, back=back)
@@ -117,7 +117,7 @@ def run_loop(
     leaves: Sequence[Any],
     level: LoopSpec,
     out_axes: Sequence[int | None],
-    folds_of: Folds,
+    folds_of: SinksOf,
     *,
     back: bool,
     below: tuple[int, ...] = (),
@@ -138,7 +138,7 @@ def run_loop(
     back : bool
         Whether the loop is the one that is differentiated.
     below, index_dtype
-        As in `Lanes`, of a level that is reduced.
+        As in `TileLanes`, of a level that is reduced.
     """
     chunks = (back and level.derivative) or level.chunks
     axes = level.axes
@@ -184,7 +184,7 @@ def run_loop(
             chunk = [without_repeated(x, axis, ok) for x, axis in pairs]
         return tree.unflatten(run(operands.shared, chunk))
 
-    lanes = Lanes(chunks.size, below, index_dtype)
+    lanes = TileLanes(chunks.size, below, index_dtype)
     return _scan_chunks(chunk_at, operands, level, chunks, folds, lanes)
 
 
@@ -247,8 +247,8 @@ def _scan_chunks(
     operands: _Operands,
     level: LoopSpec,
     chunks: Chunks,
-    folds: Sequence[Fold],
-    lanes: Lanes,
+    folds: Sequence[Sink],
+    lanes: TileLanes,
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds."""
     reports = level.progress and Reports(level.progress, chunks.length, chunks.size, chunks.steps)

@@ -23,7 +23,7 @@ from rankax._plan.chunks import Chunks
 from rankax._trace.derivatives import has_tangent
 
 
-class Lanes(NamedTuple):
+class TileLanes(NamedTuple):
     """How the items of a tile lie in lanes: its own, and those of the levels inside, mapped whole.
 
     An output that is folded has them on its last axes, those of the tile first.
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     outs: list[Any]  # outputs of the items; of an item that is a loop itself, what that returns
     at: jax.Array  # the first item, counted along the level
     ok: jax.Array | None  # the items of the level that no earlier step had; None: all
-    lanes: Lanes
+    lanes: TileLanes
 
     @property
     def index(self) -> jax.Array:
@@ -68,7 +68,7 @@ class Tile(NamedTuple):
         return lax.collapse(out, out.ndim - 1 - len(self.lanes.below))
 
 
-class Fold:
+class Sink:
     """What a loop asks of one output, or of several. Without a carry or rows, they are None."""
 
     def start(self, lanes: int) -> Any:
@@ -85,7 +85,7 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True)
-class Store(Fold):
+class Store(Sink):
     """One output, an array or a tree of them, whole.
 
     * As rows: the ``ys`` of the scan. For even chunks along axis 0, joining them is a reshape.
@@ -149,13 +149,13 @@ class Store(Fold):
         return self.tree.unflatten(outs)
 
 
-def steps_of(folds: Sequence[Fold], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:
+def steps_of(folds: Sequence[Sink], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:
     """Return the next carry and the row of each fold."""
     pairs = [fold.step(own, tile) for fold, own in zip(folds, held, strict=True)]
     return [own for own, _ in pairs], [row for _, row in pairs]
 
 
-def ends_of(folds: Sequence[Fold], held: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+def ends_of(folds: Sequence[Sink], held: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
     """Return what a loop returns for each fold."""
     return [fold.end(*own) for fold, *own in zip(folds, held, rows, strict=True)]
 

@@ -50,7 +50,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._reduce.row import Row
-from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Kept, in_a_row
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Whole, in_a_row
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
@@ -145,7 +145,7 @@ class Reduction:
         """Reduce axis 0 of the leaves, as `jax.numpy` does."""
         raise NotImplementedError
 
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Kept]:
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
         """Return what a loop over ``size`` items accumulates."""
         raise NotImplementedError
 
@@ -204,8 +204,8 @@ class Keep(Reduction):
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [row.split(out) for out in outs]
 
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Kept]:
-        return [Kept(position) for position in outputs.positions]
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
+        return [Whole(position) for position in outputs.positions]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
         return state

@@ -28,10 +28,10 @@ from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, run_loop
 from rankax._loop.spec import LoopSpec, places_of
-from rankax._loop.store import Fold, Lanes, Store, Tile
+from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import in_tiles
-from rankax._reduce.states import Accumulation, Kept, Merged
+from rankax._reduce.states import Accumulation, Merged, Whole
 from rankax._trace.programs import subprograms
 
 _EXPENSIVE = {
@@ -41,7 +41,7 @@ _EXPENSIVE = {
     *("pow", "sin", "sinh", "tan", "tanh"),
 }
 
-Steps = Sequence[Accumulation | Kept]
+Steps = Sequence[Accumulation | Whole]
 
 
 def most_lanes() -> int | None:
@@ -192,10 +192,10 @@ class Row:
         """Return the states of a row that is one tile, or empty."""
         outs, dtype = self.whole(), index_dtype(self.size)
         last = [jnp.moveaxis(out, 0, -1) for out in outs]
-        tile = Tile(last, scalar(0, dtype), None, Lanes(self.size, (), dtype))
+        tile = Tile(last, scalar(0, dtype), None, TileLanes(self.size, (), dtype))
 
-        def state(step: Accumulation | Kept) -> Any:
-            if isinstance(step, Kept):
+        def state(step: Accumulation | Whole) -> Any:
+            if isinstance(step, Whole):
                 return self.split(outs[step.output])
             held = step.start(max(self.size, 1))
             return step.end(step.step(held, tile)[0] if self.size else held, None)
@@ -206,12 +206,12 @@ class Row:
         self, steps: Steps, level: LoopSpec, below: Sequence[LoopSpec]
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
-        kept = {step.output for step in steps if isinstance(step, Kept)}
+        kept = {step.output for step in steps if isinstance(step, Whole)}
 
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
             return [
                 Store.of(outs, step.output, 0, chunks, back=self.back)
-                if isinstance(step, Kept)
+                if isinstance(step, Whole)
                 else in_tiles(step, is_expensive=self.is_expensive)
                 for step in steps
             ]
@@ -238,12 +238,12 @@ class Row:
         """Return the loop over one level whose items are loops themselves."""
         length = level.chunks.length
         one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
-        axes = [0 if isinstance(step, Kept) else None for step in steps]
+        axes = [0 if isinstance(step, Whole) else None for step in steps]
 
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
             return [
                 Store.of(outs, i, 0, chunks, back=self.back)
-                if isinstance(step, Kept)
+                if isinstance(step, Whole)
                 else Merged(i, step.accumulator, each)
                 for i, step in enumerate(steps)
             ]
@@ -256,10 +256,10 @@ class Row:
     def _in_lanes(self, steps: Steps, tile: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
 
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Fold]:
+        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
             return [
                 Store.of(outs, step.output, 0, chunks, in_lanes=True)
-                if isinstance(step, Kept)
+                if isinstance(step, Whole)
                 else step
                 for step in steps
             ]
@@ -267,6 +267,6 @@ class Row:
         dtype = index_dtype(self.size)
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
         return [
-            self.split(state) if isinstance(step, Kept) else state
+            self.split(state) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._loop.store import Fold, Tile
+from rankax._loop.store import Sink, Tile
 
 State = Any  # a pytree of arrays, each with the lanes on the last axis
 
@@ -70,7 +70,7 @@ class Accumulator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulation(Fold):
+class Accumulation(Sink):
     """An accumulator, and the output of an item that it takes, or several as a tuple."""
 
     outputs: int | tuple[int, ...]
@@ -109,7 +109,7 @@ class Accumulation(Fold):
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged(Fold):
+class Merged(Sink):
     """Merges the states of inner loops, each over ``each`` items."""
 
     position: int
@@ -132,7 +132,7 @@ class Merged(Fold):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Whole:
     """An output that is stored whole beside those that are accumulated."""
 
     output: int
