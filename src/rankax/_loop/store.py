@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from rankax._plan.chunks import Chunks
 from rankax._trace.derivatives import has_tangent
 
 
-class TileLanes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TileLanes:
     """How the items of a tile lie in lanes: its own, and those of the levels inside, mapped whole.
 
     An output that is folded has them on its last axes, those of the tile first.
@@ -39,7 +40,8 @@ class TileLanes(NamedTuple):
         return self.size * math.prod(self.below)
 
 
-class Tile(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tile:
     """What one step of a loop evaluated."""
 
     outs: list[Any]  # outputs of the items; of an item that is a loop itself, what that returns
@@ -143,7 +145,8 @@ class Store(Sink):
         return written, rows
 
     def end(self, held: list[Any], rows: list[Any] | None) -> Any:
-        triples = zip(held, rows or [None] * len(held), self.as_rows, strict=True)
+        none: list[Any] = [None] * len(held)
+        triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
         outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
         return self.tree.unflatten(outs)
