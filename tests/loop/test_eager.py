@@ -122,6 +122,20 @@ def test_a_second_derivative_in_tiles_of_its_own_compiles_nothing(monkeypatch):
     assert more == 0
 
 
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize("reduce", [None, "sum", "argmax", "logsumexp"])
+def test_a_warm_call_traces_the_kernel_and_nothing_else(monkeypatch, reduce, lockstep):
+    def kernel(x):
+        return jnp.sum(jnp.sin(x) * 0.3317)
+
+    options = {"chunk_size": 3, "lockstep": lockstep} | ({"reduce": reduce} if reduce else {})
+    mapped = auto_vmap(1, **options)(kernel)
+    first, traced, make = mapped(X), [], jax.make_jaxpr
+    monkeypatch.setattr(jax, "make_jaxpr", lambda *args, **_: traced.append(args) or make(*args))
+    assert_same(mapped(X), first)
+    assert len(traced) == 1
+
+
 def test_a_kernel_compiles_once_however_many_levels_it_has():
     @auto_vmap(0, 1, chunk_size=3)
     def kernel(s, v):
