@@ -40,7 +40,7 @@ ROOMS = [
     *["reductions", "plans", "xarray", "__init__", "stream", "__main__"],
 ]
 
-MOST_LINES_OF_CODE = 11_725
+MOST_LINES_OF_CODE = 11_735
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
