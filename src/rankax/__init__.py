@@ -44,8 +44,8 @@ from rankax._front.jacobians import chunked_jacrev as chunked_jacrev
 from rankax._options import options as options
 from rankax._plan.batch import BatchPlan as BatchPlan
 from rankax._plan.budget import MemoryFit as MemoryFit
-from rankax._plan.leaves import LeafPlan as LeafPlan
 from rankax._plan.levels import Level as Level
+from rankax._plan.shapes import LeafPlan as LeafPlan
 from rankax._scan.checkpointed import checkpoint_chunked_scan as checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan as sliced_scan
 from rankax._static import Static as Static
