@@ -37,14 +37,7 @@ from rankax._reduce.extrema import in_tiles
 from rankax._reduce.states import Accumulation, Storage
 from rankax._trace.derivatives import keep_rules
 from rankax._trace.item import ItemProgram, chunk_program, with_axis
-from rankax._trace.programs import evaluate, subprograms
-
-_EXPENSIVE = {
-    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
-    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
-    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
-    *("pow", "sin", "sinh", "tan", "tanh"),
-}
+from rankax._trace.programs import evaluate
 
 Steps = Sequence[Accumulation | Storage]
 
@@ -63,14 +56,6 @@ def index_dtype(size: int) -> Any:
     return jnp.int32 if size < 2**31 else jnp.int64
 
 
-def evaluates_functions(jaxpr: Any) -> bool:
-    """Whether a program has operations that cost more than storing a result, on a CPU."""
-    return jax.default_backend() == "cpu" and any(
-        eqn.primitive.name in _EXPENSIVE or any(map(evaluates_functions, subprograms(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -78,7 +63,7 @@ class Row:
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
-    is_expensive: bool = False  # see `evaluates_functions`
+    is_expensive: bool = False  # see `_trace.work.evaluates_functions`
 
     @property
     def size(self) -> int:
