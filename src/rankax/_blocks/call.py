@@ -38,13 +38,13 @@ from rankax._blocks.programs import (
     StateOfBlock,
 )
 from rankax._call.bind import flatten
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.run import Reductions
 
 
 def call_on_blocks(
-    kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: KernelSpec, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a kernel with arguments of which some are arrays in blocks."""
     call, options, where = flatten(kernel, args, kwargs), kernel.options(), f"{kernel.name}()"

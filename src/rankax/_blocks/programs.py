@@ -28,7 +28,7 @@ from rankax._base.trees import check_outputs
 from rankax._blocks.dtypes import in_native_order
 from rankax._blocks.packing import Array, Packing
 from rankax._call.bind import rebind
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
@@ -59,7 +59,7 @@ class Setup:
     leaves: tuple[Leaf, ...]
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelSpec:
         """The kernel behind the decorated function."""
         return vars(self.mapped)["_kernel"]
 
