@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ import rankax
 from rankax._base.words import plural
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten, rebind
-from rankax._call.kernel import KernelSpec
 from rankax._fit.memory import free_bytes
+from rankax._front.kernel import Kernel, with_object
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import opened
 from rankax.stream._cut import Cuts, cut
@@ -58,15 +57,14 @@ def prepared(
     mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: dict[str, Any]
 ) -> Job:
     """Check a call; ``found`` is the record of a store that it is to go on with, or empty."""
-    if inspect.ismethod(mapped):
-        mapped, args = mapped.__func__, (mapped.__self__, *args)
-    kernel = getattr(mapped, "_kernel", None)
-    if not isinstance(kernel, KernelSpec):
+    mapped, args = with_object(mapped, args)
+    if not isinstance(mapped, Kernel):
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
+    kernel = mapped.spec
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = flatten(kernel, tuple(args), dict(kwargs))
+    call = flatten(kernel, args, dict(kwargs))
     ranked = [*zip(call.structure.paths, call.structure.ranks, strict=True)]
     pairs = zip(call.leaves, ranked, strict=True)
     leaves = [leaf if rank is None else streamed(leaf, path) for leaf, (path, rank) in pairs]
