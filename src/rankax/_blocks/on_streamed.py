@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rankax._base.blocks import OwnBlocks
 from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
 from rankax._blocks.packing import Packing
 from rankax._blocks.programs import OnBlocks
@@ -55,8 +56,10 @@ class Stage:
 
 
 @dataclasses.dataclass(eq=False)
-class Streamed:
+class Streamed(OwnBlocks):
     """An array that is read (``value``), or that a stage writes."""
+
+    package = "streamed"
 
     shape: Shape
     dtype: Any
