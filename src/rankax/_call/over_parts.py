@@ -5,8 +5,17 @@
 * `reduce_parts` renumbers the state of each part, sends the states to every device (sums need not
   be sent), and merges them.
 
-Each axis that is cut is one more map, outside all loops. The cut itself is in
-`rankax._devices.parts`.
+`on_devices` runs one program on each device, with its part, by one `jax.shard_map` over the mesh
+axes that share the batch. So XLA divides no operation of a kernel, as it would along a sharded
+axis: it gets gradients of some convolutions wrong then, sends all items to all devices for an FFT,
+and puts collectives into loops. Other axes of the mesh stay as they are, so that weights may be
+sharded along them.
+
+* What the item closes over is passed in, because a function inside `jax.shard_map` cannot close
+  over an array of the mesh. The item is traced before, so that all of it is known.
+* The check of what varies among devices (``check_vma``) is off, because the traced item has no such
+  types. All that is passed in then counts as varying: each device sums its own cotangent of what
+  all items share, and these are added once, after the loops.
 
 Where the devices do not divide a reduced axis, not every first item of a part counts. So each
 device reduces the first item by itself, then the others, and merges the two states only if the
@@ -17,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,26 +35,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from rankax._base.arrays import zeros
-from rankax._devices.parts import Parts, gathered, join, over_parts
-from rankax._devices.place import put
+from rankax._base.arrays import counted
+from rankax._devices.mesh import with_auto_axes, without_mesh
+from rankax._devices.parts import Parts, divided, gathered, join
+from rankax._devices.place import put, warn_of_hang
 from rankax._loop.reuse import run_kept
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
+from rankax._plan.levels import Shape
 from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reduced, Reductions
 from rankax._trace.item import ItemProgram
 
 Leaves = list[Any]
 Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
+Places = Sequence[int | None]  # where an array has each axis of the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a batch and its leaves are cut into parts along some batch axes."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Parts, ...]
     axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
     reduced: tuple[int, ...] = ()
@@ -54,42 +68,66 @@ class Layout:
         """The number of parts along all axes together."""
         return math.prod(parts.count for parts in self.parts)
 
-    def runs(self) -> list[Layout]:
-        """Return the layout of one part along the first axis that is cut.
-
-        Of a reduced axis that the parts do not divide, those of its first item and of all others.
-        """
-        (axis, count), rest = (self.parts[0].axis, self.parts[0].count), self.parts[1:]
-        shorter, longer = divmod(self.shape[axis], count)
-        sizes = [1, shorter] if longer and axis in self.reduced else [shorter + bool(longer)]
-        shapes = [(*self.shape[:axis], size, *self.shape[axis + 1 :]) for size in sizes]
-        return [dataclasses.replace(self, shape=shape, parts=rest) for shape in shapes]
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return the batch shape of each run of a part along all axes that are cut."""
-        return [s for run in self.runs() for s in run.shapes()] if self.parts else [self.shape]
-
     @property
-    def first_axes(self) -> list[int | None]:
-        return [axes[self.parts[0].axis] for axes in self.axes]
-
-    def begins(self, outside: Begins, number: Any) -> Begins:
-        """Return where a part begins, along its axis and those that were cut before."""
-        axis = self.parts[0].axis
-        return {**outside, axis: self.parts[0].begin(self.shape[axis], number)}
-
-    def place(self, axis: int, *, is_kept: bool) -> int | None:
-        """Return where an output has an axis of the batch; None if the axis is reduced."""
-        if is_kept:
-            return axis
-        if axis in self.reduced:
-            return None
-        return axis - sum(other < axis for other in self.reduced)
-
-    @property
-    def row(self) -> tuple[int, ...]:
+    def row(self) -> Shape:
         """The lengths of the reduced axes."""
         return tuple(self.shape[axis] for axis in self.reduced)
+
+    @property
+    def batch(self) -> int:
+        """The number of axes that are kept."""
+        return len(self.shape) - len(self.reduced)
+
+    @property
+    def merged(self) -> tuple[Parts, ...]:
+        """The parts of reduced axes, whose states are merged."""
+        return tuple(parts for parts in self.parts if parts.axis in self.reduced)
+
+    def sizes(self, axis: int) -> list[int]:
+        """Return the lengths of the runs of a part along an axis.
+
+        Of a reduced axis that the parts do not divide, the first item is a run of its own.
+        """
+        count = next((parts.count for parts in self.parts if parts.axis == axis), 1)
+        shorter, longer = divmod(self.shape[axis], count)
+        is_two = longer and axis in self.reduced
+        return [1, shorter] if is_two else [shorter + bool(longer)]
+
+    def shapes(self) -> list[Shape]:
+        """Return the batch shape of each run of a part."""
+        return list(itertools.product(*map(self.sizes, range(len(self.shape)))))
+
+    def begins(self, numbers: Sequence[Any]) -> dict[int, Any]:
+        """Return where the parts of these numbers begin."""
+        pairs = zip(self.parts, numbers, strict=True)
+        return {parts.axis: parts.begin(self.shape[parts.axis], n) for parts, n in pairs}
+
+    def places(self, first: int) -> Places:
+        """Return where an array has the axes of the batch that are kept, from the ``first`` on."""
+        count = itertools.count(first)
+        every = range(len(self.shape))
+        return [None if axis in self.reduced else next(count) for axis in every]
+
+    def spec(
+        self, places: Places, *, is_state: bool = False, joined: bool = False
+    ) -> PartitionSpec:
+        """Return how the devices share an array; if it is `joined`, as far as they divide it."""
+        names = {
+            places[parts.axis]: parts.names
+            for parts in self.parts
+            if not (joined and self.shape[parts.axis] % parts.count)
+        }
+        if is_state and self.merged:
+            names[0] = tuple(name for parts in self.merged for name in parts.names)
+        size = max((place for place in names if place is not None), default=-1) + 1
+        return PartitionSpec(*(names.get(place) for place in range(size)))
+
+    def joined(self, out: Any, places: Places) -> Any:
+        """Return an array without the items that two parts have."""
+        for parts in self.parts:
+            if (axis := places[parts.axis]) is not None:
+                out = join(out, axis, self.shape[parts.axis], parts)
+        return out
 
 
 def is_mergeable(axis: int, plan: BatchPlan, reductions: Reductions | None) -> bool:
@@ -104,16 +142,58 @@ def mergeable_parts(
 ) -> tuple[Parts, ...]:
     """Drop axes whose parts are not `is_mergeable`.
 
-    It is an error if the caller asked for such parts, or if JAX could not evaluate them as one.
+    It is an error if the caller asked for such parts.
     """
     odd = [each for each in parts if not is_mergeable(each.axis, plan, options.reduce)]
     for each in odd:
-        if options.devices is not None or each.is_explicit:
+        if options.devices is not None:
             raise ValueError(
                 f"{where}: {options.reduce} takes items in their order, so of the axes that are "
                 f"reduced, {plan.reduced}, only the first can be sharded, but axis {each.axis} is"
             )
     return tuple(each for each in parts if each not in odd)
+
+
+def on_devices(
+    fun: Callable[[Leaves, Leaves, Begins], Any],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    layout: Layout,
+    specs: Any,
+    join: Callable[[Any], Any],
+    joined_specs: Any,
+) -> Any:
+    """Call ``fun(constants of the item, leaves, begins)`` on each device, with its part.
+
+    Return what ``join`` makes of all outputs. They are shared as ``specs`` say, before and after.
+    """
+
+    def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> Any:
+        begins = layout.begins([lax.squeeze(number, (0,)) for number in numbers])
+        return fun(consts, leaves, begins)
+
+    def on_all(consts: Leaves, leaves: Leaves) -> Any:
+        numbers = [counted(parts.count, jnp.uint32) for parts in layout.parts]
+        in_specs = (
+            [PartitionSpec(parts.names) for parts in layout.parts],
+            PartitionSpec(),
+            list(map(layout.spec, layout.axes)),
+        )
+        names = {name for parts in layout.parts for name in parts.names}
+        mapped = jax.shard_map(
+            on_device,
+            mesh=layout.parts[0].mesh_here,
+            axis_names=names,
+            in_specs=in_specs,
+            out_specs=specs,
+            check_vma=False,
+        )
+        cut = [divided(x, axes, layout.parts) for x, axes in zip(leaves, layout.axes, strict=True)]
+        return join(mapped(numbers, consts, cut))
+
+    warn_of_hang(item)
+    arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
+    return with_auto_axes(on_all, layout.parts[0].mesh, joined_specs)(*arrays)
 
 
 def map_parts(
@@ -135,46 +215,39 @@ def map_parts(
     key : hashable
         Everything else that ``program`` depends on.
     """
+    # With several batch axes, outputs have them all in front.
+    several = len(layout.shape) > 1
+    places = [
+        range(len(layout.shape)) if several and axis is not None else [axis] * len(layout.shape)
+        for axis in item.out_axes
+    ]
+    specs, joined_specs = (
+        [layout.spec(axes, joined=joined) for axes in places] for joined in (False, True)
+    )
 
-    def walk(layout: Layout, begins: Begins, item: ItemProgram, leaves: Leaves) -> Leaves:
-        if not layout.parts:
-            return program(item, leaves, begins)
-        parts = layout.parts[0]
+    def whole(item: ItemProgram, leaves: Leaves) -> Leaves:
+        def on_part(consts: Leaves, leaves: Leaves, begins: Begins) -> Leaves:
+            return program(item.with_constants(consts), leaves, begins)
 
-        def map_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
-            inside = layout.begins(begins, number)
-            return walk(layout.runs()[0], inside, item.with_constants(consts), leaves)
+        def join(outs: Leaves) -> Leaves:
+            return list(map(layout.joined, outs, places))
 
-        outs = over_parts(map_part, parts, item.closed.consts, leaves, layout.first_axes)
-        for i, axis in enumerate(item.out_axes):
-            if axis is not None:  # with several batch axes, they are all in front
-                place = axis if len(layout.shape) == 1 else parts.axis
-                outs[i] = join(outs[i], place, layout.shape[parts.axis], parts)
-        return outs if None not in item.out_axes else _with_shared(outs, item)
+        return on_devices(on_part, item, leaves, layout, specs, join, joined_specs)
 
     item, leaves = _placed(item, leaves, layout)
-    return run_kept(functools.partial(walk, layout, {}), item, leaves, (layout, key))
+    return run_kept(whole, item, leaves, (layout, key))
 
 
 def _placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
     """Put the arrays of an eager call on its devices."""
-    pairs, parts = zip(leaves, layout.first_axes, strict=True), layout.parts[0]
+    parts, item = layout.parts[0], without_mesh(item)
     consts = [put(x, None, parts) for x in item.closed.consts]
-    return item.with_constants(consts), [put(x, axis, parts) for x, axis in pairs]
-
-
-def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
-    """Recompute the outputs that are the same for all items, so that no device has to send them.
-
-    They do not depend on the item, so any item will do; the other outputs are not computed.
-    """
-    shared = item(*(zeros(aval.shape, aval.dtype) for aval in item.closed.in_avals))
-    triples = zip(outs, shared, item.out_axes, strict=True)
-    return [one if axis is None else out for out, one, axis in triples]
+    pairs = zip(leaves, layout.axes, strict=True)
+    return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
 
 
 def reduce_parts(
-    program: Callable[[ItemProgram, Leaves, tuple[int, ...], Begins, Reductions], Reduced],
+    program: Callable[[ItemProgram, Leaves, Shape, Begins, Reductions], Reduced],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
@@ -186,42 +259,31 @@ def reduce_parts(
     It takes the item, the leaves of the run, its batch shape (`Layout.shapes`), where it begins,
     and the reductions.
     """
-
-    def walk(
-        layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
-    ) -> Reduced:
-        if not layout.parts:
-            return program(item, leaves, layout.shape, begins, reductions)
-        parts, is_cut = layout.parts[0], layout.parts[0].axis in layout.reduced
-        of_part = reductions
-        if is_cut:
-            of_part = reductions.for_runs(math.prod(layout.row), over_devices=True)
-        results: list[Reduced] = []
-
-        def reduce_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
-            here, begin = item.with_constants(consts), layout.begins({}, number)
-            runs: list[Reduced] = []
-            for at, run in enumerate(layout.runs()):
-                own = leaves
-                if len(layout.runs()) > 1:  # the first item, then all others
-                    ends = at, at + run.shape[parts.axis]
-                    pairs = zip(leaves, layout.first_axes, strict=True)
-                    own = [x if i is None else lax.slice_in_dim(x, *ends, axis=i) for x, i in pairs]
-                    begin = {i: start + np.asarray(at, start.dtype) for i, start in begin.items()}
-                reduced = walk(run, {**begins, **begin}, of_part, here, own)
-                if is_cut:
-                    states = RunStates(reductions, reduced.outputs, layout.row)
-                    starts = [begin.get(axis, 0) for axis in layout.reduced]
-                    reduced = states.reduced(states.renumber(reduced.values, run.row, starts))
-                runs.append(reduced)
-            results.append(_with_first(runs, layout, number) if len(runs) > 1 else runs[0])
-            return results[-1].arrays
-
-        outs = over_parts(reduce_part, parts, item.closed.consts, leaves, layout.first_axes)
-        return _joined(results[-1].with_arrays(outs), layout, reductions)
+    own = reductions
+    if layout.merged:
+        own = reductions.for_runs(math.prod(layout.row))
+    # Of outputs that are kept whole, and of others; states have the parts on an axis in front.
+    places = range(len(layout.shape)), layout.places(int(bool(layout.merged)))
+    specs = layout.spec(places[0]), layout.spec(places[1], is_state=True)
+    joined_specs = tuple(layout.spec(axes, joined=True) for axes in (places[0], layout.places(0)))
 
     def whole(item: ItemProgram, leaves: Leaves) -> Any:
-        return walk(layout, {}, reductions, item, leaves).assembled()
+        results: list[Reduced] = []
+
+        def on_part(consts: Leaves, leaves: Leaves, begins: Begins) -> tuple[Leaves, Leaves]:
+            run = functools.partial(program, item.with_constants(consts))
+            results.append(_reduced_part(run, leaves, begins, layout, reductions, own))
+            kept, states = _apart(results[-1])
+            return kept, [lax.expand_dims(x, (0,)) for x in states] if layout.merged else states
+
+        def join(outs: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+            pairs = zip(outs, places, strict=True)
+            joined = ([layout.joined(x, axes) for x in group] for group, axes in pairs)
+            results.append(_merged(_together(results[-1], *joined), layout, reductions))
+            return _apart(results[-1])
+
+        outs = on_devices(on_part, item, leaves, layout, specs, join, joined_specs)
+        return _together(results[-1], *outs).assembled()
 
     item, leaves = _placed(item, leaves, layout)
     # A user-defined function may change between calls and stay the same object.
@@ -229,35 +291,76 @@ def reduce_parts(
     return run_kept(whole, item, leaves, kept)
 
 
-def _with_first(runs: Sequence[Reduced], layout: Layout, number: Any) -> Reduced:
+def _apart(reduced: Reduced) -> tuple[Leaves, Leaves]:
+    """Return the arrays that still have the reduced axes, and the others."""
+    pairs = list(zip(reduced.arrays, reduced.is_kept, strict=True))
+    return [x for x, is_kept in pairs if is_kept], [x for x, is_kept in pairs if not is_kept]
+
+
+def _together(reduced: Reduced, kept: Leaves, others: Leaves) -> Reduced:
+    """Undo `_apart`."""
+    groups = iter(kept), iter(others)
+    return reduced.with_arrays([next(groups[not is_kept]) for is_kept in reduced.is_kept])
+
+
+def _reduced_part(
+    program: Callable[[Leaves, Shape, Begins, Reductions], Reduced],
+    leaves: Leaves,
+    begins: Begins,
+    layout: Layout,
+    reductions: Reductions,
+    own: Reductions,
+) -> Reduced:
+    """Reduce a part: its runs one after another."""
+
+    def walk(leaves: Leaves, begins: Begins, shape: Shape) -> Reduced:
+        """Reduce a part of which the first axes have this shape."""
+        if len(shape) == len(layout.shape):
+            reduced = program(leaves, shape, begins, own)
+            if not layout.merged:
+                return reduced
+            states = RunStates(reductions, reduced.outputs, layout.row)
+            starts = [begins.get(axis, 0) for axis in layout.reduced]
+            row = [shape[axis] for axis in layout.reduced]
+            return states.reduced(states.renumber(reduced.values, row, starts))
+        axis, sizes = len(shape), layout.sizes(len(shape))
+        if len(sizes) == 1:
+            return walk(leaves, begins, (*shape, *sizes))
+        runs: list[Reduced] = []
+        for at, size in enumerate(sizes):  # the first item, then all others
+            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
+            some = [
+                x if i is None else lax.slice_in_dim(x, at, at + size, axis=i) for x, i in pairs
+            ]
+            begin = begins[axis] + np.asarray(at, begins[axis].dtype)
+            runs.append(walk(some, {**begins, axis: begin}, (*shape, size)))
+        return _with_first(runs, layout, axis, begins[axis])
+
+    return walk(leaves, begins, ())
+
+
+def _with_first(runs: Sequence[Reduced], layout: Layout, axis: int, begin: Any) -> Reduced:
     """Merge the first item of a part into its state, if the part before does not have the item."""
     first, rest = runs
-    axis, count = layout.parts[0].axis, layout.parts[0].count
-    counts = number < np.asarray(layout.shape[axis] % count, number.dtype)
+    (parts,) = (parts for parts in layout.parts if parts.axis == axis)
+    counts = parts.has_first(layout.shape[axis], begin)
     states = RunStates(rest.reductions, rest.outputs, layout.row)
     both = [
         jnp.concatenate(pair, axis) if is_kept else jnp.stack(pair)
         for *pair, is_kept in zip(first.arrays, rest.arrays, rest.is_kept, strict=True)
     ]
-    batch = len(layout.shape) - len(layout.reduced)
-    merged = jax.tree.leaves(states.merge(rest.with_arrays(both).values, batch))
+    merged = jax.tree.leaves(states.merge(rest.with_arrays(both).values, layout.batch))
     flat = zip(merged, rest.arrays, rest.is_kept, strict=True)
     return rest.with_arrays([x if is_kept else jnp.where(counts, x, y) for x, y, is_kept in flat])
 
 
-def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
-    """Join kept outputs along the axis that was cut, and merge the states of reduced ones."""
-    parts = layout.parts[0]
-    arrays: list[jax.Array] = []
-    for array, is_kept in zip(reduced.arrays, reduced.is_kept, strict=True):
-        axis = layout.place(parts.axis, is_kept=is_kept)
-        array = array if axis is None else join(array, axis, layout.shape[parts.axis], parts)
-        arrays.append(array)
-    reduced = reduced.with_arrays(arrays)
-    if parts.axis not in layout.reduced:
+def _merged(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
+    """Merge the states of all parts, if any are merged."""
+    if not layout.merged:
         return reduced
     runs = RunStates(reductions, reduced.outputs, layout.row)
-    batch = len(layout.shape) - len(layout.reduced)
-    gather = functools.partial(gathered, parts=parts)
-    values = runs.merge(reduced.values, batch, gather)
-    return runs.reduced(values if reductions.of_run is not None else runs.finish(values, batch))
+    gather = functools.partial(gathered, mesh=layout.parts[0].mesh_here)
+    values = runs.merge(reduced.values, layout.batch, gather)
+    if reductions.of_run is None:
+        values = runs.finish(values, layout.batch)
+    return runs.reduced(values)

@@ -38,7 +38,8 @@ from rankax._call.over_parts import (
     mergeable_parts,
     reduce_parts,
 )
-from rankax._devices.find import find_parts, inside, is_spread, on_mesh
+from rankax._devices.find import find_parts, is_spread
+from rankax._devices.mesh import inside, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
@@ -90,9 +91,10 @@ def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any
             inputs=ready.whole.mapped,
             options=ready.options,
             splits=ready.whole.splits,  # numbered within the whole batch
-            by_index=bool(ready.parts),
         )
         leaves = [bound.leaves[i] for i in ready.whole.mapped]
+        if not ready.parts:
+            leaves = list(map(on_every_device, leaves))
         nests: dict[Shape, Nest] = {}
         *others, shape = layout.shapes()
         for other in others:
@@ -166,17 +168,13 @@ def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = No
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
     planned = part.plan(options, tiles)
     if ends:
-        check_lanes(item, parts)
+        check_lanes(item)
         loose = part.plan(dataclasses.replace(options, chunk_size=None))
         lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
-        parts = tuple(dataclasses.replace(each, is_alone=True) for each in parts)
         return Prepared(lanes, options, whole, item, parts, memory, planned)
     if not options.lockstep:
         planned, whole = unparted(planned), unparted(whole)
-    # Without loops, several reduced axes become one, along which parts need not be contiguous.
-    is_asked = options.devices not in (None, 1)
-    if not any(planned.loops) and not (parts and (is_asked or len(whole.plan.reduced) > 1)):
-        # Each device evaluates all of its items at once.
+    if not any(planned.loops) and not parts:
         return Prepared(whole, options, whole, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
 
@@ -187,17 +185,12 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     if devices is None and not any(map(is_spread, bound.leaves)):
         return ()
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
-    in_chunks = options.chunk_size is not None or options.memory_limit is not None
-    if devices in (None, 1) and not in_chunks and len(whole.plan.reduced) < 2:
-        return ()
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
-    parts = find_parts(
-        devices, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks, serves=serves
-    )
+    parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
     return mergeable_parts(parts, whole.plan, options, bound.where)
 
 
