@@ -829,6 +829,13 @@ def a_call_takes_arrays_from_anywhere(mesh):
             both = jax.vmap(lambda x, f=mapped, b=b: f(x, W, b), in_axes=1)(np.stack([x, x], 1))
             same(jax.tree.map(lambda out: out[1], both), want)
         same(jax.jit(gradients(own(kernel)))(x, W, b), slopes, rtol=1e-3, atol=1e-3)
+    # Another mesh may be set than the one that arrays are on (JAX 0.7: not divided).
+    with ENTER(mesh_of(AxisType.Auto, 2, mesh.size // 2)):
+        apart = jax.make_mesh((mesh.size,), ("x",), axis_types=(AxisType.Auto,))
+        same(
+            chunked_vmap(scalar, 7, (0, None))(put(apart, X, "x"), W),
+            jax.vmap(scalar, (0, None))(X, W),
+        )
     # What is sharded over the same devices stays on the mesh of the caller.
     assert own(kernel)(put(mesh, X, "d"), W, B)["v"].sharding.mesh == mesh
     # What the kernel closes over is copied to all devices, wherever it is.

@@ -108,10 +108,15 @@ def with_auto_axes(fun: Callable[..., Any], mesh: Any, specs: Any) -> Callable[.
 
     If one is, the shardings of the outputs are those of ``specs``.
     """
-    if AxisType.Explicit not in mesh.axis_types:
+    here = jax.sharding.get_abstract_mesh()
+    is_entered = here.empty or here.axis_names == mesh.axis_names
+    if AxisType.Explicit not in mesh.axis_types and is_entered:
         return fun
 
     def called(*lists: list[Any]) -> Any:
+        if not is_entered:  # arrays may lie on another mesh than the one that is set
+            with _use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+                return fun(*lists)
         with on_mesh([x for arrays in lists for x in arrays]):
             return jax.sharding.auto_axes(fun, out_sharding=specs)(*lists)
 
