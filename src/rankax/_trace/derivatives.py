@@ -6,7 +6,7 @@
 * When JAX before 0.12 linearizes a `jax.lax.scan`, it looks for values that are the same in every
   step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in
   place of the call. The rule is lost, and ``jax.jvp(jax.grad(f))`` is the derivative of that body.
-  `keep_rules` prevents it. The programs of loops over chunks, of the remainder of a row and of the
+  `keep_rules` prevents it. The programs of loops over chunks and of the
   body of a scan pass through it first. Test: ``tests/loop/test_custom_rules.py``. It may go with
   JAX 0.11, the last version with this fault.
 * When `jax.vmap` maps such a call, its rule is differentiated first and mapped second (all

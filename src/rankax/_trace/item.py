@@ -37,10 +37,6 @@ class ItemProgram:
     def __call__(self, *leaves: Any) -> list[Any]:
         return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
 
-    def in_tree(self, *leaves: Any) -> Any:
-        """Evaluate one item; return its outputs as the kernel does."""
-        return self.out_tree.unflatten(self(*leaves))
-
     def with_constants(self, consts: Sequence[Any]) -> ItemProgram:
         """Return the same program with other arrays in place of those that it closes over."""
         return dataclasses.replace(self, closed=ClosedJaxpr(self.closed.jaxpr, list(consts)))
