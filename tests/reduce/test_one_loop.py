@@ -105,6 +105,26 @@ def test_pairs_that_no_tile_divides(chunk_size):
     )
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max", "logsumexp"])
+def test_kept_outputs_without_a_derivative_are_those_of_every_item(reduce):
+    """The pass that is differentiated evaluates the last item in place of repeated ones."""
+    x = jnp.asarray(np.sin(np.arange(26) * 0.7).reshape(13, 2), jnp.float32)
+
+    def kernel(x):
+        return x * x, x[0] > x[1], jnp.argsort(x), jnp.sum(x)
+
+    fun = chunked_reduce(kernel, (reduce, None, None, None), 5)
+
+    def loss(x):
+        best, *kept = fun(x)
+        return jnp.sum(best) + jnp.sum(kept[2]), kept
+
+    kept = jax.jit(jax.grad(loss, has_aux=True))(x)[1]
+    for out, want in zip(kept, jax.vmap(kernel)(x)[1:], strict=True):
+        np.testing.assert_array_equal(out, want)
+        assert out.dtype == want.dtype
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("length", [8000, 8003])
 def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):

@@ -95,6 +95,8 @@ class Store(Sink):
       transpose would have to clear each chunk of the cotangent after reading it, so that an
       overlapping item does not count twice, and XLA copies the cotangent in every step. So where
       the loop is differentiated, outputs are rows, joined after the loop by one copy.
+      A level that is reduced evaluates something else in place of items that an earlier chunk had
+      (`without_repeated`), so there even those without a derivative are rows.
     * Without an axis, every chunk returns the same, and the last one is kept.
     """
 
@@ -104,6 +106,7 @@ class Store(Sink):
     avals: tuple[Any, ...]  # of the arrays of a chunk
     tree: Any
     back: bool = False
+    reduced: bool = False
     in_lanes: bool = False  # where tiles are put together out of order, there are no rows
 
     @classmethod
@@ -119,7 +122,10 @@ class Store(Sink):
         return [
             self.axis is not None
             and not self.in_lanes
-            and (is_stack(aval, self.axis, self.chunks) or (self.back and has_tangent(aval)))
+            and (
+                is_stack(aval, self.axis, self.chunks)
+                or (self.back and (self.reduced or has_tangent(aval)))
+            )
             for aval in self.avals
         ]
 

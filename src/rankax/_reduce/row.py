@@ -210,7 +210,7 @@ class Row:
 
         def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
             return [
-                Store.of(outs, step.output, 0, chunks, back=self.back)
+                Store.of(outs, step.output, 0, chunks, back=self.back, reduced=True)
                 if isinstance(step, Whole)
                 else in_tiles(step, is_expensive=self.is_expensive)
                 for step in steps
