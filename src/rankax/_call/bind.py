@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import jax
@@ -68,6 +68,10 @@ class BoundKernel(Bound):
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+
+    @property
+    def key(self) -> Hashable:
+        return super().key, self.cut
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
