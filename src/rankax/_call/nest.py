@@ -23,7 +23,7 @@ from rankax._plan.batch import BatchPlan
 from rankax._plan.chunks import Chunks
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
-from rankax._plan.splits import Split
+from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
 from rankax._reduce.row import evaluates_functions
 from rankax._reduce.run import Reductions, RowReduction
