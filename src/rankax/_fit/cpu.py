@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +38,13 @@ import jax
 import jax.numpy as jnp
 
 from rankax._plan.levels import Tiles
-from rankax._trace.programs import Literal, subprograms
+from rankax._trace.work import Operation, operations
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
 _LONG = 16  # numbers for each result, from which on the library is faster than a loop
-_STEPS_OF_WHILE = 10  # assumed
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -143,7 +142,6 @@ class Work:
 
 
 _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
-_LOOPS = ("scan", "while")
 _LIBRARIES = {
     *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
     *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
@@ -152,33 +150,22 @@ _LIBRARIES = {
 
 
 def work_of(program: Any) -> Work:
-    """Count what one item does, from its ``ClosedJaxpr``."""
+    """Count what one item does, from its ``ClosedJaxpr``; only what depends on the item counts."""
     jaxpr = program.jaxpr
-    work = Work(sum(_bytes(v) for v in (*jaxpr.invars, *jaxpr.outvars)))
-    _add(work, jaxpr, set(jaxpr.invars), 1)
+    work = Work(sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars))))
+    for operation in operations(jaxpr):
+        if operation.depends:
+            _add(work, operation)
     return work
 
 
-def _add(work: Work, jaxpr: Any, moving: set[Any], times: int) -> None:
-    """Count what depends on the item; ``moving`` holds the variables that do."""
-    for eqn in jaxpr.eqns:
-        flags = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
-        if not any(flags):
-            continue
-        moving.update(eqn.outvars)
-        is_loop = eqn.primitive.name in _LOOPS
-        steps = times * eqn.params.get("length", _STEPS_OF_WHILE) if is_loop else times
-        inner = list(subprograms(eqn))
-        for program in inner:
-            _add(work, program, _inputs_that_move(eqn, program, flags), steps)
-        if is_loop or not inner:
-            work.bytes += sum(map(_bytes, eqn.outvars))
-        if eqn.outvars and not inner:
-            _add_operation(work, eqn, flags, times)
-
-
-def _add_operation(work: Work, eqn: Any, flags: Sequence[bool], times: int) -> None:
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
+def _add(work: Work, operation: Operation) -> None:
+    name, eqn, times = operation.name, operation.eqn, operation.times
+    if operation.is_loop or not operation.calls:
+        work.bytes += sum(map(_bytes, eqn.outvars))
+    if operation.calls or not eqn.outvars:
+        return
+    out, shares = eqn.outvars[0].aval, not all(operation.varying)
     if name in _LIBRARIES:
         work.libraries += times
     elif name == "conv_general_dilated":
@@ -188,8 +175,8 @@ def _add_operation(work: Work, eqn: Any, flags: Sequence[bool], times: int) -> N
         if name == "dot_general":
             (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
             numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
-            is_sum, is_row = all(flags) and out.ndim == len(batch), True
-            work.products += 0 if all(flags) else numbers * times
+            is_sum, is_row = not shares and out.ndim == len(batch), True
+            work.products += numbers * times if shares else 0
         else:
             numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
             is_sum = numbers > out.size
@@ -200,23 +187,3 @@ def _add_operation(work: Work, eqn: Any, flags: Sequence[bool], times: int) -> N
 def _bytes(variable: Any) -> int:
     aval = variable.aval
     return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
-
-
-def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:
-    """Return the inputs of a called program that depend on the item; all if it is not clear."""
-    if len(program.invars) != len(flags):
-        return set(program.invars)
-    flags = list(flags)
-    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
-        # In order: constants, carry, rows; inside, a row has one axis fewer. The parameters that
-        # count them have other names in JAX 0.12.
-        carried = _alike(eqn.outvars, program.outvars)
-        consts = _alike(eqn.invars, program.invars) - carried
-        flags[consts : consts + carried] = [True] * carried
-    return {v for v, moves in zip(program.invars, flags, strict=True) if moves}
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Return how many values have as many axes outside a loop as inside."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)

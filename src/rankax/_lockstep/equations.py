@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Single equations of a program: what they call, what they cost, how they run."""
+"""Single equations of a program: what they call, how they run."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
 
 from rankax._trace.programs import ClosedJaxpr, evaluate, subprograms
-
-_TRIPS = 16  # of a loop of unknown length
+from rankax._trace.work import STEPS_OF_WHILE, cost
 
 
 def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -47,16 +45,6 @@ def _count_rows(whole: Sequence[Any], items: Sequence[Any]) -> int:
     return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
 
 
-def cost(jaxpr: Any) -> int:
-    """Return about how many numbers a program computes."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        trips = _TRIPS if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-        total += trips * sum(map(cost, subprograms(eqn))) or max(sizes, default=0)
-    return total
-
-
 def is_minor(eqn: Any, around: int | None) -> bool:
     """Whether a step of a loop costs less than the rest of a step of the `while` around it.
 
@@ -66,7 +54,7 @@ def is_minor(eqn: Any, around: int | None) -> bool:
     if around is None:
         return False
     of_step = cost(eqn.params["body_jaxpr"].jaxpr)
-    return of_step < around - _TRIPS * of_step
+    return of_step < around - STEPS_OF_WHILE * of_step
 
 
 def harmed(eqn: Any) -> bool:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""What one item costs: the only traversal of all operations of a program.
+
+`operations` yields each equation, also those of loops, branches and called functions, with how
+often one evaluation of the program runs it and which of its inputs depend on the item. Its users
+choose tiles (`rankax._fit.cpu`), cut expensive branches (`rankax._lockstep.machine`, by `cost`),
+and postpone work of extremes (`rankax._reduce.extrema`, by `evaluates_functions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from rankax._trace.programs import Literal, name_and_params, subprograms
+
+STEPS_OF_WHILE = 16  # assumed
+
+_LOOPS = ("scan", "while")
+_FUNCTIONS = {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
+    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
+    *("pow", "sin", "sinh", "tan", "tanh"),
+}
+
+
+class Operation(NamedTuple):
+    """One equation of a program, or of a program inside it."""
+
+    name: str
+    eqn: Any
+    times: int  # how often one evaluation runs it
+    varying: tuple[bool, ...]  # which of its inputs depend on the item
+    is_loop: bool
+    calls: bool  # another program, whose operations come next
+
+    @property
+    def depends(self) -> bool:
+        """Whether it depends on the item."""
+        return any(self.varying)
+
+
+def operations(jaxpr: Any) -> Iterator[Operation]:
+    """Yield all operations of the program of an item; of a branch, those of all programs."""
+    return _operations(jaxpr, set(jaxpr.invars), 1)
+
+
+def _operations(jaxpr: Any, moving: set[Any], times: int) -> Iterator[Operation]:
+    for eqn in jaxpr.eqns:
+        name, params = name_and_params(eqn)
+        varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
+        programs = list(subprograms(eqn))
+        is_loop = name in _LOOPS
+        yield Operation(name, eqn, times, varying, is_loop, bool(programs))
+        if any(varying):
+            moving.update(eqn.outvars)
+        steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
+        for program in programs:
+            yield from _operations(program, _inputs_that_vary(eqn, program, varying), steps)
+
+
+def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
+    """Return the inputs of a called program that depend on the item; all if it is not clear."""
+    if not any(varying):
+        return set()
+    if len(program.invars) != len(varying):
+        return set(program.invars)
+    flags = list(varying)
+    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
+        # In order: constants, carry, rows; inside, a row has one axis fewer. The parameters that
+        # count them have other names in JAX 0.12.
+        carried = _alike(eqn.outvars, program.outvars)
+        consts = _alike(eqn.invars, program.invars) - carried
+        flags[consts : consts + carried] = [True] * carried
+    return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Return how many values have as many axes outside a loop as inside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+
+
+def cost(jaxpr: Any) -> int:
+    """Return about how many numbers a program computes."""
+    return sum(
+        operation.times
+        * max(map(_size, (*operation.eqn.invars, *operation.eqn.outvars)), default=0)
+        for operation in operations(jaxpr)
+        if not operation.calls
+    )
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))
+
+
+def evaluates_functions(jaxpr: Any) -> bool:
+    """Whether a program has operations that cost more than storing a result, on a CPU."""
+    return jax.default_backend() == "cpu" and any(
+        operation.name in _FUNCTIONS for operation in operations(jaxpr)
+    )
