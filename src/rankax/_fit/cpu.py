@@ -154,7 +154,7 @@ def work_of(program: Any) -> Work:
     jaxpr = program.jaxpr
     work = Work(sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars))))
     for operation in operations(jaxpr):
-        if operation.depends:
+        if any(operation.varying):
             _add(work, operation)
     return work
 

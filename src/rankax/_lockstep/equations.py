@@ -9,7 +9,7 @@ from typing import Any
 
 from jax import lax
 
-from rankax._trace.programs import ClosedJaxpr, evaluate, subprograms
+from rankax._trace.programs import ClosedJaxpr, evaluate, lengths_of_scan, subprograms
 from rankax._trace.work import STEPS_OF_WHILE, cost
 
 
@@ -31,18 +31,11 @@ def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], l
     constants, the carry, the rows.
     """
     if eqn.primitive.name == "while":
-        first = eqn.params["cond_nconsts"]
-        end = first + eqn.params["body_nconsts"]
-    else:  # the parameters that count them differ between versions of JAX; a row has one more axis
-        body = eqn.params["jaxpr"].jaxpr
-        end = len(values) - _count_rows(eqn.invars, body.invars)
-        first = end - len(eqn.outvars) + _count_rows(eqn.outvars, body.outvars)
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    else:
+        first, second = lengths_of_scan(eqn)
+    end = first + second
     return list(values[:first]), list(values[first:end]), list(values[end:])
-
-
-def _count_rows(whole: Sequence[Any], items: Sequence[Any]) -> int:
-    pairs = zip(whole, items, strict=True)
-    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
 
 
 def is_minor(eqn: Any, around: int | None) -> bool:

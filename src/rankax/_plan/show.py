@@ -20,9 +20,7 @@ class Cell(NamedTuple):
     """One batch axis of one leaf."""
 
     kind: str  # mapped, stretched, absent or split
-    text: (
-        str  # the length, ``1*`` if it is stretched, ``-`` if absent; of a split key, ``1/``, ``/``
-    )
+    text: str  # its length, ``1*`` or ``-``; those of a key that is split are ``1/`` and ``/``
 
 
 class Shown(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rankax._trace.programs import Literal, name_and_params, subprograms
+from rankax._trace.programs import Literal, lengths_of_scan, name_and_params, subprograms
 
 STEPS_OF_WHILE = 16  # assumed
 
@@ -37,11 +37,6 @@ class Operation(NamedTuple):
     varying: tuple[bool, ...]  # which of its inputs depend on the item
     is_loop: bool
     calls: bool  # another program, whose operations come next
-
-    @property
-    def depends(self) -> bool:
-        """Whether it depends on the item."""
-        return any(self.varying)
 
 
 def operations(jaxpr: Any) -> Iterator[Operation]:
@@ -71,18 +66,9 @@ def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[An
         return set(program.invars)
     flags = list(varying)
     if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
-        # In order: constants, carry, rows; inside, a row has one axis fewer. The parameters that
-        # count them have other names in JAX 0.12.
-        carried = _alike(eqn.outvars, program.outvars)
-        consts = _alike(eqn.invars, program.invars) - carried
+        consts, carried = lengths_of_scan(eqn)
         flags[consts : consts + carried] = [True] * carried
     return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Return how many values have as many axes outside a loop as inside."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
 
 def cost(jaxpr: Any) -> int:
