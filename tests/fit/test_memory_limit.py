@@ -220,6 +220,19 @@ def sine(x):
 
 
 sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cosine(x),))
+
+
+@jax.custom_jvp
+def closed(x):
+    """As Equinox and Diffrax close what must not be differentiated."""
+    return x
+
+
+@closed.defjvp
+def _(*_):
+    raise RuntimeError("Unexpected tangent. This operation cannot be autodifferentiated.")
+
+
 LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
 
 
@@ -242,12 +255,13 @@ LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
         ),
         (
             lambda x: jnp.sum(jax.scipy.special.betainc(x, x, x)),
-            "Betainc gradient with respect to a and b not supported.",
+            "Betainc gradient with respect to a and b not supported",
         ),
         (
             lambda x: jnp.sum(jax.scipy.linalg.schur(x.reshape(8, 8))[0]),
             "Differentiation rule for 'schur' not implemented",
         ),
+        (closed, "This operation cannot be autodifferentiated"),
         (jnp.argsort, "no output holds floating-point numbers"),
         (lambda x: x.at[0].apply(jnp.sin), "scatter_apply JVP not implemented"),
     ],

@@ -156,8 +156,8 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-# How JAX 0.7 to 0.12 refuses to differentiate, besides `NotImplementedError`; any other error is a
-# fault of the kernel, such as a wrong name in its own rule.
+# How JAX 0.7 to 0.12 and Equinox refuse to differentiate, besides `NotImplementedError`; any other
+# error is a fault of the kernel, such as a wrong name in its own rule.
 _REFUSALS = (
     "Reverse-mode differentiation does not work",  # loops of traced length, and lockstep=False
     "callbacks do not support JVP",
@@ -166,6 +166,7 @@ _REFUSALS = (
     "gradient with respect to a and b not supported",  # betainc
     "can't apply forward-mode autodiff (jvp) to a custom_vjp function",
     "transpose_solve required for backwards mode",
+    "autodifferentiate",  # Equinox and Diffrax
 )
 
 
@@ -190,11 +191,14 @@ def _gradient(
         return None, f"no {'output' if moving else 'argument'} holds floating-point numbers"
     try:
         return jax.jit(gradient).trace(some, rest, cotangents), ""
-    except (NotImplementedError, TypeError, ValueError) as error:
-        text = str(error)
-        if isinstance(error, NotImplementedError) or any(known in text for known in _REFUSALS):
-            return None, text.partition("\n")[0].partition(". ")[0] or type(error).__name__
-        raise
+    except (RuntimeError, TypeError, ValueError) as error:  # among them NotImplementedError
+        sentences = str(error).partition("\n")[0].split(". ")
+        refusals = [s for s in sentences if any(known in s for known in _REFUSALS)]
+        if isinstance(error, NotImplementedError):
+            refusals.append(sentences[0] or "not implemented")
+        if not refusals:
+            raise
+        return None, refusals[0].removesuffix(".")
 
 
 def free_bytes() -> int:
