@@ -68,8 +68,9 @@ class Shown(NamedTuple):
         words = {"stretched": "1* stretched", "absent": "- absent"}
         signs = [text for kind, text in words.items() if kind in self.kinds]
         lines = [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []
-        is_split = "split" in self.kinds
-        return [*lines, "(/ split: each item has a key of its own)"] if is_split else lines
+        if "split" in self.kinds:
+            lines.append("(/ split: each item has a key of its own)")
+        return lines
 
     def html(self) -> str:
         """Draw a row per leaf with its batch axes as aligned columns, the levels below."""

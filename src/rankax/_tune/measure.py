@@ -187,8 +187,7 @@ class _Search:
             self.compile_seconds = time.perf_counter() - before
             seconds = self._time(run, _PROBES)
             self.few_seconds = min(self.few_seconds, seconds)
-            is_all = self.items == self.workload.items
-            if is_all or seconds > _RELIABLE or self._elapsed() > _PROBES:
+            if not self.is_slice or seconds > _RELIABLE or self._elapsed() > _PROBES:
                 break
         affordable = _RUN * self.seconds * self.items / max(seconds, 1e-9)
         # If the last slice is about as long, it will do.
