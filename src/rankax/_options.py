@@ -22,8 +22,8 @@ from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.words import listed
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
-from rankax._plan.buckets import Bucket, checked_bucket
 from rankax._plan.budget import checked_limit
+from rankax._plan.shapes import Bucket, checked_bucket
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, read_reductions
 from rankax._reduce.where import checked_where

@@ -35,11 +35,10 @@ from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
-from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
-from rankax._plan.splits import Split
+from rankax._plan.shapes import Split, leaf_plan
 
 
 @dataclasses.dataclass(frozen=True)
