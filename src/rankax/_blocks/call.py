@@ -39,14 +39,14 @@ from rankax._blocks.programs import (
     StateOfBlock,
 )
 from rankax._call.bind import BoundKernel, flatten
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.run import Reductions
 
 
 def call_on_blocks(
-    kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: KernelSpec, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a kernel with arguments of which some are arrays in blocks."""
     return evaluate_blocks(mapped, flatten(kernel, args, kwargs), kernel.options())

@@ -26,7 +26,7 @@ import numpy as np
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._call.bind import rebind
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
@@ -112,7 +112,7 @@ class Setup:
     leaves: tuple[Leaf, ...]
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelSpec:
         """The kernel behind the decorated function."""
         return vars(self.mapped)["_kernel"]
 

@@ -16,14 +16,14 @@ from rankax._base.checks import check_no_ref
 from rankax._base.functions import caller_level, unwrapped
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import shortened
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._declare.dims import Rank
 from rankax._options import DEFAULTS
 from rankax._plan.levels import Shape
 
 
 def bind_arguments(
-    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
     """Bind arguments to parameters; a default with a rank counts as passed."""
     try:
@@ -37,7 +37,7 @@ def bind_arguments(
     return bound
 
 
-def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.BoundArguments:
+def rebind_arguments(kernel: KernelSpec, arguments: dict[str, Any]) -> inspect.BoundArguments:
     """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them."""
     signature = kernel.declaration.signature
     ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
@@ -45,7 +45,7 @@ def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.Bound
 
 
 def _not_bound(
-    kernel: Kernel, error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: KernelSpec, error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TypeError:
     if _lacks_object(kernel, args, kwargs):
         return TypeError(
@@ -64,7 +64,9 @@ def _not_bound(
     )
 
 
-def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_method(
+    kernel: KernelSpec, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse ``obj.method.plan(...)``: Python passes ``obj`` only to the method itself."""
     if _lacks_object(kernel, args, kwargs):
         raise TypeError(
@@ -74,7 +76,7 @@ def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[
         )
 
 
-def _lacks_object(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _lacks_object(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the arguments of a method seem to lack its object."""
     signature = kernel.declaration.signature
     if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
@@ -87,13 +89,13 @@ def _lacks_object(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any])
     return is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
 
 
-def _owner(kernel: Kernel) -> str:
+def _owner(kernel: KernelSpec) -> str:
     """Return the name of the class of a method."""
     owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
     return owner.rpartition(".")[2].replace("<locals>", "") or "type(obj)"
 
 
-def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
+def _warn_of_arrays(kernel: KernelSpec, bound: inspect.BoundArguments) -> None:
     """Warn, once per parameter, about arrays that get no rank from their annotation."""
     for name in tuple(kernel.silent):
         if arrays := arrays_of(bound.arguments.get(name), name):
@@ -142,7 +144,7 @@ def _has_axes(leaf: Any) -> bool:
     return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
 
 
-def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any:
+def converted(kernel: KernelSpec, leaf: Any, path: str, *, shapes_only: bool) -> Any:
     """Convert a leaf that is neither an array nor a number, or refuse it."""
     check_no_ref(leaf, f"{kernel.name}()", path)
     if hasattr(leaf, "__jax_array__"):
@@ -170,7 +172,7 @@ def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any
     )
 
 
-def check_key(kernel: Kernel, leaf: Any, path: str, rank: Rank | None) -> None:
+def check_key(kernel: KernelSpec, leaf: Any, path: str, rank: Rank | None) -> None:
     """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):

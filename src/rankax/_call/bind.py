@@ -30,7 +30,7 @@ from rankax._call.arguments import (
     rebind_arguments,
 )
 from rankax._call.bound import Bound, planned_reduction
-from rankax._call.kernel import Kernel, keep
+from rankax._call.kernel import KernelSpec, keep
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
@@ -57,7 +57,7 @@ class Structure:
 class BoundKernel(Bound):
     """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
 
-    kernel: Kernel
+    kernel: KernelSpec
     arguments: inspect.BoundArguments
     names: tuple[str, ...]
     treedef: Any
@@ -167,7 +167,7 @@ class BoundKernel(Bound):
 
 
 def bind(
-    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
 ) -> BoundKernel:
     """Bind arguments and flatten those that have a rank."""
     bound = flatten(kernel, args, kwargs)
@@ -185,7 +185,7 @@ def bind(
     return bound
 
 
-def flatten(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
+def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
     """Do what `bind` does, without checking or converting the leaves."""
     arguments = bind_arguments(kernel, args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
@@ -195,7 +195,11 @@ def flatten(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bo
 
 
 def rebind(
-    kernel: Kernel, names: tuple[str, ...], leaves: list[Any], treedef: Any, others: dict[str, Any]
+    kernel: KernelSpec,
+    names: tuple[str, ...],
+    leaves: list[Any],
+    treedef: Any,
+    others: dict[str, Any],
 ) -> BoundKernel:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = treedef.unflatten(leaves)
@@ -204,7 +208,7 @@ def rebind(
 
 
 def _bound(
-    kernel: Kernel,
+    kernel: KernelSpec,
     arguments: inspect.BoundArguments,
     names: tuple[str, ...],
     values: list[Any],
@@ -218,7 +222,7 @@ def _bound(
 
 
 def _structure(
-    kernel: Kernel, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
+    kernel: KernelSpec, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
 ) -> Structure:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
@@ -240,7 +244,7 @@ def _structure(
     return structure
 
 
-def _new_structure(kernel: Kernel, names: tuple[str, ...], values: list[Any]) -> Structure:
+def _new_structure(kernel: KernelSpec, names: tuple[str, ...], values: list[Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
@@ -254,7 +258,7 @@ def _new_structure(kernel: Kernel, names: tuple[str, ...], values: list[Any]) ->
     return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
 
 
-def _with_ranks(kernel: Kernel, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
+def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
     try:
         return subtrees_with_ranks(kernel.declaration.ranks.get(name), value, name)
     except ValueError as error:

@@ -13,8 +13,8 @@ from rankax._options import Options, resolve
 _MOST_KEPT = 1024  # structures per kernel, and plans per structure
 
 
-class Kernel:
-    """One decorated kernel, which `bind` and `run` know how to call."""
+class KernelSpec:
+    """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
 
     def __init__(
         self, fun: Callable[..., Any], declaration: Declaration, explicit: Mapping[str, Any]

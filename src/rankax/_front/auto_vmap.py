@@ -25,7 +25,7 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import check_method
 from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration, declare
@@ -387,13 +387,13 @@ class _Family:
         key = frozenset(explicit.items())
         if key not in self._members:
             check_together(Options(**explicit), where)
-            kernel = Kernel(self._fun, self._declaration, explicit)
+            kernel = KernelSpec(self._fun, self._declaration, explicit)
             jitted = JitKernel(kernel) if kernel.preset.jit else None
             self._members[key] = self._function(kernel, jitted)
         return self._members[key]
 
     def _function(
-        self, kernel: Kernel, jitted: JitKernel | None, tuning: Tuning | None = None
+        self, kernel: KernelSpec, jitted: JitKernel | None, tuning: Tuning | None = None
     ) -> Any:
         # A function, not a callable object, so that methods, pickling by name, help() and every
         # tool that asks `inspect.isfunction` work as they do for the kernel itself.

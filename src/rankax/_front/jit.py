@@ -21,7 +21,7 @@ from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import check_method, is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere, put
@@ -68,7 +68,7 @@ class _Identity:
 class JitKernel:
     """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: KernelSpec) -> None:
         self._kernel = kernel
 
         def call(frame: _Frame, *arrays: Any) -> Any:

@@ -30,7 +30,7 @@ import jax
 
 from rankax._base.checks import check_bool
 from rankax._call.arguments import check_method
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
@@ -52,7 +52,7 @@ _WORTH = 0.97  # a candidate must take less than this share of the time of those
 
 
 def tuned(
-    kernel: Kernel,
+    kernel: KernelSpec,
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -64,7 +64,7 @@ def tuned(
 
     Parameters
     ----------
-    kernel : Kernel
+    kernel : KernelSpec
     fun : callable
         The decorated kernel.
     memory_limit, gradient, seconds

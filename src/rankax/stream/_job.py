@@ -19,7 +19,7 @@ from rankax._base.words import plural
 from rankax._blocks.call import evaluate_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._fit.memory import free_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import checksum
@@ -58,7 +58,7 @@ def prepared(
     if inspect.ismethod(mapped):
         mapped, args = mapped.__func__, (mapped.__self__, *args)
     kernel = getattr(mapped, "_kernel", None)
-    if not isinstance(kernel, Kernel):
+    if not isinstance(kernel, KernelSpec):
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")

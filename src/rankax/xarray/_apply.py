@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rankax._call.bind import flatten, rebind
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
 from rankax.xarray._outputs import assembled, dims_of_outputs
 
@@ -96,7 +96,7 @@ def apply(
     if inspect.ismethod(kernel):
         kernel, args = kernel.__func__, (kernel.__self__, *args)
     declared = getattr(kernel, "_kernel", None)
-    if not isinstance(declared, Kernel):
+    if not isinstance(declared, KernelSpec):
         raise TypeError(
             f"rankax.xarray.apply: kernel must be decorated with rankax.auto_vmap, got {kernel!r}"
         )
