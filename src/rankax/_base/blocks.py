@@ -28,16 +28,7 @@ def blocks_of(leaf: Any) -> str | None:
     return None
 
 
-class InBlocksError(TypeError):
-    """An array in blocks arrived where a JAX or NumPy array is expected.
-
-    It is raised while the arguments of a call are bound. The decorated kernel catches it and
-    evaluates the call block by block, so that calls with other arrays pay nothing. Elsewhere, as in
-    ``kernel.plan``, the user sees it.
-    """
-
-
-def in_blocks(package: str, name: str, path: str) -> InBlocksError:
+def in_blocks(package: str, name: str, path: str) -> TypeError:
     """Return the error that says why a function cannot take an array of ``package`` directly."""
     if package == "xarray":
         what = (
@@ -49,4 +40,4 @@ def in_blocks(package: str, name: str, path: str) -> InBlocksError:
             f"a {package} array, whose blocks only a call of {name} itself evaluates; pass the "
             "shape of one block here, as a jax.ShapeDtypeStruct"
         )
-    return InBlocksError(f"{name}(): {path} is {what}")
+    return TypeError(f"{name}(): {path} is {what}")

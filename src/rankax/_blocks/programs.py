@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ class Leaf:
 class Setup:
     """Everything about a call except its arrays and numbers; cloudpickle pickles it."""
 
-    mapped: Callable[..., Any]  # the decorated kernel
+    mapped: Any  # the decorated kernel
     options: Mapping[str, Any]
     config: Mapping[str, Any]  # of JAX, where the call was made
     names: tuple[str, ...]
@@ -114,7 +114,7 @@ class Setup:
     @property
     def kernel(self) -> KernelSpec:
         """The kernel behind the decorated function."""
-        return vars(self.mapped)["_kernel"]
+        return self.mapped.spec
 
     def run(self, arrays: Sequence[Any], numbers: Sequence[Any], options: Options) -> Any:
         """Call the kernel with these arrays and numbers among its leaves."""

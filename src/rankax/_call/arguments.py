@@ -13,7 +13,7 @@ import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.checks import check_no_ref
-from rankax._base.functions import caller_level, unwrapped
+from rankax._base.functions import caller_level
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import shortened
 from rankax._call.kernel import KernelSpec
@@ -29,7 +29,7 @@ def bind_arguments(
     try:
         bound = kernel.declaration.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _not_bound(kernel, error, args, kwargs) from None
+        raise _not_bound(kernel, error, kwargs) from None
     if not kernel.defaults.keys() <= bound.arguments.keys():
         bound = rebind_arguments(kernel, {**kernel.defaults, **bound.arguments})
     if kernel.silent:
@@ -44,15 +44,7 @@ def rebind_arguments(kernel: KernelSpec, arguments: dict[str, Any]) -> inspect.B
     return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
 
 
-def _not_bound(
-    kernel: KernelSpec, error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TypeError:
-    if _lacks_object(kernel, args, kwargs):
-        return TypeError(
-            f"{kernel.name}() {error}; Python does not pass the object on in "
-            f"obj.{kernel.name}.with_options(...)(...), so ask the class, with the object first: "
-            f"{_owner(kernel)}.{kernel.name}.with_options(...)(obj, ...)"
-        )
+def _not_bound(kernel: KernelSpec, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
     options = DEFAULTS.keys() & kwargs.keys()
     unknown = sorted(options - kernel.declaration.signature.parameters.keys())
     if not unknown:
@@ -62,37 +54,6 @@ def _not_bound(
         f"{kernel.name}() got {option} among its arguments, but it is an option: "
         f"{kernel.name}.with_options({option}={kwargs[option]!r})(...)"
     )
-
-
-def check_method(
-    kernel: KernelSpec, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse ``obj.method.plan(...)``: Python passes ``obj`` only to the method itself."""
-    if _lacks_object(kernel, args, kwargs):
-        raise TypeError(
-            f"{kernel.name}.{what}() lacks the object of the method, which Python does not hand "
-            "on here; ask the class, with the object first: "
-            f"{_owner(kernel)}.{kernel.name}.{what}(obj, ...)"
-        )
-
-
-def _lacks_object(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a method seem to lack its object."""
-    signature = kernel.declaration.signature
-    if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
-        return False
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return not args or _owner(kernel) not in {cls.__name__ for cls in type(args[0]).__mro__}
-    # A default may hide that an argument is missing.
-    return is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
-
-
-def _owner(kernel: KernelSpec) -> str:
-    """Return the name of the class of a method."""
-    owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
-    return owner.rpartition(".")[2].replace("<locals>", "") or "type(obj)"
 
 
 def _warn_of_arrays(kernel: KernelSpec, bound: inspect.BoundArguments) -> None:

@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.blocks import blocks_of
 from rankax._base.checks import check_no_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
@@ -63,6 +64,7 @@ class BoundKernel(Bound):
     treedef: Any
     structure: Structure
     cut: Shape | None = None  # the batch shape, if this is a part of a call
+    is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
     def others(self) -> dict[str, Any]:
@@ -167,15 +169,27 @@ class BoundKernel(Bound):
 
 
 def bind(
-    kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    kernel: KernelSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shapes_only: bool = False,
+    takes_blocks: bool = False,
 ) -> BoundKernel:
-    """Bind arguments and flatten those that have a rank."""
+    """Bind arguments and flatten those that have a rank.
+
+    With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
+    marked; its leaves are then checked in `rankax._blocks`. Otherwise such an array is refused.
+    """
     bound = flatten(kernel, args, kwargs)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
             continue
         if not (is_array(leaves[i]) or is_number(leaves[i])):
+            if takes_blocks and blocks_of(leaves[i]):
+                bound.is_in_blocks = True
+                return bound
             path = structure.paths[i]
             leaves[i] = converted(kernel, leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array

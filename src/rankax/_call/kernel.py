@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A decorated kernel: its function, declaration and options, and the caches that its calls fill."""
+"""What a decorated kernel is: its function, declaration and options; the caches of its calls."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import is_staged, scalar
 from rankax._base.trees import leaves_with_names
-from rankax._call.arguments import check_method, is_array, is_number
+from rankax._call.arguments import is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.kernel import KernelSpec
@@ -80,13 +80,10 @@ class JitKernel:
             call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
         )
 
-    def __reduce__(self) -> Any:
-        return JitKernel, (self._kernel,)  # a copy compiles for itself
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""
         staged = is_staged()
-        frame, arrays, call = self._split(args, kwargs, is_alone=not staged)
+        frame, arrays, call = self._split(call, is_alone=not staged)
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
@@ -101,20 +98,14 @@ class JitKernel:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        check_method(self._kernel, "lower", args, kwargs)
-        frame, arrays, _ = self._split(args, kwargs, shapes_only=True)
+        call = bind(self._kernel, args, kwargs, shapes_only=True)
+        frame, arrays, _ = self._split(call, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
     def _split(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        shapes_only: bool = False,
-        is_alone: bool = True,
+        self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
     ) -> tuple[_Frame, list[Any], BoundKernel]:
         """Split a bound call into a static frame and traced arrays; return the call, too."""
-        call = bind(self._kernel, args, kwargs, shapes_only=shapes_only)
         others, rest, rest_tree = {}, [], _NOTHING
         if len(call.arguments.arguments) > len(call.names):
             others = call.others

@@ -29,7 +29,6 @@ from typing import Any
 import jax
 
 from rankax._base.checks import check_bool
-from rankax._call.arguments import check_method
 from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
@@ -72,7 +71,6 @@ def tuned(
     """
     begin = time.perf_counter()
     where = f"{kernel.name}.tune"
-    check_method(kernel, "tune", args, kwargs)
     explicit = checked_limit(memory_limit, where)
     limit = explicit or kernel.options().memory_limit
     limit = None if limit is None else limit_in_bytes(limit, free_bytes)
