@@ -87,12 +87,17 @@ class JitKernel:
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            name, shown = self._kernel.name, frame.options.progress
-            with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
-                return cut(self._jitted(frame, *arrays), call, frame.options)
+            return cut(self._compiled(frame, arrays), call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
+
+    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        name, shown = self._kernel.name, frame.options.progress
+        if shown is False and not frame.parts:  # to enter both contexts takes a microsecond
+            return self._jitted(frame, *arrays)
+        with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
+            return self._jitted(frame, *arrays)
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
