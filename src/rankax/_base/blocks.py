@@ -10,17 +10,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# The module and the classes of each package. The arrays of `_blocks/on_<package>.py` are here too.
+# The module and the classes of each package.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
     "cubed": ("cubed", ("Array",)),
-    "streamed": ("rankax._blocks.on_streamed", ("Streamed",)),
     "xarray": ("xarray", ("DataArray", "Dataset", "Variable")),
 }
 
 
+class OwnBlocks:
+    """An array of this library that is evaluated block by block: ``_blocks/on_<package>.py``."""
+
+    package: str
+
+
 def blocks_of(leaf: Any) -> str | None:
     """Return the name of the package whose array a leaf is, or None."""
+    if isinstance(leaf, OwnBlocks):
+        return leaf.package
     for package, (path, names) in _CLASSES.items():
         module = sys.modules.get(path)  # `getattr` copes with one that is only half imported
         if isinstance(leaf, tuple(getattr(module, n) for n in names if hasattr(module, n))):

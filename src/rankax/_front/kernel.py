@@ -86,12 +86,8 @@ class Kernel(Generic[P, R]):
     def lower(self) -> Callable[..., Any]:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
         if self._jitted is None:
-            raise AttributeError(
-                f"{self.spec.name} has no lower, because it is not compiled; ask "
-                f"{self.spec.name}.with_options(jit=True)",
-                name="lower",
-                obj=self,
-            )
+            name = self.spec.name
+            raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
         return self._jitted.lower
 
     def with_options(self, **options: Unpack[Given]) -> Kernel[P, R]:
