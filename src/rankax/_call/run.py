@@ -4,7 +4,8 @@
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
 hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
 limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
-``plan`` prints and `run` executes.
+``plan`` prints; `run` takes the same steps, but an eager call that is known skips those after the
+trace.
 
 Words used throughout:
 
