@@ -164,9 +164,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         ``plan(*args, **kwargs)`` says what a call with such arguments (or `jax.ShapeDtypeStruct`
         in their place) would do. ``with_options(**options)`` returns the same kernel with other
         options; equal options give the same object, so nothing is compiled twice. See `options`
-        for setting many kernels at once. Those of a bound method take its object along:
-        ``body.energy.plan(x)``. ``signature`` is the gufunc signature, with made-up names
-        for unnamed axes; None if the output is not declared.
+        for setting many kernels at once. ``check(*args)`` compares items of a call with the kernel
+        by itself, and ``nonfinite(*args)`` finds those that are NaN or infinite. All of these know
+        the object of a bound method: ``body.energy.plan(x)``. ``signature`` is the gufunc
+        signature, with made-up names for unnamed axes; None if the output is not declared.
 
     Raises
     ------

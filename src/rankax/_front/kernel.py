@@ -28,6 +28,7 @@ from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._front.jit import JitKernel
+from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned
@@ -117,6 +118,18 @@ class Kernel(Generic[P, R]):
         like = self.with_options(**result.options)
         return Kernel(like.spec, self._members, like._jitted, result)
 
+    def check(
+        self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
+    ) -> CheckReport:
+        """Compare some items of a call with the kernel by itself; raise where they differ."""
+        return check(self, args, kwargs, items, seed, gradient=gradient)
+
+    def nonfinite(
+        self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
+    ) -> NonFinite:
+        """Count the items whose value, or gradient, is not finite, and name the first ones."""
+        return nonfinite(self, args, kwargs, most, gradient=gradient)
+
     @property
     def signature(self) -> str | None:
         """The gufunc signature, such as ``"(n,3),(n)->()"``; None if there is none."""
@@ -202,6 +215,14 @@ class Method(Generic[P, R]):
     def tune(self, /, *args: Any, **options: Any) -> Method[P, R]:
         """Return the method with the fastest options that were found on this machine."""
         return Method(self.__func__.tune(self.__self__, *args, **options), self.__self__)
+
+    def check(self, /, *args: Any, **options: Any) -> CheckReport:
+        """Compare some items of a call with the method by itself; raise where they differ."""
+        return self.__func__.check(self.__self__, *args, **options)
+
+    def nonfinite(self, /, *args: Any, **options: Any) -> NonFinite:
+        """Count the items whose value, or gradient, is not finite, and name the first ones."""
+        return self.__func__.nonfinite(self.__self__, *args, **options)
 
     @property
     def tuning(self) -> Tuning | None:
