@@ -30,6 +30,7 @@ from held_out import HELD_OUT
 from rankax import auto_vmap
 from rankax._fit import cpu
 from rankax._plan.levels import Tiles
+from rankax._trace.work import Work, work_of
 from tile_kernels import TRAINING, Case
 from tiles import compiled
 
@@ -92,7 +93,7 @@ class Rows(NamedTuple):
     """The times of some kernels in one mode, and what each item does."""
 
     names: list[str]
-    works: list[cpu.Work]
+    works: list[Work]
     times: np.ndarray  # kernel x tile
     best_without: np.ndarray  # the better of `jax.vmap` and whole chunks
     loss: np.ndarray  # kernel x tile
@@ -106,7 +107,7 @@ def rows_of(cases: Sequence[Case], mode: str) -> Rows:
             row = found[f"{case.name}, {mode}"]
             args = [jax.ShapeDtypeStruct(core, jnp.float32) for core in case.cores]
             names.append(f"{case.name}, {path.stem.removeprefix('tile-times-')}")
-            works.append(cpu.work_of(jax.make_jaxpr(case.fun)(*args)))
+            works.append(work_of(jax.make_jaxpr(case.fun)(*args)))
             times.append([row[str(tile)] for tile in TILES])
             others.append(min(row["jax.vmap"], row[str(CHUNK)]))
     all_times, best_without = np.array(times), np.array(others)
@@ -119,7 +120,10 @@ def rows_of(cases: Sequence[Case], mode: str) -> Rows:
 
 def chosen(rows: Rows, costs: cpu.Costs, share: float) -> np.ndarray:
     """Return which of the tiles the model chooses, for each kernel."""
-    table = [[work.cost(t, costs, share * CACHE) for t in reversed(TILES)] for work in rows.works]
+    table = [
+        [cpu.cost_in_tile(work, t, costs, share * CACHE) for t in reversed(TILES)]
+        for work in rows.works
+    ]
     return len(TILES) - 1 - np.argmin(np.array(table), axis=1)
 
 

@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stretched axis decides the length",
-        "_plan/broadcast.py",
+        "_plan/shapes.py",
         "len(batch) >= -axis and batch[axis] != 1",
         "len(batch) > -axis and batch[axis] != 1",
         "auto_vmap",

@@ -3,8 +3,8 @@
 
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
-from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level
+from rankax._plan.shapes import LeafPlan
 from rankax._tune.table import Candidate, Tuning, Tunings
 
 __all__ = ["BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Tuning", "Tunings"]

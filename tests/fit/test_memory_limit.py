@@ -210,6 +210,99 @@ def test_a_kernel_without_a_gradient():
     assert whole.plan(shape(3000, 64, dtype=jnp.int32)).memory.gradient is None
 
 
+def numpy_sine(x):
+    return jax.pure_callback(np.sin, x, x, vmap_method="expand_dims")
+
+
+@jax.custom_vjp
+def sine(x):
+    return jnp.sin(x)
+
+
+sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cosine(x),))
+
+
+@jax.custom_jvp
+def closed(x):
+    """As Equinox and Diffrax close what must not be differentiated."""
+    return x
+
+
+@closed.defjvp
+def _(*_):
+    raise RuntimeError("Unexpected tangent. This operation cannot be autodifferentiated.")
+
+
+LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
+
+
+@pytest.mark.parametrize(
+    ("fun", "why"),
+    [
+        (
+            lambda x: jax.lax.while_loop(lambda y: y[0] < 3, lambda y: jnp.sort(y) + 1, x),
+            f"{LOOP} or lax.fori_loop with dynamic start/stop values",
+        ),
+        (numpy_sine, "Pure callbacks do not support JVP"),
+        (
+            lambda x: jax.lax.reduce_window(x, 0.0, lambda a, b: a + 2 * b, (2,), (1,), "VALID"),
+            "Linearization failed to produce known values for all output primals",
+        ),
+        (
+            lambda x: jax.lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2),
+            "transpose_solve required for backwards mode automatic differentiation of "
+            "custom_linear_solve",
+        ),
+        (
+            lambda x: jnp.sum(jax.scipy.special.betainc(x, x, x)),
+            "Betainc gradient with respect to a and b not supported",
+        ),
+        (
+            lambda x: jnp.sum(jax.scipy.linalg.schur(x.reshape(8, 8))[0]),
+            "Differentiation rule for 'schur' not implemented",
+        ),
+        (closed, "This operation cannot be autodifferentiated"),
+        (jnp.argsort, "no output holds floating-point numbers"),
+        (lambda x: x.at[0].apply(jnp.sin), "scatter_apply JVP not implemented"),
+    ],
+)
+def test_the_plan_says_why_there_is_no_gradient(fun, why):
+    plan = auto_vmap(1, memory_limit=MB)(fun).plan(shape(200, 64))
+    assert (plan.memory.gradient, plan.memory.no_gradient) == (None, why)
+    assert str(plan).endswith(f", gradient: none ({why})")
+
+
+def test_items_that_end_by_themselves_have_no_gradient():
+    def counted(x):
+        return jax.lax.while_loop(lambda y: y[0] < 3, lambda y: jnp.sort(y) + 1, x)
+
+    kernel = auto_vmap(1, memory_limit=MB, lockstep=False)(counted)
+    why = kernel.plan(shape(200, 64)).memory.no_gradient
+    assert re.match(rf"counted\(\) at .*: {LOOP}, and not for lockstep=False", why)
+
+
+def test_a_gradient_that_is_not_measured_has_no_reason():
+    memory = auto_vmap(1, memory_limit=MB, checkpoint=False)(jnp.sort).plan(shape(9, 64)).memory
+    assert (memory.gradient, memory.no_gradient) == (None, "")
+    assert "gradient" not in str(memory)
+
+
+def test_a_fault_in_a_rule_is_no_lack_of_a_gradient():
+    """It was hidden, and the limit then held for the call alone."""
+    kernel = auto_vmap(1, memory_limit=MB)(lambda x: sine(jnp.sort(x)))
+    with pytest.raises(AttributeError, match="has no attribute 'cosine'"):
+        kernel.plan(shape(200, 64))
+    forward_only = kernel.with_options(checkpoint=False)
+    assert forward_only.plan(shape(200, 64)).memory.gradient is None
+
+
+def test_a_rule_of_the_wrong_shape_is_no_lack_of_a_gradient():
+    wrong = jax.custom_vjp(jnp.sin)
+    wrong.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g[:1],))
+    with pytest.raises(ValueError, match="must produce an output with the same"):
+        auto_vmap(1, memory_limit=MB)(wrong).plan(shape(200, 64))
+
+
 def test_without_checkpoint_only_the_call_counts(monkeypatch):
     monkeypatch.setattr(run, "tiles_matter", lambda _: False)
     kernel = auto_vmap(2, memory_limit=MB, checkpoint=False)(chain)

@@ -299,6 +299,14 @@ def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock):
     assert measured(chunked.tune(*x, seconds=1).tuning) == [8]
 
 
+def test_the_faster_half_runs_on_and_the_options_as_they_are_are_never_given_up(clock):
+    kernel, _ = watched(clock, lambda n: 1e-4 * n)
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=20).tuning
+    notes = [c.note for c in tuning.candidates]
+    assert notes[0] == ""
+    assert notes.count("given up early") >= len(notes) - 2 > 3
+
+
 def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
     def seconds_of_call(n):
         return 1e-5 if n == 1100 else 1e-5 * n if 50 < n <= 64 else 5e-4 * n

@@ -17,7 +17,7 @@ from rankax._blocks.programs import Leaf
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._call.kernel import KernelSpec
-from rankax._plan.leaves import leaf_plan
+from rankax._plan.shapes import leaf_plan
 
 
 def package_of_call(kernel: KernelSpec, call: BoundKernel) -> str:

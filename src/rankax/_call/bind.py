@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import jax
@@ -36,11 +36,10 @@ from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
-from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
-from rankax._plan.splits import Split
+from rankax._plan.shapes import Split, leaf_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +69,10 @@ class BoundKernel(Bound):
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+
+    @property
+    def key(self) -> Hashable:
+        return super().key, self.cut
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks

@@ -32,8 +32,8 @@ from rankax._call.bind import BoundKernel
 from rankax._devices.find import is_spread
 from rankax._loop.keys import index_without_fill
 from rankax._options import Options
-from rankax._plan.buckets import bucket_of
 from rankax._plan.levels import Shape
+from rankax._plan.shapes import bucket_of
 from rankax._reduce.protocol import FILL, Keep, Reduction
 from rankax._reduce.winners import FirstK
 

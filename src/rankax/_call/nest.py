@@ -23,13 +23,13 @@ from rankax._plan.batch import BatchPlan
 from rankax._plan.chunks import Chunks
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
-from rankax._plan.splits import Split
+from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
-from rankax._reduce.row import evaluates_functions
 from rankax._reduce.run import Reductions, RowReduction
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
+from rankax._trace.work import evaluates_functions
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19

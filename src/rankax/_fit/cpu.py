@@ -27,25 +27,20 @@ calls the library, `Work.sums` and their costs may go.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from rankax._plan.levels import Tiles
-from rankax._trace.programs import Literal, subprograms
+from rankax._trace.work import Work, work_of
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
-_LONG = 16  # numbers for each result, from which on the library is faster than a loop
-_STEPS_OF_WHILE = 10  # assumed
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -79,7 +74,7 @@ def best_tiles(program: Any) -> Tiles:
     """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
     work = work_of(program)
     shares = COSTS.forward, COSTS.derivative
-    return Tiles(*(work.best_tile(COSTS, share * _cache_bytes()) for share in shares))
+    return Tiles(*(_best_tile(work, COSTS, share * _cache_bytes()) for share in shares))
 
 
 def pays_to_store(program: Any) -> bool:
@@ -101,122 +96,21 @@ def _cache_bytes() -> int:
         return 2**20
 
 
-@dataclasses.dataclass
-class Work:
-    """What an item does.
-
-    Attributes
-    ----------
-    bytes : int
-        Of all inputs, and all values that it computes.
-    libraries, convolutions : int
-        How many it calls.
-    products : int
-        Of its numbers with those of matrices that all items share.
-    sums : list of (int, bool, int)
-        Of how many numbers, whether they are long rows, and how often.
-    """
-
-    bytes: int = 0
-    libraries: int = 0
-    convolutions: int = 0
-    products: int = 0
-    sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
-
-    def best_tile(self, costs: Costs, cache: float) -> int | None:
-        """Return the best number of items; None: as many as a chunk may have."""
-        sizes = {2**n for n in range(_LARGEST.bit_length())}
-        sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in self.sums}
-        best = min(sizes, key=lambda tile: (self.cost(tile, costs, cache), -tile))
-        return None if best == _LARGEST else best
-
-    def cost(self, tile: int, costs: Costs, cache: float) -> float:
-        """Return what an item costs in a tile of this size."""
-        once = 1 + costs.library * self.libraries + costs.convolution * self.convolutions
-        cost = (once + costs.product * self.products) / tile
-        for numbers, is_long, times in self.sums:
-            if numbers * tile >= _LIBRARY_FROM:
-                cost += costs.number * numbers * times
-            elif is_long:
-                cost += costs.row * numbers * times
-        return cost + costs.byte * self.bytes * (self.bytes * tile >= cache)
+def _best_tile(work: Work, costs: Costs, cache: float) -> int | None:
+    """Return the best number of items; None: as many as a chunk may have."""
+    sizes = {2**n for n in range(_LARGEST.bit_length())}
+    sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in work.sums}
+    best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, costs, cache), -tile))
+    return None if best == _LARGEST else best
 
 
-_SUMS = ("reduce_sum", "reduce_max", "reduce_min")
-_LOOPS = ("scan", "while")
-_LIBRARIES = {
-    *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
-    *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
-    "tridiagonal_solve",
-}
-
-
-def work_of(program: Any) -> Work:
-    """Count what one item does, from its ``ClosedJaxpr``."""
-    jaxpr = program.jaxpr
-    work = Work(sum(_bytes(v) for v in (*jaxpr.invars, *jaxpr.outvars)))
-    _add(work, jaxpr, set(jaxpr.invars), 1)
-    return work
-
-
-def _add(work: Work, jaxpr: Any, moving: set[Any], times: int) -> None:
-    """Count what depends on the item; ``moving`` holds the variables that do."""
-    for eqn in jaxpr.eqns:
-        flags = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
-        if not any(flags):
-            continue
-        moving.update(eqn.outvars)
-        is_loop = eqn.primitive.name in _LOOPS
-        steps = times * eqn.params.get("length", _STEPS_OF_WHILE) if is_loop else times
-        inner = list(subprograms(eqn))
-        for program in inner:
-            _add(work, program, _inputs_that_move(eqn, program, flags), steps)
-        if is_loop or not inner:
-            work.bytes += sum(map(_bytes, eqn.outvars))
-        if eqn.outvars and not inner:
-            _add_operation(work, eqn, flags, times)
-
-
-def _add_operation(work: Work, eqn: Any, flags: Sequence[bool], times: int) -> None:
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name in _LIBRARIES:
-        work.libraries += times
-    elif name == "conv_general_dilated":
-        work.convolutions += times
-    elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
-        operand = eqn.invars[0].aval
-        if name == "dot_general":
-            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-            numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
-            is_sum, is_row = all(flags) and out.ndim == len(batch), True
-            work.products += 0 if all(flags) else numbers * times
-        else:
-            numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
-            is_sum = numbers > out.size
-        if is_sum:
-            work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))
-
-
-def _bytes(variable: Any) -> int:
-    aval = variable.aval
-    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
-
-
-def _inputs_that_move(eqn: Any, program: Any, flags: Sequence[bool]) -> set[Any]:
-    """Return the inputs of a called program that depend on the item; all if it is not clear."""
-    if len(program.invars) != len(flags):
-        return set(program.invars)
-    flags = list(flags)
-    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
-        # In order: constants, carry, rows; inside, a row has one axis fewer. The parameters that
-        # count them have other names in JAX 0.12.
-        carried = _alike(eqn.outvars, program.outvars)
-        consts = _alike(eqn.invars, program.invars) - carried
-        flags[consts : consts + carried] = [True] * carried
-    return {v for v, moves in zip(program.invars, flags, strict=True) if moves}
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Return how many values have as many axes outside a loop as inside."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+def cost_in_tile(work: Work, tile: int, costs: Costs, cache: float) -> float:
+    """Return what an item costs in a tile of this size."""
+    once = 1 + costs.library * work.libraries + costs.convolution * work.convolutions
+    cost = (once + costs.product * work.products) / tile
+    for numbers, is_long, times in work.sums:
+        if numbers * tile >= _LIBRARY_FROM:
+            cost += costs.number * numbers * times
+        elif is_long:
+            cost += costs.row * numbers * times
+    return cost + costs.byte * work.bytes * (work.bytes * tile >= cache)

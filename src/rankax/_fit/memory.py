@@ -75,12 +75,13 @@ def fit_to_limit(
     def measure(chunk_size: int) -> Cost:
         in_flight, call, arrays = program(chunk_size, task.checkpoint)
         forward = jax.jit(call).trace(shapes, list(arrays))
-        gradient = None if task.checkpoint is False else measure_gradient(call, arrays)
-        return Cost(in_flight, _temporaries(forward, options), gradient)
+        is_measured = task.checkpoint is not False
+        gradient, why = measure_gradient(call, arrays) if is_measured else (None, "")
+        return Cost(in_flight, _temporaries(forward, options), gradient, why)
 
-    def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> int | None:
-        traced = _gradient(call, shapes, list(arrays))
-        return None if traced is None else _temporaries(traced, options)
+    def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> tuple[int | None, str]:
+        traced, why = _gradient(call, shapes, list(arrays))
+        return None if traced is None else _temporaries(traced, options), why
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(task.limit, free_bytes)
@@ -89,7 +90,7 @@ def fit_to_limit(
         if not task.may_store or found.gradient is None or not is_loop:
             return found
         _, call, arrays = program(found.chunk_size, False)
-        gradient = measure_gradient(call, arrays)
+        gradient, _ = measure_gradient(call, arrays)
         if gradient is None or gradient > limit:
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
@@ -114,8 +115,8 @@ def fit_once(
 def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any) -> int:
     """Return the temporaries of the gradient of a call, or of the call if it has no gradient."""
     shapes, arrays = jax.tree.map(shape_of, (list(consts), arrays))
-    traced = _gradient(call, shapes, arrays) or jax.jit(call).trace(shapes, arrays)
-    return _temporaries(traced, None)
+    traced, _ = _gradient(call, shapes, arrays)
+    return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
 
 
 def _program_key(item: Any) -> Hashable:
@@ -154,8 +155,24 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) -> Any:
-    """Trace the gradient with respect to all floating arrays; None if it does not exist."""
+# How JAX 0.7 to 0.12 and Equinox refuse to differentiate, besides `NotImplementedError`; any other
+# error is a fault of the kernel, such as a wrong name in its own rule.
+_REFUSALS = (
+    "Reverse-mode differentiation does not work",  # loops of traced length, and lockstep=False
+    "callbacks do not support JVP",
+    "cannot be differentiated",  # foreign functions
+    "Linearization failed to produce known values",  # Pallas, reduce_window
+    "gradient with respect to a and b not supported",  # betainc
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function",
+    "transpose_solve required for backwards mode",
+    "autodifferentiate",  # Equinox and Diffrax
+)
+
+
+def _gradient(
+    call: Callable[..., Any], consts: list[Any], arrays: list[Any]
+) -> tuple[Any | None, str]:
+    """Trace the gradient with respect to all floating arrays; None, and why, if there is none."""
     leaves, treedef = jax.tree.flatten((consts, arrays))
     moving = [i for i, leaf in enumerate(leaves) if has_tangent(leaf)]
 
@@ -170,11 +187,17 @@ def _gradient(call: Callable[..., Any], consts: list[Any], arrays: list[Any]) ->
     rest = [None if i in moving else leaf for i, leaf in enumerate(leaves)]
     cotangents = jax.eval_shape(outputs, *leaves)
     if not moving or not cotangents:
-        return None
+        return None, f"no {'output' if moving else 'argument'} holds floating-point numbers"
     try:
-        return jax.jit(gradient).trace(some, rest, cotangents)
-    except Exception:  # whatever it is, this kernel cannot be differentiated
-        return None
+        return jax.jit(gradient).trace(some, rest, cotangents), ""
+    except (RuntimeError, TypeError, ValueError) as error:  # among them NotImplementedError
+        sentences = str(error).partition("\n")[0].split(". ")
+        refusals = [s for s in sentences if any(known in s for known in _REFUSALS)]
+        if isinstance(error, NotImplementedError):
+            refusals.append(sentences[0] or "not implemented")
+        if not refusals:
+            raise
+        return None, refusals[0].removesuffix(".")
 
 
 def free_bytes() -> int:

@@ -94,10 +94,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         bound.
     memory_limit : int or str, optional
         Bytes, ``"2 GB"``, ``"500 MiB"``, or ``"50%"`` of the memory that the first device (or else
-        the machine) has free when a call with such shapes is first seen. A chunk size is chosen
-        whose temporaries, beyond inputs and outputs, stay within it, as the compiler reports, in
-        the call and in its gradient (see Notes). Together with ``chunk_size`` the smaller bound
-        counts.
+        the machine) has free when a call with such shapes is first seen. rankax picks a chunk
+        size whose reported temporary memory, forward and gradient, fits the limit (see Notes).
+        Together with ``chunk_size`` the smaller bound counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
@@ -113,8 +112,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         boolean. An output inside another by its path: ``"['masks']['ok']"``. What is left out adds
         nothing, and its derivative is 0, even where its value or derivative is infinite or NaN. In
         the result, None takes the place of that output unless it has an entry of its own in
-        ``reduce``. Objects of `rankax.reductions` take ``where`` as well, and theirs comes first.
-        See Notes.
+        ``reduce``. Objects of `rankax.reductions` take ``where`` as well; theirs takes
+        precedence. See Notes.
     batch_shape : int or tuple of int, optional
         Axes that the batch has besides those of the arguments, and broadcast with them: the
         counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
@@ -135,8 +134,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         needs the extra ``progress``), a string is the bar's label, and a function is called with
         ``(done, total)``, in items. See Notes.
     devices : "all", int, sequence of devices, or PartitionSpec, optional
-        Which devices share the batch: ``"all"`` that are local, the first few, these, or those
-        along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:
+        Which devices share the batch: ``"all"`` local devices, the first n, a list, or
+        mesh axes. Each evaluates a part of the longest batch axis. ``None``:
         as the arrays are sharded. 1: do not divide the batch. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
     lockstep : bool, default True
@@ -212,8 +211,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     usually three, but not run; ``plan`` does the same and shows the measurements. The limit applies
     to the call itself and to its gradient with respect to all floating arrays that it uses. With
     ``checkpoint=False`` the gradient does not count, because chunks do not bound it. Where no chunk
-    of a fitting size divides the batch, the gradient copies the outputs, and this copy counts. The
-    memory that a surrounding program holds does not. Under an outer `jax.vmap`, one item counts.
+    of a fitting size divides the batch, the gradient copies the outputs, and this copy counts.
+    Memory held by the surrounding program is not counted. Under an outer `jax.vmap`, one item
+    counts.
 
     *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
     called by the kernel have none. A gradient shows its forward pass; that of some reductions makes

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Single equations of a program: what they call, what they cost, how they run."""
+"""Single equations of a program: what they call, how they run."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
 
-from rankax._trace.programs import ClosedJaxpr, evaluate, subprograms
-
-_TRIPS = 16  # of a loop of unknown length
+from rankax._trace.programs import ClosedJaxpr, evaluate, lengths_of_scan, subprograms
+from rankax._trace.work import STEPS_OF_WHILE, cost
 
 
 def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -33,28 +31,11 @@ def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], l
     constants, the carry, the rows.
     """
     if eqn.primitive.name == "while":
-        first = eqn.params["cond_nconsts"]
-        end = first + eqn.params["body_nconsts"]
-    else:  # the parameters that count them differ between versions of JAX; a row has one more axis
-        body = eqn.params["jaxpr"].jaxpr
-        end = len(values) - _count_rows(eqn.invars, body.invars)
-        first = end - len(eqn.outvars) + _count_rows(eqn.outvars, body.outvars)
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    else:
+        first, second = lengths_of_scan(eqn)
+    end = first + second
     return list(values[:first]), list(values[first:end]), list(values[end:])
-
-
-def _count_rows(whole: Sequence[Any], items: Sequence[Any]) -> int:
-    pairs = zip(whole, items, strict=True)
-    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
-
-
-def cost(jaxpr: Any) -> int:
-    """Return about how many numbers a program computes."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        trips = _TRIPS if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-        total += trips * sum(map(cost, subprograms(eqn))) or max(sizes, default=0)
-    return total
 
 
 def is_minor(eqn: Any, around: int | None) -> bool:
@@ -66,7 +47,7 @@ def is_minor(eqn: Any, around: int | None) -> bool:
     if around is None:
         return False
     of_step = cost(eqn.params["body_jaxpr"].jaxpr)
-    return of_step < around - _TRIPS * of_step
+    return of_step < around - STEPS_OF_WHILE * of_step
 
 
 def harmed(eqn: Any) -> bool:

@@ -32,7 +32,6 @@ from jax.extend import source_info_util
 
 from rankax._lockstep.equations import (
     called,
-    cost,
     evaluator,
     harmed,
     is_minor,
@@ -40,6 +39,7 @@ from rankax._lockstep.equations import (
     take_rows,
 )
 from rankax._trace.programs import Literal
+from rankax._trace.work import cost
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}

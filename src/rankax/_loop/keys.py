@@ -26,7 +26,7 @@ from jax import lax
 
 from rankax._base.arrays import counted, scalar
 from rankax._plan.levels import Level, Shape
-from rankax._plan.splits import Split
+from rankax._plan.shapes import Split
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
 _UNSAFE, _SAFE = "unsafe_rbg", "rbg"

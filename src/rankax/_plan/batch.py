@@ -6,10 +6,9 @@ import math
 
 from rankax._base.words import plural
 from rankax._plan.budget import MemoryFit
-from rankax._plan.html import plan_html
-from rankax._plan.leaves import LeafPlan
 from rankax._plan.levels import Level, Shape
-from rankax._plan.text import ends_lines, leaf_table, legend, level_sentence, untouched_line
+from rankax._plan.shapes import LeafPlan
+from rankax._plan.show import Shown, ends_lines, untouched_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +80,21 @@ class BatchPlan:
         return math.prod(level.steps for level in self.levels)
 
     def __str__(self) -> str:
-        lines = [self._summary()]
-        if self.leaves:
-            lines += leaf_table(self.leaves, self.batch_shape)
-        below = [level_sentence(level, self.leaves) for level in self.levels]
-        below += [*legend(self.leaves, self.batch_shape), *self._notes()]
-        return "\n".join([*lines, *(f"  {line}" for line in below)])
+        return self._shown().text()
 
     def _repr_html_(self) -> str:
-        text = self._summary().removeprefix(self.kernel)
-        return plan_html(
-            self.kernel, text, self.batch_shape, self.leaves, self.levels, self._notes()
-        )
+        return self._shown().html()
+
+    def _shown(self) -> Shown:
+        summary, notes = self._summary(), self._notes()
+        return Shown(self.kernel, summary, self.batch_shape, self.leaves, self.levels, notes)
 
     def _summary(self) -> str:
         if not self.leaves or not self.batch_shape:
             lacking = "batch axes" if self.leaves else "argument with a rank"
-            return f"{self.kernel}: no {lacking}, so the kernel is simply called"
+            return f": no {lacking}, so the kernel is simply called"
         return (
-            f"{self.kernel}: batch shape {self.batch_shape}, "
+            f": batch shape {self.batch_shape}, "
             f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
             f"{' on each device' if self.devices else ''}, "
             f"{'items end by themselves' if self.lanes else plural(self.steps, 'step')}"

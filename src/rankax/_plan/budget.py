@@ -64,6 +64,7 @@ class Cost:
     in_flight: int
     forward: int
     gradient: int | None
+    no_gradient: str = ""  # why there is none
 
     @property
     def most(self) -> int:
@@ -88,6 +89,9 @@ class MemoryFit:
         as with ``checkpoint=False``.
     stored : bool
         Whether the reverse pass computes nothing again, because the limit leaves room for all.
+    no_gradient : str
+        Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
+        implemented"``.
     """
 
     limit: int
@@ -95,9 +99,12 @@ class MemoryFit:
     forward: int
     gradient: int | None
     stored: bool = False
+    no_gradient: str = ""
 
     def __str__(self) -> str:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
+        if self.no_gradient:
+            gradient = f", gradient: none ({self.no_gradient})"
         stored = ", nothing computed again" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
@@ -144,7 +151,7 @@ def fit_chunk(
     cost = measured.get(low) or measure(low)
     if cost.most > limit:
         raise ValueError(_too_much(cost, limit, where))
-    return MemoryFit(limit, low, cost.forward, cost.gradient)
+    return MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
 
 
 def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:

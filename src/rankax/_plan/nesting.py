@@ -12,11 +12,9 @@ from typing import Any
 from rankax._base.functions import function_location, function_name
 from rankax._declare.dims import Rank
 from rankax._plan.batch import BatchPlan
-from rankax._plan.broadcast import bind_sizes, broadcast
-from rankax._plan.leaves import leaf_plan
 from rankax._plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels
 from rankax._plan.report import call_error
-from rankax._plan.splits import Split, plan_splits
+from rankax._plan.shapes import Split, bind_sizes, broadcast, leaf_plan, plan_splits
 
 InAxes = tuple[int | None, ...]
 
@@ -40,7 +38,7 @@ class Nesting:
     """
 
     plan: BatchPlan
-    sizes: Mapping[str, int]  # of the named core dimensions
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
     mapped: tuple[int, ...]  # the arrays that some level maps
     cores: tuple[Shape, ...]  # of one item of each of them
     batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch

@@ -11,10 +11,9 @@ from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
 from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax._plan.broadcast import Clash, bind_sizes, broadcast
-from rankax._plan.leaves import LeafPlan, leaf_plan
 from rankax._plan.levels import Shape
-from rankax._plan.text import untouched_line
+from rankax._plan.shapes import Clash, LeafPlan, bind_sizes, broadcast, leaf_plan
+from rankax._plan.show import untouched_line
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown
@@ -68,13 +67,10 @@ def call_error(
     for i in short:
         rows[i] = (*rows[i][:3], "too few axes")
     lines = [f"    {line}" for line in untouched_line(untouched)]
+    header = ("argument", "shape", "rank", "batch axes")
+    shown = "\n".join([_marked_table(header, rows, short, clashes), *lines])
     summaries = listed([_SUMMARIES[kind] for kind in dict.fromkeys(kinds)])
-    return kinds[0](
-        f"{function_location(fun)}: {summaries}\n\n"
-        + _marked_table(("argument", "shape", "rank", "batch axes"), rows, short, clashes, lines)
-        + "\n\n"
-        + "\n".join(sentences)
-    )
+    return kinds[0](_text(fun, summaries, shown, sentences))
 
 
 _SUMMARIES: dict[type[ValueError], str] = {
@@ -99,12 +95,14 @@ def output_error(
     paths = [leaf.path for leaf in leaves]
     sentences += [_clash_sentence(clash, paths, bound) for clash in clashes]
     rows = [(leaf.path, str(leaf.shape), leaf.declared) for leaf in leaves]
-    return CoreDimensionError(
-        f"{function_location(fun)}: the kernel does not return what it declares, for one item\n\n"
-        + _marked_table(("output", "shape", "rank"), rows, wrong, clashes)
-        + "\n\n"
-        + "\n".join(sentences)
-    )
+    summary = "the kernel does not return what it declares, for one item"
+    shown = _marked_table(("output", "shape", "rank"), rows, wrong, clashes)
+    return CoreDimensionError(_text(fun, summary, shown, sentences))
+
+
+def _text(fun: Callable[..., Any], summary: str, shown: str, sentences: Sequence[str]) -> str:
+    problems = "\n".join(sentences)
+    return f"{function_location(fun)}: {summary}\n\n{shown}\n\n{problems}"
 
 
 def _marked_table(
@@ -112,7 +110,6 @@ def _marked_table(
     rows: Sequence[Sequence[str]],
     wrong: Sequence[int],
     clashes: Sequence[Clash],
-    below: Sequence[str] = (),
 ) -> str:
     """Mark the rows that clash; of very many rows, show some of each size and count the others."""
     groups = [wrong, *(group for clash in clashes for group in clash.leaves.values())]
@@ -122,7 +119,7 @@ def _marked_table(
         shown = sorted({i for group in groups for i in group[:_EXAMPLES]} | {0, len(rows) - 1})
     marks = [at for at, row in enumerate(shown) if row in marked]
     first, *lines = table(header, [rows[i] for i in shown], marks).split("\n")
-    body: list[str] = [first]
+    body = [first]
     for line, i, previous in zip(lines, shown, [-1, *shown], strict=False):
         if hidden := range(previous + 1, i):
             count = sum(row in marked for row in hidden)
@@ -130,7 +127,7 @@ def _marked_table(
             which = " that clash" if count == len(hidden) else which
             body.append(f"    ... {len(hidden)} more{which}")
         body.append(line)
-    return "\n".join([*body, *below])
+    return "\n".join(body)
 
 
 def _too_few(leaf: LeafPlan, rank: Rank, sizes: Mapping[str, int]) -> str:

@@ -32,14 +32,6 @@ from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import in_tiles
 from rankax._reduce.states import Accumulation, Merged, Whole
-from rankax._trace.programs import subprograms
-
-_EXPENSIVE = {
-    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
-    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
-    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
-    *("pow", "sin", "sinh", "tan", "tanh"),
-}
 
 Steps = Sequence[Accumulation | Whole]
 
@@ -58,14 +50,6 @@ def index_dtype(size: int) -> Any:
     return jnp.int32 if size < 2**31 else jnp.int64
 
 
-def evaluates_functions(jaxpr: Any) -> bool:
-    """Whether a program has operations that cost more than storing a result, on a CPU."""
-    return jax.default_backend() == "cpu" and any(
-        eqn.primitive.name in _EXPENSIVE or any(map(evaluates_functions, subprograms(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -74,7 +58,7 @@ class Row:
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
     count_of_outputs: int
-    is_expensive: bool = False  # see `evaluates_functions`
+    is_expensive: bool = False  # see `_trace.work.evaluates_functions`
     back: bool = False  # whether it is differentiated
 
     @property

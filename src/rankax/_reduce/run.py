@@ -34,12 +34,13 @@ from rankax._reduce.protocol import (
     Reduction,
     Several,
 )
-from rankax._reduce.row import Row, evaluates_functions
+from rankax._reduce.row import Row
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
+from rankax._trace.work import evaluates_functions
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction

@@ -96,6 +96,21 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
     return with_params(eqn, **changes) if changes else eqn
 
 
+def lengths_of_scan(eqn: Any) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants, and how many are carried; rows follow.
+
+    A row has one axis fewer inside. The parameters that count them differ between versions of JAX.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+
+    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+    carried = alike(eqn.outvars, body.outvars)
+    return alike(eqn.invars, body.invars) - carried, carried
+
+
 def mapped_program(fun: Callable[[Any], Any], closed: Any) -> Any:
     """Return ``closed`` with ``fun(jaxpr)`` in place of its jaxpr, and the same constants."""
     jaxpr = fun(closed.jaxpr)

@@ -38,15 +38,14 @@ from rankax._plan.levels import Level
 from rankax._tune.table import Candidate, Tuning, measured_for
 from rankax._tune.workload import Workload
 
-_FIRST_SIZES = (256, 16, 4096)
-_FEW_ITEMS, _SOME_ITEMS = 16, 1024  # of the slices that show how long an item takes
-_LONG = 0.01  # seconds, from which on the time of a run is reliable
-_RUN, _RUN_OF_SLICE = 1 / 30, 1 / 60  # the share of the time that one run may take
+_ORDER = (256, 16, 4096, 64, 4, 1024, 1)  # chunk sizes, the most promising first
+_FEW_ITEMS = (16, 1024)  # of the slices that show how long an item takes
+_RELIABLE = 0.01  # seconds, from which on the time of a run is reliable
+_RUN = 1 / 60  # the share of the time that one run may take
 _PROBES = 1 / 4  # after this share of the time, a second slice is not compiled
 _TRIALS = 0.7  # the share of the time in which candidates are tried, before those run in turns
 _COMPARISON = 0.4  # the largest share of the time for a comparison on all items, after the slice
-_MOST_ROUNDS = 50
-_GIVE_UP = (4.0, 2.0, 2.0, 1.5)  # times the fastest, by the number of rounds
+_MOST_RUNS = 32  # of a candidate in a round
 _WORTH = 0.97  # a candidate must take less than this share of the time of those before it
 
 
@@ -88,18 +87,13 @@ def tuned(
             f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit or 0)}; the "
             f"smallest one tried needs {shown_bytes(least)} besides arguments and results"
         )
-    candidates = tuple(
-        Candidate(
-            workload.changes(trial.options),
-            trial.tile,
-            trial.shortest / search.items if trial.times else None,
-            trial.temporaries,
-            trial.note,
-        )
-        for trial in search.trials
-    )
+    candidates: list[Candidate] = []
+    for trial in search.trials:
+        seconds = trial.shortest / search.items if trial.times else None
+        changes = workload.changes(trial.options)
+        candidates.append(Candidate(changes, trial.tile, seconds, trial.temporaries, trial.note))
     facts = measured_for(fun, args, kwargs, gradient=gradient)
-    return Tuning(facts, candidates, search.trials.index(winner))
+    return Tuning(facts, tuple(candidates), search.trials.index(winner))
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +105,6 @@ class _Trial:
     note: str = "not tried"
     levels: tuple[Level, ...] | None = None  # of its plan, once it is tried
     temporaries: int | None = None
-    run: Callable[[], Any] | None = None  # None where it exceeds the limit
     times: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -137,19 +130,28 @@ class _Search:
             _Trial(o, min(o.chunk_size or workload.items, workload.items))
             for o in workload.candidates()
         ]
-        plain = workload.with_chunk(None) if workload.bound is None else None
-        self.baselines = [t for t in self.trials if t is self.trials[0] or t.options == plain]
+        self.default = self.trials[0]
         self._choose_slice()
-        self.is_slice = self.items < workload.items
-        self.until = 1.0
-        for trial in list(self.baselines):
-            if trial is self.trials[0] or self._is_distinct(trial):
+        for trial in self.baselines:
+            if trial is self.default or self._is_distinct(trial):
                 self._try(trial)
-        cost = self._cost_on_all_items(1 + len(self.baselines), self.trials[0])
-        if self.is_slice and cost < _COMPARISON:
-            self.until = 1 - cost
-        self._try_others()
-        self._take_turns()
+        cost = self._cost_on_all_items(1 + len(self.baselines), self.default)
+        self.until = 1 - cost if self.is_slice and cost < _COMPARISON else 1.0
+        others = [t for t in self.trials if t not in self.baselines]
+        for trial in sorted(others, key=self._promise):
+            if self._is_worth_trying(trial):
+                self._try(trial)
+        self._halve()
+
+    @property
+    def baselines(self) -> list[_Trial]:
+        """The options that the kernel has, and `jax.vmap` unless a bound forbids it."""
+        plain = self.workload.with_chunk(None) if self.workload.bound is None else None
+        return [t for t in self.trials if t is self.default or t.options == plain]
+
+    @property
+    def is_slice(self) -> bool:
+        return self.items < self.workload.items
 
     def winner(self) -> _Trial | None:
         """Return the first candidate that is hardly slower than the fastest; None without any."""
@@ -162,6 +164,49 @@ class _Search:
         """Return the share of the time that has passed."""
         return (time.perf_counter() - self.begin) / self.seconds
 
+    def _time(self, run: Callable[[], Any], until: float) -> float:
+        """Return the shortest of up to three times, because a first run may take longer."""
+        times = [_timed(run)]
+        while len(times) < 3 and self._elapsed() + times[-1] / self.seconds < until:
+            times.append(_timed(run))
+        return min(times)
+
+    def _size(self, trial: _Trial) -> int:
+        """Return the chunk size of a candidate in a slice."""
+        return min(trial.options.chunk_size or self.items, self.items)
+
+    def _choose_slice(self) -> None:
+        """Choose how many items are run: all, or as many as take a small share of the time."""
+        self.few_seconds = seconds = math.inf
+        for few in _FEW_ITEMS:
+            before = time.perf_counter()
+            self.items = self.workload.rounded(few)
+            _, run = self.program(self.default.options, self.items)
+            self.compile_seconds = time.perf_counter() - before
+            seconds = self._time(run, _PROBES)
+            self.few_seconds = min(self.few_seconds, seconds)
+            if not self.is_slice or seconds > _RELIABLE or self._elapsed() > _PROBES:
+                break
+        affordable = _RUN * self.seconds * self.items / max(seconds, 1e-9)
+        # If the last slice is about as long, it will do.
+        if self._elapsed() < 1 and not self.items / 2 < affordable < self.items:
+            self.items = self.workload.rounded(max(int(affordable), _FEW_ITEMS[0]))
+
+    def _try(self, trial: _Trial) -> None:
+        """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
+        before, compiled = time.perf_counter(), self.program.cache_info().misses
+        plan = plan_of(self.workload.call, trial.options)
+        if any(t.levels == plan.levels and t.variant == trial.variant for t in self.trials):
+            self.trials.remove(trial)
+            return
+        trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
+        if (self.limit is not None or not self.is_slice) and not self._is_within_limit(trial):
+            return
+        _, run = self.program(trial.options, self.items)
+        if self.program.cache_info().misses > compiled:
+            self.compile_seconds = time.perf_counter() - before
+        trial.times = [self._time(run, 1)]
+
     def _is_within_limit(self, trial: _Trial) -> bool:
         """Compile a candidate for all items, and note how much memory it needs."""
         whole, _ = self.program(trial.options, self.workload.items)
@@ -171,78 +216,20 @@ class _Search:
         trial.note = f"above the limit of {shown_bytes(self.limit)}"
         return False
 
-    def _size(self, trial: _Trial) -> int:
-        """Return the chunk size of a candidate in a slice."""
-        return min(trial.options.chunk_size or self.items, self.items)
+    def _promise(self, trial: _Trial) -> float:
+        """Return a key that puts the most promising candidate first."""
+        size = trial.options.chunk_size
+        if size is None or not trial.options.lockstep:  # by other means
+            return 0.5
+        is_variant = trial.variant[:2] != self.default.variant[:2]  # but other devices
+        place = _ORDER.index(size) if size in _ORDER else len(_ORDER)
+        return place + len(_ORDER) * is_variant
 
-    def _choose_slice(self) -> None:
-        """Choose how many items are run: all, or as many as take a small share of the time."""
-        self.few_seconds = math.inf
-        options, seconds = self.trials[0].options, 0.0
-        for few in (_FEW_ITEMS, _SOME_ITEMS):
-            before = time.perf_counter()
-            self.items = self.workload.rounded(few)
-            _, run = self.program(options, self.items)
-            self.compile_seconds = time.perf_counter() - before
-            seconds = _timed(run)
-            for _ in range(2):  # a first run may take longer
-                if self._elapsed() + seconds / self.seconds < _PROBES:
-                    seconds = min(seconds, _timed(run))
-            self.few_seconds = min(self.few_seconds, seconds)
-            is_all = self.items == self.workload.items
-            if seconds > _LONG or is_all or self._elapsed() > _PROBES:
-                break
-        if len(self.baselines) == 1 and self._elapsed() > 1:
-            return  # nothing to compare with
-        affordable = _RUN * self.seconds * self.items / max(seconds, 1e-9)
-        if affordable < self.workload.items:
-            affordable *= _RUN_OF_SLICE / _RUN
-        if not self.items / 2 < affordable < self.items:  # else the last slice will do
-            self.items = self.workload.rounded(max(int(affordable), _FEW_ITEMS))
-
-    def _try(self, trial: _Trial) -> None:
-        """Compile a candidate and run it, unless it exceeds the limit or does what another does."""
-        before, compiled = time.perf_counter(), self.program.cache_info().misses
-        plan = plan_of(self.workload.call, trial.options)
-        if any(t.levels == plan.levels and t.variant == trial.variant for t in self.trials):
-            self.trials.remove(trial)
-            self.baselines = [t for t in self.baselines if t is not trial]
-            return
-        trial.levels, trial.tile, trial.note = plan.levels, plan.in_flight, ""
-        if (self.limit is not None or not self.is_slice) and not self._is_within_limit(trial):
-            return
-        _, trial.run = self.program(trial.options, self.items)
-        if self.program.cache_info().misses > compiled:
-            self.compile_seconds = time.perf_counter() - before
-        trial.times = [_timed(trial.run)]
-        if self._elapsed() + trial.shortest / self.seconds < 1:
-            trial.times = [_timed(trial.run)]  # a first run may take longer
-
-    def _try_others(self) -> None:
-        pending = [t for t in self.trials if t not in self.baselines]
-        while pending:
-            is_timed = any(t.times for t in self.trials)
-            if not is_timed and self._elapsed() > 1:  # only a smaller chunk can keep to the limit
-                tried = [self._size(t) for t in self.trials if t.levels]
-                pending = [t for t in pending if self._size(t) < min(tried)]
-            if not pending:
-                break
-            trial = min(pending, key=self._rank)
-            pending.remove(trial)
-            if not is_timed or (self._is_distinct(trial) and self._is_affordable(trial)):
-                self._try(trial)
-
-    def _rank(self, trial: _Trial) -> tuple[float, ...]:
-        """Return a key that orders candidates by promise."""
-        size = self._size(trial)
-        is_variant = trial.variant[:2] != self.trials[0].variant[:2]  # but other devices
-        if size in _FIRST_SIZES and not is_variant:
-            return 0, _FIRST_SIZES.index(size)
-        if trial.options.chunk_size is None or not trial.options.lockstep:  # by other means
-            return 0, 0.5
-        fastest = min(self.trials, key=lambda t: t.shortest)
-        distance = abs(math.log2(size / self._size(fastest)))
-        return 1, distance + 0.5 * is_variant
+    def _is_worth_trying(self, trial: _Trial) -> bool:
+        if any(t.times for t in self.trials):
+            return self._is_distinct(trial) and self._is_affordable(trial)
+        tried = [self._size(t) for t in self.trials if t.levels]
+        return self._elapsed() < 1 or self._size(trial) < min(tried)  # to keep to the limit
 
     def _is_distinct(self, trial: _Trial) -> bool:
         """Whether the slice, which may fit into one chunk, can tell a candidate from others."""
@@ -262,18 +249,23 @@ class _Search:
         cost = self.compile_seconds + 2 * min(estimates)
         return self._elapsed() + cost / self.seconds < _TRIALS * self.until
 
-    def _take_turns(self) -> None:
-        """Time candidates in turns, so that slow moments affect all; drop clear losers."""
-        alive = [t for t in self.trials if t.times]
-        for turn in range(_MOST_ROUNDS if alive else 0):
-            most = _GIVE_UP[min(turn, len(_GIVE_UP) - 1)] * min(t.shortest for t in alive)
-            for trial in [t for t in alive if t.shortest > most]:
-                trial.note = "given up early"
-                alive.remove(trial)
-            for trial in alive if len(alive) > 1 or turn < len(_GIVE_UP) else ():
+    def _halve(self) -> None:
+        """Time the faster half twice as often, again and again; the default is never dropped.
+
+        Candidates take turns, so that slow moments of the machine affect all.
+        """
+        alive, runs = [t for t in self.trials if t.times], 1
+        while len(alive) > 1 and runs <= _MOST_RUNS:
+            for trial in alive * runs:
                 if self._elapsed() + trial.shortest / self.seconds > self.until:
                     return
-                trial.times.append(_timed(trial.run))
+                _, run = self.program(trial.options, self.items)
+                trial.times.append(_timed(run))
+            faster = sorted(alive, key=lambda t: t.shortest)[: len(alive) // 2]
+            for trial in set(alive).difference(faster, [self.default]):
+                trial.note = "given up early"
+                alive.remove(trial)
+            runs *= 2
 
     def _cost_on_all_items(self, count: int, like: _Trial) -> float:
         """Return the share of the time that it takes to compare ``count`` candidates."""
@@ -282,7 +274,7 @@ class _Search:
 
     def _compared_on_all_items(self, best: _Trial) -> _Trial:
         """Return the faster of a candidate and the baselines on all items, if time is left."""
-        finalists = [t for t in dict.fromkeys([*self.baselines, best]) if not t.levels or t.run]
+        finalists = [t for t in dict.fromkeys([*self.baselines, best]) if not t.levels or t.times]
         cost = self._cost_on_all_items(len(finalists), best)
         if len(finalists) < 2 or self._elapsed() + cost > 1:
             return best
@@ -299,8 +291,7 @@ class _Search:
         return fastest
 
 
-def _timed(run: Callable[[], Any] | None) -> float:
-    assert run is not None
+def _timed(run: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - begin

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -92,27 +92,28 @@ class Workload:
 
     def candidates(self) -> list[Options]:
         """Return the options to compare: first those that the kernel has."""
-        bound = self.bound
+        bound, given = self.bound, self.defaults
         most = min(bound or self.items, self.items - 1)
-        sizes = [self.defaults.chunk_size, *(n for n in _SIZES if n <= most), bound]
-        options = [self.with_chunk(size) for size in sizes]
-        if self.defaults.jit and tiles_matter(dict(self.defaults.compiler_options or ())):
-            sizes = [bound, *(n for n in _SIZES_WITHOUT_LIBRARY if n <= most)]
-            compiler_options = {**dict(self.defaults.compiler_options or ()), NO_LIBRARY: ""}
-            pairs = tuple(sorted(compiler_options.items()))
-            options += [self.with_chunk(size, compiler_options=pairs) for size in sizes]
+
+        def chunks(sizes: Iterable[int | None], **changes: Any) -> list[Options]:
+            sizes = [n for n in sizes if n == bound or (n is not None and n <= most)]
+            return [self.with_chunk(size, **changes) for size in sizes]
+
+        options = [given, *chunks((*_SIZES, bound))]
+        if given.jit and tiles_matter(dict(given.compiler_options or ())):
+            pairs = {**dict(given.compiler_options or ()), NO_LIBRARY: ""}.items()
+            without = (bound, *_SIZES_WITHOUT_LIBRARY)
+            options += chunks(without, compiler_options=tuple(sorted(pairs)))
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
-        if self.gradient and self.defaults.checkpoint is not False and bound is None:
-            sizes = [n for n in _FEW_SIZES if n <= most]
-            options += [self.with_chunk(size, checkpoint=False) for size in sizes]
+        if self.gradient and given.checkpoint is not False and bound is None:
+            options += chunks(_FEW_SIZES, checkpoint=False)
         # What is committed to one device is meant to stay there.
         is_free = not any(getattr(x, "committed", False) for x in [*self.call.leaves, *self.others])
-        if self.defaults.devices is None and jax.local_device_count() > 1 and is_free:
-            sizes = [bound, *(n for n in _FEW_SIZES if n <= most)]
-            options += [self.with_chunk(size, devices="all") for size in sizes]
+        if given.devices is None and jax.local_device_count() > 1 and is_free:
+            options += chunks((bound, *_FEW_SIZES), devices="all")
         if not self.gradient and self._has_ends():
-            sizes = [n for n in (*_LANES, bound) if n is not None and n <= most]
-            options += [self.with_chunk(size, lockstep=False) for size in sizes]
+            lanes = [n for n in (*_LANES, bound or 0) if 0 < n <= most]
+            options += chunks(lanes, lockstep=False)
         return list(dict.fromkeys(options))
 
     def _has_ends(self) -> bool:
@@ -126,14 +127,9 @@ class Workload:
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
         changes: dict[str, Any] = {"chunk_size": options.chunk_size}
-        if options.checkpoint != self.defaults.checkpoint:
-            changes["checkpoint"] = options.checkpoint
-        if options.devices != self.defaults.devices:
-            changes["devices"] = options.devices
-        if options.lockstep != self.defaults.lockstep:
-            changes["lockstep"] = options.lockstep
-        if options.compiler_options != self.defaults.compiler_options:
-            changes["compiler_options"] = dict(options.compiler_options or ())
+        for name in ("checkpoint", "devices", "lockstep", "compiler_options"):
+            if (value := getattr(options, name)) != getattr(self.defaults, name):
+                changes[name] = dict(value) if name == "compiler_options" else value
         return changes
 
     def rounded(self, items: int) -> int:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: MIT
+"""What one item costs: the only traversal of all operations of a program.
+
+`operations` yields each equation, also those of loops, branches and called functions, with how
+often one evaluation of the program runs it and which of its inputs depend on the item. Three
+questions are answered from these:
+
+* `work_of` chooses tiles (`rankax._fit.cpu`).
+* `cost` decides which branches are cut (`rankax._lockstep.machine`).
+* `evaluates_functions` decides whether extremes postpone work (`rankax._reduce.extrema`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rankax._trace.programs import Literal, lengths_of_scan, name_and_params, subprograms
+
+STEPS_OF_WHILE = 16  # assumed
+
+_LOOPS = ("scan", "while")
+_FUNCTIONS = {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
+    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
+    *("pow", "sin", "sinh", "tan", "tanh"),
+}
+
+_LONG = 16  # numbers for each result, from which on a library of XLA:CPU is faster than a loop
+_SUMS = ("reduce_sum", "reduce_max", "reduce_min")
+_LIBRARIES = {
+    *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
+    *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
+    "tridiagonal_solve",
+}
+
+
+class Operation(NamedTuple):
+    """One equation of a program, or of a program inside it."""
+
+    name: str
+    eqn: Any
+    times: int  # how often one evaluation runs it
+    varying: tuple[bool, ...]  # which of its inputs depend on the item
+    is_loop: bool
+    calls: bool  # another program, whose operations come next
+
+
+def operations(jaxpr: Any) -> Iterator[Operation]:
+    """Yield all operations of the program of an item; of a branch, those of all programs."""
+    return _operations(jaxpr, set(jaxpr.invars), 1)
+
+
+def _operations(jaxpr: Any, moving: set[Any], times: int) -> Iterator[Operation]:
+    for eqn in jaxpr.eqns:
+        name, params = name_and_params(eqn)
+        varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
+        programs = list(subprograms(eqn))
+        is_loop = name in _LOOPS
+        yield Operation(name, eqn, times, varying, is_loop, bool(programs))
+        if any(varying):
+            moving.update(eqn.outvars)
+        steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
+        for program in programs:
+            yield from _operations(program, _inputs_that_vary(eqn, program, varying), steps)
+
+
+def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
+    """Return the inputs of a called program that depend on the item; all if it is not clear."""
+    if not any(varying):
+        return set()
+    if len(program.invars) != len(varying):
+        return set(program.invars)
+    flags = list(varying)
+    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
+        consts, carried = lengths_of_scan(eqn)
+        flags[consts : consts + carried] = [True] * carried
+    return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
+
+
+def cost(jaxpr: Any) -> int:
+    """Return about how many numbers a program computes."""
+    return sum(
+        operation.times
+        * max(map(_size, (*operation.eqn.invars, *operation.eqn.outvars)), default=0)
+        for operation in operations(jaxpr)
+        if not operation.calls
+    )
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))
+
+
+def evaluates_functions(jaxpr: Any) -> bool:
+    """Whether a program has operations that cost more than storing a result, on a CPU."""
+    return jax.default_backend() == "cpu" and any(
+        operation.name in _FUNCTIONS for operation in operations(jaxpr)
+    )
+
+
+@dataclasses.dataclass
+class Work:
+    """What an item does.
+
+    Attributes
+    ----------
+    bytes : int
+        Of all inputs, and all values that it computes.
+    libraries, convolutions : int
+        How many it calls.
+    products : int
+        Of its numbers with those of matrices that all items share.
+    sums : list of (int, bool, int)
+        Of how many numbers, whether they are long rows, and how often.
+    """
+
+    bytes: int = 0
+    libraries: int = 0
+    convolutions: int = 0
+    products: int = 0
+    sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
+
+
+def work_of(program: Any) -> Work:
+    """Count what one item does, from its ``ClosedJaxpr``; only what depends on the item counts."""
+    jaxpr = program.jaxpr
+    work = Work(sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars))))
+    for operation in operations(jaxpr):
+        if any(operation.varying):
+            _add(work, operation)
+    return work
+
+
+def _add(work: Work, operation: Operation) -> None:
+    name, eqn, times = operation.name, operation.eqn, operation.times
+    if operation.is_loop or not operation.calls:
+        work.bytes += sum(map(_bytes, eqn.outvars))
+    if operation.calls or not eqn.outvars:
+        return
+    out, shares = eqn.outvars[0].aval, not all(operation.varying)
+    if name in _LIBRARIES:
+        work.libraries += times
+    elif name == "conv_general_dilated":
+        work.convolutions += times
+    elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
+        operand = eqn.invars[0].aval
+        if name == "dot_general":
+            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+            numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
+            is_sum, is_row = not shares and out.ndim == len(batch), True
+            work.products += numbers * times if shares else 0
+        else:
+            numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
+            is_sum = numbers > out.size
+        if is_sum:
+            work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))
+
+
+def _bytes(variable: Any) -> int:
+    aval = variable.aval
+    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
