@@ -15,15 +15,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
+from rankax._base.cache import Kept
 from rankax._base.functions import function_name
-from rankax._call.kernel import KernelSpec
 from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
-from rankax._front.kernel import ClassMethod, Kernel
-from rankax._options import DEFAULTS, Options, check_together, checked_options, keyword_only
+from rankax._front.kernel import ClassMethod, Kernel, kernel_of
+from rankax._options import DEFAULTS, checked_options, keyword_only
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
+
+_MOST_KEPT = 1024  # kernels that differ in their options only
 
 
 class Decorator(Protocol):
@@ -324,5 +326,4 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
     checked = checked_options(given, where)
-    check_together(Options(**checked), where)
-    return Kernel(KernelSpec(fun, declaration, checked))
+    return kernel_of(fun, declaration, checked, where, Kept(_MOST_KEPT))
