@@ -27,6 +27,7 @@ from rankax._call.fill import fill_up, marked
 from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
+from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitKernel
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -80,7 +81,9 @@ class Kernel(Generic[P, R]):
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         options = self.spec.options()
         call = fill_up(bind(self.spec, args, kwargs, shapes_only=True), options)
-        return plan_of(call, marked(call, options))
+        plan = plan_of(call, marked(call, options))
+        warn_of_small_chunks(plan)
+        return plan
 
     @property
     def lower(self) -> Callable[..., Any]:
