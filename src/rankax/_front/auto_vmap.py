@@ -133,10 +133,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name (it
         needs the extra ``progress``), a string is the bar's label, and a function is called with
         ``(done, total)``, in items. See Notes.
-    devices : "all", int, sequence of devices, or PartitionSpec, optional
+    devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the batch: ``"all"`` local devices, the first n, a list, or
         mesh axes. Each evaluates a part of the longest batch axis. ``None``:
-        as the arrays are sharded. 1: do not divide the batch. With several CPU devices
+        as the arrays are sharded. ``False``: do not divide the batch. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
     lockstep : bool, default True
         With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
@@ -263,7 +263,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     except those that are there; inside ``jax.jit`` and transformations, JAX refuses inputs that are
     committed elsewhere. Kernels that the kernel calls use no other devices. Without ``devices``,
     sharding is read from concrete arrays, in an eager call or with ``jit=True``, and always on a
-    mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
+    mesh with explicit axes.
 
     *Cost.* Binding and planning take about twenty microseconds a call, and nothing in a compiled
     program. The kernel is traced once a call.

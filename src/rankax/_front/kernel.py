@@ -29,6 +29,7 @@ from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
+from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitSpec
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
@@ -72,7 +73,9 @@ class Kernel(Generic[P, R]):
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
         call = fill_up(bind(kernel.spec, args, kwargs, shapes_only=True), options)
-        return plan_of(call, marked(call, options))
+        plan = plan_of(call, marked(call, options))
+        warn_of_small_chunks(plan)
+        return plan
 
     @property
     def lower(self) -> Callable[..., Any]:
