@@ -33,13 +33,12 @@ from jax.extend import source_info_util
 from rankax._lockstep.equations import (
     called,
     cost,
-    evaluator,
     harmed,
     is_minor,
     split_loop,
     take_rows,
 )
-from rankax._trace.programs import Literal
+from rankax._trace.programs import Literal, evaluator
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
