@@ -1026,6 +1026,27 @@ def test_wrong_objects(make, error, text):
         make()
 
 
+@pytest.mark.parametrize("kind", [TopK, BottomK])
+def test_many_of_a_length_that_no_tile_divides(kind):
+    """Only the last of the tiles overlaps another, so only it is sorted."""
+    x = np.asarray(DRAW(size=37), np.float32).round()
+    x[[3, 30]] = np.nan
+    x[[5, 33]] = -np.inf
+    numbers = np.asarray([0, -(2**31), 2**31 - 1], np.int32)[np.arange(37) % 3]
+    call = chunked_reduce(lambda v: v, kind(12), 16)
+
+    def plainly(v):
+        order = np.argsort(v if kind is BottomK else -v.astype(float), kind="stable")
+        nan = np.isnan(v[order]) & (kind is TopK)
+        return np.concatenate([order[nan], order[~nan]])[:12]
+
+    for values in (x, numbers):
+        got = jax.jit(call)(values)
+        assert_same(got.indices, plainly(values).astype(np.int32))
+        assert_same(got.values, values[plainly(values)])
+    assert primitives(call, x)["top_k"] == 1
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("weights", [np.ones(3), jnp.ones(3), {"a": [1.0]}], ids=type)
 def test_weights_are_those_of_a_jacobian(weights, chunk_size):

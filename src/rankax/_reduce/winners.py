@@ -201,7 +201,8 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        return Top(aval.shape, dtype, index_dtype(size), self.k, self.largest, self._by_sort)
+        settings = self.k, self.largest, self._by_sort, self.where is not None
+        return Top(aval.shape, dtype, index_dtype(size), *settings)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
