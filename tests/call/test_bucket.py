@@ -296,3 +296,19 @@ def test_errors(call, error, text):
     with pytest.raises(error) as found:
         call()
     assert str(found.value).split("\n")[0] == text
+
+
+def test_a_warm_call_transfers_arrays_together(monkeypatch):
+    """Each transfer takes as long as the program of a small batch."""
+    mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(lambda x, y: (x * y, x - y, jnp.sum(x)))
+    x = jnp.ones((5, 3))
+    mapped(x, x)
+    transfers = []
+
+    def device_put(x, *args, put=jax.device_put):
+        transfers.append(len(jax.tree.leaves(x)))
+        return put(x, *args)
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    mapped(x, 2 * x)
+    assert sorted(transfers) == [1, 2, 3]  # the length, the arguments, the outputs

@@ -619,3 +619,28 @@ def test_what_is_stored_is_as_the_caller_says():
 def test_what_is_cheap_is_computed_again():
     kernel = auto_vmap(1, chunk_size=8, memory_limit="100 MB")(lambda x: jnp.sin(x) ** 2)
     assert not kernel.plan(jax.ShapeDtypeStruct((20_000, 16), jnp.float32)).memory.stored
+
+
+def test_a_limit_inside_shard_map_is_refused():
+    """The types of arrays name the mesh there, so that no program of them can be compiled alone."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def kernel(x):
+        return jnp.sum(jnp.outer(x, x))
+
+    def step(carry, x):
+        return carry + jnp.sum(x), None
+
+    def scan(x):
+        return rankax.checkpoint_chunked_scan(step, x[0, 0], x, memory_limit="1 kB")[0][None]
+
+    mapped = rankax.auto_vmap(1, memory_limit="1 kB")(kernel)
+    for call, name in ((mapped, "kernel()"), (scan, "checkpoint_chunked_scan(step)")):
+        on_devices = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+        text = (
+            f"{name}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
+            "of arrays name its mesh; give chunk_size"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}(\n|$)"):
+            jax.jit(on_devices)(jnp.ones((8, 3)))

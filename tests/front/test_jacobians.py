@@ -261,6 +261,50 @@ def test_the_rows_of_a_hessian(chunk_size):
     assert_same(got, want, atol=1e-5)
 
 
+# The types of the inputs and the outputs of a function, and how near to its Jacobian it computes.
+TYPES = {
+    "wider outputs": (jnp.bfloat16, jnp.float32, 1e-5),
+    "narrower outputs": (jnp.float32, jnp.bfloat16, 3e-2),
+}
+
+
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
+@pytest.mark.parametrize(("narrow", "wide", "rtol"), TYPES.values(), ids=TYPES)
+def test_rows_have_the_types_of_the_jacobian(chunked, narrow, wide, rtol):
+    rng = np.random.default_rng(3)
+    weights = jnp.asarray(rng.uniform(0.5, 1, (4, 4)), wide)
+    x = jnp.asarray(np.linspace(0.2, 1, 4), narrow)
+
+    @jax.jit
+    def fun(x):
+        return jnp.sin(weights @ x[::-1].astype(wide))
+
+    plain = jax.jacfwd if chunked is chunked_jacfwd else jax.jacrev
+    jacobian = jax.jit(plain(fun))(x)
+    ways = {
+        "gram": lambda j: j.T @ j,
+        "diagonal": jnp.diagonal,
+        "trace": jnp.trace,
+        "sum": lambda j: j.sum(0),
+        "max": lambda j: j.max(0),
+    }
+    got = jax.jit(lambda x: {way: chunked(fun, reduce=way, chunk_size=3)(x) for way in ways})(x)
+    want = {way: by_hand(jacobian) for way, by_hand in ways.items()}
+    rtol = rtol if jacobian.dtype == jnp.float32 else 3e-2
+    assert_same(got, want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
+def test_the_gram_matrix_of_no_rows_is_zero(chunked):
+    for fun in (lambda x: jnp.sin(x[:0]), lambda x: (), lambda x: {"a": x[:0], "b": ()}):
+        for reduce in ("gram", reductions.Gram(jnp.ones(0))):
+            got = chunked(fun, reduce=reduce, chunk_size=2)(X)
+            assert_same(got, jnp.zeros((5, 5), jnp.float32))
+    # Without inputs there is no number in it.
+    empty = chunked(jnp.sin, reduce="gram", chunk_size=2)(X[:0])
+    assert_same(empty, jnp.zeros((0, 0), jnp.float32))
+
+
 def test_the_gram_matrix_of_a_complex_jacobian():
     def fun(z):
         return z**2 * z[0]

@@ -17,7 +17,7 @@ import rankax
 from helpers import assert_same as assert_equal
 from helpers import primitives, slow
 from rankax import auto_vmap, chunked_reduce
-from rankax.reductions import Best, BottomK, Fold, Moments, TopK
+from rankax.reductions import Best, BottomK, Fold, Gram, Moments, TopK
 
 DRAW = np.random.default_rng(0).normal
 X, Y, W = (jnp.asarray(DRAW(size=size)) for size in ((4, 3), (23, 3), 23))
@@ -1004,11 +1004,65 @@ def test_a_fold_that_does_not_fit():
             "Best: by must be the key, field or index of an output, got NoneType None",
         ),
         (lambda: Fold(0, 1, 2), TypeError, "Fold: lift must be callable, got int"),
+        (
+            lambda: Fold({"a": [0, "b"]}, abs, max),
+            TypeError,
+            "Fold: identity['a'][1] must be an array or a scalar, got str",
+        ),
+        (
+            lambda: Gram(["a", 1]),
+            TypeError,
+            "Gram: weights[0] must be an array or a scalar, got str",
+        ),
+        (
+            lambda: Gram(np.array(["a"])),
+            TypeError,
+            "Gram: weights must be an array or a scalar, got <U1[1]",
+        ),
     ],
 )
 def test_wrong_objects(make, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         make()
+
+
+@pytest.mark.parametrize("kind", [TopK, BottomK])
+def test_many_of_a_length_that_no_tile_divides(kind):
+    """Only the last of the tiles overlaps another, so only it is sorted."""
+    x = np.asarray(DRAW(size=37), np.float32).round()
+    x[[3, 30]] = np.nan
+    x[[5, 33]] = -np.inf
+    numbers = np.asarray([0, -(2**31), 2**31 - 1], np.int32)[np.arange(37) % 3]
+    call = chunked_reduce(lambda v: v, kind(12), 16)
+
+    def plainly(v):
+        order = np.argsort(v if kind is BottomK else -v.astype(float), kind="stable")
+        nan = np.isnan(v[order]) & (kind is TopK)
+        return np.concatenate([order[nan], order[~nan]])[:12]
+
+    for values in (x, numbers):
+        got = jax.jit(call)(values)
+        assert_same(got.indices, plainly(values).astype(np.int32))
+        assert_same(got.values, values[plainly(values)])
+    assert primitives(call, x)["top_k"] == 1
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("weights", [np.ones(3), jnp.ones(3), {"a": [1.0]}], ids=type)
+def test_weights_are_those_of_a_jacobian(weights, chunk_size):
+    line = row.__code__.co_firstlineno
+    text = (
+        f"row() at {__file__}:{line}: it cannot be reduced by gram: its weights are those of the "
+        "rows of a Jacobian; scale the output"
+    )
+    mapped = auto_vmap(1, reduce=Gram(weights), chunk_size=chunk_size)(row)
+    for call in (mapped, mapped.plan):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            call(jnp.ones((5, 3)))
+
+
+def row(x):
+    return 2 * x
 
 
 def test_the_plan_says_what_is_reduced():

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import FlattenedIndexKey, keystr
 
+from rankax._base.checks import check_no_ref
 from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, with_article
 
@@ -323,3 +325,24 @@ def _other_fields(
             )
     extra = [f"{name}.{field}" for field in fields if field not in by_name]
     return "; ".join([*sentences, *_no_entry(extra, name, what)])
+
+
+def check_leaves(site: str, tree: Any, name: str) -> None:
+    """Refuse a leaf that is not an array or a scalar."""
+    for path, leaf in leaves_with_names(tree, name):
+        check_no_ref(leaf, site, path)
+        if isinstance(leaf, (jax.Array, int, float, complex)):
+            continue
+        try:
+            jax.eval_shape(lambda leaf=leaf: jnp.asarray(leaf))
+        except TypeError:
+            raise TypeError(
+                f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}"
+            ) from None
+
+
+def type_name(value: Any) -> str:
+    """Return ``float32[3]`` for an array and the name of its type for anything else."""
+    if hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__

@@ -25,6 +25,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -78,9 +79,11 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
 
 def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
     """Return a call with its arrays filled up to these shapes, by copies of their last items."""
+    pairs = list(zip(call.leaves, shapes.leaves, strict=True))
+    short = [(x, y) for x, y in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
+    resized = iter(_resized([x for x, _ in short], [y.shape for _, y in short], copies=True))
     leaves = [
-        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else _resized(x, y.shape, copies=True)
-        for x, y in zip(call.leaves, shapes.leaves, strict=True)
+        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else next(resized) for x, y in pairs
     ]
     return dataclasses.replace(shapes, leaves=leaves)
 
@@ -112,7 +115,10 @@ def cut(out: Any, call: BoundKernel, options: Options) -> Any:
     def cut_part(entry: Reduction, part: Any) -> Any:
         gone = () if entry.is_kept else plan.reduced
         front = [size for axis, size in enumerate(sizes) if axis not in gone]
-        return jax.tree.map(lambda x: _resized(x, (*front, *x.shape[len(front) :])), part)
+        leaves, structure = jax.tree.flatten(part)
+        return structure.unflatten(
+            _resized(leaves, [(*front, *x.shape[len(front) :]) for x in leaves])
+        )
 
     return _by_entry(cut_part, out, options)
 
@@ -126,13 +132,26 @@ def _by_entry(fun: Callable[[Reduction, Any], Any], out: Any, options: Options) 
     return structure.unflatten([fun(entry, part) for entry, part in pairs])
 
 
-def _resized(x: Any, shape: Shape, *, copies: bool = False) -> Any:
-    """Cut the axes of an array at their ends, or lengthen them: by zeros, or by copies."""
+def _resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = False) -> list[Any]:
+    """Cut the axes of arrays at their ends, or lengthen them: by zeros, or by copies."""
+    pairs = list(zip(arrays, shapes, strict=True))
+    if any(isinstance(x, core.Tracer) or _is_key(x) for x in arrays):
+        return [_resized_one(x, shape, copies=copies) for x, shape in pairs]
+    changed = [(x, shape) for x, shape in pairs if x.shape != shape]
+    resized = iter(_on_host(changed, copies=copies))
+    return [x if x.shape == shape else next(resized) for x, shape in pairs]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _resized_one(x: Any, shape: Shape, *, copies: bool = False) -> Any:
     if x.shape == shape:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _is_key(x):
         data = jax.random.key_data(x)
-        data = _resized(data, (*shape, *data.shape[x.ndim :]), copies=copies)
+        data = _resized_one(data, (*shape, *data.shape[x.ndim :]), copies=copies)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return _resize.bind(x, shape=shape, copies=copies, weak=False)
 
@@ -143,17 +162,30 @@ def weakened(x: Any) -> Any:
 
 
 def _by(package: Any, x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
-    widths = [(0, max(new - old, 0)) for new, old in zip(shape, x.shape, strict=True)]
-    return package.pad(x[tuple(map(slice, shape))], widths, mode="edge" if copies else "constant")
+    if copies:
+        for axis, size in enumerate(shape):
+            if size != x.shape[axis]:
+                x = package.take(x, np.arange(size), axis, mode="clip")
+        return x
+    x = x[tuple(map(slice, shape))]
+    widths = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
+    return package.pad(x, widths) if x.shape != shape else x
 
 
 _resize = jax.extend.core.Primitive("rankax_resize")
 
 
-@_resize.def_impl
-def _on_host(x: Any, **params: Any) -> Any:
-    """Resize by NumPy; the result is where the array was."""
-    resized = _by(np, jax.device_get(x), **params)
+def _on_host(pairs: Sequence[tuple[Any, Shape]], *, copies: bool) -> list[Any]:
+    """Resize arrays by NumPy; each result is where its array was. At once, it takes less time."""
+    arrays = [x for x, _ in pairs]
+    both = zip(jax.device_get(arrays), pairs, strict=True)
+    resized = [_by(np, x, shape=shape, copies=copies) for x, (_, shape) in both]
+    if all(isinstance(x, jax.Array) and not x.committed for x in arrays):
+        return jax.device_put(resized)
+    return [_placed(*pair) for pair in zip(resized, arrays, strict=True)]
+
+
+def _placed(resized: Any, x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return resized
     sharding = x.sharding if x.committed else None
@@ -161,6 +193,12 @@ def _on_host(x: Any, **params: Any) -> Any:
         return jax.device_put(resized, sharding)
     except ValueError:  # the devices do not divide it, so each gets all of it
         return jax.device_put(resized, NamedSharding(x.sharding.mesh, PartitionSpec()))
+
+
+@_resize.def_impl
+def _(x: Any, *, shape: Shape, copies: bool, weak: bool) -> Any:
+    del weak
+    return _on_host([(x, shape)], copies=copies)[0]
 
 
 @_resize.def_abstract_eval
@@ -177,7 +215,7 @@ def _tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> 
 
 def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:
     is_zero = isinstance(cotangent, ad.Zero)
-    return [ad.Zero(x.aval) if is_zero else _resized(cotangent, x.aval.shape)]
+    return [ad.Zero(x.aval) if is_zero else _resized_one(cotangent, x.aval.shape)]
 
 
 def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:

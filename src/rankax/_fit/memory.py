@@ -107,6 +107,11 @@ def fit_once(
             f"{where}: memory_limit cannot measure a kernel with a collective over an outer axis; "
             "give chunk_size"
         )
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            f"{where}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
+            "of arrays name its mesh; give chunk_size"
+        )
     leaves, treedef = jax.tree.flatten(arrays)
     types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
     return _kept.find((key, _program_key(item), treedef, types, jax.default_backend()), fit)

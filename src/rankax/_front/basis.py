@@ -29,7 +29,9 @@ from rankax._reduce.gram import Gram, WeightedGram
 from rankax._reduce.protocol import EachLeaf, Reduction
 from rankax._reduce.row import index_dtype
 from rankax._reduce.run import read_reductions
+from rankax._reduce.states import fill
 from rankax._trace.derivatives import has_tangent
+from rankax._trace.programs import evaluate_wide
 
 Leaves = list[Any]
 
@@ -132,20 +134,33 @@ class Jacobian:
     def gram(self, weights: Any) -> Any:
         """Return the Gram matrix of the columns: the sum over the rows of their outer products."""
         count = _size(self.y)
-        weights = jnp.ones(count) if weights is None else _flat(weights)
+        weights = fill(1, jnp.float32, (count,)) if weights is None else _flat(weights)
         if weights.size != count:
             given = plural(weights.size, "weight")
             raise ValueError(f"{self.where}: Gram has {given} for {plural(count, 'output')}")
+        dtype = jax.eval_shape(_flat, self.y if self.columns else self.x).dtype
+        if not any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in self.x):
+            dtype = jnp.finfo(dtype).dtype
+        if not count:
+            return fill(0, dtype, (_size(self.x),) * 2)
         if not self.columns:
             return self.mapped(lambda i: (self.image(i), weights[i]), reduce=WeightedGram())
-        transposed = jax.linear_transpose(self.linear, *self.x)
+        wide = [jax.ShapeDtypeStruct(x.shape, _wider(x.dtype, dtype)) for x in self.x]
+        linear = jax.make_jaxpr(self.linear)(*self.x)
+        transposed = jax.linear_transpose(
+            lambda *x: self.y_tree.unflatten(evaluate_wide(linear.jaxpr, linear.consts, x)), *wide
+        )
 
         def product(number: jax.Array) -> jax.Array:
             pairs = zip(self.image(number), _split(weights, 0, self.y), strict=True)
             column = [jnp.conj(leaf) * weight.astype(leaf.dtype) for leaf, weight in pairs]
-            return _flat(transposed(self.y_tree.unflatten(column)))
+            return _flat(transposed(self.y_tree.unflatten(column))).astype(dtype)
 
         return self.mapped(product)
+
+
+def _wider(first: Any, second: Any) -> Any:
+    return max(first, second, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def _flat(tree: Any) -> jax.Array:

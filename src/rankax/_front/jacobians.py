@@ -62,8 +62,7 @@ def _jacobian(
         shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
         at_x = Jacobian(fun, where, options, columns, *shapes, x_tree, y_tree, linear)
-        wanted = like(lambda: y)
-        result = at_x.whole(wanted) if reduce is None else at_x.reduced(reduce)
+        result = at_x.whole(like(lambda: y)) if reduce is None else at_x.reduced(reduce)
         return (result, *aux) if has_aux else result
 
     return jacobian
@@ -106,9 +105,9 @@ def chunked_jacfwd(
 
         ``"gram"`` or ``Gram(weights)`` returns a matrix with a row and a column for each number of
         the inputs, in the order of `jax.flatten_util.ravel_pytree`, whose second result turns a
-        vector of that order back into a tree. There is a weight for each output, in the structure
-        of the outputs or flat. Complex rows are conjugated on the left, as in ``J.conj().T @ J``;
-        for real inputs, this is the real part of that matrix.
+        vector of that order back into a tree. Its dtype is that of ``J``. There is a weight for
+        each output, in the structure of the outputs or flat. Complex rows are conjugated on the
+        left, as in ``J.conj().T @ J``; for real inputs, this is the real part of that matrix.
 
         ``"diagonal"``, which has the structure of the inputs, and ``"trace"`` need outputs with the
         structure and the shapes of the inputs.

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
-from rankax._trace.programs import ClosedJaxpr, evaluate, lengths_of_scan, subprograms
+from rankax._trace.programs import ClosedJaxpr, lengths_of_scan, subprograms
 from rankax._trace.work import STEPS_OF_WHILE, cost
 
 
@@ -62,16 +61,3 @@ def harmed(eqn: Any) -> bool:
 
 def take_rows(place: Any, *rows: Any) -> list[Any]:
     return [lax.dynamic_index_in_dim(x, place, keepdims=False) for x in rows]
-
-
-def evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Return an equation as a function."""
-    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        debug_info=jaxpr.debug_info._replace(**unnamed),
-    )
-    return functools.partial(evaluate, alone, ())

@@ -32,13 +32,12 @@ from jax.extend import source_info_util
 
 from rankax._lockstep.equations import (
     called,
-    evaluator,
     harmed,
     is_minor,
     split_loop,
     take_rows,
 )
-from rankax._trace.programs import Literal
+from rankax._trace.programs import Literal, evaluator
 from rankax._trace.work import cost
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.

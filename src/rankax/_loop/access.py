@@ -38,6 +38,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from rankax._base.arrays import scalar
+from rankax._loop.reuse import kernel_of_call
 from rankax._plan.chunks import Chunks
 
 T = TypeVar("T")
@@ -49,9 +50,14 @@ def first_start(chunks: Chunks) -> jax.Array:
     Carried, not looked up in an array: XLA:CPU would fuse the lookup with the read of the chunk,
     and repeat it for each element.
     """
-    # 64 bits if 32 would overflow; such arrays need jax_enable_x64 anyway. Signed, because JAX 0.7
-    # differentiates a batched slice at an unsigned index wrongly.
-    return scalar(0, jnp.int32 if chunks.length < 2**31 else jnp.int64)
+    # Signed, because JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
+    long = jax.dtypes.canonicalize_dtype(jnp.int64)
+    if chunks.length - chunks.size > jnp.iinfo(long).max:
+        raise ValueError(
+            f"{kernel_of_call()}: a loop over an axis of {chunks.length} items counts them in 64 "
+            'bits; call jax.config.update("jax_enable_x64", True) first'
+        )
+    return scalar(0, jnp.int32 if chunks.length < 2**31 else long)
 
 
 def next_start(start: jax.Array, chunks: Chunks) -> jax.Array:

@@ -179,6 +179,11 @@ def call_of_kernel(where: str) -> Generator[None]:
         _kernel.reset(token)
 
 
+def kernel_of_call() -> str:
+    """Return the kernel that is called, and its source line."""
+    return _kernel.get()
+
+
 def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
     """Warn, once per kernel, when the derivative of a program of this key is compiled again."""
     config: Any = jax.config
@@ -186,7 +191,7 @@ def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
         return  # JAX finds it in a file, or compiles nothing
     kinds = tuple((jax.typeof(x), *_transforms(x)) for x in arrays)
     is_again = next(_compilations.find((key, kinds), itertools.count))
-    if is_again and not next(_warnings.find(where := _kernel.get(), itertools.count)):
+    if is_again and not next(_warnings.find(where := kernel_of_call(), itertools.count)):
         warnings.warn(
             f"{where}: outside jax.jit, its derivative (or vmap) in chunks is compiled at every "
             "call, because it uses a jax.custom_jvp or jax.custom_vjp function or a checkpoint "

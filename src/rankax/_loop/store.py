@@ -53,7 +53,8 @@ class Tile:
     def index(self) -> jax.Array:
         """The flat index of the item in each lane."""
         dtype = self.lanes.dtype
-        first = self.at.astype(dtype) * np.asarray(math.prod(self.lanes.below), dtype)
+        each = np.asarray(math.prod(self.lanes.below)).astype(dtype)  # may overflow if not needed
+        first = self.at.astype(dtype) * each
         return first + counted(self.lanes.count, dtype)
 
     @property

@@ -161,6 +161,7 @@ class Top(Accumulator):
     index_dtype: Any
     k: int
     largest: bool
+    some: bool = False  # whether only some items count, in each tile
 
     def start(self, lanes: int) -> State:
         return self._empty(self.k)
@@ -178,8 +179,18 @@ class Top(Accumulator):
         return entries if counts is None else choose(counts, entries, self._empty(index.size))
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        if counts is not None:
-            return self.merge(state, self._entries(tile, index, counts))
+        if counts is None:
+            return self._step_all(state, tile, index)
+        some = functools.partial(self._step_some, counts=counts)
+        if self.some:
+            return some(state, tile, index)
+        # Only the last tile has items that were in another. A sort takes longer than `top_k`.
+        return lax.cond(jnp.all(counts), self._step_all, some, state, tile, index)
+
+    def _step_some(self, state: State, tile: Any, index: jax.Array, counts: Any) -> State:
+        return self.merge(state, self._entries(tile, index, counts))
+
+    def _step_all(self, state: State, tile: Any, index: jax.Array) -> State:
         count = min(self.k, tile.shape[-1])
         keys = sort_key(tile, largest=self.largest)
         keys, places = lax.top_k(keys, count)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import core, lax
 
 from rankax._base.checks import check_callable
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_leaves, leaves_with_names
 from rankax._reduce.protocol import MisfitError, Outputs, Reduction
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Ordered, merge_neighbours
@@ -54,6 +54,7 @@ class Fold(Reduction):
         where: str | int | None = None,
     ) -> None:
         super().__init__(where=where)
+        check_leaves("Fold", identity, "identity")
         check_callable(lift, "Fold", "lift")
         check_callable(merge, "Fold", "merge")
         if finish is not None:

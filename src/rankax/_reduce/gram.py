@@ -12,6 +12,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._base.arrays import scalar
+from rankax._base.trees import check_leaves
 from rankax._reduce.protocol import MisfitError, Outputs, Reduction, wide
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, State, fill
@@ -59,6 +60,12 @@ class Gram(Reduction):
 
     name = "gram"
     is_sum = True
+
+    def __post_init__(self) -> None:
+        check_leaves("Gram", self.weights, "weights")
+
+    def __hash__(self) -> int:  # arrays have none
+        return hash((self.where, id(self.weights)))
 
     def lifted(self, out: Any) -> tuple[Any, Any]:
         vector, _ = ravel_pytree(out)

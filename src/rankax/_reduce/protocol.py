@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._reduce.row import Row
+from rankax._reduce.row import Row, index_dtype
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Whole, in_a_row
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
@@ -239,9 +239,14 @@ def wide(dtype: Any) -> Any:
 def counting(outputs: Outputs) -> Accumulation:
     """Return what counts the items that count."""
     assert outputs.mask is not None
-    # Without 64 bits, a float holds more than an integer.
-    dtype = jnp.int32 if outputs.total < 2**31 else jax.dtypes.canonicalize_dtype(jnp.float64)
+    dtype = count_dtype(outputs.total)
     return Accumulation(outputs.mask, Elementwise((), dtype, 0, lax.add, jnp.sum))
+
+
+def count_dtype(total: int) -> Any:
+    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
+    dtype = index_dtype(total)
+    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
 
 
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:

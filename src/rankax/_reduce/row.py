@@ -46,8 +46,18 @@ def most_lanes() -> int | None:
 
 
 def index_dtype(size: int) -> Any:
-    """Return the dtype of the flat indices of ``size`` items."""
-    return jnp.int32 if size < 2**31 else jnp.int64
+    """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
+    return jnp.int32 if size < 2**31 else jax.dtypes.canonicalize_dtype(jnp.int64)
+
+
+def too_many(size: int) -> str:
+    """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
+    if size <= jnp.iinfo(index_dtype(size)).max:
+        return ""
+    return (
+        f"the indices of {size} items need 64 bits; call "
+        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

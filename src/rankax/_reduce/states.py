@@ -121,7 +121,7 @@ class Merged(Sink):
 
     def step(self, held: State, tile: Tile) -> tuple[State, None]:
         dtype = tile.lanes.dtype
-        offset = tile.at.astype(dtype) * np.asarray(self.each, dtype)
+        offset = tile.at.astype(dtype) * np.asarray(self.each).astype(dtype)
         placed = self.accumulator.renumber(
             tile.outs[self.position], lambda index: index + offset.astype(index.dtype)
         )

@@ -13,8 +13,16 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, counting, dtype_of, wide
-from rankax._reduce.row import Row, index_dtype
+from rankax._reduce.protocol import (
+    EachLeaf,
+    MisfitError,
+    Outputs,
+    count_dtype,
+    counting,
+    dtype_of,
+    wide,
+)
+from rankax._reduce.row import Row
 from rankax._reduce.states import (
     Accumulation,
     Accumulator,
@@ -205,8 +213,8 @@ class Moments(_Average, _Continuous):
         if self.where is not None:
             # The mean of no items is 0 in a state, as at the start of a loop.
             number = lax.expand_dims(count.astype(real), (0,))
-            count = jnp.maximum(count, 1).astype(dtype)
-        mean = _sum(values, aval, dtype)[..., 0] / count
+            count = jnp.maximum(count, 1)
+        mean = _sum(values, aval, dtype)[..., 0] / _number(count, dtype)
 
         def square(outs: list[jax.Array]) -> jax.Array:
             off = outs[0] - mean
@@ -217,8 +225,8 @@ class Moments(_Average, _Continuous):
 
 
 def _count(size: int | jax.Array) -> jax.Array:
-    return jnp.asarray(size, index_dtype(size)) if isinstance(size, int) else size
+    return jnp.asarray(size, count_dtype(size)) if isinstance(size, int) else size
 
 
 def _number(size: int | jax.Array, dtype: Any) -> Any:
-    return size if isinstance(size, int) else size.astype(dtype)
+    return float(size) if isinstance(size, int) else size.astype(dtype)

@@ -25,7 +25,7 @@ from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed
 from rankax._reduce.extrema import Arg
 from rankax._reduce.protocol import Outputs, counting
-from rankax._reduce.row import Row, Steps, index_dtype
+from rankax._reduce.row import Row, Steps, index_dtype, too_many
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import has_tangent
 
@@ -92,6 +92,8 @@ class MaskedRow(Row):
             return row.item(*map(lax.stop_gradient, leaves))[mask]
 
         arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
+        if words := too_many(row.size):
+            raise ValueError(f"a reduction with where or bucket has no derivative: {words}")
         steps = Accumulation(mask, arg), counting(outputs)
         (_, (index,)), (number,) = row.fold_constants(steps)
 

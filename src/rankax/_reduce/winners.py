@@ -36,9 +36,14 @@ from rankax._reduce.protocol import (
     Reduction,
     dtype_of,
 )
-from rankax._reduce.row import Row, index_dtype
+from rankax._reduce.row import Row, index_dtype, too_many
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 from rankax._trace.derivatives import call_with_derivative_of, has_tangent
+
+
+def _check_places(count: int) -> None:
+    if words := too_many(count):
+        raise MisfitError(words)
 
 
 class _Compared(EachLeaf):
@@ -54,6 +59,8 @@ class _Compared(EachLeaf):
             raise MisfitError(
                 f"there is no item to reduce {outputs.path} over, and {self.name} needs one"
             )
+        if self.numbers_items:
+            _check_places(count)
 
 
 class _ArgExtremum(_Compared):
@@ -119,6 +126,8 @@ class _Extremum(_Compared):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         if not has_tangent(aval):
             return super().differentiable_leaf(aval, row, position)
+        if words := too_many(row.size):  # only the derivative needs an index
+            raise ValueError(f"{self.label} cannot be differentiated: {words}")
         arg = self.arg.of_items(self.where)
         _, index = arg.differentiable_leaf(aval, row, position)
         picked = row.pick(index[..., 0], position)
@@ -186,7 +195,8 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        return Top(aval.shape, dtype, index_dtype(size), self.k, self.largest)
+        settings = self.k, self.largest, self.where is not None
+        return Top(aval.shape, dtype, index_dtype(size), *settings)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
@@ -301,6 +311,7 @@ class Best(Reduction):
             )
         if not count:
             raise MisfitError(f"there is no item to choose {outputs.path} from")
+        _check_places(count)
 
     def _number(self, outputs: Outputs) -> int:
         """Return which leaf decides."""

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 
 from rankax._base.checks import (
     check_callable,
-    check_no_ref,
     checked_int,
     common_length,
     positive_int,
 )
 from rankax._base.functions import function_name
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_leaves, leaves_with_names
 from rankax._base.words import listed, plural, table
 from rankax._progress.bars import checked_progress
 
@@ -103,18 +102,6 @@ def chunk_sizes(site: str, chunk_size: Any, length: int) -> tuple[int, ...]:
     return tuple(positive_int(size, site, f"chunk_size[{i}]") for i, size in enumerate(chunk_size))
 
 
-def check_leaves(site: str, tree: Any, name: str) -> None:
-    """Refuse a leaf that is not an array or a scalar."""
-    for path, leaf in leaves_with_names(tree, name):
-        check_no_ref(leaf, site, path)
-        try:
-            jnp.asarray(leaf)
-        except TypeError:
-            raise TypeError(
-                f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}"
-            ) from None
-
-
 def _scan_length(site: str, xs: Any, length: Any) -> int:
     if length is not None:
         length = _checked_int(site, "length", length, "a non-negative int", least=0)
@@ -131,10 +118,3 @@ def _scan_length(site: str, xs: Any, length: Any) -> int:
             "leave length out\n\n" + table(("leaf", "shape", "length"), rows, range(len(rows)))
         )
     return steps
-
-
-def type_name(value: Any) -> str:
-    """Return ``float32[3]`` for an array and the name of its type for anything else."""
-    if hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return type(value).__name__

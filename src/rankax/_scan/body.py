@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.functions import function_location
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed, table
-from rankax._scan.arguments import ScanCall, check_leaves, type_name
+from rankax._scan.arguments import ScanCall
 from rankax._trace.derivatives import keep_rules
 
 Step = Callable[[Any, Any], tuple[Any, Any]]

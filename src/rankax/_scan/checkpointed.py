@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -127,7 +127,7 @@ def checkpoint_chunked_scan(
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
-    def choose(body: Body, arrays: ScanArrays) -> tuple[Schedule, bool]:
+    def choose(body: Body, arrays: ScanArrays) -> tuple[Schedule, bool, Hashable]:
         sizes = given
         if limit is not None:
             sizes = _fit(call.site, limit, body, arrays, (steps, reverse, unroll, policy))
@@ -137,7 +137,7 @@ def checkpoint_chunked_scan(
             return carry, loop.body.y_tree.unflatten(ys)
 
         is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
-        return schedule, not is_even
+        return schedule, not is_even, None if policy else sizes
 
     return run_scan(call, choose)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -19,12 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._base.functions import function_name
+from rankax._base.functions import function_location, function_name
+from rankax._loop.reuse import Mode, call_of_kernel, mode_of, run_kept
 from rankax._progress.bars import progress_of_call
 from rankax._progress.report import Reports
 from rankax._scan.arguments import ScanCall
 from rankax._scan.body import Body, ScanArrays, Step, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,12 @@ Schedule = Callable[[StepLoop, Any, Any], tuple[Any, Any]]
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Body, ScanArrays], tuple[Schedule, bool]],
+    choose: Callable[[Body, ScanArrays], tuple[Schedule, bool, Hashable]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
+
+    ``choose`` also returns by what an eager call finds its compiled program (`run_kept`), or None.
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
     the schedule would, given the outputs of all steps.
@@ -96,33 +101,60 @@ def run_scan(
         return carry, kept(ys)
     with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
         body, arrays = trace_body(call)
-        schedule, in_place = choose(body, arrays)
+        schedule, in_place, key = choose(body, arrays)
         if shown is not None:
             schedule = _with_reports(schedule, Reports(shown, length, 1, length))
 
-        def sliced(arrays: ScanArrays) -> tuple[Any, Any]:
-            loop = StepLoop(body.step(arrays.consts), body, reverse, unroll)
-            return schedule(loop, arrays.init, arrays.xs)
+        bare, count = dataclasses.replace(body, jaxpr=None), len(arrays.init)
 
-        def indexed(arrays: ScanArrays) -> tuple[Any, Any]:
-            body_step = body.step(arrays.consts)
+        def program(item: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
+            whole = dataclasses.replace(bare, jaxpr=item.closed.jaxpr)
+            own = ScanArrays(list(item.closed.consts), leaves[:count], leaves[count:])
+            return _run_schedule(schedule, in_place, whole, own, (length, reverse, unroll))
 
-            def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
-                carry, done = state
-                at = length - 1 - done if reverse else done
-                take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-                carry, y = body_step(carry, jax.tree.map(take, arrays.xs))
-                return (carry, done + 1), y
-
-            loop = StepLoop(step, body, reverse, unroll)
-            (carry, _), ys = schedule(loop, (arrays.init, _no_steps(length)), None)
-            return carry, ys
-
-        if in_place and arrays.xs:
-            carry, ys = call_with_derivative_of(sliced, indexed, arrays)
-        else:
-            carry, ys = sliced(arrays)
+        closed, leaves = ClosedJaxpr(body.jaxpr, arrays.consts), [*arrays.init, *arrays.xs]
+        mode = mode_of([*leaves, *arrays.consts])
+        if shown is not None or closed.effects:
+            mode = Mode.STAGED
+        if key is not None:
+            key = key, bare, in_place, length, reverse, unroll
+        item = ItemProgram(function_location(call.f), closed, None, (), ())
+        with call_of_kernel(item.where):
+            carry, ys = run_kept(lambda: program, item, leaves, key, mode)
         return body.carry_tree.unflatten(carry), ys
+
+
+def _run_schedule(
+    schedule: Schedule,
+    in_place: bool,
+    body: Body,
+    arrays: ScanArrays,
+    options: tuple[int, bool, int | bool],
+) -> tuple[Any, Any]:
+    """Return the leaves of the last carry, and the tree of all outputs."""
+    length, reverse, unroll = options
+
+    def sliced(arrays: ScanArrays) -> tuple[Any, Any]:
+        loop = StepLoop(body.step(arrays.consts), body, reverse, unroll)
+        return schedule(loop, arrays.init, arrays.xs)
+
+    def indexed(arrays: ScanArrays) -> tuple[Any, Any]:
+        body_step = body.step(arrays.consts)
+
+        def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
+            carry, done = state
+            at = length - 1 - done if reverse else done
+            take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
+            carry, y = body_step(carry, jax.tree.map(take, arrays.xs))
+            return (carry, done + 1), y
+
+        loop = StepLoop(step, body, reverse, unroll)
+        (carry, _), ys = schedule(loop, (arrays.init, _no_steps(length)), None)
+        return carry, ys
+
+    if in_place and arrays.xs:
+        return call_with_derivative_of(sliced, indexed, arrays)
+    return sliced(arrays)
 
 
 def _with_reports(schedule: Schedule, reports: Reports) -> Schedule:

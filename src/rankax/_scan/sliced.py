@@ -192,6 +192,7 @@ def sliced_scan(
             return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
         in_place = not blocks.all
+        key = blocks, even.step < 0, checkpoint
     else:
         windows = find_windows(steps, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
@@ -199,6 +200,8 @@ def sliced_scan(
             scan_windows, length=steps, windows=windows, reduce=fold, checkpoint=checkpoint
         )
         in_place = True
+        is_ordered = reductions is not None and reductions.are_ordered
+        key = None if is_ordered else (windows, fold, checkpoint)
 
     def of_all(ys: Any) -> Any:
         if reductions is None:
@@ -207,7 +210,7 @@ def sliced_scan(
             kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
         return kept_ys[1]
 
-    return run_scan(call, lambda *_: (schedule, in_place), of_all)
+    return run_scan(call, lambda *_: (schedule, in_place, key), of_all)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,22 @@ that is itself a parameter and has the parameters that count here. `name_and_par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax import core
+from jax import core, lax
 
 from rankax._base.arrays import is_staged, scalar
+
+# They have one operand of floats, and move its numbers.
+_MOVES = {
+    *("broadcast_in_dim", "copy", "dynamic_slice", "gather", "neg", "reshape", "rev", "slice"),
+    *("split", "squeeze", "transpose"),
+}
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as `Jaxpr`
 Jaxpr = jax.extend.core.Jaxpr
@@ -35,6 +42,51 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """
     outs = core.eval_jaxpr(jaxpr, consts, *args)
     return as_arrays(outs, [v.aval for v in jaxpr.outvars])
+
+
+def evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return an equation as a function."""
+    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=inputs,
+        outvars=eqn.outvars,
+        eqns=[eqn],
+        debug_info=jaxpr.debug_info._replace(**unnamed),
+    )
+    return functools.partial(evaluate, alone, ())
+
+
+def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a program whose arguments may be wider floats than its inputs.
+
+    What only moves or converts numbers takes them as they are, and all else rounds them before. So
+    where inputs are converted to wider floats, the transpose rounds nothing.
+    """
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        free = [var for var in eqn.invars if not isinstance(var, Literal)]
+        inputs = [known[var] for var in free]
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            outs = evaluate_wide(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
+        elif free and eqn.primitive.name == "convert_element_type":
+            outs = [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
+        else:
+            if eqn.primitive.name not in _MOVES:
+                inputs = [_narrowed(*pair) for pair in zip(inputs, free, strict=True)]
+            outs = evaluator(eqn, jaxpr, free)(*inputs)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return [_narrowed(read(var), var) for var in jaxpr.outvars]
+
+
+def _narrowed(x: Any, var: Any) -> Any:
+    is_wider = hasattr(x, "dtype") and x.dtype != var.aval.dtype
+    return lax.convert_element_type(x, var.aval.dtype) if is_wider else x
 
 
 def as_arrays(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
