@@ -25,7 +25,8 @@ from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
-from rankax._reduce.run import Reductions, RowReduction
+from rankax._reduce.passes import RowReduction
+from rankax._reduce.run import Reductions
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr

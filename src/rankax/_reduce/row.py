@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rankax._base.arrays import counted, scalar
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.loop import KEPT_IN_REVERSE, run_loop
+from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def count(self) -> Any:
-        """The number of items that count: all, but see `where.py`."""
+        """The number of items that count: all, but see `passes.py`."""
         return self.size
 
     @property
@@ -191,14 +191,11 @@ class Row:
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         kept = {step.output for step in steps if isinstance(step, Whole)}
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, step.output, 0, chunks, back=self.back, reduced=True)
-                if isinstance(step, Whole)
-                else in_tiles(step, is_expensive=self.is_expensive)
-                for step in steps
-            ]
+        own = [
+            step if isinstance(step, Whole) else in_tiles(step, is_expensive=self.is_expensive)
+            for step in steps
+        ]
+        folds = _sinks_of(own, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
             count = self.count_of_outputs
@@ -223,34 +220,32 @@ class Row:
         length = level.chunks.length
         one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
         axes = [0 if isinstance(step, Whole) else None for step in steps]
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, i, 0, chunks, back=self.back)
-                if isinstance(step, Whole)
-                else Merged(i, step.accumulator, each)
-                for i, step in enumerate(steps)
-            ]
-
-        dtype = index_dtype(self.size)
+        own = [
+            Whole(i) if isinstance(step, Whole) else Merged(i, step.accumulator, each)
+            for i, step in enumerate(steps)
+        ]
+        folds, dtype = _sinks_of(own, back=self.back), index_dtype(self.size)
         return lambda *leaves: run_loop(
             fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=dtype
         )
 
     def _in_lanes(self, steps: Steps, tile: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, step.output, 0, chunks, in_lanes=True)
-                if isinstance(step, Whole)
-                else step
-                for step in steps
-            ]
-
-        dtype = index_dtype(self.size)
+        folds, dtype = _sinks_of(steps, in_lanes=True), index_dtype(self.size)
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
         return [
             self.split(state) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]
+
+
+def _sinks_of(steps: Sequence[Sink | Whole], **settings: bool) -> SinksOf:
+    """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
+
+    def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
+        return [
+            Store.of(outs, step.output, 0, chunks, **settings) if isinstance(step, Whole) else step
+            for step in steps
+        ]
+
+    return sinks
