@@ -120,15 +120,15 @@ class RowReduction:
     outputs : tuple of Outputs
         As `trace_reduced` returns them.
     reductions : Reductions
-    is_expensive : bool
-        As in `Row`.
+    jaxpr : Jaxpr
+        The program of an item.
     """
 
     item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
     levels: tuple[LoopSpec, ...]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
-    is_expensive: bool
+    jaxpr: Any
 
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
         """Return one value for each reduction: its result, or its state."""
@@ -176,10 +176,8 @@ class RowReduction:
         return list(zip(self.reductions.entries, self.outputs, strict=True))
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
-        masks = {outputs.mask for outputs in self.outputs} - {None}
-        count = sum(len(outputs.avals) for outputs in self.outputs) + len(masks)
-        item, leaves = self.item_of(consts), tuple(leaves)
-        return Row(item, leaves, self.levels, count, self.is_expensive, back)
+        count, is_expensive = len(self.jaxpr.outvars), evaluates_functions(self.jaxpr)
+        return Row(self.item_of(consts), tuple(leaves), self.levels, count, is_expensive, back)
 
     def _fold_each(
         self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool
@@ -216,7 +214,7 @@ def reduce_row(
         tuple(levels),
         item.outputs,
         reductions,
-        evaluates_functions(item.closed.jaxpr),
+        item.closed.jaxpr,
     )
     evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
     arrays = list(item.closed.consts), list(leaves)
