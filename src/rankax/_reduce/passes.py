@@ -9,7 +9,7 @@ adds nothing and sends nothing back, even where its value or derivative is NaN:
   So a first pass over the row, which computes only the mask, finds an item that counts, and the
   inputs of this item take the place of those of each item that is left out. They are constants
   there: the transpose of the choice drops the cotangent. If no item counts, the cotangents of what
-  all items share are dropped, too (`MaskedRow`).
+  all items share are dropped, too (`masked_row`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rankax._loop.loop import apart_from_constants
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg
 from rankax._reduce.protocol import Outputs, Reduction, counting
-from rankax._reduce.row import Row, Steps, index_dtype
+from rankax._reduce.row import Mask, Row, index_dtype
 from rankax._reduce.run import Reduced, Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of, has_tangent
@@ -37,74 +37,50 @@ from rankax._trace.item import ItemProgram, with_axis, with_shape
 from rankax._trace.work import evaluates_functions
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskedRow(Row):
-    """A row whose items that are left out can be differentiated as if they counted."""
+def masked_row(
+    row_of: Callable[[Sequence[Any], Sequence[Any]], Row],
+    consts: Sequence[Any],
+    leaves: Sequence[Any],
+    outputs: Outputs,
+) -> Row:
+    """Return a row whose items that are left out can be differentiated as if they counted.
 
-    counts: Callable[..., jax.Array] = dataclasses.field(kw_only=True)  # of one item
-    number: Any = dataclasses.field(kw_only=True)  # of the items that count
+    Parameters
+    ----------
+    row_of : callable
+        Makes a row from constants and leaves.
+    consts, leaves : sequences of arrays
+    outputs : Outputs
+        Some that the mask is for.
+    """
+    mask: Any = outputs.mask
+    row = row_of([lax.stop_gradient(x) for x in consts], leaves)
 
-    @classmethod
-    def of(
-        cls,
-        row_of: Callable[[Sequence[Any], Sequence[Any]], Row],
-        consts: Sequence[Any],
-        leaves: Sequence[Any],
-        outputs: Outputs,
-    ) -> MaskedRow:
-        """Return the row for some outputs, given what makes one from constants and leaves."""
-        mask: Any = outputs.mask
-        row = row_of([lax.stop_gradient(x) for x in consts], leaves)
+    def counts(*leaves: Any) -> jax.Array:
+        return row.item(*map(lax.stop_gradient, leaves))[mask]
 
-        def counts(*leaves: Any) -> jax.Array:
-            return row.item(*map(lax.stop_gradient, leaves))[mask]
+    arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
+    steps = Accumulation(mask, arg), counting(outputs)
+    (_, (index,)), (number,) = row.fold_constants(steps)
 
-        arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
-        steps = Accumulation(mask, arg), counting(outputs)
-        (_, (index,)), (number,) = row.fold_constants(steps)
+    def if_any(x: Any) -> Any:
+        if not has_tangent(jax.typeof(x)):
+            return x
+        return jnp.where(number > 0, x, lax.stop_gradient(x))
 
-        def if_any(x: Any) -> Any:
-            if not has_tangent(jax.typeof(x)):
-                return x
-            return jnp.where(number > 0, x, lax.stop_gradient(x))
+    by_leaf = [[level.in_axes[i] for level in row.levels] for i in range(len(leaves))]
+    is_mapped = [any(axis is not None for axis in axes) for axes in by_leaf]
+    pairs = zip(leaves, is_mapped, strict=True)
+    safe = row_of(list(map(if_any, consts)), [x if own else if_any(x) for x, own in pairs])
+    others = [lax.stop_gradient(x) for x in safe.leaves_at(index)]
+    is_mapped += [True] * (len(others) - len(is_mapped))  # the numbers of items
 
-        by_leaf = [[level.in_axes[i] for level in row.levels] for i in range(len(leaves))]
-        is_mapped = [any(axis is not None for axis in axes) for axes in by_leaf]
-        pairs = zip(leaves, is_mapped, strict=True)
-        safe = row_of(list(map(if_any, consts)), [x if own else if_any(x) for x, own in pairs])
-        others = [lax.stop_gradient(x) for x in safe.leaves_at(index)]
-        is_mapped += [True] * (len(others) - len(is_mapped))  # the numbers of items
+    def item(*leaves: Any) -> list[jax.Array]:
+        is_own = counts(*leaves)
+        triples = zip(leaves, others, is_mapped, strict=True)
+        return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
 
-        def item(*leaves: Any) -> list[jax.Array]:
-            is_own = counts(*leaves)
-            triples = zip(leaves, others, is_mapped, strict=True)
-            return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
-
-        some = item, safe.leaves, safe.levels, safe.count_of_outputs, safe.is_expensive, safe.back
-        return cls(*some, counts=counts, number=number)
-
-    @property
-    def count(self) -> Any:
-        return self.number
-
-    def fold(self, steps: Steps, *, linear: bool = True) -> list[Any]:
-        accumulations = [step for step in steps if isinstance(step, Accumulation)]
-
-        def item(*leaves: Any) -> list[jax.Array]:
-            # The loop itself would store the mask of each item for the derivative.
-            outs, counts = self.item(*leaves), self.counts(*leaves)
-            for step in accumulations:
-                taken = step.taken(outs.__getitem__, counts)
-                for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
-                    outs[position] = out
-            # In place of the mask of the item that may have been evaluated instead.
-            return [*outs, counts]
-
-        own = self.count_of_outputs
-        row = Row(item, self.leaves, self.levels, own + 1, self.is_expensive, self.back)
-        masks = [None if x.accumulator.nothing() is not None else own for x in accumulations]
-        pairs = zip(accumulations, masks, strict=True)
-        return row.fold([dataclasses.replace(x, mask=mask) for x, mask in pairs], linear=linear)
+    return dataclasses.replace(safe, item=item, mask=Mask(counts, number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +124,7 @@ class RowReduction:
             numbers = [i for i, outputs in enumerate(self.outputs) if outputs.mask == mask]
             each = [self._each()[i] for i in numbers]
             row_of = functools.partial(self._row, back=True)
-            own = row if mask is None else MaskedRow.of(row_of, consts, leaves, each[0][1])
+            own = row if mask is None else masked_row(row_of, consts, leaves, each[0][1])
             for i, value in zip(numbers, self._fold_each(own, each, back=True), strict=True):
                 values[i] = value
         return values

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,13 @@ def index_dtype(size: int) -> Any:
     return jnp.int32 if size < 2**31 else jnp.int64
 
 
+class Mask(NamedTuple):
+    """Which items of a row count, where one that does not is differentiated as if it did."""
+
+    counts: Callable[..., jax.Array]  # of one item
+    number: Any  # of the items that count
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -60,6 +67,7 @@ class Row:
     count_of_outputs: int
     is_expensive: bool = False  # see `_trace.work.evaluates_functions`
     back: bool = False  # whether it is differentiated
+    mask: Mask | None = None
 
     @property
     def size(self) -> int:
@@ -69,7 +77,7 @@ class Row:
     @property
     def count(self) -> Any:
         """The number of items that count: all, but see `passes.py`."""
-        return self.size
+        return self.size if self.mask is None else self.mask.number
 
     @property
     def is_whole(self) -> bool:
@@ -158,6 +166,9 @@ class Row:
 
         ``linear``: a derivative needs no state. Otherwise one is stored for each tile.
         """
+        if self.mask is not None:
+            row, steps = _that_count(self, self.mask, steps)
+            return row.fold(steps, linear=linear)
         if self.is_whole or not self.size:
             return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
@@ -237,6 +248,27 @@ class Row:
             self.split(state) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]
+
+
+def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
+    """Return a row without a mask, and steps to which an item that is left out adds nothing."""
+    accumulations = [step for step in steps if isinstance(step, Accumulation)]
+
+    def item(*leaves: Any) -> list[jax.Array]:
+        # The loop itself would store the mask of each item for the derivative.
+        outs, counts = row.item(*leaves), mask.counts(*leaves)
+        for step in accumulations:
+            taken = step.taken(outs.__getitem__, counts)
+            for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
+                outs[position] = out
+        # In place of the mask of the item that may have been evaluated instead.
+        return [*outs, counts]
+
+    own = row.count_of_outputs
+    masks = [None if x.accumulator.nothing() is not None else own for x in accumulations]
+    pairs = zip(accumulations, masks, strict=True)
+    changed = dataclasses.replace(row, item=item, count_of_outputs=own + 1, mask=None)
+    return changed, [dataclasses.replace(x, mask=at) for x, at in pairs]
 
 
 def _sinks_of(steps: Sequence[Sink | Whole], **settings: bool) -> SinksOf:
