@@ -96,8 +96,8 @@ def bullets() -> str:
   {megabytes(whole)}, `lax.map` {megabytes(mapped)}.
 * **Sums that never store the batch.** A sum of Gaussians over 10,000 × 10,000 pairs takes
   {pairs["sum", own]:.0f} ms on two CPU cores, with `devices="all"`. KeOps, the library for such
-  sums, takes **{longer["sum"]:.1f} times** as long there, and {longer["argmin"]:.1f} times for an
-  argmin.
+  sums, takes **{longer["sum"]:.1f} times** as long on the same cores ({longer["argmin"]:.1f} times
+  for an argmin).
 * **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache. On one core, the
   gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with `jax.vmap`,
   and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size. Other
@@ -140,8 +140,8 @@ def description() -> str:
         raise ValueError("where no chunk divides, rankax needs more than a copy of the outputs")
     return (
         f"Temporary memory of a gradient against the number of items. jax.vmap grows with the "
-        f"batch, to {megabytes(other)} for {length:,} items. rankax needs {megabytes(own)} for any "
-        f"number that a chunk divides, and up to {megabytes(rest)} for others."
+        f"batch, to {megabytes(other)} for {length:,} items. rankax needs {megabytes(own)} if a "
+        f"chunk size divides the number of items; otherwise up to {megabytes(rest)}."
     )
 
 

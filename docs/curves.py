@@ -124,7 +124,7 @@ def reductions():
     labels = [f"{task}, {count:,}" for task, count in reversed(cases)]
     panel.set_yticks(range(len(cases)), labels)
     panel.axvline(1, color=COLOURS["rankax"], linewidth=1)
-    words = "time, in times that of rankax: right of the line, rankax is faster"
+    words = "time relative to rankax: right of the line, rankax is faster"
     panel.set(xscale="log", xlabel=words)
     _ratios(panel)
     panel.legend(fontsize=9)

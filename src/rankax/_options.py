@@ -82,6 +82,15 @@ _SCOPED = tuple(Scoped.__annotations__)
 # The checks of values; where None is the default, it is not checked.
 
 
+def _chunk_size(value: Any, site: str) -> int:
+    if isinstance(value, str):
+        raise TypeError(
+            f"{site}: chunk_size must be a positive int, got {value!r}; memory_limit='2 GB' picks "
+            "a size that fits the memory, and kernel.tune(...) the fastest one"
+        )
+    return positive_int(value, site, "chunk_size")
+
+
 def _reduce_axis(value: Any, site: str) -> int | tuple[int, ...]:
     refusal = f"{site}: reduce_axis must be an int, a tuple of ints, or None, got"
     if isinstance(value, (tuple, list)):
@@ -112,7 +121,7 @@ def _compiler_options(value: Any, site: str) -> tuple[tuple[str, Any], ...]:
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "chunk_size": functools.partial(positive_int, name="chunk_size"),
+    "chunk_size": _chunk_size,
     "memory_limit": checked_limit,
     "reduce": read_reductions,
     "reduce_axis": _reduce_axis,
@@ -162,10 +171,13 @@ def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other."""
     if options.reduce_axis is not None and options.reduce is None:
         raise TypeError(
-            f"{site}: reduce_axis={options.reduce_axis} needs reduce, by what to reduce"
+            f"{site}: reduce_axis={options.reduce_axis} has no effect without reduce=, such as "
+            "reduce='sum'"
         )
     if options.where is not None and options.reduce is None:
-        raise TypeError(f"{site}: where={options.where!r} needs reduce, by what to reduce")
+        raise TypeError(
+            f"{site}: where={options.where!r} has no effect without reduce=, such as reduce='sum'"
+        )
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{site}: compiler_options are those of jax.jit, so they need jit=True; where you "

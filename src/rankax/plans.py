@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""The types of results: of ``kernel.plan``, of ``kernel.tune``, and of `rankax.load_tuning`."""
+"""The types of results: of the methods of kernels, and of `rankax.load_tuning`."""
 
+from rankax._front.trust import CheckReport, NonFinite
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import Level
 from rankax._plan.shapes import LeafPlan
 from rankax._tune.table import Candidate, Tuning, Tunings
 
-__all__ = ["BatchPlan", "Candidate", "LeafPlan", "Level", "MemoryFit", "Tuning", "Tunings"]
+__all__ = [
+    "BatchPlan",
+    "Candidate",
+    "CheckReport",
+    "LeafPlan",
+    "Level",
+    "MemoryFit",
+    "NonFinite",
+    "Tuning",
+    "Tunings",
+]
 
 # The name that a pickle stores is the one a user can import. So the fields of these classes have
 # annotations that are no strings: those would be looked up here.

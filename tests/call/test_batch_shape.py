@@ -183,7 +183,7 @@ def test_a_plan_shows_it_as_an_argument():
 
 def test_tune_measures_slices_of_it():
     kernel = auto_vmap(0, SplitKey, batch_shape=(3, 50))(draw)
-    workload = Workload(vars(kernel)["_kernel"], (1.0, KEY), {}, None, False, "tune")
+    workload = Workload(kernel.spec, (1.0, KEY), {}, None, False, "tune")
     _, call = workload.compiled(workload.with_chunk(4), 30)
     assert call()[0].shape == (3, 10, 2)
     assert_same(kernel.tune(1.0, KEY, seconds=0.005)(1.0, KEY), kernel(1.0, KEY))

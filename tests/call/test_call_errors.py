@@ -396,24 +396,6 @@ def test_what_is_no_array_is_named():
     assert str(caught.value) == message
 
 
-class Spring:
-    @auto_vmap(x=0)
-    def energy(self, x):
-        return x
-
-
-def test_options_of_a_method_need_the_class():
-    with pytest.raises(TypeError) as caught:
-        Spring().energy.with_options(chunk_size=2)(jnp.ones(3))
-    assert str(caught.value) == (
-        "energy() missing a required argument: 'x'; Python does not pass the object on in "
-        "obj.energy.with_options(...)(...), so ask the class, with the object first: "
-        "Spring.energy.with_options(...)(obj, ...)"
-    )
-    got = Spring.energy.with_options(chunk_size=2)(Spring(), jnp.arange(3.0))
-    assert_same(got, jnp.arange(3.0))
-
-
 def test_arguments_that_do_not_bind_name_the_kernel():
     with pytest.raises(TypeError) as caught:
         energy(ones(1, 3), ones(1))

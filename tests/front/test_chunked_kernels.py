@@ -143,7 +143,7 @@ def test_an_output_that_is_no_array_is_named(chunk_size):
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    end = "where an array or a number is due; leave it out, or wrap it in rankax.Static"
+    end = "but outputs must be arrays or numbers; leave it out, or wrap it in rankax.Static"
     for fun, came in (
         (kernel, "a str at output[1]['a']['type']"),
         (thing, "an object at output"),

@@ -2,6 +2,7 @@
 """Options at the call: `with_options` and the scope of `options`."""
 
 import dataclasses
+import functools
 import pickle
 import re
 import threading
@@ -71,9 +72,11 @@ def test_methods():
 
     scale = Scale()
     scale.factor = 3.0
-    assert Scale.times.with_options(chunk_size=2)(scale, jnp.arange(5.0)).tolist() == [
-        0.0, 3.0, 6.0, 9.0, 12.0,
-    ]  # fmt: skip
+    chunked, x = scale.times.with_options(chunk_size=2), jnp.arange(5.0)
+    assert chunked == scale.times.with_options(chunk_size=2)
+    assert chunked.plan(x).in_flight == 2
+    for times in (chunked, functools.partial(Scale.times.with_options(chunk_size=2), scale)):
+        assert times(x).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
 
 
 def test_a_scope_sets_what_a_kernel_was_not_given():

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""A decorated kernel is an ordinary function, to Python's tools and to JAX's."""
+"""A decorated kernel is treated as a function, by Python's tools and by JAX."""
 
 import copy
+import dataclasses
+import doctest
 import functools
 import gc
 import inspect
 import pickle
 import pydoc
+import subprocess
+import sys
 import threading
+import typing
 import weakref
 
 import beartype
@@ -22,7 +27,7 @@ from jaxtyping import Array, Float
 
 import wrapper_kernels
 from helpers import assert_same, at_each_run
-from rankax import BatchShapeError, Static, auto_vmap
+from rankax import BatchShapeError, SplitKey, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
 X = jnp.asarray(np.arange(1.0, 13.0).reshape(4, 3))
@@ -47,10 +52,12 @@ def test_metadata_are_the_kernels(options):
     assert (mapped.__name__, mapped.__qualname__) == ("kernel", "kernel")
     assert mapped.__module__ == __name__
     assert mapped.__wrapped__ is kernel
-    assert inspect.isfunction(mapped)
-    assert pydoc.render_doc(mapped, renderer=pydoc.plaintext) == pydoc.render_doc(
-        kernel, renderer=pydoc.plaintext
-    )
+    assert inspect.isroutine(mapped)
+    assert typing.get_type_hints(mapped) == typing.get_type_hints(kernel)
+    # Only the title differs, which names the type.
+    texts = [pydoc.render_doc(f, renderer=pydoc.plaintext).split("\n") for f in (mapped, kernel)]
+    assert texts[0][1:] == texts[1][1:]
+    assert texts[0][0] == f"Python Library Documentation: Kernel in module {__name__}"
 
 
 def test_attributes_of_the_kernel_are_kept():
@@ -58,7 +65,13 @@ def test_attributes_of_the_kernel_are_kept():
         return x
 
     marked.unit = "metre"
-    assert auto_vmap(0)(marked).unit == "metre"
+    marked.plan = marked.tuning = "of the user's"  # hides nothing
+    mapped = auto_vmap(0)(marked)
+    assert mapped.unit == "metre"
+    assert mapped.plan(S).batch_shape == (4,)
+    assert mapped.tuning is None
+    mapped.unit = "mile"
+    assert functools.wraps(mapped)(lambda x: x).unit == "mile"
 
 
 def test_partials_and_objects_are_named_and_described():
@@ -91,6 +104,9 @@ def test_module_level_kernels_are_pickled_by_name(module, name):
     assert pickle.loads(module.dumps(mapped)) is mapped
     bound = pickle.loads(module.dumps(Body(2.0).pull))
     assert_same(bound(X), Body(2.0).pull(X))
+    of_super = pickle.loads(module.dumps(super(Comet, Comet(2.0)).pull))
+    assert_same(of_super(X), Body(2.0).pull(X))
+    assert pickle.loads(module.dumps(Comet.unit)) == Comet.unit
 
 
 class Pair(eqx.Module):
@@ -114,11 +130,73 @@ def test_local_kernels_are_pickled_by_value_also_after_use(options):
     assert copied is not local
     assert_same(copied(Pair(S, 1.0)), want)
     assert copied.plan(Pair(S, 1.0)) == local.plan(Pair(S, 1.0))
+    assert copied.with_options() is copied
+    assert repr(copied) == repr(local)
 
 
-def test_copies_and_weak_references():
-    mapped = auto_vmap(0)(lambda x: x)
+def test_a_kernel_that_calls_itself_is_pickled_by_value():
+    @auto_vmap(x=0, jit=True)
+    def power(x, n):
+        return x * power(x, n - 1) if n else 1.0
+
+    copied = pickle.loads(cloudpickle.dumps(power))
+    assert_same(copied(S, 3), S**3)
+    assert inspect.getclosurevars(copied.__wrapped__).nonlocals["power"] is copied
+
+
+MAIN = """
+import pickle, sys
+import cloudpickle, jax.numpy as jnp
+from rankax import auto_vmap
+
+class Line:
+    slope = 2.0
+
+    @auto_vmap(x=0)
+    def at(self, x):
+        return self.slope * x
+
+@auto_vmap(x=0, jit=True)
+def double(x):
+    return factor * x
+
+factor = 2
+if "write" in sys.argv:
+    assert pickle.loads(pickle.dumps(double)) is double
+    assert cloudpickle.loads(cloudpickle.dumps(double)) is not double
+    sys.stdout.buffer.write(cloudpickle.dumps([double, Line().at, double.with_options(jit=False)]))
+"""
+READ = """
+import pickle, sys
+import numpy as np
+print([np.asarray(f(np.arange(3.0))).tolist() for f in pickle.load(sys.stdin.buffer)])
+"""
+
+
+def test_kernels_of_a_notebook_go_to_other_processes_by_value():
+    def run(program, *args, **options):
+        command = [sys.executable, "-c", program, *args]
+        return subprocess.run(command, stdout=subprocess.PIPE, check=True, **options).stdout
+
+    want = b"[[0.0, 2.0, 4.0], [0.0, 2.0, 4.0], [0.0, 2.0, 4.0]]\n"
+    assert run(READ, input=run(MAIN, "write")) == want
+
+
+def test_modules_that_cloudpickle_takes_by_value():
+    cloudpickle.register_pickle_by_value(wrapper_kernels)
+    try:
+        copied = pickle.loads(cloudpickle.dumps(wrapper_kernels.jitted))
+    finally:
+        cloudpickle.unregister_pickle_by_value(wrapper_kernels)
+    assert copied is not wrapper_kernels.jitted
+    assert_same(copied(S, X), wrapper_kernels.jitted(S, X))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+def test_copies_and_weak_references(options):
+    mapped = auto_vmap(0, **options)(lambda x: x)
     mapped(S)
+    mapped.with_options(checkpoint=False)(S)
     assert copy.copy(mapped) is mapped
     assert copy.deepcopy(mapped) is mapped
     reference = weakref.ref(mapped)
@@ -154,8 +232,92 @@ def test_methods_are_inherited_and_call_their_super():
     assert comet.pull.__self__ is comet
     assert Body.pull.plan(comet, X).batch_shape == (4,)
     assert comet.norm.plan(X).batch_shape == (4,)
+    assert comet.pull.plan(X) == Comet.pull.plan(comet, X)
+    assert Comet.unit.plan(X).batch_shape == comet.unit.plan(X).batch_shape == (4,)
+    assert_same(Comet.unit.with_options(chunk_size=2)(X), X + 1)
     assert inspect.getdoc(Comet.pull) == "Pull towards the origin."  # inherited, as for a function
+    assert inspect.getdoc(comet.pull) == "Pull towards the origin."
     assert str(inspect.signature(comet.pull)) == "(x)"
+
+
+def test_bound_methods_are_like_those_of_functions():
+    body, twin = Body(2.0), Body(2.0)
+    pull = body.pull
+    assert (pull.__self__, pull.__func__) == (body, Body.pull)
+    assert (pull.__name__, pull.__module__) == ("pull", "wrapper_kernels")
+    assert pull.__qualname__ == "Body.pull"
+    assert_same(pull.__wrapped__(X[0]), pull(X[0]))
+    assert {pull: 1}[body.pull] == 1
+    assert pull != twin.pull
+    assert pull != body.pull.with_options(chunk_size=3)
+    assert inspect.isroutine(pull)
+    assert "pull(x)\n    Pull towards the origin." in pydoc.render_doc(
+        pull, renderer=pydoc.plaintext
+    )
+    assert not hasattr(pull, "lower")
+    assert_same(functools.partialmethod(Body.pull, X[0]).__get__(body)(), body.pull(X[0]))
+
+    class Other:
+        pull = body.pull  # is bound already
+
+    assert Other().pull == body.pull
+
+
+def test_a_bound_method_is_a_pytree_of_its_object():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Line:
+        slope: jax.Array
+
+        @auto_vmap(x=1)
+        def at(self, x):
+            return jnp.dot(self.slope, x)
+
+    line, lines = Line(X[0]), Line(X)
+    ((path, leaf),) = jax.tree_util.tree_leaves_with_path(line.at)
+    assert leaf is line.slope
+    assert jax.tree_util.keystr(path) == ".__self__.slope"
+    called = jax.jit(lambda fun, x: fun(x))
+    assert_same(called(line.at, X), line.at(X))
+    assert_same(called(lines.at, X[0]), X @ X[0])
+    assert called._cache_size() == 2
+    both = jax.vmap(lambda fun, x: fun(x), in_axes=(0, None))(lines.at, X)
+    assert_same(both, X @ X.T)
+    assert_same(jax.grad(lambda fun: fun(X).sum())(line.at).__self__.slope, X.sum(0))
+    jitted = auto_vmap(x=1, fun=None, jit=True)(lambda fun, x: fun(x))
+    assert_same(jitted(line.at, X), line.at(X))
+
+
+def test_doctest_finds_kernels_and_methods():
+    tests = {test.name for test in doctest.DocTestFinder().find(wrapper_kernels) if test.docstring}
+    assert {"wrapper_kernels.plain", "wrapper_kernels.Body.pull"} <= tests
+
+
+def test_what_is_printed():
+    @auto_vmap({"a": "n 3", "b": (0, None)}, None, 1, key=SplitKey, reduce=("sum", "max"), jit=True)
+    def kernel(tree, *args, flag=True, key, **others): ...
+
+    assert repr(kernel) == (
+        "<rankax kernel kernel(tree['a']: \"n 3\", tree['b'][0]: 0, tree['b'][1], args[0], "
+        "args[1]: 1, *args, flag, key: SplitKey, **others), reduce=sum and max, jit=True>"
+    )
+    assert repr(auto_vmap("(n,3),(n)->()")(lambda x, m: x)) == (
+        '<rankax kernel <lambda>(x: "n 3", m: "n")>'
+    )
+
+    @auto_vmap
+    def annotated(x: Float[Array, "*batch n"], pair: PairOfScalars, more: list[Float[Array, ""]]):
+        return x
+
+    text = '<rankax kernel annotated(x: "n", pair: PairOfScalars, more: ""), chunk_size=2>'
+    assert repr(annotated.with_options(chunk_size=2)) == text
+    body = Body(2.0)
+    assert repr(body.pull) == f"<rankax method pull(x: 1), chunk_size=2 of {body!r}>"
+
+
+class PairOfScalars(eqx.Module):
+    a: Float[Array, ""]
+    b: Float[Array, ""]
 
 
 def test_abstract_methods_stay_abstract():

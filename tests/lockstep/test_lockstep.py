@@ -419,7 +419,7 @@ def test_plans_name_the_loops():
         "newton: batch shape (37,), 37 evaluations, 5 in flight, items end by themselves"
     )
     assert lines[-3] == "  axis 0: 37 in the lanes, mapping a"
-    assert lines[-2] == "  5 lanes; items part at"
+    assert lines[-2] == "  5 lanes; items diverge at"
     assert re.fullmatch(r"    while at .*test_lockstep.py:\d+:\d+ \(newton\)", lines[-1])
     assert "37 in the lanes" in kernel.plan(X)._repr_html_()
     plain = auto_vmap(x=0, chunk_size=5, lockstep=False)(lambda x: 2 * x)

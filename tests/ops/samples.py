@@ -451,5 +451,5 @@ CANNOT = {
     r"foreach\(\) argument 2|'int' object is not iterable|Effects not supported": """
         lax.dce_sink(f3)
     """,
-    "returned a str at output, where an array or a number is due": "random.key_impl(k)",
+    "returned a str at output, but outputs must be arrays or numbers": "random.key_impl(k)",
 }

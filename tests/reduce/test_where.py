@@ -518,7 +518,12 @@ def test_the_plan_says_what_counts():
             "it cannot be reduced by BottomK(4) "
             "where 'ok': there are only 3 items to reduce output['a'] over",
         ),
-        (None, "ok", TypeError, "auto_vmap(kernel): where='ok' needs reduce, by what to reduce"),
+        (
+            None,
+            "ok",
+            TypeError,
+            "auto_vmap(kernel): where='ok' has no effect without reduce=, such as reduce='sum'",
+        ),
         (
             {"a": ("min", "argmin"), "ok": None, "v": None},
             None,

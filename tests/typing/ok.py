@@ -89,6 +89,10 @@ assert_type(Body.unit(X), jax.Array)
 assert_type(Comet().pull(X, 2.0), jax.Array)
 assert_type(Comet().fall(X), jax.Array)
 lowered: Any = Comet.fall.lower(Comet(), X)
+lowered_method: Any = Comet().fall.lower(X)
+assert_type(Body().pull.with_options(chunk_size=2)(X, scale=2.0), jax.Array)
+assert_type(Body().pull.tune(X, seconds=1)(X), jax.Array)
+size_of_batch: tuple[int, ...] = Body().pull.plan(X).batch_shape
 assert_type(auto_vmap(1)(plain)(X, 3), list[jax.Array])
 
 ranks: object = ranks_like(X)  # as Any, it could be a kernel to mypy

@@ -44,6 +44,9 @@ Body().pull(X, scale="a")  # type: ignore
 Body().pull(X, 1.0, 2.0)  # type: ignore
 Body.pull(X)  # type: ignore
 text: str = Body().pull(X)  # type: ignore
+Body().pull.no_such_attribute  # type: ignore
+Body().pull.with_options(chunksize=3)  # type: ignore
+Body().pull.with_options(chunk_size=3)(X, scale="a")  # type: ignore
 
 auto_vmap(0, chunk_size="3")  # type: ignore
 auto_vmap(0, jit="yes")  # type: ignore

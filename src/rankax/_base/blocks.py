@@ -10,17 +10,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# The module and the classes of each package. The arrays of `_blocks/on_<package>.py` are here too.
+# The module and the classes of each package.
 _CLASSES = {
     "dask": ("dask.array", ("Array",)),
     "cubed": ("cubed", ("Array",)),
-    "streamed": ("rankax._blocks.on_streamed", ("Streamed",)),
     "xarray": ("xarray", ("DataArray", "Dataset", "Variable")),
 }
 
 
+class OwnBlocks:
+    """An array of this library that is evaluated block by block: ``_blocks/on_<package>.py``."""
+
+    package: str
+
+
 def blocks_of(leaf: Any) -> str | None:
     """Return the name of the package whose array a leaf is, or None."""
+    if isinstance(leaf, OwnBlocks):
+        return leaf.package
     for package, (path, names) in _CLASSES.items():
         module = sys.modules.get(path)  # `getattr` copes with one that is only half imported
         if isinstance(leaf, tuple(getattr(module, n) for n in names if hasattr(module, n))):
@@ -28,16 +35,7 @@ def blocks_of(leaf: Any) -> str | None:
     return None
 
 
-class InBlocksError(TypeError):
-    """An array in blocks arrived where a JAX or NumPy array is expected.
-
-    It is raised while the arguments of a call are bound. The decorated kernel catches it and
-    evaluates the call block by block, so that calls with other arrays pay nothing. Elsewhere, as in
-    ``kernel.plan``, the user sees it.
-    """
-
-
-def in_blocks(package: str, name: str, path: str) -> InBlocksError:
+def in_blocks(package: str, name: str, path: str) -> TypeError:
     """Return the error that says why a function cannot take an array of ``package`` directly."""
     if package == "xarray":
         what = (
@@ -49,4 +47,4 @@ def in_blocks(package: str, name: str, path: str) -> InBlocksError:
             f"a {package} array, whose blocks only a call of {name} itself evaluates; pass the "
             "shape of one block here, as a jax.ShapeDtypeStruct"
         )
-    return InBlocksError(f"{name}(): {path} is {what}")
+    return TypeError(f"{name}(): {path} is {what}")

@@ -176,8 +176,8 @@ def check_outputs(fun: Callable[..., Any], out: Any) -> None:
         return
     name, leaf = next(pair for pair in leaves_with_names(out, "output") if not _is_value(pair[1]))
     raise TypeError(
-        f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, where "
-        "an array or a number is due; leave it out, or wrap it in rankax.Static"
+        f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, but "
+        "outputs must be arrays or numbers; leave it out, or wrap it in rankax.Static"
     )
 
 

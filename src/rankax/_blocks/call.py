@@ -4,10 +4,10 @@
 Nothing is computed here. Shapes are checked as in every call; the shapes and dtypes of the outputs
 are those of the kernel traced for one item. `_blocks/backend.py` says what a package provides.
 
-Binding the arguments of an ordinary call refuses anything that is neither an array nor a number,
-and the decorated function catches the refusal of arrays in blocks (`InBlocksError`) and calls
-`call_on_blocks`. So ordinary calls pay nothing for this check, and no package is imported for it.
-`rankax.stream` knows its arrays, and calls `evaluate_blocks`.
+Binding a call marks it if a leaf is such an array, which is asked of leaves only that are neither
+arrays of JAX or NumPy nor numbers. So ordinary calls pay nothing for this check, and no package is
+imported for it. A decorated kernel passes the calls that are marked to `call_on_blocks`, and
+`rankax.stream`, which knows its arrays, all of them.
 """
 
 from __future__ import annotations
@@ -38,22 +38,14 @@ from rankax._blocks.programs import (
     Setup,
     StateOfBlock,
 )
-from rankax._call.bind import BoundKernel, flatten
-from rankax._call.kernel import Kernel
+from rankax._call.bind import BoundKernel
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._reduce.run import Reductions
 
 
-def call_on_blocks(
-    kernel: Kernel, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a kernel with arguments of which some are arrays in blocks."""
-    return evaluate_blocks(mapped, flatten(kernel, args, kwargs), kernel.options())
-
-
-def evaluate_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Options) -> Any:
-    """Evaluate a call whose leaves were not checked or converted; ``mapped`` is its kernel."""
+def call_on_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Options) -> Any:
+    """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
     kernel = call.kernel
     where = f"{kernel.name}()"
     package = package_of_call(kernel, call)

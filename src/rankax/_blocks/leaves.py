@@ -16,11 +16,11 @@ from rankax._base.words import listed
 from rankax._blocks.programs import Leaf
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._plan.shapes import leaf_plan
 
 
-def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
+def package_of_call(kernel: KernelSpec, call: BoundKernel) -> str:
     """Return the package of the arrays in blocks.
 
     Arrays of two packages are refused, and so are arrays in blocks without a rank.
@@ -52,7 +52,7 @@ def package_of_call(kernel: Kernel, call: BoundKernel) -> str:
 
 
 def block_leaves(
-    kernel: Kernel, call: BoundKernel, package: str
+    kernel: KernelSpec, call: BoundKernel, package: str
 ) -> tuple[list[Leaf], list[Any], list[Any]]:
     """Return how a block receives each leaf; also its value, and its whole shape and dtype."""
     leaves: list[Leaf] = []
@@ -99,7 +99,9 @@ def _resolved(value: Any) -> tuple[str, Any, Any, jax.ShapeDtypeStruct]:
     return "array", None, value, jax.ShapeDtypeStruct(value.shape, dtype)
 
 
-def _aval_in_blocks(kernel: Kernel, value: Any, path: str, package: str) -> jax.ShapeDtypeStruct:
+def _aval_in_blocks(
+    kernel: KernelSpec, value: Any, path: str, package: str
+) -> jax.ShapeDtypeStruct:
     subject = f"{kernel.name}(): {path} is a {package} array"
     dtype = checked_dtype(value.dtype, subject, path)
     for axis, size in enumerate(value.shape):

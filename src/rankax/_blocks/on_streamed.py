@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rankax._base.blocks import OwnBlocks
 from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
 from rankax._blocks.programs import OnBlocks, Packing
 from rankax._plan.levels import Shape
@@ -54,8 +55,10 @@ class Stage:
 
 
 @dataclasses.dataclass(eq=False)
-class Streamed:
+class Streamed(OwnBlocks):
     """An array that is read (``value``), or that a stage writes."""
+
+    package = "streamed"
 
     shape: Shape
     dtype: Any

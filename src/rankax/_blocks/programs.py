@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ import numpy as np
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._call.bind import rebind
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
@@ -103,7 +103,7 @@ class Leaf:
 class Setup:
     """Everything about a call except its arrays and numbers; cloudpickle pickles it."""
 
-    mapped: Callable[..., Any]  # the decorated kernel
+    mapped: Any  # the decorated kernel
     options: Mapping[str, Any]
     config: Mapping[str, Any]  # of JAX, where the call was made
     names: tuple[str, ...]
@@ -112,9 +112,9 @@ class Setup:
     leaves: tuple[Leaf, ...]
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelSpec:
         """The kernel behind the decorated function."""
-        return vars(self.mapped)["_kernel"]
+        return self.mapped.spec
 
     def run(self, arrays: Sequence[Any], numbers: Sequence[Any], options: Options) -> Any:
         """Call the kernel with these arrays and numbers among its leaves."""

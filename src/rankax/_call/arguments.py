@@ -13,23 +13,23 @@ import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.checks import check_no_ref
-from rankax._base.functions import caller_level, unwrapped
+from rankax._base.functions import caller_level
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import shortened
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._declare.dims import Rank
 from rankax._options import DEFAULTS
 from rankax._plan.levels import Shape
 
 
 def bind_arguments(
-    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
     """Bind arguments to parameters; a default with a rank counts as passed."""
     try:
         bound = kernel.declaration.signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _not_bound(kernel, error, args, kwargs) from None
+        raise _not_bound(kernel, error, kwargs) from None
     if not kernel.defaults.keys() <= bound.arguments.keys():
         bound = rebind_arguments(kernel, {**kernel.defaults, **bound.arguments})
     if kernel.silent:
@@ -37,22 +37,14 @@ def bind_arguments(
     return bound
 
 
-def rebind_arguments(kernel: Kernel, arguments: dict[str, Any]) -> inspect.BoundArguments:
+def rebind_arguments(kernel: KernelSpec, arguments: dict[str, Any]) -> inspect.BoundArguments:
     """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them."""
     signature = kernel.declaration.signature
     ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
     return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
 
 
-def _not_bound(
-    kernel: Kernel, error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TypeError:
-    if _lacks_object(kernel, args, kwargs):
-        return TypeError(
-            f"{kernel.name}() {error}; Python does not pass the object on in "
-            f"obj.{kernel.name}.with_options(...)(...), so ask the class, with the object first: "
-            f"{_owner(kernel)}.{kernel.name}.with_options(...)(obj, ...)"
-        )
+def _not_bound(kernel: KernelSpec, error: TypeError, kwargs: dict[str, Any]) -> TypeError:
     options = DEFAULTS.keys() & kwargs.keys()
     unknown = sorted(options - kernel.declaration.signature.parameters.keys())
     if not unknown:
@@ -64,36 +56,7 @@ def _not_bound(
     )
 
 
-def check_method(kernel: Kernel, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse ``obj.method.plan(...)``: Python passes ``obj`` only to the method itself."""
-    if _lacks_object(kernel, args, kwargs):
-        raise TypeError(
-            f"{kernel.name}.{what}() lacks the object of the method, which Python does not hand "
-            "on here; ask the class, with the object first: "
-            f"{_owner(kernel)}.{kernel.name}.{what}(obj, ...)"
-        )
-
-
-def _lacks_object(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a method seem to lack its object."""
-    signature = kernel.declaration.signature
-    if list(signature.parameters)[:1] != ["self"] or "self" in kwargs:
-        return False
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return not args or _owner(kernel) not in {cls.__name__ for cls in type(args[0]).__mro__}
-    # A default may hide that an argument is missing.
-    return is_array(args[0]) or isinstance(args[0], jax.ShapeDtypeStruct)
-
-
-def _owner(kernel: Kernel) -> str:
-    """Return the name of the class of a method."""
-    owner = getattr(unwrapped(kernel.fun), "__qualname__", "").rpartition(".")[0]
-    return owner.rpartition(".")[2].replace("<locals>", "") or "type(obj)"
-
-
-def _warn_of_arrays(kernel: Kernel, bound: inspect.BoundArguments) -> None:
+def _warn_of_arrays(kernel: KernelSpec, bound: inspect.BoundArguments) -> None:
     """Warn, once per parameter, about arrays that get no rank from their annotation."""
     for name in tuple(kernel.silent):
         if arrays := arrays_of(bound.arguments.get(name), name):
@@ -142,7 +105,7 @@ def _has_axes(leaf: Any) -> bool:
     return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
 
 
-def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any:
+def converted(kernel: KernelSpec, leaf: Any, path: str, *, shapes_only: bool) -> Any:
     """Convert a leaf that is neither an array nor a number, or refuse it."""
     check_no_ref(leaf, f"{kernel.name}()", path)
     if hasattr(leaf, "__jax_array__"):
@@ -170,7 +133,7 @@ def converted(kernel: Kernel, leaf: Any, path: str, *, shapes_only: bool) -> Any
     )
 
 
-def check_key(kernel: Kernel, leaf: Any, path: str, rank: Rank | None) -> None:
+def check_key(kernel: KernelSpec, leaf: Any, path: str, rank: Rank | None) -> None:
     """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import jax
@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.blocks import blocks_of
 from rankax._base.checks import check_no_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
@@ -30,7 +31,7 @@ from rankax._call.arguments import (
     rebind_arguments,
 )
 from rankax._call.bound import Bound, planned_reduction
-from rankax._call.kernel import Kernel, keep
+from rankax._call.kernel import KernelSpec, keep
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
@@ -56,17 +57,22 @@ class Structure:
 class BoundKernel(Bound):
     """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
 
-    kernel: Kernel
+    kernel: KernelSpec
     arguments: inspect.BoundArguments
     names: tuple[str, ...]
     treedef: Any
     structure: Structure
     cut: Shape | None = None  # the batch shape, if this is a part of a call
+    is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+
+    @property
+    def key(self) -> Hashable:
+        return super().key, self.cut
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
@@ -166,15 +172,27 @@ class BoundKernel(Bound):
 
 
 def bind(
-    kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes_only: bool = False
+    kernel: KernelSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shapes_only: bool = False,
+    takes_blocks: bool = False,
 ) -> BoundKernel:
-    """Bind arguments and flatten those that have a rank."""
+    """Bind arguments and flatten those that have a rank.
+
+    With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
+    marked; its leaves are then checked in `rankax._blocks`. Otherwise such an array is refused.
+    """
     bound = flatten(kernel, args, kwargs)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
             continue
         if not (is_array(leaves[i]) or is_number(leaves[i])):
+            if takes_blocks and blocks_of(leaves[i]):
+                bound.is_in_blocks = True
+                return bound
             path = structure.paths[i]
             leaves[i] = converted(kernel, leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
@@ -184,7 +202,7 @@ def bind(
     return bound
 
 
-def flatten(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
+def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
     """Do what `bind` does, without checking or converting the leaves."""
     arguments = bind_arguments(kernel, args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
@@ -194,7 +212,11 @@ def flatten(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bo
 
 
 def rebind(
-    kernel: Kernel, names: tuple[str, ...], leaves: list[Any], treedef: Any, others: dict[str, Any]
+    kernel: KernelSpec,
+    names: tuple[str, ...],
+    leaves: list[Any],
+    treedef: Any,
+    others: dict[str, Any],
 ) -> BoundKernel:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = treedef.unflatten(leaves)
@@ -203,7 +225,7 @@ def rebind(
 
 
 def _bound(
-    kernel: Kernel,
+    kernel: KernelSpec,
     arguments: inspect.BoundArguments,
     names: tuple[str, ...],
     values: list[Any],
@@ -217,7 +239,7 @@ def _bound(
 
 
 def _structure(
-    kernel: Kernel, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
+    kernel: KernelSpec, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
 ) -> Structure:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
@@ -239,7 +261,7 @@ def _structure(
     return structure
 
 
-def _new_structure(kernel: Kernel, names: tuple[str, ...], values: list[Any]) -> Structure:
+def _new_structure(kernel: KernelSpec, names: tuple[str, ...], values: list[Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
@@ -253,7 +275,7 @@ def _new_structure(kernel: Kernel, names: tuple[str, ...], values: list[Any]) ->
     return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
 
 
-def _with_ranks(kernel: Kernel, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
+def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
     try:
         return subtrees_with_ranks(kernel.declaration.ranks.get(name), value, name)
     except ValueError as error:

@@ -62,6 +62,11 @@ class Bound(abc.ABC):
         return 0
 
     @property
+    def key(self) -> Hashable:
+        """What a program of the call depends on beside its item, plan and options."""
+        return tuple(self.lengths)
+
+    @property
     def axis_name(self) -> Hashable | None:
         """The name by which collectives in the kernel may refer to the mapped axis."""
         return None

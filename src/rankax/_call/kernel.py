@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A decorated kernel: its function, declaration and options, and the caches that its calls fill."""
+"""What a decorated kernel is: its function, declaration and options; the caches of its calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rankax._options import Options, resolve
 _MOST_KEPT = 1024  # structures per kernel, and plans per structure
 
 
-class Kernel:
-    """One decorated kernel, which `bind` and `run` know how to call."""
+class KernelSpec:
+    """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
 
     def __init__(
         self, fun: Callable[..., Any], declaration: Declaration, explicit: Mapping[str, Any]

@@ -4,7 +4,8 @@
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
 hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
 limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
-``plan`` prints and `run` executes.
+``plan`` prints; `run` takes the same steps, but an eager call that is known skips those after the
+trace.
 
 Words used throughout:
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,7 @@ from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
-from rankax._loop.reuse import Mode, call_of_kernel, mode_of, run_kept
+from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
@@ -70,45 +71,61 @@ class Prepared(NamedTuple):
     chunks: Nesting | None = None  # the plan in lockstep, if items end by themselves
 
 
+class Traced(NamedTuple):
+    """A call whose kernel is traced."""
+
+    whole: Nesting  # the plan of the whole batch, without chunks
+    item: ItemProgram
+    parts: tuple[Parts, ...]
+
+
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
     """Evaluate a bound call; pass its parts if they are known already."""
     with on_mesh(bound.leaves):
-        return _run(bound, options, parts)
+        parts = parts_of(bound, options) if parts is None else parts
+        if (plan := _untraced(bound, options, parts)) is not None:
+            return _in_one_piece(bound, plan)
+        traced = functools.partial(_traced, bound, options, parts)
+        if options.progress is False:
+            return _run(bound, options, traced(), None)
+        # Decorated kernels that this one calls must not report as well.
+        with progress_of_call(options.progress, bound.name) as progress:
+            return _run(bound, options, traced(), progress)
 
 
-def _run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None) -> Any:
-    ready = prepare(bound, options, parts)
-    if ready.item is None:
-        return _in_one_piece(bound, ready.plan)
-    layout = bound.layout(ready.whole, ready.parts)
-    shown = options.progress if ready.parts or ready.plan.plan.steps > 1 else False
-    item, leaves = ready.item, [bound.leaves[i] for i in ready.whole.mapped]
-    if ready.parts:
-        item, leaves = placed(item, leaves, layout)
-    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(ready.parts))
+def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | None) -> Any:
+    whole, item, parts = traced
+    leaves = [bound.leaves[i] for i in whole.mapped]
+    if parts:
+        item, leaves = placed(item, leaves, bound.layout(whole, parts))
+    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
     reductions = options.reduce
-    with (
-        progress_of_call(shown, bound.name, layout.count) as progress,
-        call_of_kernel(item.where),
-        committed_elsewhere(bound.where, ready.parts),
-    ):
-        program, key = _program(bound, ready, layout, progress, is_now=mode is Mode.EAGER)
-        # A user-defined function may change between calls and stay the same object.
-        key = None if reductions is not None and reductions.are_ordered else key
+
+    def make() -> Program | None:
+        ready = _fitted(bound, options, traced)
+        return ready.item and _program(bound, ready, progress, is_now=mode is Mode.EAGER)
+
+    # A user-defined function may change between calls and stay the same object.
+    is_ordered = reductions is not None and reductions.are_ordered
+    key = None if is_ordered else (whole, parts, options, progress, bound.key)
+    with call_of_kernel(item.where), committed_elsewhere(bound.where, parts):
         try:
-            out = run_kept(program, item, leaves, key, mode)
+            out = run_kept(make, item, leaves, key, mode)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
+    if out is None:
+        return _in_one_piece(bound, whole)
     if reductions is None:
         return item.out_tree.unflatten(out)
     return Reduced.of(out, reductions, item.outputs).assembled()
 
 
-def _program(
-    bound: Bound, ready: Prepared, layout: Layout, progress: Progress | None, *, is_now: bool
-) -> tuple[Callable[[ItemProgram, list[Any]], Any], Hashable]:
-    """Return the whole call as a function of its item and its leaves, and what it depends on."""
-    options = ready.options
+def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now: bool) -> Program:
+    """Return the whole call as a function of its item and its leaves."""
+    options, layout = ready.options, bound.layout(ready.whole, ready.parts)
+    if progress is not None:
+        is_shown = ready.parts or ready.plan.plan.steps > 1
+        progress = dataclasses.replace(progress, parts=layout.count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
     nest = functools.partial(
@@ -136,7 +153,7 @@ def _program(
             return walk(main, item, leaves)
         return _in_lanes(walk, main, chunks, item, leaves)
 
-    return program, (tuple(nests.items()), main, chunks, layout, reductions)
+    return program
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
@@ -169,25 +186,49 @@ def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
 def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
     """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
     parts = parts_of(bound, options) if parts is None else parts
-    limited = options
-    if options.memory_limit is not None:
-        options = dataclasses.replace(options, memory_limit=None)
+    if (plan := _untraced(bound, options, parts)) is not None:
+        return Prepared(plan, options, plan)
+    with progress_of_call(options.progress, bound.name):
+        traced = _traced(bound, options, parts)
+    return _fitted(bound, options, traced)
+
+
+def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesting | None:
+    """Return the plan of a call that is evaluated without tracing its kernel first."""
+    if options.reduce is not None:
+        return None
     planned = bound.plan(options)
-    is_short = not any(planned.loops) and options.lockstep and options.reduce is None
-    if not parts and limited.memory_limit is None and is_short:
-        return Prepared(planned, options, planned)
-    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
-    is_empty = not whole.plan.levels or not whole.plan.evaluations
-    if is_empty and options.reduce is None:
-        return Prepared(whole, options, whole)
-    part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
-    # Decorated kernels that this one calls must not report as well.
-    with progress_of_call(options.progress, bound.name), inside(parts):
+    if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
+        return planned
+    whole = _whole(bound, options)
+    return whole if _is_empty(whole) else None
+
+
+def _whole(bound: Bound, options: Options) -> Nesting:
+    return bound.plan(dataclasses.replace(options, chunk_size=None))
+
+
+def _is_empty(plan: Nesting) -> bool:
+    """Whether there is no item, or no batch."""
+    return not plan.plan.levels or 0 in plan.plan.batch_shape
+
+
+def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
+    """Trace the kernel of a call for one item."""
+    whole = _whole(bound, options)
+    with inside(parts):
         item = bound.trace(whole, options.reduce)
-    if is_empty:
+    return Traced(whole, item, () if parts and has_order(item.closed) else parts)
+
+
+def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
+    """Choose tiles, lanes and, with a memory limit, chunks."""
+    whole, item, parts = traced
+    limited = options
+    options = dataclasses.replace(options, memory_limit=None)
+    if _is_empty(whole):
         return Prepared(whole, options, whole, item)
-    if parts and has_order(item.closed):
-        parts, part = (), bound
+    part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
     compiler_options = dict(options.compiler_options or ())
     tiles = best_tiles(item.closed) if tiles_matter(compiler_options) else WHOLE_CHUNKS
     ends = () if options.lockstep else cut_program(item.closed).ends

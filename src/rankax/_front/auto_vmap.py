@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``auto_vmap``: the decorator, its options and its type.
-
-A decorated kernel is a plain function, so that methods, pickling, `help` and every tool that asks
-`inspect.isfunction` work. An attribute of a function is not bound to an object, so ``plan`` of a
-method takes the object first: ``Body.energy.plan(body, x)``.
+"""``auto_vmap``: the decorator and its options.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
 were passed: one may share its name with a parameter of the kernel (`rankax._declare.ranks`). The
@@ -15,76 +11,29 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from rankax._base.blocks import InBlocksError
-from rankax._base.functions import function_name, unwrapped
-from rankax._blocks.call import call_on_blocks
-from rankax._call.arguments import check_method
-from rankax._call.bind import bind
-from rankax._call.fill import fill_up, marked
-from rankax._call.kernel import Kernel
-from rankax._call.run import plan_of, run
-from rankax._declare.binding import to_gufunc
-from rankax._declare.ranks import Declaration, declare
+from rankax._base.functions import function_name
+from rankax._call.kernel import KernelSpec
+from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
-from rankax._front.jit import JitKernel
-from rankax._options import DEFAULTS, Given, Options, check_together, checked_options, keyword_only
-from rankax._plan.batch import BatchPlan
-from rankax._tune.measure import tuned
-from rankax._tune.table import Tuning
+from rankax._front.kernel import ClassMethod, Kernel
+from rankax._options import DEFAULTS, Options, check_together, checked_options, keyword_only
 
 P = ParamSpec("P")
-Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)
-S = TypeVar("S")
-
-
-class AutoVmapped(Protocol, Generic[P, R]):
-    """The type of a decorated kernel: its own parameters and result, and what `auto_vmap` adds."""
-
-    __wrapped__: Callable[..., Any]
-    __name__: str
-    __qualname__: str
-    tuning: Tuning | None
-    signature: str | None
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-    def plan(self, *args: Any, **kwargs: Any) -> BatchPlan: ...
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def with_options(self, **options: Unpack[Given]) -> AutoVmapped[P, R]: ...
-
-    def tune(
-        self,
-        *args: Any,
-        memory_limit: int | str | None = None,
-        gradient: bool = False,
-        seconds: float = 5,
-        **kwargs: Any,
-    ) -> AutoVmapped[P, R]: ...
-
-    @overload
-    def __get__(self, instance: None, owner: Any, /) -> AutoVmapped[P, R]: ...
-
-    @overload
-    def __get__(
-        self: AutoVmapped[Concatenate[S, Q], R], instance: S, owner: Any, /
-    ) -> Callable[Q, R]: ...
 
 
 class Decorator(Protocol):
     """The type of ``auto_vmap(...)``: it keeps the kernel's parameters and result."""
 
-    def __call__(self, fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
+    def __call__(self, fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
 @overload
-def auto_vmap(fun: Callable[P, R], /) -> AutoVmapped[P, R]: ...
+def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
 @overload
@@ -143,10 +92,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         bound.
     memory_limit : int or str, optional
         Bytes, ``"2 GB"``, ``"500 MiB"``, or ``"50%"`` of the memory that the first device (or else
-        the machine) has free when a call with such shapes is first seen. A chunk size is chosen
-        whose temporaries, beyond inputs and outputs, stay within it, as the compiler reports, in
-        the call and in its gradient (see Notes). Together with ``chunk_size`` the smaller bound
-        counts.
+        the machine) has free when a call with such shapes is first seen. rankax picks a chunk
+        size whose reported temporary memory, forward and gradient, fits the limit (see Notes).
+        Together with ``chunk_size`` the smaller bound counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
@@ -162,8 +110,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         boolean. An output inside another by its path: ``"['masks']['ok']"``. What is left out adds
         nothing, and its derivative is 0, even where its value or derivative is infinite or NaN. In
         the result, None takes the place of that output unless it has an entry of its own in
-        ``reduce``. Objects of `rankax.reductions` take ``where`` as well, and theirs comes first.
-        See Notes.
+        ``reduce``. Objects of `rankax.reductions` take ``where`` as well; theirs takes
+        precedence. See Notes.
     batch_shape : int or tuple of int, optional
         Axes that the batch has besides those of the arguments, and broadcast with them: the
         counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
@@ -184,8 +132,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         needs the extra ``progress``), a string is the bar's label, and a function is called with
         ``(done, total)``, in items. See Notes.
     devices : "all", int, sequence of devices, or PartitionSpec, optional
-        Which devices share the batch: ``"all"`` that are local, the first few, these, or those
-        along the named axes of a mesh. Each evaluates a part of the longest batch axis. ``None``:
+        Which devices share the batch: ``"all"`` local devices, the first n, a list, or
+        mesh axes. Each evaluates a part of the longest batch axis. ``None``:
         as the arrays are sharded. 1: do not divide the batch. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
     lockstep : bool, default True
@@ -216,8 +164,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         ``plan(*args, **kwargs)`` says what a call with such arguments (or `jax.ShapeDtypeStruct`
         in their place) would do. ``with_options(**options)`` returns the same kernel with other
         options; equal options give the same object, so nothing is compiled twice. See `options`
-        for setting many kernels at once. ``signature`` is the gufunc signature, with made-up names
-        for unnamed axes; None if the output is not declared.
+        for setting many kernels at once. ``check(*args)`` compares items of a call with the kernel
+        by itself, and ``nonfinite(*args)`` finds those that are NaN or infinite. All of these know
+        the object of a bound method: ``body.energy.plan(x)``. ``signature`` is the gufunc
+        signature, with made-up names for unnamed axes; None if the output is not declared.
 
     Raises
     ------
@@ -260,8 +210,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     usually three, but not run; ``plan`` does the same and shows the measurements. The limit applies
     to the call itself and to its gradient with respect to all floating arrays that it uses. With
     ``checkpoint=False`` the gradient does not count, because chunks do not bound it. Where no chunk
-    of a fitting size divides the batch, the gradient copies the outputs, and this copy counts. The
-    memory that a surrounding program holds does not. Under an outer `jax.vmap`, one item counts.
+    of a fitting size divides the batch, the gradient copies the outputs, and this copy counts.
+    Memory held by the surrounding program is not counted. Under an outer `jax.vmap`, one item
+    counts.
 
     *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
     called by the kernel have none. A gradient shows its forward pass; that of some reductions makes
@@ -363,93 +314,15 @@ def _is_rank_tree(value: Any) -> bool:
 
 def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str, Any]) -> Any:
     if isinstance(fun, (staticmethod, classmethod)):
-        return type(fun)(_decorate(fun.__func__, positional, ranks, named))
+        kind = ClassMethod if type(fun) is classmethod else type(fun)
+        return kind(_decorate(fun.__func__, positional, ranks, named))
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
+    where = f"auto_vmap({function_name(fun)})"
     given = {name: value for name, value in named.items() if name in DEFAULTS}
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
-    checked = checked_options(given, f"auto_vmap({function_name(fun)})")
-    return _Family(fun, declaration).member(checked, f"auto_vmap({function_name(fun)})")
-
-
-class _Family:
-    """The kernels of one declaration, each with its own options."""
-
-    def __init__(self, fun: Any, declaration: Declaration) -> None:
-        self._fun = fun
-        self._declaration = declaration
-        self._members: dict[Any, Any] = {}
-
-    def member(self, explicit: Mapping[str, Any], where: str) -> Any:
-        """Return the kernel with these options; always the same one, with what it compiled."""
-        key = frozenset(explicit.items())
-        if key not in self._members:
-            check_together(Options(**explicit), where)
-            kernel = Kernel(self._fun, self._declaration, explicit)
-            jitted = JitKernel(kernel) if kernel.preset.jit else None
-            self._members[key] = self._function(kernel, jitted)
-        return self._members[key]
-
-    def _function(
-        self, kernel: Kernel, jitted: JitKernel | None, tuning: Tuning | None = None
-    ) -> Any:
-        # A function, not a callable object, so that methods, pickling by name, help() and every
-        # tool that asks `inspect.isfunction` work as they do for the kernel itself.
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if jitted is not None:
-                    return jitted.call(args, kwargs)
-                return run(bind(kernel, args, kwargs), kernel.options())
-            except InBlocksError:
-                pass
-            return call_on_blocks(kernel, mapped, args, kwargs)
-
-        def with_options(**options: Any) -> Any:
-            where = f"{kernel.name}.with_options"
-            return self.member({**kernel.explicit, **checked_options(options, where)}, where)
-
-        def plan(*args: Any, **kwargs: Any) -> BatchPlan:
-            """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
-            check_method(kernel, "plan", args, kwargs)
-            call = fill_up(bind(kernel, args, kwargs, shapes_only=True), kernel.options())
-            return plan_of(call, marked(call, kernel.options()))
-
-        def tune(
-            *args: Any,
-            memory_limit: int | str | None = None,
-            gradient: bool = False,
-            seconds: float = 5,
-            **kwargs: Any,
-        ) -> Any:
-            result = tuned(kernel, mapped, args, kwargs, memory_limit, gradient, seconds)
-            # A new object, because `with_options` shares its own with callers who did not tune.
-            return vars(with_options(**result.options))["_with_tuning"](result)
-
-        _wrap_as(mapped, self._fun)
-        vars(mapped).update(
-            _kernel=kernel,
-            _with_tuning=lambda tuning: self._function(kernel, jitted, tuning),
-            signature=to_gufunc(self._declaration.ranks, self._declaration.outputs),
-            plan=plan,
-            tune=tune,
-            tuning=tuning,
-            with_options=with_options,
-        )
-        if jitted is not None:
-            vars(mapped)["lower"] = jitted.lower
-        return mapped
-
-
-def _wrap_as(mapped: Callable[..., Any], fun: Callable[..., Any]) -> None:
-    """Do what `functools.wraps` does, also for a callable without a name."""
-    if hasattr(fun, "__name__"):
-        functools.update_wrapper(mapped, fun)
-        return
-    # A partial is named and described by its function, another callable by its class.
-    named = unwrapped(fun)
-    named = named if hasattr(named, "__name__") else type(named)
-    described = ("__module__", "__name__", "__qualname__", "__doc__")
-    functools.update_wrapper(mapped, named, described, updated=())
-    vars(mapped)["__wrapped__"] = fun
+    checked = checked_options(given, where)
+    check_together(Options(**checked), where)
+    return Kernel(KernelSpec(fun, declaration, checked))

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import is_staged, scalar
 from rankax._base.trees import leaves_with_names
-from rankax._call.arguments import check_method, is_array, is_number
+from rankax._call.arguments import is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere, put
@@ -68,7 +68,7 @@ class _Identity:
 class JitKernel:
     """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: KernelSpec) -> None:
         self._kernel = kernel
 
         def call(frame: _Frame, *arrays: Any) -> Any:
@@ -80,41 +80,37 @@ class JitKernel:
             call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
         )
 
-    def __reduce__(self) -> Any:
-        return JitKernel, (self._kernel,)  # a copy compiles for itself
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""
         staged = is_staged()
-        frame, arrays, call = self._split(args, kwargs, is_alone=not staged)
+        frame, arrays, call = self._split(call, is_alone=not staged)
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            name, shown = self._kernel.name, frame.options.progress
-            with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
-                return cut(self._jitted(frame, *arrays), call, frame.options)
+            return cut(self._compiled(frame, arrays), call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
+
+    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        name, shown = self._kernel.name, frame.options.progress
+        if shown is False and not frame.parts:  # to enter both contexts takes a microsecond
+            return self._jitted(frame, *arrays)
+        with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
+            return self._jitted(frame, *arrays)
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        check_method(self._kernel, "lower", args, kwargs)
-        frame, arrays, _ = self._split(args, kwargs, shapes_only=True)
+        call = bind(self._kernel, args, kwargs, shapes_only=True)
+        frame, arrays, _ = self._split(call, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
     def _split(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        shapes_only: bool = False,
-        is_alone: bool = True,
+        self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
     ) -> tuple[_Frame, list[Any], BoundKernel]:
         """Split a bound call into a static frame and traced arrays; return the call, too."""
-        call = bind(self._kernel, args, kwargs, shapes_only=shapes_only)
         others, rest, rest_tree = {}, [], _NOTHING
         if len(call.arguments.arguments) > len(call.names):
             others = call.others

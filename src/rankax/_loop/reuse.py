@@ -80,22 +80,27 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
 
 
 def run_kept(
-    program: Program, item: ItemProgram, leaves: Sequence[Any], key: Hashable, mode: Mode
+    make: Callable[[], Program | None],
+    item: ItemProgram,
+    leaves: Sequence[Any],
+    key: Hashable,
+    mode: Mode,
 ) -> Any:
-    """Return ``program(item, leaves)``; unless the call is staged, compiled and kept.
+    """Return ``make()(item, leaves)``; unless the call is staged, compiled and kept.
 
-    ``program`` holds no object of the caller, and equal keys stand for equal programs. With a key
-    of None, it is compiled but not kept.
+    What ``make`` returns holds no object of the caller, and follows from the item, the key and the
+    mode; None stands for a call that has no such program, and so do the results. With a key of
+    None, the program is compiled but not kept.
     """
     if mode is Mode.STAGED:
-        return program(item, list(leaves))
+        program = make()
+        return program and program(item, list(leaves))
     bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
-    differentiable = mode is Mode.TRANSFORMED
     try:
-        run, consts = _find(program, bare, leaves, key, differentiable=differentiable)
+        run, consts = _find(make, bare, leaves, key, mode)
     except Unknown:
-        run, consts = _compiled(program, bare, item.closed.jaxpr), _on_device(item.closed.consts)
-    return run(consts, list(leaves))
+        run, consts = _compiled(make(), bare, item.closed.jaxpr), _on_device(item.closed.consts)
+    return run and run(consts, list(leaves))
 
 
 def _is_explicit() -> bool:
@@ -103,12 +108,11 @@ def _is_explicit() -> bool:
 
 
 def _find(
-    program: Program,
+    make: Callable[[], Program | None],
     item: ItemProgram,
     leaves: Sequence[Any],
     key: Hashable,
-    *,
-    differentiable: bool = False,
+    mode: Mode,
 ) -> tuple[Any, list[jax.Array]]:
     """Return the kept program as a function of constants and leaves, and the current constants."""
     if key is None:
@@ -117,19 +121,21 @@ def _find(
     jaxpr = closed.jaxpr
     of_call = fingerprint(closed), item.where, item.out_axes, key
     rules = None
-    if differentiable:
+    if mode is Mode.TRANSFORMED:
         try:
             rules = derivatives_key(jaxpr)
         except UnknownRule:
             _warn_if_compiled_again(_Key(of_call), [*leaves, *closed.consts])
             raise
-    whole = _Key((*of_call, rules))
-    bare = without_constants if differentiable else without_rules
-    run = _kept.find(whole, lambda: _compiled(program, item, bare(jaxpr)))
+    whole = _Key((*of_call, mode, rules))
+    bare = without_rules if mode is Mode.EAGER else without_constants
+    run = _kept.find(whole, lambda: _compiled(make(), item, bare(jaxpr)))
     return run, _on_device(closed.consts)
 
 
-def _compiled(program: Program, item: ItemProgram, jaxpr: Any) -> Any:
+def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
+    if program is None:
+        return None
     bare = dataclasses.replace(item, closed=None)  # without the constants
 
     def run(consts: list[Any], leaves: list[Any]) -> Any:

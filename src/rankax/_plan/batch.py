@@ -225,7 +225,7 @@ def ends_lines(ends: Sequence[str], lanes: int | None) -> list[str]:
     """Say where items part, and so end by themselves."""
     if lanes is None:
         return ["in lockstep: no loop, and no expensive branch, depends on the item"]
-    return [f"{plural(lanes, 'lane')}; items part at", *(f"  {end}" for end in ends)]
+    return [f"{plural(lanes, 'lane')}; items diverge at", *(f"  {end}" for end in ends)]
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:

@@ -38,7 +38,7 @@ class Nesting:
     """
 
     plan: BatchPlan
-    sizes: Mapping[str, int]  # of the named core dimensions
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
     mapped: tuple[int, ...]  # the arrays that some level maps
     cores: tuple[Shape, ...]  # of one item of each of them
     batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch

@@ -84,9 +84,7 @@ _has_progress = ContextVar("rankax_has_progress", default=False)
 
 
 @contextlib.contextmanager
-def progress_of_call(
-    option: bool | Target, name: str, parts: int = 1
-) -> Generator[Progress | None]:
+def progress_of_call(option: bool | Target, name: str) -> Generator[Progress | None]:
     """Enter a call of ``name``; yield its progress, or None if it is off or an outer call has one.
 
     Only the outermost loop reports: the calls that a kernel makes in turn do not.
@@ -97,7 +95,7 @@ def progress_of_call(
     token = _has_progress.set(True)
     try:
         with wait_for_reports(option, name):
-            yield Progress(_target(option, name), parts)
+            yield Progress(_target(option, name))
     finally:
         _has_progress.reset(token)
 

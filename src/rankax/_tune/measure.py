@@ -29,8 +29,7 @@ from typing import Any
 import jax
 
 from rankax._base.checks import check_bool
-from rankax._call.arguments import check_method
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
@@ -51,7 +50,7 @@ _WORTH = 0.97  # a candidate must take less than this share of the time of those
 
 
 def tuned(
-    kernel: Kernel,
+    kernel: KernelSpec,
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -63,7 +62,7 @@ def tuned(
 
     Parameters
     ----------
-    kernel : Kernel
+    kernel : KernelSpec
     fun : callable
         The decorated kernel.
     memory_limit, gradient, seconds
@@ -71,7 +70,6 @@ def tuned(
     """
     begin = time.perf_counter()
     where = f"{kernel.name}.tune"
-    check_method(kernel, "tune", args, kwargs)
     explicit = checked_limit(memory_limit, where)
     limit = explicit or kernel.options().memory_limit
     limit = None if limit is None else limit_in_bytes(limit, free_bytes)

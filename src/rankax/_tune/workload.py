@@ -20,7 +20,7 @@ from rankax._base.arrays import is_staged
 from rankax._call.arguments import is_array
 from rankax._call.bind import bind, rebind
 from rankax._call.fill import fill_up, filled
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._lockstep.machine import cut_program
@@ -37,7 +37,7 @@ class Workload:
 
     Parameters
     ----------
-    kernel : Kernel
+    kernel : KernelSpec
     args, kwargs
         Of the call.
     bound : int, optional
@@ -49,7 +49,13 @@ class Workload:
     """
 
     def __init__(
-        self, kernel: Kernel, args: Any, kwargs: Any, bound: int | None, gradient: bool, where: str
+        self,
+        kernel: KernelSpec,
+        args: Any,
+        kwargs: Any,
+        bound: int | None,
+        gradient: bool,
+        where: str,
     ) -> None:
         self.kernel, self.bound, self.gradient = kernel, bound, gradient
         call = bind(kernel, args, kwargs)

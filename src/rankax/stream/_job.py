@@ -8,7 +8,6 @@ stand-ins (`_blocks/on_streamed.py`), and it returns arrays that name the stages
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ import jax
 
 import rankax
 from rankax._base.words import plural
-from rankax._blocks.call import evaluate_blocks
+from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten
-from rankax._call.kernel import Kernel
 from rankax._fit.memory import free_bytes
+from rankax._front.kernel import Kernel, with_object
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import checksum
 from rankax.stream._cut import Cuts, cut
@@ -55,15 +54,14 @@ def prepared(
     mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: dict[str, Any]
 ) -> Job:
     """Check a call; ``found`` is the record of a store that it is to go on with, or empty."""
-    if inspect.ismethod(mapped):
-        mapped, args = mapped.__func__, (mapped.__self__, *args)
-    kernel = getattr(mapped, "_kernel", None)
-    if not isinstance(kernel, Kernel):
+    mapped, args = with_object(mapped, args)
+    if not isinstance(mapped, Kernel):
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
+    kernel = mapped.spec
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = flatten(kernel, tuple(args), dict(kwargs))
+    call = flatten(kernel, args, dict(kwargs))
     triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
     leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
@@ -72,7 +70,7 @@ def prepared(
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
     on_blocks = dataclasses.replace(options, **bounded)
-    tree = evaluate_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
+    tree = call_on_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
     _name(tree, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]

@@ -8,7 +8,6 @@ those of the outputs.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from rankax._call.bind import flatten, rebind
-from rankax._call.kernel import Kernel
+from rankax._front.kernel import Kernel, with_object
 from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
 from rankax.xarray._outputs import assembled, dims_of_outputs
 
@@ -93,13 +92,12 @@ def apply(
     >>> rankax.xarray.apply(mean_temperature, p, t).dims
     ('time',)
     """
-    if inspect.ismethod(kernel):
-        kernel, args = kernel.__func__, (kernel.__self__, *args)
-    declared = getattr(kernel, "_kernel", None)
-    if not isinstance(declared, Kernel):
+    kernel, args = with_object(kernel, args)
+    if not isinstance(kernel, Kernel):
         raise TypeError(
             f"rankax.xarray.apply: kernel must be decorated with rankax.auto_vmap, got {kernel!r}"
         )
+    declared = kernel.spec
     where = f"rankax.xarray.apply({declared.name})"
     if declared.preset.batch_shape is not None:
         raise TypeError(
@@ -110,7 +108,7 @@ def apply(
     leaves = named_leaves(declared, call, core_dims, where)
     batch = batch_dims(leaves, where)
     reduced = reduced_dims(declared, reduce_dims, batch, where)
-    mapped: Any = kernel
+    mapped = kernel
     if declared.preset.reduce is not None:
         mapped = mapped.with_options(reduce_axis=tuple(range(-len(reduced), 0)))
 

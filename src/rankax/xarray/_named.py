@@ -19,7 +19,7 @@ from rankax._blocks.leaves import checked_dtype
 from rankax._blocks.programs import in_native_order
 from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._declare.dims import Dim, Rank
 
 Dims = tuple[str, ...]
@@ -76,7 +76,9 @@ class NamedLeaf:
         return jax.ShapeDtypeStruct(self.value.shape, dtype)
 
 
-def named_leaves(kernel: Kernel, call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
+def named_leaves(
+    kernel: KernelSpec, call: BoundKernel, core_dims: Any, where: str
+) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
     ranks = [*zip(call.structure.paths, call.leaves, call.structure.ranks, strict=True)]
     others = [(n, v, None) for n, v in call.others.items()]
@@ -205,7 +207,7 @@ def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
     return tuple(first)
 
 
-def reduced_dims(kernel: Kernel, reduce_dims: Any, batch: Dims, where: str) -> Dims:
+def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, where: str) -> Dims:
     """Return the dimensions that are reduced, which follow the other batch dimensions."""
     options = kernel.preset
     if options.reduce is None:

@@ -11,13 +11,13 @@ import jax
 
 from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
-from rankax._call.kernel import Kernel
+from rankax._call.kernel import KernelSpec
 from rankax._declare.ranks import ranks_of_leaves
 from rankax.xarray._named import Dims, NamedLeaf, declared_names, read_dims, xr
 
 
 def dims_of_outputs(
-    kernel: Kernel,
+    kernel: KernelSpec,
     leaves: Sequence[NamedLeaf],
     out: Any,
     output_dims: Any,
@@ -78,7 +78,7 @@ def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
     ]
 
 
-def _declared_dims(kernel: Kernel, leaves: Sequence[NamedLeaf], out: Any) -> list[Dims | None]:
+def _declared_dims(kernel: KernelSpec, leaves: Sequence[NamedLeaf], out: Any) -> list[Dims | None]:
     """Return the declared names of each output, as the dimensions that the arguments have.
 
     A name that stands for different dimensions of the arguments decides nothing.

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: MIT
+"""The object that `auto_vmap` returns, and its bound methods.
+
+Tools treat it as they treat a function, because it has ``__get__`` and no ``__set__``: it is a
+routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
+rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
+`functools.wraps` does, copies those of the user only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
+
+import jax
+
+from rankax._base.cache import Kept
+from rankax._base.functions import unwrapped
+from rankax._base.trees import ByKey, Items, Node
+from rankax._blocks.call import call_on_blocks
+from rankax._call.bind import bind
+from rankax._call.fill import fill_up, marked
+from rankax._call.kernel import KernelSpec
+from rankax._call.run import plan_of, run
+from rankax._declare.binding import to_gufunc
+from rankax._front.jit import JitKernel
+from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
+from rankax._options import Given, Options, check_together, checked_options
+from rankax._plan.batch import BatchPlan
+from rankax._tune.measure import tuned
+from rankax._tune.table import Tuning
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+_MOST_KEPT = 1024  # kernels that differ in their options only
+
+
+class Kernel(Generic[P, R]):
+    """A decorated kernel, which takes any broadcastable batch of what its function takes."""
+
+    __slots__ = ("__dict__", "__weakref__", "_jitted", "_members", "spec", "tuning")
+
+    __wrapped__: Callable[..., Any]
+    __name__: str
+    __qualname__: str
+    tuning: Tuning | None
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        members: Kept[Kernel[P, R]] | None = None,
+        jitted: JitKernel | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        _wrap_as(self, spec.fun)
+        self.spec = spec
+        self.tuning = tuning
+        self._jitted = JitKernel(spec) if jitted is None and spec.preset.jit else jitted
+        self._members: Kept[Kernel[P, R]] = Kept(_MOST_KEPT) if members is None else members
+        if tuning is None:
+            self._members.find(frozenset(spec.explicit.items()), lambda: self)
+
+    # `self` is positional-only because a kernel may be called with an argument of that name.
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        call = bind(self.spec, args, kwargs, takes_blocks=True)
+        if call.is_in_blocks:
+            return call_on_blocks(self, call, self.spec.options())
+        if self._jitted is not None:
+            return self._jitted.call(call)
+        return run(call, self.spec.options())
+
+    def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
+        """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        options = self.spec.options()
+        call = fill_up(bind(self.spec, args, kwargs, shapes_only=True), options)
+        return plan_of(call, marked(call, options))
+
+    @property
+    def lower(self) -> Callable[..., Any]:
+        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+        if self._jitted is None:
+            name = self.spec.name
+            raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
+        return self._jitted.lower
+
+    def with_options(self, **options: Unpack[Given]) -> Kernel[P, R]:
+        """Return the kernel with these options; always the same one, with what it compiled."""
+        where = f"{self.spec.name}.with_options"
+        explicit = {**self.spec.explicit, **checked_options(options, where)}
+
+        def make() -> Kernel[P, R]:
+            check_together(Options(**explicit), where)
+            spec = KernelSpec(self.spec.fun, self.spec.declaration, explicit)
+            return Kernel(spec, self._members)
+
+        return self._members.find(frozenset(explicit.items()), make)
+
+    def tune(
+        self,
+        /,
+        *args: Any,
+        memory_limit: int | str | None = None,
+        gradient: bool = False,
+        seconds: float = 5,
+        **kwargs: Any,
+    ) -> Kernel[P, R]:
+        """Return the kernel with the fastest options that were found on this machine."""
+        result = tuned(self.spec, self, args, kwargs, memory_limit, gradient, seconds)
+        # A new object, because `with_options` shares its own with callers who did not tune.
+        like = self.with_options(**result.options)
+        return Kernel(like.spec, self._members, like._jitted, result)
+
+    def check(
+        self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
+    ) -> CheckReport:
+        """Compare some items of a call with the kernel by itself; raise where they differ."""
+        return check(self, args, kwargs, items, seed, gradient=gradient)
+
+    def nonfinite(
+        self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
+    ) -> NonFinite:
+        """Count the items whose value, or gradient, is not finite, and name the first ones."""
+        return nonfinite(self, args, kwargs, most, gradient=gradient)
+
+    @property
+    def signature(self) -> str | None:
+        """The gufunc signature, such as ``"(n,3),(n)->()"``; None if there is none."""
+        declaration = self.spec.declaration
+        return to_gufunc(declaration.ranks, declaration.outputs)
+
+    # In a class.
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None, /) -> Kernel[P, R]: ...
+
+    @overload
+    def __get__(
+        self: Kernel[Concatenate[S, Q], R], instance: S, owner: Any = None, /
+    ) -> Method[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        return self if instance is None else Method(self, instance)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # Python's tools look for the docstring of an overridden method for functions only.
+        overridden = getattr(super(owner, owner), name, None)
+        if self.__doc__ is None and callable(overridden):
+            self.__doc__ = overridden.__doc__
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Where its annotations are evaluated, as jaxtyping asks of what it wraps."""
+        fun: Any = unwrapped(self.spec.fun)
+        return fun.__globals__
+
+    # As a function is shown, copied and pickled.
+
+    def __repr__(self) -> str:
+        return f"<rankax kernel {_described(self.spec)}>"
+
+    def __copy__(self) -> Kernel[P, R]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Kernel[P, R]:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _is_found_by_name(self) and not _goes_by_value(self.__module__):
+            return self.__qualname__
+        return super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> Any:
+        return dict(vars(self)), self.spec, self.tuning
+
+    def __setstate__(self, state: Any) -> None:
+        attributes, spec, tuning = state
+        self.__init__(spec, tuning=tuning)  # a copy compiles for itself
+        vars(self).update(attributes)
+
+
+class Method(Generic[P, R]):
+    """A kernel that is bound to an object, and a pytree whose child is the object."""
+
+    __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")
+
+    def __init__(self, kernel: Kernel[Any, R], instance: Any) -> None:
+        self.__func__ = kernel
+        self.__self__ = instance
+        self.__dict__ = vars(kernel)  # its name, docstring and other attributes
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
+        """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    @property
+    def lower(self) -> Callable[..., Any]:
+        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+        return functools.partial(self.__func__.lower, self.__self__)
+
+    def with_options(self, **options: Unpack[Given]) -> Method[P, R]:
+        """Return the method with these options."""
+        return Method(self.__func__.with_options(**options), self.__self__)
+
+    def tune(self, /, *args: Any, **options: Any) -> Method[P, R]:
+        """Return the method with the fastest options that were found on this machine."""
+        return Method(self.__func__.tune(self.__self__, *args, **options), self.__self__)
+
+    def check(self, /, *args: Any, **options: Any) -> CheckReport:
+        """Compare some items of a call with the method by itself; raise where they differ."""
+        return self.__func__.check(self.__self__, *args, **options)
+
+    def nonfinite(self, /, *args: Any, **options: Any) -> NonFinite:
+        """Count the items whose value, or gradient, is not finite, and name the first ones."""
+        return self.__func__.nonfinite(self.__self__, *args, **options)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The measurements of ``tune``."""
+        return self.__func__.tuning
+
+    @property
+    def signature(self) -> str | None:
+        """The gufunc signature of the kernel."""
+        return self.__func__.signature
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return types.MethodType(self.__func__.__wrapped__, self.__self__)
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Method[P, R]:
+        return self  # which makes it a routine, too
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Method) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, int]:
+        return self.__func__, id(self.__self__)
+
+    def __repr__(self) -> str:
+        return f"<rankax method {_described(self.__func__.spec, skip=1)} of {self.__self__!r}>"
+
+    def __reduce__(self) -> Any:
+        name = self.__func__.__name__
+        if getattr(self.__self__, name, None) == self:
+            return getattr, (self.__self__, name)
+        return Method, (self.__func__, self.__self__)
+
+
+def _flattened(method: Method[Any, Any]) -> Any:
+    key = jax.tree_util.GetAttrKey("__self__")
+    return ((key, method.__self__),), method.__func__
+
+
+jax.tree_util.register_pytree_with_keys(
+    Method, _flattened, lambda kernel, children: Method(kernel, *children)
+)
+
+
+class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
+    """A class method that binds a kernel as all versions of Python before 3.13 do."""
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        kernel: Any = self.__func__
+        return Method(kernel, type(instance) if owner is None else owner)
+
+
+def with_object(kernel: Any, args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the kernel of a method, and its arguments with the object in front."""
+    if isinstance(kernel, (Method, types.MethodType)):
+        return kernel.__func__, (kernel.__self__, *args)
+    return kernel, tuple(args)
+
+
+def _wrap_as(kernel: Kernel[Any, Any], fun: Callable[..., Any]) -> None:
+    """Do what `functools.wraps` does, also for a callable without a name."""
+    if hasattr(fun, "__name__"):
+        functools.update_wrapper(kernel, fun)
+    else:
+        # A partial is named and described by its function, another callable by its class.
+        named = unwrapped(fun)
+        named = named if hasattr(named, "__name__") else type(named)
+        described = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(kernel, named, described, updated=())
+        kernel.__wrapped__ = fun
+    for name in vars(kernel).keys() & vars(Kernel).keys():
+        if not name.startswith("__"):  # an attribute of the user's would hide a method
+            del vars(kernel)[name]
+
+
+# Pickling.
+
+
+def _is_found_by_name(kernel: Kernel[Any, Any]) -> bool:
+    """Whether the name of a kernel leads back to it, as pickle looks for functions."""
+    found: Any = sys.modules.get(kernel.__module__)
+    for name in kernel.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kernel
+
+
+def _goes_by_value(module: str) -> bool:
+    """Whether cloudpickle is asking, and would pickle a function of this module by value.
+
+    It decides so for functions and classes only, and other objects cannot tell who pickles them
+    but by the frame. The other picklers, as that of multiprocessing, find ``__main__`` by name.
+    """
+    frame: Any = inspect.currentframe()
+    pickler = frame.f_back.f_back.f_globals
+    if "cloudpickle" not in pickler["__name__"]:
+        return False
+    by_value = ["__main__", *pickler["list_registry_pickle_by_value"]()]
+    return any(f"{module}.".startswith(f"{name}.") for name in by_value)
+
+
+# The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
+
+_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
+def _described(spec: KernelSpec, skip: int = 0) -> str:
+    """Return name, ranks and options; without the first parameters, which ``skip`` counts."""
+    ranks = spec.declaration.ranks
+    parameters = [
+        shown
+        for name, parameter in [*spec.declaration.signature.parameters.items()][skip:]
+        for shown in _ranks(_STARS.get(parameter.kind, "") + name, ranks.get(name))
+    ]
+    options = [f"{name}={value}" for name, value in spec.explicit.items()]
+    return ", ".join([f"{spec.name}({', '.join(parameters)})", *options])
+
+
+def _ranks(path: str, ranks: Any) -> list[str]:
+    """Write each rank with the path to what it is for; those of an annotated class by its name."""
+    if isinstance(ranks, (Items, Node)):
+        pairs = [(path.lstrip("*") + key, rank) for key, rank in ranks.entries.items()]
+        pairs += [(path, ranks.rest)] if isinstance(ranks, Items) else []
+        return [shown for pair in pairs for shown in _ranks(*pair)]
+    if ranks is None:
+        return [path]
+    return [f"{path}: {ranks.cls.__name__ if isinstance(ranks, ByKey) else ranks}"]

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""``kernel.check`` and ``kernel.nonfinite``, against plain `jax.vmap`."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rankax import SplitKey, auto_vmap
+from rankax.plans import CheckReport, NonFinite
+
+DRAW = np.random.default_rng(3).uniform
+X = jnp.asarray(DRAW(0.1, 1, size=(5, 7, 3)), jnp.float32)
+W = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
+
+
+def length(x, w):
+    return jnp.sqrt(x @ w), {"at": jnp.argmax(x), "ok": x[0] > 0.3}
+
+
+LENGTH = auto_vmap(x=1, w=1, chunk_size=4)(length)
+
+
+@jax.custom_batching.custom_vmap
+def mixed(x):
+    return 2 * x
+
+
+@mixed.def_vmap
+def _(size, is_mapped, x):
+    del is_mapped
+    return 2 * x + jnp.float32(jnp.arange(size)[:, None] == size - 1), True
+
+
+@jax.custom_jvp
+def slope(x):
+    """A function whose batch has another derivative."""
+    return jnp.sin(x)
+
+
+@slope.defjvp
+def _(primals, tangents):
+    return slope(*primals), mixed(primals[0][None])[0] * tangents[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_size": None}, {"jit": True, "bucket": (8, 16)}, {"reduce": "sum", "where": None}],
+    ids=str,
+)
+def test_a_sound_kernel_agrees(options):
+    if "reduce" in options:
+        options = {"reduce": ("sum", None)}
+    report = LENGTH.with_options(**options).check(X, W, items=6, gradient=True)
+    assert isinstance(report, CheckReport)
+    assert len(report.items) == 6
+    assert {(0, 0), (4, 6)} < set(report.items)
+    names = ["output[0]", "output[1]['at']", "output[1]['ok']", "gradient of x", "gradient of w"]
+    assert [path for path, _, _ in report.differences] == names
+    assert all(ulps < 10 for _, ulps, _ in report.differences)
+    first = "length: 6 of 35 items agree with the kernel by itself\n  output[0]: "
+    assert str(report).startswith(first)
+
+
+@pytest.mark.parametrize("args", [(X[0, 0], W), (X[:0], W), (X[:, :1], W[None, None])])
+def test_any_batch(args):
+    report = LENGTH.check(*args, gradient=True)
+    assert len(report.items) == min(16, int(np.prod(report.batch_shape)))
+
+
+def test_keys_that_are_split_are_those_of_the_items():
+    @auto_vmap(x=1, key=SplitKey, chunk_size=4)
+    def draw(x, key):
+        return x * jax.random.normal(key, x.shape), key
+
+    report = draw.check(X, jax.random.key(1), gradient=True)
+    assert [ulps < 1 for _, ulps, _ in report.differences] == [True] * 3
+
+
+def test_a_function_that_mixes_its_items_is_found():
+    kernel = auto_vmap(x=1)(lambda x: mixed(x))
+    x = X[0].at[6].set(jnp.array([0.25, 0.5, 1.0]))
+    text = (
+        "<lambda>.check: output at [6] is [1.5, 2, 3], but the kernel by itself gives "
+        "[0.5, 1, 2] (4.19e+06 ulps of the largest number); the item has "
+        "x = [0.25, 0.5, 1]"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        kernel.check(x)
+
+
+def test_another_gradient_is_found_and_only_if_asked_for():
+    kernel = auto_vmap(x=0)(slope)
+    kernel.check(W)
+    text = r"^slope.check: gradient of x at \[2\] is .*, but the kernel by itself gives "
+    with pytest.raises(ValueError, match=text):
+        kernel.check(W, gradient=True)
+
+
+def test_an_item_that_is_not_finite_does_not_hide_the_gradients_of_others():
+    x = X.at[2, 3].set(-1.0)
+    LENGTH.check(x, W, items=3, gradient=True)
+    LENGTH.check(x, W, items=35, gradient=True)
+
+
+BAD = X.at[2, 3].set(-1.0).at[4, 0, 1].set(jnp.nan).at[1, 1].set(0.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_size": None}, {"reduce": ("sum", None), "reduce_axis": 0}, {"jit": True}],
+    ids=str,
+)
+def test_items_that_are_not_finite_are_counted_and_named(options):
+    found = LENGTH.with_options(**options).nonfinite(BAD, W)
+    values = jax.vmap(jax.vmap(length, (0, None)), (0, None))(BAD, W)[0]
+    assert isinstance(found, NonFinite)
+    assert found.count == 2
+    np.testing.assert_array_equal(found.indices, np.argwhere(~np.isfinite(values)))
+    for index, arguments in zip(found.indices, found.arguments, strict=True):
+        np.testing.assert_array_equal(arguments["x"], BAD[tuple(index)])
+        np.testing.assert_array_equal(arguments["w"], W)
+
+
+def test_the_report_is_text():
+    found = LENGTH.nonfinite(BAD.at[2, 3].set([-1.0, -2.0, -4.0]), W, most=1)
+    assert str(found) == (
+        "length: a value that is not finite in 2 of 35 items\n"
+        "  [2, 3]: x = [-1, -2, -4], w = [0.5, 1, 2]\n"
+        "  and 1 more"
+    )
+
+
+def test_items_whose_gradient_alone_is_not_finite():
+    """The square root at 0, behind a `jnp.where` that discards it."""
+
+    def root(x, w):
+        return jnp.where(x > 0, jnp.sqrt(x), 0.0) * w
+
+    x = jnp.array([1.0, 0.0, 4.0, -1.0, 0.0, jnp.inf])
+    kernel = auto_vmap(x=0, w=0, chunk_size=2)(root)
+    found = kernel.nonfinite(x, 2.0, gradient=True)
+    gradients = jax.vmap(jax.grad(root, (0, 1)), (0, None))(x, 2.0)
+    bad = ~np.isfinite(gradients).all(0) & np.isfinite(jax.vmap(root, (0, None))(x, 2.0))
+    assert found.count == bad.sum() == 3
+    np.testing.assert_array_equal(found.indices[:, 0], np.flatnonzero(bad))
+    assert kernel.nonfinite(x, 2.0).indices.tolist() == [[5]]
+
+
+def test_items_that_do_not_count_are_left_out():
+    kernel = LENGTH.with_options(reduce=("sum", {"at": None, "ok": None}), where="[1]['ok']")
+    assert kernel.nonfinite(BAD, W).count == int(BAD[4, 0, 0] > 0.3)
+    assert kernel.nonfinite(BAD.at[4, 0, 0].set(1.0), W).indices.tolist() == [[4, 0]]
+
+
+@pytest.mark.parametrize("args", [(X[0, 0], W), (X[:0], W)])
+def test_no_batch_and_no_item(args):
+    found = LENGTH.nonfinite(*args)
+    assert (found.count, found.indices.shape) == (0, (0, len(found.batch_shape)))
+
+
+def test_methods_take_their_object_along():
+    class Scale:
+        by = 3.0
+
+        @auto_vmap(x=0)
+        def log(self, x):
+            return self.by * jnp.log(x)
+
+    assert Scale().log.nonfinite(jnp.array([1.0, -1.0])).indices.tolist() == [[1]]
+    assert Scale().log.check(jnp.array([1.0, 2.0])).items == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (functools.partial(LENGTH.check, items=0), "length.check: items must be a positive int, "),
+        (functools.partial(LENGTH.nonfinite, most=0), "length.nonfinite: most must be a positive "),
+    ],
+)
+def test_wrong_numbers_are_refused(ask, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        ask(X, W)
