@@ -12,9 +12,12 @@ What is found is compared with the same kernel on one of them, without a mesh.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import os
 import re
 import sys
+import warnings
 from collections import Counter
 
 import jax
@@ -25,8 +28,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import random_calls
 import rankax
-from kernel_kinds import KINDS, WITHOUT_GRADIENT
+from fuzz import programs
+from kernel_kinds import KINDS, OPERATIONS, WITHOUT_GRADIENT
 from rankax import (
     SplitKey,
     auto_vmap,
@@ -329,7 +334,8 @@ def nan_survives_the_merge(mesh):
         for name in ("argmax", "argmin"):
             assert int(reduce_sharded(mesh, name, 1, values)) == at, (name, values)
         for reduction in ("max", "min"):
-            assert np.isnan(reduce_sharded(mesh, reduction, 1, values)), (reduction, values)
+            for size in (1, None):
+                assert np.isnan(reduce_sharded(mesh, reduction, size, values)), (reduction, values)
         best = reduce_sharded(
             mesh, rd.Best("x"), 1, np.stack([values, values], 1), lambda x: {"x": x[0], "y": x}
         )
@@ -469,12 +475,12 @@ def other_ways_to_map(mesh):
     inner = jax.jit(chunked_vmap(fun, 7, *axes, devices=mesh.size))
     same(inner(*args), want)
     assert sent(inner.lower(*args).compile()) == {}
-    # Items that lie on several devices are gathered, once.
+    # Items that lie on several devices stay there.
     square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
     wide = put(square, data(N, 4), "d", "e")
     doubled = jax.jit(chunked_vmap(lambda x: jnp.tanh(x) * 2, 7, devices=P("d")))
     same(doubled(wide), jnp.tanh(data(N, 4)) * 2)
-    assert sent(doubled.lower(wide).compile()) == {"all-gather": 1}
+    assert sent(doubled.lower(wide).compile()) == {}
     keys = jax.random.split(jax.random.key(0), N)
     draws = chunked_vmap(jax.random.normal, 7)
     lying = jax.device_put(keys, NamedSharding(mesh, P("d")))
@@ -620,14 +626,14 @@ def errors(mesh):
         "d",
         TypeError,
         "devices must be 'all', a positive int, a sequence of jax.Device, a "
-        "jax.sharding.PartitionSpec, or None, got 'd'; the axes of a mesh are named by "
+        "jax.sharding.PartitionSpec, False, or None, got 'd'; the axes of a mesh are named by "
         "PartitionSpec('d')",
     )
     wrong(
         2.0,
         TypeError,
         "devices must be 'all', a positive int, a sequence of jax.Device, a "
-        "jax.sharding.PartitionSpec, or None, got 2.0",
+        "jax.sharding.PartitionSpec, False, or None, got 2.0",
     )
 
     def unfit(devices, args, text):
@@ -653,24 +659,6 @@ def errors(mesh):
         first.with_options(devices=P(None, "d")),
         cube,
     )
-    explicit = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
-    with inside(explicit):
-        refused(
-            ValueError,
-            "chunked_vmap(<lambda>): one argument is sharded along the mesh axes ('d',) where it "
-            "is mapped, another along ('e',); use jax.sharding.reshard to shard them alike",
-            chunked_vmap(lambda x, b: x * b, 7),
-            put(explicit, X, "d"),
-            put(explicit, X, "e"),
-        )
-        refused(
-            ValueError,
-            "chunked_vmap(<lambda>): items of one argument are sharded along the mesh axes "
-            "('e',), but a loop over chunks needs each of them whole on a device; use "
-            "jax.sharding.reshard",
-            chunked_vmap(lambda x: x * 2, 7),
-            put(explicit, data(N, 4), "d", "e"),
-        )
 
 
 # Devices that the call chooses: `devices="all"`, for any length.
@@ -844,6 +832,13 @@ def a_call_takes_arrays_from_anywhere(mesh):
             both = jax.vmap(lambda x, f=mapped, b=b: f(x, W, b), in_axes=1)(np.stack([x, x], 1))
             same(jax.tree.map(lambda out: out[1], both), want)
         same(jax.jit(gradients(own(kernel)))(x, W, b), slopes, rtol=1e-3, atol=1e-3)
+    # Another mesh may be set than the one that arrays are on (JAX 0.7: not divided).
+    with ENTER(mesh_of(AxisType.Auto, 2, mesh.size // 2)):
+        apart = jax.make_mesh((mesh.size,), ("x",), axis_types=(AxisType.Auto,))
+        same(
+            chunked_vmap(scalar, 7, (0, None))(put(apart, X, "x"), W),
+            jax.vmap(scalar, (0, None))(X, W),
+        )
     # What is sharded over the same devices stays on the mesh of the caller.
     assert own(kernel)(put(mesh, X, "d"), W, B)["v"].sharding.mesh == mesh
     # What the kernel closes over is copied to all devices, wherever it is.
@@ -872,10 +867,14 @@ def devices_are_chosen(mesh):
     # No more devices than there are items.
     assert len(mapped.with_options(devices="all")(X[:3], W).sharding.device_set) == 3
     assert mapped.with_options(devices="all")(X[0], W).shape == ()
-    # 1: as one, wherever the arrays are.
-    one = mapped.with_options(devices=1)
-    assert one.plan(put(mesh, X, "d"), W).devices == ()
-    same(one(put(mesh, X, "d"), W), want)
+    # 1: on the first device, wherever the arrays are. False: as one, where they are.
+    one, whole = (mapped.with_options(devices=given) for given in (1, False))
+    for call in (one, whole):
+        assert call.plan(put(mesh, X, "d"), W).devices == ()
+        same(call(put(mesh, X, "d"), W), want)
+    there = jax.device_put(X, devices[2])
+    assert one(there, W).devices() == {devices[0]}
+    assert whole(there, W).devices() == {devices[2]}
     with rankax.options(devices=2):
         assert auto_vmap(x=1, w=2)(scalar).plan(X, W).devices == ((0, 2),)
     # JAX 0.7 cannot write chunks to an array that an explicit mesh is set for.
@@ -887,6 +886,8 @@ def devices_are_chosen(mesh):
                     chunked_vmap(scalar, 7, (0, None)),
                 ):
                     same(call(x, W), plain(x, W))
+            if not hasattr(jax.sharding, "use_abstract_mesh"):
+                continue  # JAX 0.7: as one
             refused(
                 ValueError,
                 f"scalar(): devices=2 names 2 devices, but the call is on a mesh of {mesh.size} or "
@@ -897,17 +898,18 @@ def devices_are_chosen(mesh):
             )
 
 
+def collatz(n, w):
+    def body(state):
+        n, count, total = state
+        following = jnp.where(n % 2 == 0, n // 2, 3 * n + 1)
+        return following, count + 1, total + w[0] * jnp.sin(n * w[1])
+
+    start = n, 0, jnp.float32(0)
+    return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]
+
+
 @case
 def items_end_alone(mesh):
-    def collatz(n, w):
-        def body(state):
-            n, count, total = state
-            following = jnp.where(n % 2 == 0, n // 2, 3 * n + 1)
-            return following, count + 1, total + w[0] * jnp.sin(n * w[1])
-
-        start = n, 0, jnp.float32(0)
-        return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]
-
     w = jnp.array([0.3, 0.7])
     mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
     # A vmapped loop asks all devices at each step whether it is done; here each ends alone.
@@ -954,13 +956,30 @@ def items_end_alone(mesh):
     )
     jax.effects_barrier()
     assert seen[-1][0] == seen[-1][1] == max(seen)[0]
-    with ENTER(mesh_of(AxisType.Explicit, mesh.size)):
-        text = (
-            ": the batch is sharded over a mesh with explicit axes, where items cannot end by "
-            "themselves; use lockstep=True, devices=1, or a mesh with AxisType.Auto"
-        )
-        with pytest.raises(ValueError, match=f"^collatz.*{re.escape(text)}$"):
-            mapped(jnp.arange(1, N + 1), w)
+
+
+@case
+def items_end_alone_on_an_explicit_mesh(mesh):
+    n, w = np.arange(1, N + 1, dtype=np.int32), jnp.array([0.3, 0.7])
+    lying = put(mesh, n, "d")
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False)(collatz)
+    totals = mapped.with_options(reduce="sum")
+
+    def pushed(fun, n, w):
+        return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,))
+
+    @jax.jit
+    def plain(n, w):
+        each = jax.vmap(collatz, (0, None))
+        counts, sums = each(n, w)
+        return (counts, sums), (jnp.sum(counts), jnp.sum(sums)), pushed(each, n, w)
+
+    want = plain(n, w)
+    with ENTER(mesh):
+        assert sent(compiled(mapped, lying, w)) == {}
+        assert sent(compiled(totals, lying, w)) == {"all-reduce": 2}
+        found = mapped(lying, w), totals(lying, w), pushed(mapped, lying, w)
+    same(found, want, rtol=1e-3, atol=1e-3)
 
 
 @case
@@ -971,7 +990,7 @@ def inner_kernels_use_one_device(mesh):
     same(outer(X), want)
     assert sent(compiled(outer, X)) == {}
     # But they do if the outer one is walked as one.
-    same(outer.with_options(devices=1)(X), want)
+    same(outer.with_options(devices=False)(X), want)
     own = jax.shard_map(
         lambda x: outer(x), mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
     )
@@ -1125,6 +1144,217 @@ def buckets_are_filled_up_and_shared(mesh):
     same(filled.with_options(devices="all")(x, W), jax.vmap(scalar, (0, None))(X[: mesh.size], W))
 
 
+# What XLA would divide wrongly, or with a collective in each step, if it saw a sharded axis.
+
+
+def convolved(weights, image):
+    """A convolution in the layout of Flax: weights (3, 3, 1, 2), an image (6, 6, 1)."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    out = lax.conv_general_dilated(image[None], weights, (1, 1), "SAME", dimension_numbers=layout)
+    return jnp.sum(jnp.sin(out))
+
+
+@case
+def gradients_of_convolutions_are_right(mesh):
+    weights, images = data(3, 3, 1, 2), data(4 * mesh.size, 6, 6, 1, seed=1)
+    slope = jax.grad(convolved)
+    want = np.asarray(jax.jit(jax.vmap(slope, (None, 0)))(weights, images))
+    lying = put(mesh, weights), put(mesh, images, "d")
+    # A `jax.jit` of the caller hides how arrays lie, unless types show it.
+    ways = [({}, lying)]
+    if AxisType.Explicit not in mesh.axis_types:
+        ways.append(({"devices": "all"}, (weights, images)))
+    for options, args in ways:
+        for size in (None, 2, 3):
+            mapped = auto_vmap(None, 3, chunk_size=size, **options)(slope)
+            total = mapped.with_options(reduce="sum")
+            calls = [mapped]
+            if options or mesh.axis_types[0] == AxisType.Explicit:
+                calls.append(jax.jit(mapped))
+            for call in calls:
+                same(call(*args), want, rtol=1e-3)
+            same(total(*args), want.sum(0), rtol=1e-3, atol=1e-4)
+    through = auto_vmap(None, 3, chunk_size=2, **given(mesh))(convolved)
+    backward = compiled(jax.grad(lambda w, x: jnp.sum(through(w, x)), (0, 1)), *lying)
+    assert sent(backward) == {"all-reduce": 1}
+    own = jax.grad(lambda w, x: jnp.sum(jax.vmap(convolved, (None, 0))(w, x)), (0, 1))
+    with outside(mesh):
+        want = jax.jit(own)(weights, images)
+    same(backward(*lying), want, rtol=1e-3, atol=1e-4)
+
+
+@case
+def callbacks_run_on_each_device(mesh):
+    def called(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, shape, x, vmap_method="expand_dims").sum()
+
+    for length in (8 * mesh.size, 8 * mesh.size + 1):
+        x = data(length, 3)
+        for size in (None, 2):
+            mapped = chunked_vmap(called, size, devices="all")
+            same(mapped(x), np.sin(x).sum(1))
+            assert "all-reduce" not in sent(compiled(mapped, x))
+
+
+@case
+def ffts_and_factors_send_nothing(mesh):
+    def factor(x):
+        return jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3)).sum()
+
+    x = put(mesh, X, "d")
+    for fun in (lambda x: jnp.abs(jnp.fft.fft(x)), factor, jnp.sort, jnp.cumsum):
+        mapped = chunked_vmap(fun, 20, **given(mesh))
+        forward = compiled(mapped, x)
+        assert sent(forward) == {}
+        same(forward(x), jax.jit(jax.vmap(fun))(X))
+
+
+@case
+def lapack_may_hang_with_jax_0_10(mesh):
+    def factor(x):
+        return jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3)).sum()
+
+    def warned(fun, threads):
+        os.environ["PJRT_NPROC"] = str(threads)
+        mapped = chunked_vmap(fun, 7, devices="all")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.jit(mapped).lower(X)
+        return [(str(each.message), each.filename) for each in caught]
+
+    before = os.environ.get("PJRT_NPROC")
+    try:
+        found = warned(factor, mesh.size)
+        assert not warned(factor, mesh.size + 1)
+        assert not warned(jnp.sort, mesh.size)
+    finally:
+        os.environ.pop("PJRT_NPROC")
+        if before is not None:
+            os.environ["PJRT_NPROC"] = before
+    if jax.__version_info__[:2] != (0, 10):
+        assert not found
+        return
+    ((text, file),) = found
+    assert text.endswith(
+        f"with JAX 0.10, LAPACK (here cholesky) can hang for ever on {mesh.size} CPU devices that "
+        f"have {mesh.size} threads; set the environment variable PJRT_NPROC to {2 * mesh.size} "
+        "before JAX is first used, or use JAX 0.12"
+    )
+    assert file == __file__
+
+
+@case
+def jacobians_of_convolutions(mesh):
+    weights, images = data(3, 3, 1, 2), data(mesh.size, 6, 6, 1, seed=1)
+    own = auto_vmap(None, 3, chunk_size=1, devices="all")(convolved)
+
+    def both(f):
+        return jax.jacrev(f)(weights, images), jax.hessian(f)(weights, images)
+
+    want = jax.jit(functools.partial(both, jax.vmap(convolved, (None, 0))))()
+    same(jax.jit(functools.partial(both, own))(), want, rtol=1e-3)
+
+
+@case
+def items_end_alone_in_shard_map(mesh):
+    def halved(n, w):
+        def body(state):
+            n, total = state
+            return n // 2, total + jnp.sin(n * w)
+
+        return lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.sin(n * 0.0)))[1]
+
+    n = np.arange(1, N + 1, dtype=np.int32)
+    for reduce in (None, "sum"):
+        mapped = auto_vmap(n=0, w=0, chunk_size=3, lockstep=False, reduce=reduce)(halved)
+
+        def out(n, w, mapped=mapped):
+            return jnp.atleast_1d(mapped(n, w))
+
+        specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
+        got = jax.jit(jax.shard_map(out, **specs))(put(mesh, n, "d"), jnp.float32(0.3))
+        want = jax.jit(jax.vmap(halved, (0, None)))(n, 0.3)
+        if reduce:
+            got, want = got.sum(), want.sum()
+        same(got, want, rtol=1e-3)
+
+
+@case
+def no_operation_is_divided(mesh):
+    """Values and gradients of many operations, on all devices and on one; none sends anything."""
+    weights, items = data(3, 3), data(4 * mesh.size, 6, 6, seed=1)
+
+    # An input for each operation, so that each has gradients of its own.
+    w, x = dict.fromkeys(OPERATIONS, weights), dict.fromkeys(OPERATIONS, items)
+
+    def apart(w, x):
+        return {name: fun(w[name], x[name]) for name, fun in OPERATIONS.items()}
+
+    own, one = (chunked_vmap(apart, 2, (None, 0), **given) for given in ({"devices": "all"}, {}))
+
+    def found(f, w, x):
+        outs, pull = jax.vjp(f, w, x)
+        ones = jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), outs)
+        return outs, *pull(ones)
+
+    program = compiled(functools.partial(found, own), w, x)
+    assert sent(program).keys() == {"all-reduce"}  # of the cotangents of the weights
+    want = jax.tree.map(np.asarray, jax.jit(functools.partial(found, one))(w, x))
+    for got, expected in zip(program(w, x), want, strict=True):
+        for name, out in got.items():
+            with naming(name):
+                same(out, expected[name], rtol=1e-2, atol=1e-3)
+
+
+@case
+def shared_arrays_are_summed_once_on_an_explicit_mesh(mesh):
+    # An array that is on no mesh has a type without it.
+    w, x = data(3, 3), put(mesh, data(400 * mesh.size, 3), "d")
+    inner = jax.jit(lambda w, v: jnp.where(w > 0, w, 0) @ v)
+
+    def loss(w, x):
+        passed = chunked_vmap(lambda w, x: jnp.tanh(inner(w, x)).sum(), 100, (None, 0))
+        closed = chunked_vmap(lambda x: lax.map(lambda u: inner(w, x) * u, x).sum(), 100)
+        return passed(w, x).sum() + closed(x).sum()
+
+    def plain(w, x):
+        def of_one(x):
+            return jnp.tanh(inner(w, x)).sum() + lax.map(lambda u: inner(w, x) * u, x).sum()
+
+        return jax.vmap(of_one)(x).sum()
+
+    backward = compiled(jax.grad(loss), w, x)
+    assert sent(backward).keys() == {"all-reduce"}
+    want = jax.jit(jax.grad(plain))(w, np.asarray(x))
+    same(backward(w, x), want, rtol=1e-3, atol=1e-2)
+
+
+@case
+def stretched_axes_of_any_length(mesh):
+    x, y = data(9), data(1, seed=1)
+    key = jax.random.key(0)
+
+    def noisy(x, y, key):
+        return x * y + jax.random.normal(key)
+
+    fun = auto_vmap(x=0, y=0, devices=2)(lambda x, y: x * y)
+    drawn = auto_vmap(x=0, y=0, key=SplitKey, devices=2)(noisy)
+    for options in (
+        {"reduce": "argmin"},
+        {"jit": True},
+        {"chunk_size": 2},
+        {"lockstep": False},
+        {"memory_limit": "8 kB"},
+    ):
+        for call, args in ((fun, (x, y)), (drawn, (x, y, key))):
+            own = call.with_options(**{"reduce": "sum", **options})
+            same(own(*args), own.with_options(devices=None)(*args))
+    own = fun.with_options(reduce="sum", chunk_size=2)
+    one = own.with_options(devices=None)
+    same(jax.grad(own, (0, 1))(x, y), jax.grad(one, (0, 1))(x, y))
+
+
 # Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it. One
 # kernel has an output for each, and an argument, for a gradient is then that of one kind.
 
@@ -1265,7 +1495,24 @@ def other_calls_on_an_explicit_mesh(mesh):
                 same(call(*args), want, rtol=1e-3, atol=1e-3)
     assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
 
+    # Not divided, also where a loop of the caller carries the array.
+    for size in (7, None):
+        whole = chunked_vmap(lambda v: jnp.tanh(v) + 1, size, devices=False)
+
+        def again(x, whole=whole):
+            return jnp.max(whole(x)) + x, None
+
+        with naming(size):
+            with outside(mesh):
+                want = jax.tree.map(np.asarray, lax.scan(lambda x, _: again(x), X, None, 3)[0])
+            same(lax.scan(lambda x, _: again(x), x, None, 3)[0], want, rtol=1e-3)
+
     square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
+    wide, turned = (put(square_mesh, data(N, 4), *entries) for entries in (("d", "e"), ("e",)))
+    for entered in (contextlib.nullcontext(), ENTER(square_mesh)):
+        with entered:  # what lies otherwise is sent before the loop
+            same(chunked_vmap(lambda x: x * 2, 7)(wide), data(N, 4) * 2)
+            same(chunked_vmap(lambda x, y: x * y, 7)(wide, turned), data(N, 4) ** 2)
     both = put(square_mesh, data(6, 8, 3), "d", "e")
     for reduce, axis in ((None, None), ("sum", None), ("max", 1)):
         mapped = auto_vmap(v=1, chunk_size=3, reduce=reduce, reduce_axis=axis)(square)
@@ -1286,6 +1533,29 @@ def eager_calls_on_an_explicit_mesh(mesh):
                 same_kinds({name: found}, want)
                 for path, out in jax.tree.leaves_with_path(found):
                     assert out.sharding.is_equivalent_to(spread, out.ndim), path
+
+
+COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
+
+
+@case
+def random_calls_with_other_options(mesh):
+    for seed in range(3):  # a few at each run
+        random_calls.check(seed)
+
+
+@case
+def many_random_calls_with_other_options(mesh):
+    assert sum(random_calls.check(seed) for seed in range(3, 3 + 2 * COUNT)) > COUNT
+
+
+@case
+def random_programs_on_all_devices(mesh):
+    drawn = (programs.draw(seed) for seed in range(5 * COUNT))
+    maps = [program for program in drawn if program.caller.endswith("_vmap")]
+    for program in maps[:COUNT]:
+        with naming(program):
+            dataclasses.replace(program, options=program.options | {"devices": "all"}).check()
 
 
 def run(name, kind, devices):

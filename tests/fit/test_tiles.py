@@ -20,8 +20,10 @@ from rankax._plan.levels import Tiles, plan_levels
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 needs_tiles = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 10),
-    reason="elsewhere a chunk is one tile",
+    jax.default_backend() != "cpu"
+    or jax.__version_info__ < (0, 10)
+    or jax.__version_info__[:3] == (0, 11, 1),
+    reason="elsewhere a chunk is one tile, or a tile is large",
 )
 
 
@@ -430,6 +432,23 @@ def test_derivatives_of_several_levels_have_tiles_of_their_own():
     got = jax.grad(loss(kernel), (0, 1))(a, b)
     want = jax.jit(jax.grad(loss(plain), (0, 1)))(a, b[:, 0])
     assert_same(got, (want[0], want[1][:, None]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not cpu.tiles_matter(), reason="elsewhere a chunk is one tile")
+def test_jax_0_11_1_gets_large_tiles_and_a_warning(monkeypatch):
+    monkeypatch.setattr(cpu, "_SLOW_IN_SMALL_CHUNKS", True)
+    kernel, x = auto_vmap(0, chunk_size=16)(jnp.sin), jnp.ones(16 * 300)
+    words = "sin: JAX 0.11.1 is slow in many small chunks (here 300 of 16); use a chunk_size of 256"
+    with pytest.warns(UserWarning, match=re.escape(words)) as caught:
+        kernel.plan(x)
+    assert caught[0].filename == __file__
+    assert kernel.with_options(chunk_size=256).plan(x).steps < 30
+    assert kernel.with_options(reduce="sum").plan(x).steps == 300  # stores nothing
+    x = jax.ShapeDtypeStruct((16 * 256, 1000), jnp.float32)
+    summed = auto_vmap(1, chunk_size=1024)(lambda v: jnp.sum(jnp.sin(v)))
+    assert summed.plan(x).in_flight >= 256
+    monkeypatch.setattr(cpu, "_SLOW_IN_SMALL_CHUNKS", False)
+    assert summed.plan(x).in_flight < 256
 
 
 # The costs.

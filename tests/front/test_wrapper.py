@@ -261,6 +261,51 @@ def test_bound_methods_are_like_those_of_functions():
         pull = body.pull  # is bound already
 
     assert Other().pull == body.pull
+    assert copy.copy(pull) is pull
+    copied = copy.deepcopy({"pull": pull, "body": body})
+    assert copied["pull"].__self__ is copied["body"] is not body
+    assert copied["pull"].__func__ is Body.pull
+
+
+def test_only_the_class_that_defines_a_kernel_describes_it():
+    class Other:
+        def bare(self, x):
+            """Describe another one."""
+
+    class Sub(Other):
+        bare = auto_vmap(x=1)(lambda self, x: x)
+
+    assert Sub.bare.__doc__ is None
+
+
+@pytest.mark.parametrize("fun", [wrapper_kernels.plain, Body(2.0).pull], ids=repr)
+def test_kernels_as_constants_of_programs_and_as_keys(fun):
+    args = (S, X) if fun is wrapper_kernels.plain else (X,)
+    called = jax.jit(lambda fun, *args: fun(*args), static_argnums=0)
+    for again in (fun, fun.__func__.__get__(fun.__self__) if fun != wrapper_kernels.plain else fun):
+        assert_same(called(again, *args), fun(*args))
+    assert called._cache_size() == 1
+    assert_same(jax.jit(fun)(*args), fun(*args))
+    assert {fun: "found"}[fun] == "found"
+
+
+def test_kernels_as_defaults_and_as_fields():
+    class Holder(eqx.Module):
+        fun: object
+
+    @auto_vmap(x=0)
+    def through(x, fun=twice):
+        return fun(x)
+
+    assert_same(through(S), 2 * S)
+    assert_same(through.with_options(jit=True)(S), 2 * S)
+    assert jax.tree.leaves(Holder(twice)) == [twice]
+    assert_same(eqx.filter_jit(lambda holder: holder.fun(S))(Holder(twice)), 2 * S)
+
+
+@auto_vmap(x=0)
+def twice(x):
+    return 2 * x
 
 
 def test_a_bound_method_is_a_pytree_of_its_object():

@@ -359,6 +359,19 @@ def test_equal_arrays_are_equal_wherever_they_are():
     assert checksum([second, ring, second]) != checksum([second, ring, ring])
 
 
+def test_kernels_that_a_callback_calls_are_recorded():
+    def of(factor, rank=1, **options):
+        kernel = auto_vmap(x=rank, **options)(lambda x: factor * jnp.sum(x))
+        return kernel, lambda x: np.asarray(kernel(x))
+
+    kernel, fun = of(2)
+    before = checksum(fun)
+    fun(X), kernel.with_options(chunk_size=2)  # what a kernel keeps of its calls does not count
+    assert checksum(fun) == before == checksum(of(2)[1])
+    others = of(3), of(2, 2), of(2, chunk_size=2)
+    assert len({before, *(checksum(fun) for _, fun in others)}) == 4
+
+
 def test_the_precision_of_products_is_recorded():
     call = of_item(lambda x: x @ jnp.ones((3, 3))), (X,), {}, "50 MB", "here"
     found = rankax.stream._job.prepared(*call, {}).record

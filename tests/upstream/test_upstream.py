@@ -5,6 +5,7 @@ Then delete the test, and the section of docs/limits.md that it names, once no s
 fault any more; until then, let the test run below the version that mended it only.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -184,10 +185,50 @@ print(*(float(f(x)) for f in (jnp.max, jnp.min, jnp.sum)), int(jnp.argmax(x)))
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a fault of all-reduce on CPUs")
 def test_extremes_of_a_sharded_array_lose_nan():
-    """The line of docs/limits.md: "max and min of a sharded batch lose NaN on a CPU"."""
+    """The line of docs/limits.md: "`jnp.max` and `jnp.min` of a sharded array lose NaN"."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     found = subprocess.run(
         [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=True
     )
     assert found.stdout == "7.0 0.0 nan 3\n"
+
+
+FACTORS = """
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+def density(x, y):
+    kernel = jnp.exp(-0.5 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(12)
+    factor = jnp.linalg.cholesky(kernel)
+    white = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+    return -0.5 * white @ white - jnp.sum(jnp.log(jnp.diag(factor)))
+
+def chunks(x, y):
+    rows = x.reshape(2, 2500, 12), y.reshape(2, 2500, 12)
+    return lax.map(lambda row: jax.vmap(density)(*row), rows)
+
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+call = jax.jit(jax.shard_map(chunks, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+x, y = jax.random.normal(jax.random.key(0), (2, 10_000, 12))
+for _ in range(100):
+    call(x, y).block_until_ready()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a fault of XLA on CPUs")
+@pytest.mark.parametrize("threads", [2, 4])
+def test_lapack_hangs_on_as_many_devices_as_threads(threads):
+    """The line of docs/limits.md: "LAPACK on all cores of a CPU can hang"."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "PJRT_NPROC": str(threads)}
+    run = functools.partial(
+        subprocess.run, [sys.executable, "-c", FACTORS], env={**os.environ, **env}, check=True
+    )
+    if threads == 2 and jax.__version_info__[:2] == (0, 10):
+        with pytest.raises(subprocess.TimeoutExpired):
+            run(timeout=60)
+    else:
+        run(timeout=300)

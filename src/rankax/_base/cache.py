@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
@@ -18,6 +18,9 @@ class Kept(Generic[V]):
         self._most = most
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return Kept, (self._most,)  # a copy begins empty
 
     def find(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if it is missing; two threads may both make it."""

@@ -96,6 +96,10 @@ class Bound(abc.ABC):
                 if axis is not None:
                     sizes[axis] = size
             leaves[i] = shape_of(leaves[i], tuple(sizes))
+        # A stretched axis of length 1 is none, or it would be one of the batch in a part of 1 item.
+        for i, core in plan.reshaped:
+            if i not in plan.mapped:
+                leaves[i] = shape_of(leaves[i], core)
         return dataclasses.replace(self, leaves=leaves)
 
     def on_item(self, plan: Nesting) -> Callable[..., Any]:

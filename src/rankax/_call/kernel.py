@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rankax._base.cache import Kept
 from rankax._base.functions import function_name
 from rankax._declare.ranks import Declaration
 from rankax._options import Options, resolve
@@ -17,12 +18,17 @@ class KernelSpec:
     """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
 
     def __init__(
-        self, fun: Callable[..., Any], declaration: Declaration, explicit: Mapping[str, Any]
+        self,
+        fun: Callable[..., Any],
+        declaration: Declaration,
+        explicit: Mapping[str, Any],
+        members: Kept[Any],
     ) -> None:
         self.fun = fun
         self.name = function_name(fun)
         self.declaration = declaration
         self.explicit = dict(explicit)  # the options set for this kernel
+        self.members = members  # the kernels that differ in their options only
         self.preset = Options(**explicit)
         self.structures: dict[Any, Any] = {}
         self.silent = set(declaration.silent)  # parameters not warned about yet

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax._call.over_parts import Begins
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
 from rankax._loop.keys import add_places, number_items, vmap_level
@@ -36,6 +35,9 @@ _MOST_BYTES_COPIED = 2**19
 
 # An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
 _LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress", "reduced"}
+
+
+Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +252,7 @@ class _Walk:
             if not (row.is_linear or row.is_at_once):
                 return False
         loops = [spec for spec in self.specs if spec.is_loop]
-        if any(spec.by_index or spec.derivative or not spec.chunks.even for spec in loops):
+        if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
         outs = [v.aval.shape for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
@@ -273,7 +275,6 @@ def nest_of(
     progress: Progress | None = None,
     *,
     splits: tuple[Split, ...] | None = None,
-    by_index: bool = False,
     differentiable: bool = True,
 ) -> Nest:
     """Build the nested maps of a plan.
@@ -284,8 +285,6 @@ def nest_of(
         The leaves that an item takes.
     splits : tuple of Split, optional
         The splits of the whole batch, if the plan is that of a part.
-    by_index : bool
-        As in `LoopSpec`.
     differentiable : bool
         As in `Nest`.
     """
@@ -304,9 +303,7 @@ def nest_of(
         progress = None if may_report else progress
         shared["lanes"] = plan.plan.lanes if level.in_lanes else None
         shared["reduced"] = level.reduced
-        specs.append(
-            LoopSpec(chunks, axes, is_loop, numbered=bool(splits), by_index=by_index, **shared)
-        )
+        specs.append(LoopSpec(chunks, axes, is_loop, numbered=bool(splits), **shared))
     maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
     return Nest(*maps, differentiable)
 

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: MIT
 """Evaluate a call on each part of a batch that devices share, and put the results together.
 
-* `map_parts` joins outputs along the axis that is cut.
-* `reduce_parts` renumbers the state of each part, sends the states to every device (sums need not
-  be sent), and merges them.
+Outputs are joined along the axis that is cut. The state of a reduction is renumbered on its device,
+then all states are sent to every device (sums need not be sent), and merged there.
 
-Each axis that is cut is one more map, outside all loops. The cut itself is in
-`rankax._devices.parts`.
+Each device runs one program with its part, by one `jax.shard_map` over the mesh axes that share the
+batch. So XLA divides no operation of a kernel, as it would along a sharded axis: it gets gradients
+of some convolutions wrong then, sends all items to all devices for an FFT, and puts collectives
+into loops. Other axes of the mesh stay as they are, so that weights may be sharded along them.
+
+* What the item closes over is passed in, because a function inside `jax.shard_map` cannot close
+  over an array of the mesh. The item is traced before, so that all of it is known.
+* The check of what varies among devices (``check_vma``) is off, because the traced item has no such
+  types. All that is passed in then counts as varying: each device sums its own cotangent of what
+  all items share, and these are added once, after the loops.
 
 Where the devices do not divide a reduced axis, not every first item of a part counts. So each
 device reduces the first item by itself, then the others, and merges the two states only if the
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,25 +33,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from rankax._base.arrays import zeros
-from rankax._devices.parts import Parts, gathered, join, over_parts
-from rankax._devices.place import put
+from rankax._base.arrays import counted
+from rankax._call.nest import Begins, Nest
+from rankax._devices.mesh import with_auto_axes, without_mesh
+from rankax._devices.parts import Parts, divided, gathered, join
+from rankax._devices.place import put, warn_of_hang
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
+from rankax._plan.levels import Shape
 from rankax._reduce.merge import RunStates
-from rankax._reduce.run import Reduced, Reductions
+from rankax._reduce.run import Reductions
 from rankax._trace.item import ItemProgram
 
 Leaves = list[Any]
-Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
+Places = Sequence[int | None]  # where an array has each axis of the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a batch and its leaves are cut into parts along some batch axes."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Parts, ...]
     axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
     reduced: tuple[int, ...] = ()
@@ -53,42 +65,65 @@ class Layout:
         """The number of parts along all axes together."""
         return math.prod(parts.count for parts in self.parts)
 
-    def runs(self) -> list[Layout]:
-        """Return the layout of one part along the first axis that is cut.
-
-        Of a reduced axis that the parts do not divide, those of its first item and of all others.
-        """
-        (axis, count), rest = (self.parts[0].axis, self.parts[0].count), self.parts[1:]
-        shorter, longer = divmod(self.shape[axis], count)
-        sizes = [1, shorter] if longer and axis in self.reduced else [shorter + bool(longer)]
-        shapes = [(*self.shape[:axis], size, *self.shape[axis + 1 :]) for size in sizes]
-        return [dataclasses.replace(self, shape=shape, parts=rest) for shape in shapes]
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return the batch shape of each run of a part along all axes that are cut."""
-        return [s for run in self.runs() for s in run.shapes()] if self.parts else [self.shape]
-
     @property
-    def first_axes(self) -> list[int | None]:
-        return [axes[self.parts[0].axis] for axes in self.axes]
-
-    def begins(self, outside: Begins, number: Any) -> Begins:
-        """Return where a part begins, along its axis and those that were cut before."""
-        axis = self.parts[0].axis
-        return {**outside, axis: self.parts[0].begin(self.shape[axis], number)}
-
-    def place(self, axis: int, *, is_kept: bool) -> int | None:
-        """Return where an output has an axis of the batch; None if the axis is reduced."""
-        if is_kept:
-            return axis
-        if axis in self.reduced:
-            return None
-        return axis - sum(other < axis for other in self.reduced)
-
-    @property
-    def row(self) -> tuple[int, ...]:
+    def row(self) -> Shape:
         """The lengths of the reduced axes."""
         return tuple(self.shape[axis] for axis in self.reduced)
+
+    @property
+    def batch(self) -> int:
+        """The number of axes that are kept."""
+        return len(self.shape) - len(self.reduced)
+
+    def sizes(self, axis: int) -> list[int]:
+        """Return the lengths of the runs of a part along an axis.
+
+        Of a reduced axis that the parts do not divide, the first item is a run of its own.
+        """
+        count = next((parts.count for parts in self.parts if parts.axis == axis), 1)
+        shorter, longer = divmod(self.shape[axis], count)
+        is_two = longer and axis in self.reduced
+        return [1, shorter] if is_two else [shorter + bool(longer)]
+
+    def shapes(self) -> list[Shape]:
+        """Return the batch shape of each run of a part."""
+        return list(itertools.product(*map(self.sizes, range(len(self.shape)))))
+
+    def begins(self, numbers: Sequence[Any]) -> dict[int, Any]:
+        """Return where the parts of these numbers begin."""
+        pairs = zip(self.parts, numbers, strict=True)
+        return {parts.axis: parts.begin(self.shape[parts.axis], n) for parts, n in pairs}
+
+    def places(self, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
+        """Return where the value of each output, or of each reduction, has the axes of the batch.
+
+        Those of a level are where the item says; more than one are all in front.
+        """
+        every = range(len(self.shape))
+        if reductions is None:
+            several = len(self.shape) > 1
+            return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
+        count = itertools.count()
+        others = [None if axis in self.reduced else next(count) for axis in every]
+        return [every if entry.is_kept else others for entry in reductions.entries]
+
+    def spec(self, places: Places, *, joined: bool = False) -> PartitionSpec:
+        """Return how the devices share an array; if it is `joined`, as far as they divide it."""
+        names = {
+            places[parts.axis]: parts.names
+            for parts in self.parts
+            if not (joined and self.shape[parts.axis] % parts.count)
+        }
+        size = max((place for place in names if place is not None), default=-1) + 1
+        return PartitionSpec(*(names.get(place) for place in range(size)))
+
+    def joined(self, value: Any, places: Places) -> Any:
+        """Return arrays without the items that two parts have."""
+        for parts in self.parts:
+            if (axis := places[parts.axis]) is not None:
+                of_whole = axis, self.shape[parts.axis], parts
+                value = jax.tree.map(lambda x, of_whole=of_whole: join(x, *of_whole), value)
+        return value
 
 
 def is_mergeable(axis: int, plan: BatchPlan, reductions: Reductions | None) -> bool:
@@ -103,11 +138,11 @@ def mergeable_parts(
 ) -> tuple[Parts, ...]:
     """Drop axes whose parts are not `is_mergeable`.
 
-    It is an error if the caller asked for such parts, or if JAX could not evaluate them as one.
+    It is an error if the caller asked for such parts.
     """
     odd = [each for each in parts if not is_mergeable(each.axis, plan, options.reduce)]
     for each in odd:
-        if options.devices is not None or each.is_explicit:
+        if options.devices is not None:
             raise ValueError(
                 f"{where}: {options.reduce} takes items in their order, so of the axes that are "
                 f"reduced, {plan.reduced}, only the first can be sharded, but axis {each.axis} is"
@@ -115,137 +150,138 @@ def mergeable_parts(
     return tuple(each for each in parts if each not in odd)
 
 
-def map_parts(
-    program: Callable[[ItemProgram, Leaves, Begins], Leaves],
+def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
+    """Put the arrays of an eager call on its devices."""
+    parts, item = layout.parts[0], without_mesh(item)
+    consts = [put(x, None, parts) for x in item.closed.consts]
+    pairs = zip(leaves, layout.axes, strict=True)
+    return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
+
+
+def over_parts(
+    nests: Mapping[Shape, Nest],
     item: ItemProgram,
     leaves: Sequence[Any],
     layout: Layout,
-) -> Leaves:
-    """Map an item over the whole batch by ``program``, which maps it over one part.
+    reductions: Reductions | None,
+) -> list[Any]:
+    """Evaluate an item over the whole batch: each device walks its part.
 
     Parameters
     ----------
-    program : callable
-        Takes the item, the leaves of one part and where the part begins; returns arrays.
+    nests : mapping of Shape to Nest
+        One for each of `Layout.shapes`.
     item : ItemProgram
     leaves : sequence of arrays
     layout : Layout
+    reductions : Reductions or None
+
+    Returns
+    -------
+    list
+        What `Nest.walk` returns.
     """
+    places, parts = layout.places(item, reductions), layout.parts
+    specs, joined_specs = ([layout.spec(p, joined=j) for p in places] for j in (False, True))
+    states = None
+    if reductions is not None and (cut := [each for each in parts if each.axis in layout.reduced]):
+        # A state gets the parts on an axis in front.
+        states = RunStates(reductions, item.outputs, layout.row)
+        names = tuple(name for each in cut for name in each.names)
+        pairs = zip(reductions.entries, specs, strict=True)
+        specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
 
-    def walk(layout: Layout, begins: Begins, item: ItemProgram, leaves: Leaves) -> Leaves:
-        if not layout.parts:
-            return program(item, leaves, begins)
-        parts = layout.parts[0]
+    def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
+        part = _Part(nests, item.with_constants(consts), layout, reductions, states)
+        values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
+        if states is None:
+            return values
+        return _mapped(states, lambda x: x, lambda x: lax.expand_dims(x, (0,)), values)
 
-        def map_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
-            inside = layout.begins(begins, number)
-            return walk(layout.runs()[0], inside, item.with_constants(consts), leaves)
+    def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
+        numbers = [counted(each.count, jnp.uint32) for each in parts]
+        of_numbers = [PartitionSpec(each.names) for each in parts]
+        mapped = jax.shard_map(
+            on_device,
+            mesh=parts[0].mesh_here,
+            axis_names={name for each in parts for name in each.names},
+            in_specs=(of_numbers, PartitionSpec(), list(map(layout.spec, layout.axes))),
+            out_specs=specs,
+            check_vma=False,
+        )
+        cut = [divided(x, axes, parts) for x, axes in zip(leaves, layout.axes, strict=True)]
+        values = mapped(numbers, consts, cut)
+        if states is not None:
+            gather = functools.partial(gathered, mesh=parts[0].mesh_here)
+            values = states.merge(values, layout.batch, gather)
+            is_whole = states.reductions.of_run is None
+            values = states.finish(values, layout.batch) if is_whole else values
+        return list(map(layout.joined, values, places))
 
-        outs = over_parts(map_part, parts, item.closed.consts, leaves, layout.first_axes)
-        for i, axis in enumerate(item.out_axes):
-            if axis is not None:  # with several batch axes, they are all in front
-                place = axis if len(layout.shape) == 1 else parts.axis
-                outs[i] = join(outs[i], place, layout.shape[parts.axis], parts)
-        return outs if None not in item.out_axes else _with_shared(outs, item)
-
-    return walk(layout, {}, item, list(leaves))
-
-
-def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
-    """Put the arrays of an eager call on its devices."""
-    pairs, parts = zip(leaves, layout.first_axes, strict=True), layout.parts[0]
-    consts = [put(x, None, parts) for x in item.closed.consts]
-    return item.with_constants(consts), [put(x, axis, parts) for x, axis in pairs]
-
-
-def _with_shared(outs: Leaves, item: ItemProgram) -> Leaves:
-    """Recompute the outputs that are the same for all items, so that no device has to send them.
-
-    They do not depend on the item, so any item will do; the other outputs are not computed.
-    """
-    shared = item(*(zeros(aval.shape, aval.dtype) for aval in item.closed.in_avals))
-    triples = zip(outs, shared, item.out_axes, strict=True)
-    return [one if axis is None else out for out, one, axis in triples]
-
-
-def reduce_parts(
-    program: Callable[[ItemProgram, Leaves, tuple[int, ...], Begins, Reductions], Reduced],
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    layout: Layout,
-    reductions: Reductions,
-) -> Reduced:
-    """Reduce an item over the whole batch by ``program``, which reduces one run.
-
-    It takes the item, the leaves of the run, its batch shape (`Layout.shapes`), where it begins,
-    and the reductions.
-    """
-
-    def walk(
-        layout: Layout, begins: Begins, reductions: Reductions, item: ItemProgram, leaves: Leaves
-    ) -> Reduced:
-        if not layout.parts:
-            return program(item, leaves, layout.shape, begins, reductions)
-        parts, is_cut = layout.parts[0], layout.parts[0].axis in layout.reduced
-        of_part = reductions
-        if is_cut:
-            of_part = reductions.for_runs(math.prod(layout.row), over_devices=True)
-        results: list[Reduced] = []
-
-        def reduce_part(consts: Leaves, leaves: Leaves, number: Any) -> Leaves:
-            here, begin = item.with_constants(consts), layout.begins({}, number)
-            runs: list[Reduced] = []
-            for at, run in enumerate(layout.runs()):
-                own = leaves
-                if len(layout.runs()) > 1:  # the first item, then all others
-                    ends = at, at + run.shape[parts.axis]
-                    pairs = zip(leaves, layout.first_axes, strict=True)
-                    own = [x if i is None else lax.slice_in_dim(x, *ends, axis=i) for x, i in pairs]
-                    begin = {i: start + np.asarray(at, start.dtype) for i, start in begin.items()}
-                reduced = walk(run, {**begins, **begin}, of_part, here, own)
-                if is_cut:
-                    states = RunStates(reductions, reduced.outputs, layout.row)
-                    starts = [begin.get(axis, 0) for axis in layout.reduced]
-                    reduced = states.reduced(states.renumber(reduced.values, run.row, starts))
-                runs.append(reduced)
-            results.append(_with_first(runs, layout, number) if len(runs) > 1 else runs[0])
-            return results[-1].arrays
-
-        outs = over_parts(reduce_part, parts, item.closed.consts, leaves, layout.first_axes)
-        return _joined(results[-1].with_arrays(outs), layout, reductions)
-
-    return walk(layout, {}, reductions, item, list(leaves))
+    warn_of_hang(item)
+    arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
+    return with_auto_axes(on_all, parts[0].mesh, joined_specs)(*arrays)
 
 
-def _with_first(runs: Sequence[Reduced], layout: Layout, number: Any) -> Reduced:
-    """Merge the first item of a part into its state, if the part before does not have the item."""
-    first, rest = runs
-    axis, count = layout.parts[0].axis, layout.parts[0].count
-    counts = number < np.asarray(layout.shape[axis] % count, number.dtype)
-    states = RunStates(rest.reductions, rest.outputs, layout.row)
-    both = [
-        jnp.concatenate(pair, axis) if is_kept else jnp.stack(pair)
-        for *pair, is_kept in zip(first.arrays, rest.arrays, rest.is_kept, strict=True)
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The walk of one device."""
+
+    nests: Mapping[Shape, Nest]
+    item: ItemProgram
+    layout: Layout
+    reductions: Reductions | None
+    states: RunStates | None  # if parts are merged
+
+    def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
+        """Walk a part of which the first axes have this shape, its runs one after another."""
+        layout, states, axis = self.layout, self.states, len(shape)
+        if axis == len(layout.shape):
+            own = self.reductions if states is None else states.reductions.for_runs(states.size)
+            values = self.nests[shape].walk(self.item, leaves, own, begins)
+            if states is None:
+                return values
+            starts = [begins.get(axis, 0) for axis in layout.reduced]
+            return states.renumber(values, [shape[axis] for axis in layout.reduced], starts)
+        sizes = layout.sizes(axis)
+        if len(sizes) == 1:
+            return self.walk(leaves, begins, (*shape, *sizes))
+        runs: list[list[Any]] = []
+        for at, size in enumerate(sizes):  # the first item, then all others
+            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
+            some = [
+                x if i is None else lax.slice_in_dim(x, at, at + size, axis=i) for x, i in pairs
+            ]
+            begin = begins[axis] + np.asarray(at, begins[axis].dtype)
+            runs.append(self.walk(some, {**begins, axis: begin}, (*shape, size)))
+        return self._with_first(runs, axis, begins[axis])
+
+    def _with_first(self, runs: Sequence[list[Any]], axis: int, begin: Any) -> list[Any]:
+        """Merge the first item into the state, if the part before does not have the item."""
+        states, layout = self.states, self.layout
+        assert states is not None
+        (parts,) = (parts for parts in layout.parts if parts.axis == axis)
+        counts = parts.has_first(layout.shape[axis], begin)
+
+        def concatenated(*pair: Any) -> Any:
+            return jnp.concatenate(pair, axis)
+
+        both = _mapped(states, concatenated, lambda *pair: jnp.stack(pair), *runs)
+        # Some merge tuples to lists, which `jax.tree.map` tells apart.
+        flat = jax.tree.leaves(states.merge(both, layout.batch))
+        merged = jax.tree.unflatten(jax.tree.structure(both), flat)
+        choose = functools.partial(jnp.where, counts)
+        return _mapped(states, lambda kept, _: kept, choose, merged, runs[1])
+
+
+def _mapped(
+    states: RunStates,
+    of_kept: Callable[..., Any],
+    of_state: Callable[..., Any],
+    *values: Sequence[Any],
+) -> list[Any]:
+    """Map the arrays of outputs that are kept, and those of states."""
+    return [
+        jax.tree.map(of_kept if entry.is_kept else of_state, *own)
+        for entry, *own in zip(states.reductions.entries, *values, strict=True)
     ]
-    batch = len(layout.shape) - len(layout.reduced)
-    merged = jax.tree.leaves(states.merge(rest.with_arrays(both).values, batch))
-    flat = zip(merged, rest.arrays, rest.is_kept, strict=True)
-    return rest.with_arrays([x if is_kept else jnp.where(counts, x, y) for x, y, is_kept in flat])
-
-
-def _joined(reduced: Reduced, layout: Layout, reductions: Reductions) -> Reduced:
-    """Join kept outputs along the axis that was cut, and merge the states of reduced ones."""
-    parts = layout.parts[0]
-    arrays: list[jax.Array] = []
-    for array, is_kept in zip(reduced.arrays, reduced.is_kept, strict=True):
-        axis = layout.place(parts.axis, is_kept=is_kept)
-        array = array if axis is None else join(array, axis, layout.shape[parts.axis], parts)
-        arrays.append(array)
-    reduced = reduced.with_arrays(arrays)
-    if parts.axis not in layout.reduced:
-        return reduced
-    runs = RunStates(reductions, reduced.outputs, layout.row)
-    batch = len(layout.shape) - len(layout.reduced)
-    gather = functools.partial(gathered, parts=parts)
-    values = runs.merge(reduced.values, batch, gather)
-    return runs.reduced(values if reductions.of_run is not None else runs.finish(values, batch))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,16 +31,9 @@ import jax
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import Nest, nest_of
-from rankax._call.over_parts import (
-    Begins,
-    Layout,
-    is_mergeable,
-    map_parts,
-    mergeable_parts,
-    placed,
-    reduce_parts,
-)
-from rankax._devices.find import find_parts, inside, is_spread, on_mesh
+from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
+from rankax._devices.find import find_parts, is_spread
+from rankax._devices.mesh import inside, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
@@ -51,10 +44,10 @@ from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
-from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
+from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import Progress, progress_of_call
-from rankax._reduce.run import Reduced, Reductions
+from rankax._reduce.run import Reduced
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, has_order
 
@@ -98,6 +91,8 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
     leaves = [bound.leaves[i] for i in whole.mapped]
     if parts:
         item, leaves = placed(item, leaves, bound.layout(whole, parts))
+    else:
+        leaves = list(map(on_every_device, leaves))
     mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
     reductions = options.reduce
 
@@ -133,7 +128,6 @@ def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now
         inputs=ready.whole.mapped,
         options=options,
         splits=ready.whole.splits,  # numbered within the whole batch
-        by_index=bool(ready.parts),
         differentiable=not is_now,
     )
     *others, shape = layout.shapes()
@@ -145,7 +139,7 @@ def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now
     def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
         if not layout.parts:
             return nest.walk(item, leaves, reductions)
-        return _over_parts({**nests, shape: nest}, item, leaves, layout, reductions)
+        return over_parts({**nests, shape: nest}, item, leaves, layout, reductions)
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
@@ -239,17 +233,13 @@ def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
     planned = part.plan(options, tiles)
     if ends:
-        check_lanes(item, parts)
+        check_lanes(item)
         loose = part.plan(dataclasses.replace(options, chunk_size=None))
         lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
-        parts = tuple(dataclasses.replace(each, is_alone=True) for each in parts)
         return Prepared(lanes, options, whole, item, parts, memory, planned)
     if not options.lockstep:
         planned, whole = unparted(planned), unparted(whole)
-    # Without loops, several reduced axes become one, along which parts need not be contiguous.
-    is_asked = options.devices not in (None, 1)
-    if not any(planned.loops) and not (parts and (is_asked or len(whole.plan.reduced) > 1)):
-        # Each device evaluates all of its items at once.
+    if not any(planned.loops) and not parts:
         return Prepared(whole, options, whole, item if options.reduce else None, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
 
@@ -260,17 +250,12 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     if devices is None and not any(map(is_spread, bound.leaves)):
         return ()
     whole = bound.plan(dataclasses.replace(options, chunk_size=None))
-    in_chunks = options.chunk_size is not None or options.memory_limit is not None
-    if devices in (None, 1) and not in_chunks and len(whole.plan.reduced) < 2:
-        return ()
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
-    parts = find_parts(
-        devices, leaves, whole.batch_axes, shape, bound.where, in_chunks=in_chunks, serves=serves
-    )
+    parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
     return mergeable_parts(parts, whole.plan, options, bound.where)
 
 
@@ -322,34 +307,6 @@ def _in_lanes(
         return by(lanes)(*arrays)
     other = lanes.keeping_rules() if has_loop else chunks
     return call_with_derivative_of(by(other), by(lanes), *arrays)
-
-
-def _over_parts(
-    nests: Mapping[Shape, Nest],
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    layout: Layout,
-    reductions: Reductions | None,
-) -> Any:
-    """Evaluate a call on each part, on its own device, using the program of one item.
-
-    There is a nest for each batch shape of a run.
-    """
-    if reductions is not None:
-
-        def reduce(
-            item: ItemProgram, leaves: Sequence[Any], shape: Shape, begins: Begins, own: Reductions
-        ) -> Reduced:
-            values = nests[shape].walk(item, leaves, own, begins)
-            return Reduced.of(values, own, item.outputs)
-
-        return reduce_parts(reduce, item, leaves, layout, reductions).values
-
-    def walk(item: ItemProgram, leaves: Sequence[Any], begins: Begins) -> list[Any]:
-        (nest,) = nests.values()
-        return nest.walk(item, leaves, None, begins)
-
-    return map_parts(walk, item, leaves, layout)
 
 
 def _fit(

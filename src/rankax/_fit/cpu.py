@@ -28,12 +28,15 @@ calls the library, `Work.sums` and their costs may go.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from rankax._base.functions import caller_level
+from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
 from rankax._trace.work import Work, work_of
 
@@ -41,6 +44,9 @@ NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" cal
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
+# In JAX 0.11.1, the time of a map in small chunks is quadratic in their number (jax issue 40101).
+_SLOW_IN_SMALL_CHUNKS = jax.__version_info__[:3] == (0, 11, 1)
+_NOT_SMALL = 256  # items; measured
 _PRODUCTS_PER_BYTE = 8  # from which on a product of matrices takes longer than to store its result
 
 
@@ -77,6 +83,17 @@ def best_tiles(program: Any) -> Tiles:
     return Tiles(*(_best_tile(work, COSTS, share * _cache_bytes()) for share in shares))
 
 
+def warn_of_small_chunks(plan: BatchPlan) -> None:
+    """Warn of a map whose time grows with the square of its steps, in one version of JAX."""
+    is_map = not plan.reduced and plan.lanes is None and jax.default_backend() == "cpu"
+    if _SLOW_IN_SMALL_CHUNKS and is_map and plan.in_flight < _NOT_SMALL < plan.steps:
+        warnings.warn(
+            f"{plan.kernel}: JAX 0.11.1 is slow in many small chunks (here {plan.steps} of "
+            f"{plan.in_flight}); use a chunk_size of {_NOT_SMALL} or more, or another JAX",
+            stacklevel=caller_level(),
+        )
+
+
 def pays_to_store(program: Any) -> bool:
     """Whether to store what an item computes takes less time than to compute it again."""
     if jax.default_backend() != "cpu":
@@ -100,6 +117,8 @@ def _best_tile(work: Work, costs: Costs, cache: float) -> int | None:
     """Return the best number of items; None: as many as a chunk may have."""
     sizes = {2**n for n in range(_LARGEST.bit_length())}
     sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in work.sums}
+    if _SLOW_IN_SMALL_CHUNKS:
+        sizes = {tile for tile in sizes if tile >= _NOT_SMALL}
     best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, costs, cache), -tile))
     return None if best == _LARGEST else best
 

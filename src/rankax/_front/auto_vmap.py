@@ -15,15 +15,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
+from rankax._base.cache import Kept
 from rankax._base.functions import function_name
-from rankax._call.kernel import KernelSpec
 from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
-from rankax._front.kernel import ClassMethod, Kernel
-from rankax._options import DEFAULTS, Options, check_together, checked_options, keyword_only
+from rankax._front.kernel import ClassMethod, Kernel, kernel_of
+from rankax._options import DEFAULTS, checked_options, keyword_only
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
+
+_MOST_KEPT = 1024  # kernels that differ in their options only
 
 
 class Decorator(Protocol):
@@ -131,10 +133,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name (it
         needs the extra ``progress``), a string is the bar's label, and a function is called with
         ``(done, total)``, in items. See Notes.
-    devices : "all", int, sequence of devices, or PartitionSpec, optional
+    devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the batch: ``"all"`` local devices, the first n, a list, or
         mesh axes. Each evaluates a part of the longest batch axis. ``None``:
-        as the arrays are sharded. 1: do not divide the batch. With several CPU devices
+        as the arrays are sharded. ``False``: do not divide the batch. With several CPU devices
         (``jax_num_cpu_devices``), all cores work. See Notes.
     lockstep : bool, default True
         With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
@@ -261,7 +263,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     except those that are there; inside ``jax.jit`` and transformations, JAX refuses inputs that are
     committed elsewhere. Kernels that the kernel calls use no other devices. Without ``devices``,
     sharding is read from concrete arrays, in an eager call or with ``jit=True``, and always on a
-    mesh with explicit axes. Even a chunk of one item is then mapped over the devices.
+    mesh with explicit axes.
 
     *Cost.* Binding and planning take about twenty microseconds a call, and nothing in a compiled
     program. The kernel is traced once a call.
@@ -324,5 +326,4 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
     checked = checked_options(given, where)
-    check_together(Options(**checked), where)
-    return Kernel(KernelSpec(fun, declaration, checked))
+    return kernel_of(fun, declaration, checked, where, Kept(_MOST_KEPT))

@@ -69,10 +69,10 @@ def chunked_vmap(
     progress : bool, str or callable, default False
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. A single chunk shows nothing.
-    devices : "all", int, sequence of devices, or PartitionSpec, optional
+    devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the mapped axis: all that are local, the first few, these, or those
-        along the named axes of a mesh. ``None``: as the arrays are sharded. 1: do not divide the
-        axis. With several CPU devices, all cores work. See Notes.
+        along the named axes of a mesh. ``None``: as the arrays are sharded. ``False``: do not
+        divide the axis. With several CPU devices, all cores work. See Notes.
     lockstep : bool, default True
         ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item.
         ``chunk_size`` lanes take the next item when theirs is done. See `auto_vmap`.
@@ -121,8 +121,7 @@ def chunked_vmap(
     of shared arguments, which are summed over the devices once. Outputs have the same sharding as
     with `jax.vmap`; if the devices do not divide the axis, each has all of them. Without
     ``devices``, sharding is read from concrete arrays in an eager call, and always on a mesh with
-    explicit axes. Items are mapped over the devices even with a ``chunk_size`` of 1. A kernel with
-    ordered effects evaluates the axis as one.
+    explicit axes. A kernel with ordered effects evaluates the axis as one.
 
     *Classes.* A pytree class is rebuilt with the values of one item, or of all, never with those of
     a chunk: it may check or convert its fields.

@@ -123,7 +123,7 @@ def chunked_jacfwd(
         those of a derivative included. See `auto_vmap`.
     progress : bool, str or callable, default False
         Show a bar of the basis vectors, as in `auto_vmap`.
-    devices : "all", int, sequence of devices, or PartitionSpec, optional
+    devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the basis vectors, as in `chunked_vmap`.
 
     Returns

@@ -9,7 +9,7 @@ value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +37,9 @@ class _Frame(NamedTuple):
 
     names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any
-    others: tuple[str, ...]  # of the other arguments
-    rest_tree: Any
+    rest_tree: Any  # of the other arguments
     traced: tuple[bool, ...]  # of each leaf, those of the others last
-    static: tuple[Any, ...]
-    kinds: tuple[Any, ...]  # differences between static values that `==` does not see
+    static: tuple[_Fixed, ...]
     options: Options
     parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
     filled: tuple[int, ...]  # the batch axes that are filled up; their true lengths come last
@@ -49,36 +47,32 @@ class _Frame(NamedTuple):
     weak: tuple[int, ...]  # the leaves of a weak type
 
 
-_NOTHING = jax.tree.structure([])
+@dataclasses.dataclass(unsafe_hash=True)
+class _Fixed:
+    """A static value, compared by its key."""
+
+    value: Any = dataclasses.field(compare=False)
+    key: Any
 
 
-class _Identity:
-    """A hashable wrapper of an unhashable ``self``, compared by identity."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
-
-
-class JitKernel:
+class JitSpec(KernelSpec):
     """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
 
-    def __init__(self, kernel: KernelSpec) -> None:
-        self._kernel = kernel
-
+    @functools.cached_property
+    def _jitted(self) -> Any:
         def call(frame: _Frame, *arrays: Any) -> Any:
             return self._run(frame, arrays)
 
-        call.__name__ = kernel.name  # as shown by profilers and HLO dumps
-        compiler = kernel.preset.compiler_options
-        self._jitted = jax.jit(
+        call.__name__ = self.name  # as shown by profilers and HLO dumps
+        compiler = self.preset.compiler_options
+        return jax.jit(
             call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_jitted", None)  # a copy compiles for itself
+        return state
 
     def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""
@@ -93,8 +87,8 @@ class JitKernel:
             raise
 
     def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        name, shown = self._kernel.name, frame.options.progress
-        if shown is False and not frame.parts:  # to enter both contexts takes a microsecond
+        name, shown = self.name, frame.options.progress
+        if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
             return self._jitted(frame, *arrays)
         with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
             return self._jitted(frame, *arrays)
@@ -103,7 +97,7 @@ class JitKernel:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        call = bind(self._kernel, args, kwargs, shapes_only=True)
+        call = bind(self, args, kwargs, shapes_only=True)
         frame, arrays, _ = self._split(call, shapes_only=True)
         return self._jitted.lower(frame, *arrays)
 
@@ -111,11 +105,8 @@ class JitKernel:
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
     ) -> tuple[_Frame, list[Any], BoundKernel]:
         """Split a bound call into a static frame and traced arrays; return the call, too."""
-        others, rest, rest_tree = {}, [], _NOTHING
-        if len(call.arguments.arguments) > len(call.names):
-            others = call.others
-            rest, rest_tree = jax.tree.flatten(list(others.values()))
-        options = self._kernel.options()
+        rest, rest_tree = jax.tree.flatten(call.others)
+        options = self.options()
         weak: tuple[int, ...] = ()
         if options.bucket and is_alone:
             shapes = fill_up(call, options)
@@ -136,53 +127,43 @@ class JitKernel:
         traced = tuple([x is not None for x in inputs])
         arrays = [x for x in inputs if x is not None]
         arrays += [scalar(n, PLACE.dtype) for n in call.lengths.values()]
-        static: tuple[Any, ...] = ()
+        static: tuple[_Fixed, ...] = ()
         if len(arrays) < len(inputs):
-            pairs = zip([*leaves, *rest], traced, strict=True)
-            static = tuple(
-                # One NaN object for all, because NaN does not equal itself.
-                math.nan if type(leaf) is float and math.isnan(leaf) else leaf
-                for leaf, is_traced in pairs
-                if not is_traced
-            )
-            try:
-                hash(static)
-            except TypeError:
-                paths = list(call.structure.paths)
-                paths += [p for name in others for p, _ in leaves_with_names(others[name], name)]
-                known = zip(paths, traced, strict=True)
-                static = self._hashable(static, [p for p, is_traced in known if not is_traced])
-        of_arrays = call.names, call.treedef, tuple(others), rest_tree, traced
-        kinds = tuple(map(_kind, static))
+            places = [i for i, is_traced in enumerate(traced) if not is_traced]
+            values = [*leaves, *rest]
+            static = tuple([self._fixed(values[i], call, i) for i in places])
+        of_arrays = call.names, call.treedef, rest_tree, traced, static
         of_batch = options, parts, tuple(call.lengths), call.cut, weak
-        return _Frame(*of_arrays, static, kinds, *of_batch), arrays, call
+        return _Frame(*of_arrays, *of_batch), arrays, call
 
-    def _hashable(self, static: Sequence[Any], paths: Sequence[str]) -> tuple[Any, ...]:
-        hashable: list[Any] = []
-        for path, value in zip(paths, static, strict=True):
-            if path == "self":
-                hashable.append(_Identity(value))
-                continue
-            try:
-                hash(value)
-            except TypeError:
-                raise TypeError(
-                    f"{self._kernel.name}(): {path} is not an array, so jit=True makes it a static "
-                    f"argument, but {type(value).__name__} cannot be hashed; pass a hashable value "
-                    "(a tuple for a list), or an array"
-                ) from None
-            hashable.append(value)
-        return tuple(hashable)
+    def _fixed(self, value: Any, call: BoundKernel, place: int) -> _Fixed:
+        """Distinguish equal values: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN."""
+        kind = type(value)
+        if isinstance(value, (float, complex)):
+            return _Fixed(value, (kind, value.real.hex(), value.imag.hex()))
+        try:
+            hash(value)
+        except TypeError:
+            others = sorted(call.others.items())  # as in a flattened dict
+            paths = list(call.structure.paths)
+            paths += [path for n, other in others for path, _ in leaves_with_names(other, n)]
+            if paths[place] == "self":
+                return _Fixed(value, (kind, id(value)))
+            raise TypeError(
+                f"{self.name}(): {paths[place]} is not an array, so jit=True makes it a static "
+                f"argument, but {kind.__name__} cannot be hashed; pass a hashable value "
+                "(a tuple for a list), or an array"
+            ) from None
+        return _Fixed(value, (kind, value))
 
     def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         traced, static = iter(arrays), iter(frame.static)
-        leaves = [next(traced) if is_traced else next(static) for is_traced in frame.traced]
-        leaves = [leaf.value if isinstance(leaf, _Identity) else leaf for leaf in leaves]
+        leaves = [next(traced) if is_traced else next(static).value for is_traced in frame.traced]
         for i in frame.weak:
             leaves[i] = weakened(leaves[i])
         count = frame.treedef.num_leaves
-        others = zip(frame.others, frame.rest_tree.unflatten(leaves[count:]), strict=True)
-        call = rebind(self._kernel, frame.names, leaves[:count], frame.treedef, dict(others))
+        others = frame.rest_tree.unflatten(leaves[count:])
+        call = rebind(self, frame.names, leaves[:count], frame.treedef, others)
         if not frame.filled:
             return run(call, frame.options, frame.parts)
         lengths = dict(zip(frame.filled, traced, strict=True))
@@ -196,12 +177,3 @@ def _as_input(leaf: Any, shapes_only: bool) -> Any:
     if is_array(leaf) or (shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)):
         return leaf
     return jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else None
-
-
-def _kind(value: Any) -> Any:
-    """Distinguish equal values: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``."""
-    if isinstance(value, float):
-        return type(value), math.copysign(1.0, value)
-    if isinstance(value, complex):
-        return type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
-    return type(value)

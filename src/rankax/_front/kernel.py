@@ -9,12 +9,13 @@ rankax itself needs is in slots, so that a wrapper that copies the attributes of
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
@@ -27,7 +28,9 @@ from rankax._call.fill import fill_up, marked
 from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
-from rankax._front.jit import JitKernel
+from rankax._declare.ranks import Declaration
+from rankax._fit.cpu import warn_of_small_chunks
+from rankax._front.jit import JitSpec
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -39,69 +42,54 @@ Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)
 S = TypeVar("S")
 
-_MOST_KEPT = 1024  # kernels that differ in their options only
-
 
 class Kernel(Generic[P, R]):
     """A decorated kernel, which takes any broadcastable batch of what its function takes."""
 
-    __slots__ = ("__dict__", "__weakref__", "_jitted", "_members", "spec", "tuning")
+    __slots__ = ("__dict__", "__weakref__", "spec", "tuning")
 
     __wrapped__: Callable[..., Any]
     __name__: str
     __qualname__: str
     tuning: Tuning | None
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        members: Kept[Kernel[P, R]] | None = None,
-        jitted: JitKernel | None = None,
-        tuning: Tuning | None = None,
-    ) -> None:
+    def __init__(self, spec: KernelSpec, tuning: Tuning | None = None) -> None:
         _wrap_as(self, spec.fun)
         self.spec = spec
         self.tuning = tuning
-        self._jitted = JitKernel(spec) if jitted is None and spec.preset.jit else jitted
-        self._members: Kept[Kernel[P, R]] = Kept(_MOST_KEPT) if members is None else members
-        if tuning is None:
-            self._members.find(frozenset(spec.explicit.items()), lambda: self)
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = bind(self.spec, args, kwargs, takes_blocks=True)
+        kernel, arguments = self.unbound(args)
+        spec = kernel.spec
+        call = bind(spec, arguments, kwargs, takes_blocks=True)
         if call.is_in_blocks:
-            return call_on_blocks(self, call, self.spec.options())
-        if self._jitted is not None:
-            return self._jitted.call(call)
-        return run(call, self.spec.options())
+            return call_on_blocks(kernel, call, spec.options())
+        return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
-        options = self.spec.options()
-        call = fill_up(bind(self.spec, args, kwargs, shapes_only=True), options)
-        return plan_of(call, marked(call, options))
+        kernel, args = self.unbound(args)
+        options = kernel.spec.options()
+        call = fill_up(bind(kernel.spec, args, kwargs, shapes_only=True), options)
+        plan = plan_of(call, marked(call, options))
+        warn_of_small_chunks(plan)
+        return plan
 
     @property
     def lower(self) -> Callable[..., Any]:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        if self._jitted is None:
-            name = self.spec.name
+        lower, name = getattr(self.spec, "lower", None), self.spec.name
+        if lower is None:
             raise AttributeError(f"{name} has no lower; {name}.with_options(jit=True) has one")
-        return self._jitted.lower
+        return functools.partial(lower, *self.unbound(())[1])
 
-    def with_options(self, **options: Unpack[Given]) -> Kernel[P, R]:
+    def with_options(self, **options: Unpack[Given]) -> Self:
         """Return the kernel with these options; always the same one, with what it compiled."""
-        where = f"{self.spec.name}.with_options"
-        explicit = {**self.spec.explicit, **checked_options(options, where)}
-
-        def make() -> Kernel[P, R]:
-            check_together(Options(**explicit), where)
-            spec = KernelSpec(self.spec.fun, self.spec.declaration, explicit)
-            return Kernel(spec, self._members)
-
-        return self._members.find(frozenset(explicit.items()), make)
+        spec, where = self.spec, f"{self.spec.name}.with_options"
+        explicit = {**spec.explicit, **checked_options(options, where)}
+        return self._bound(kernel_of(spec.fun, spec.declaration, explicit, where, spec.members))
 
     def tune(
         self,
@@ -111,24 +99,24 @@ class Kernel(Generic[P, R]):
         gradient: bool = False,
         seconds: float = 5,
         **kwargs: Any,
-    ) -> Kernel[P, R]:
+    ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
-        result = tuned(self.spec, self, args, kwargs, memory_limit, gradient, seconds)
+        kernel, args = self.unbound(args)
+        result = tuned(self.spec, kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
-        like = self.with_options(**result.options)
-        return Kernel(like.spec, self._members, like._jitted, result)
+        return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 
     def check(
         self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
     ) -> CheckReport:
         """Compare some items of a call with the kernel by itself; raise where they differ."""
-        return check(self, args, kwargs, items, seed, gradient=gradient)
+        return check(*self.unbound(args), kwargs, items, seed, gradient=gradient)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
-        return nonfinite(self, args, kwargs, most, gradient=gradient)
+        return nonfinite(*self.unbound(args), kwargs, most, gradient=gradient)
 
     @property
     def signature(self) -> str | None:
@@ -152,8 +140,17 @@ class Kernel(Generic[P, R]):
     def __set_name__(self, owner: type, name: str) -> None:
         # Python's tools look for the docstring of an overridden method for functions only.
         overridden = getattr(super(owner, owner), name, None)
-        if self.__doc__ is None and callable(overridden):
+        is_own = self.__qualname__ == f"{owner.__qualname__}.{name}"
+        if is_own and self.__doc__ is None and callable(overridden):
             self.__doc__ = overridden.__doc__
+
+    def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:
+        """Return what a class has as its attribute, and arguments with the object in front."""
+        return self, args
+
+    def _bound(self, kernel: Any) -> Any:
+        """Bind another kernel to the object, if there is one."""
+        return kernel
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -161,15 +158,20 @@ class Kernel(Generic[P, R]):
         fun: Any = unwrapped(self.spec.fun)
         return fun.__globals__
 
+    @property
+    def rankax_parts(self) -> Any:
+        """What decides its values, for the record of a stream."""
+        return _described(self.spec), self.spec.fun, *self.unbound(())[1]
+
     # As a function is shown, copied and pickled.
 
     def __repr__(self) -> str:
         return f"<rankax kernel {_described(self.spec)}>"
 
-    def __copy__(self) -> Kernel[P, R]:
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Kernel[P, R]:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -181,87 +183,57 @@ class Kernel(Generic[P, R]):
         return dict(vars(self)), self.spec, self.tuning
 
     def __setstate__(self, state: Any) -> None:
-        attributes, spec, tuning = state
-        self.__init__(spec, tuning=tuning)  # a copy compiles for itself
+        attributes, self.spec, self.tuning = state
         vars(self).update(attributes)
+        if self.tuning is None:
+            self.spec.members.find(frozenset(self.spec.explicit.items()), lambda: self)
 
 
-class Method(Generic[P, R]):
+class Method(Kernel[P, R]):
     """A kernel that is bound to an object, and a pytree whose child is the object."""
 
-    __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")
+    __slots__ = ("__func__", "__self__")
 
-    def __init__(self, kernel: Kernel[Any, R], instance: Any) -> None:
-        self.__func__ = kernel
-        self.__self__ = instance
+    def __init__(self, kernel: Kernel[..., R], instance: Any) -> None:
+        self.__func__, self.__self__ = kernel, instance
         self.__dict__ = vars(kernel)  # its name, docstring and other attributes
+        self.spec, self.tuning = kernel.spec, kernel.tuning
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.__func__(self.__self__, *args, **kwargs)
+    def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:
+        return self.__func__, (self.__self__, *args)
 
-    def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
-        """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
-        return self.__func__.plan(self.__self__, *args, **kwargs)
-
-    @property
-    def lower(self) -> Callable[..., Any]:
-        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        return functools.partial(self.__func__.lower, self.__self__)
-
-    def with_options(self, **options: Unpack[Given]) -> Method[P, R]:
-        """Return the method with these options."""
-        return Method(self.__func__.with_options(**options), self.__self__)
-
-    def tune(self, /, *args: Any, **options: Any) -> Method[P, R]:
-        """Return the method with the fastest options that were found on this machine."""
-        return Method(self.__func__.tune(self.__self__, *args, **options), self.__self__)
-
-    def check(self, /, *args: Any, **options: Any) -> CheckReport:
-        """Compare some items of a call with the method by itself; raise where they differ."""
-        return self.__func__.check(self.__self__, *args, **options)
-
-    def nonfinite(self, /, *args: Any, **options: Any) -> NonFinite:
-        """Count the items whose value, or gradient, is not finite, and name the first ones."""
-        return self.__func__.nonfinite(self.__self__, *args, **options)
+    def _bound(self, kernel: Any) -> Any:
+        return Method(kernel, self.__self__)
 
     @property
-    def tuning(self) -> Tuning | None:
-        """The measurements of ``tune``."""
-        return self.__func__.tuning
-
-    @property
-    def signature(self) -> str | None:
-        """The gufunc signature of the kernel."""
-        return self.__func__.signature
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return types.MethodType(self.__func__.__wrapped__, self.__self__)
 
-    def __get__(self, instance: Any, owner: Any = None, /) -> Method[P, R]:
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         return self  # which makes it a routine, too
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Method) and other._key == self._key
+        if not isinstance(other, Method):
+            return False
+        return other.__self__ is self.__self__ and other.__func__ is self.__func__
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, int]:
-        return self.__func__, id(self.__self__)
+        return hash((self.__func__, id(self.__self__)))
 
     def __repr__(self) -> str:
-        return f"<rankax method {_described(self.__func__.spec, skip=1)} of {self.__self__!r}>"
+        return f"<rankax method {_described(self.spec, skip=1)} of {self.__self__!r}>"
 
-    def __reduce__(self) -> Any:
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Method(self.__func__, copy.deepcopy(self.__self__, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         name = self.__func__.__name__
         if getattr(self.__self__, name, None) == self:
             return getattr, (self.__self__, name)
         return Method, (self.__func__, self.__self__)
 
 
-def _flattened(method: Method[Any, Any]) -> Any:
+def _flattened(method: Method[..., Any]) -> Any:
     key = jax.tree_util.GetAttrKey("__self__")
     return ((key, method.__self__),), method.__func__
 
@@ -279,14 +251,24 @@ class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
         return Method(kernel, type(instance) if owner is None else owner)
 
 
-def with_object(kernel: Any, args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the kernel of a method, and its arguments with the object in front."""
-    if isinstance(kernel, (Method, types.MethodType)):
-        return kernel.__func__, (kernel.__self__, *args)
-    return kernel, tuple(args)
+def kernel_of(
+    fun: Callable[..., Any],
+    declaration: Declaration,
+    explicit: Mapping[str, Any],
+    where: str,
+    members: Kept[Any],
+) -> Kernel[..., Any]:
+    """Return the kernel with these options; ``members`` has those that differ in options only."""
+
+    def make() -> Kernel[..., Any]:
+        check_together(Options(**explicit), where)
+        kind = JitSpec if explicit.get("jit") else KernelSpec
+        return Kernel(kind(fun, declaration, explicit, members))
+
+    return members.find(frozenset(explicit.items()), make)
 
 
-def _wrap_as(kernel: Kernel[Any, Any], fun: Callable[..., Any]) -> None:
+def _wrap_as(kernel: Kernel[..., Any], fun: Callable[..., Any]) -> None:
     """Do what `functools.wraps` does, also for a callable without a name."""
     if hasattr(fun, "__name__"):
         functools.update_wrapper(kernel, fun)
@@ -305,7 +287,7 @@ def _wrap_as(kernel: Kernel[Any, Any], fun: Callable[..., Any]) -> None:
 # Pickling.
 
 
-def _is_found_by_name(kernel: Kernel[Any, Any]) -> bool:
+def _is_found_by_name(kernel: Kernel[..., Any]) -> bool:
     """Whether the name of a kernel leads back to it, as pickle looks for functions."""
     found: Any = sys.modules.get(kernel.__module__)
     for name in kernel.__qualname__.split("."):

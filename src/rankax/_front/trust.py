@@ -309,7 +309,8 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
         return NonFinite(spec.name, what, them.shape, 0, none, ())
     reduce = read_reductions({"count": "sum", "first": TopK(min(most, total))}, site)
     declaration = dataclasses.replace(spec.declaration, outputs=None)
-    odd = KernelSpec(_is_odd(spec, gradient), declaration, {**explicit, "reduce": reduce})
+    explicit["reduce"] = reduce
+    odd = KernelSpec(_is_odd(spec, gradient), declaration, explicit, spec.members)
     found = run(bind(odd, args, kwargs), odd.options())
     count = int(found["count"])
     flat = np.asarray(found["first"].indices)[:count]

@@ -26,10 +26,9 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from rankax._base.arrays import counted, scalar, zeros
-from rankax._devices.parts import Parts
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
-from rankax._loop.access import first_start, write_chunk
+from rankax._loop.access import carried_with, first_start, write_chunk
 from rankax._loop.keys import PLACE
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
@@ -47,13 +46,8 @@ def most_lanes() -> int:
     return 256 if jax.default_backend() == "cpu" else 4096
 
 
-def check_lanes(item: ItemProgram, parts: Sequence[Parts]) -> None:
+def check_lanes(item: ItemProgram) -> None:
     """Refuse a kernel whose items must run together, or in order."""
-    if any(each.is_explicit for each in parts):
-        raise ValueError(
-            f"{item.where}: the batch is sharded over a mesh with explicit axes, where items "
-            "cannot end by themselves; use lockstep=True, devices=1, or a mesh with AxisType.Auto"
-        )
     if has_order(item.closed):
         raise ValueError(
             f"{item.where}: it has an ordered effect, as a callback with ordered=True, but with "
@@ -99,6 +93,10 @@ def walk_in_lanes(
         return (*(_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)), *numbered), {}
 
     item = trace_item(fun, items, [number], 0)
+    # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
+    same = scalar(0, number.dtype)
+    if (varying := carried_with(same, item.closed.consts)) is not same:
+        item = trace_item(fun, items, [with_shape(jax.typeof(varying), ())], 0)
     where = like.where if like else item.where
     spec, avals = levels[0], item.closed.out_avals
     lanes = min(spec.lanes or 1, count)

@@ -152,10 +152,7 @@ def run_loop(
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
-    is_stacked = [
-        is_stack(aval, axis, chunks) and not level.by_index
-        for aval, axis in zip(avals, axes, strict=True)
-    ]
+    is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
     operands = _Operands(list(closed.consts), [], [])
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:

@@ -33,9 +33,6 @@ class LoopSpec:
         Whether the items are folded. Otherwise their outputs are stored.
     numbered : bool
         Whether each item takes its place along the axis as its last input (`keys.py`).
-    by_index : bool
-        Whether all inputs are read by index, as those of a part are (`_devices`): on its device, a
-        part has a leading axis of length 1, with which XLA would copy a stack of chunks.
     checkpoint : bool
         Whether the reverse pass computes each chunk again instead of storing its intermediates.
     linear : bool
@@ -57,7 +54,6 @@ class LoopSpec:
     is_loop: bool = True
     reduced: bool = False
     numbered: bool = False
-    by_index: bool = False
     checkpoint: bool = True
     linear: bool = True
     progress: Progress | None = None

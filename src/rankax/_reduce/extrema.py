@@ -154,7 +154,6 @@ class Top(Accumulator):
     index_dtype: Any
     k: int
     largest: bool
-    by_sort: bool = False  # see `best_keys`
 
     def start(self, lanes: int) -> State:
         return self._empty(self.k)
@@ -176,7 +175,7 @@ class Top(Accumulator):
             return self.merge(state, self._entries(tile, index, counts))
         count = min(self.k, tile.shape[-1])
         keys = sort_key(tile, largest=self.largest)
-        keys, places = best_keys(keys, count, by_sort=self.by_sort)
+        keys, places = lax.top_k(keys, count)
         # The indices of the lanes are consecutive.
         first = lax.index_in_dim(index, 0, keepdims=False)
         best = keys, first + places.astype(self.index_dtype)
@@ -255,20 +254,6 @@ def first_k(k: int, keys: jax.Array, index: jax.Array, *others: jax.Array) -> li
     # Flipping the bits of an integer reverses the order.
     flipped, *rest = lax.sort((~keys, index, *others), dimension=-1, num_keys=2)
     return [~flipped[..., :k], *(x[..., :k] for x in rest)]
-
-
-def best_keys(keys: jax.Array, k: int, *, by_sort: bool) -> tuple[jax.Array, jax.Array]:
-    """Return `jax.lax.top_k`, or the same from a sort.
-
-    XLA (JAX 0.7 to 0.12) sends the keys of each device to all others for a `jax.lax.top_k` that is
-    mapped over devices. Test: ``test_devices.py``, ``reductions_send_once``.
-    """
-    if not by_sort:
-        best, places = lax.top_k(keys, k)
-        return best, places
-    places = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-    best, places = first_k(k, keys, places)
-    return best, places
 
 
 def sort_key(x: jax.Array, *, largest: bool) -> jax.Array:

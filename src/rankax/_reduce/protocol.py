@@ -134,10 +134,6 @@ class Reduction:
         """Convert the output of one item to what is folded."""
         return out
 
-    def over_devices(self) -> Reduction:
-        """Return the reduction for parts of a row, which `jax.vmap` maps over devices."""
-        return self
-
     def check(self, outputs: Outputs, count: int) -> None:
         """Raise `MisfitError` for outputs, or a number of items, that cannot be reduced."""
 

@@ -66,12 +66,9 @@ class Reductions:
         places = spread_prefix(self.prefix, out, "output", is_entry=_is_place, what="reduction")
         return [self.entries[place.start] for place in places]
 
-    def for_runs(self, size: int, *, over_devices: bool = False) -> Reductions:
+    def for_runs(self, size: int) -> Reductions:
         """Return the same for runs of ``size`` items."""
-        entries = self.entries
-        if over_devices:
-            entries = tuple(entry.over_devices() for entry in entries)
-        return dataclasses.replace(self, entries=entries, of_run=size)
+        return dataclasses.replace(self, of_run=size)
 
     def of_items(self, where: str | int) -> Reductions:
         """Return the same for the items that count."""
@@ -225,11 +222,13 @@ def trace_reduced(
 
     item = trace_item(lifted, lambda *items: (items, {}), avals, 0)
     outputs: list[Outputs] = []
+    # Without the mesh of what the kernel closes over: each device reduces its own part.
+    out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in item.closed.out_avals]
     pairs, masks = traces[-1]
     first, end = 0, len(item.closed.out_avals) - len(masks)
     for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
         structure = jax.tree.structure(tree)
-        outs = item.closed.out_avals[first : first + structure.num_leaves]
+        outs = out_types[first : first + structure.num_leaves]
         names = tuple(name for name, _ in leaves_with_names(tree, path))
         mask = None if entry.where is None else end + masks.index(entry.where)
         outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))

@@ -21,7 +21,6 @@ from rankax._base.words import listed
 from rankax._reduce.extrema import (
     Arg,
     Top,
-    best_keys,
     first_k,
     if_found,
     no_index,
@@ -161,7 +160,6 @@ class FirstK(_Compared):
     k: int
     largest: ClassVar[bool]
     _word: ClassVar[str]
-    _by_sort: ClassVar[bool] = False  # see `best_keys`
 
     numbers_items = True
 
@@ -172,10 +170,6 @@ class FirstK(_Compared):
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{self._word}({self.k})"
 
-    def over_devices(self) -> Reduction:
-        kind = _TopKOverDevices if self.largest else _BottomKOverDevices
-        return kind(self.k, where=self.where)
-
     def check(self, outputs: Outputs, count: int) -> None:
         super().check(outputs, count)
         if self.k > count:
@@ -184,7 +178,7 @@ class FirstK(_Compared):
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
             keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
-            _, indices = best_keys(keys, self.k, by_sort=self._by_sort)
+            _, indices = lax.top_k(keys, self.k)
             indices = jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
             return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
 
@@ -192,7 +186,7 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        return Top(aval.shape, dtype, index_dtype(size), self.k, self.largest, self._by_sort)
+        return Top(aval.shape, dtype, index_dtype(size), self.k, self.largest)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
@@ -260,14 +254,6 @@ class BottomK(FirstK):
 
     largest = False
     _word = "BottomK"
-
-
-class _TopKOverDevices(TopK):
-    _by_sort = True
-
-
-class _BottomKOverDevices(BottomK):
-    _by_sort = True
 
 
 @dataclasses.dataclass(frozen=True)

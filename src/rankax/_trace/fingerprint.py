@@ -281,6 +281,8 @@ class _Description:
     def _parts(self, value: Any) -> Any:
         """Describe a function by its code and what this refers to, and an object by its fields."""
         kind = type(value)
+        if hasattr(kind, "rankax_parts"):  # a decorated kernel, without what its calls keep
+            return kind.__qualname__, self(value.rankax_parts)
         slots = [name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ())]
         parts: list[Any] = []
         for name in (*_PARTS, *sorted({*slots} - {"__weakref__"})):

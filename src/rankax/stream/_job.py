@@ -19,7 +19,7 @@ from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten
 from rankax._fit.memory import free_bytes
-from rankax._front.kernel import Kernel, with_object
+from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import checksum
 from rankax.stream._cut import Cuts, cut
@@ -54,9 +54,9 @@ def prepared(
     mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: dict[str, Any]
 ) -> Job:
     """Check a call; ``found`` is the record of a store that it is to go on with, or empty."""
-    mapped, args = with_object(mapped, args)
     if not isinstance(mapped, Kernel):
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
+    mapped, args = mapped.unbound(tuple(args))
     kernel = mapped.spec
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from rankax._call.bind import flatten, rebind
-from rankax._front.kernel import Kernel, with_object
+from rankax._front.kernel import Kernel
 from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
 from rankax.xarray._outputs import assembled, dims_of_outputs
 
@@ -92,11 +92,11 @@ def apply(
     >>> rankax.xarray.apply(mean_temperature, p, t).dims
     ('time',)
     """
-    kernel, args = with_object(kernel, args)
     if not isinstance(kernel, Kernel):
         raise TypeError(
             f"rankax.xarray.apply: kernel must be decorated with rankax.auto_vmap, got {kernel!r}"
         )
+    kernel, args = kernel.unbound(args)
     declared = kernel.spec
     where = f"rankax.xarray.apply({declared.name})"
     if declared.preset.batch_shape is not None:
