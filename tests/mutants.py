@@ -150,7 +150,7 @@ MUTANTS = [
     ),
     Mutant(
         "what no item counts for sends a gradient back",
-        "_reduce/where.py",
+        "_reduce/passes.py",
         "return jnp.where(number > 0, x, lax.stop_gradient(x))",
         "return x",
         "where::what_items_share_gets_nothing_from_what_is_left_out",

@@ -25,8 +25,7 @@ from rankax._devices.place import Devices, checked_devices
 from rankax._plan.budget import checked_limit
 from rankax._plan.shapes import Bucket, checked_bucket
 from rankax._progress.bars import checked_progress
-from rankax._reduce.run import Reductions, read_reductions
-from rankax._reduce.where import checked_where
+from rankax._reduce.run import Reductions, checked_where, read_reductions
 
 
 @dataclasses.dataclass(frozen=True)

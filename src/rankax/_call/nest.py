@@ -24,11 +24,11 @@ from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
-from rankax._reduce.run import Reductions, RowReduction
+from rankax._reduce.passes import RowReduction
+from rankax._reduce.run import Reductions
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
 from rankax._trace.programs import ClosedJaxpr
-from rankax._trace.work import evaluates_functions
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19
@@ -223,7 +223,7 @@ class _Walk:
             tuple(spec for spec in self.specs if spec.reduced),
             self.item.outputs,
             self.reductions,
-            evaluates_functions(self.jaxpr),
+            self.jaxpr,
         )
 
     def _with(self, consts: Sequence[Any]) -> ItemProgram:

@@ -24,8 +24,7 @@ from rankax._call.run import run
 from rankax._declare.ranks import Declaration
 from rankax._loop.keys import PLACE
 from rankax._options import Options
-from rankax._reduce.run import read_reductions
-from rankax._reduce.where import find_mask
+from rankax._reduce.run import find_mask, read_reductions
 from rankax._reduce.winners import TopK
 
 Index = tuple[int, ...]

@@ -11,9 +11,9 @@ from rankax._base.functions import function_location
 from rankax._base.words import listed, plural, shortened, table
 from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._plan.batch import untouched_line
 from rankax._plan.levels import Shape
 from rankax._plan.shapes import Clash, LeafPlan, bind_sizes, broadcast, leaf_plan
-from rankax._plan.show import untouched_line
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown

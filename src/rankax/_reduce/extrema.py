@@ -14,14 +14,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
-from rankax._reduce.states import (
-    Accumulation,
-    Accumulator,
-    State,
-    choose,
-    concatenated,
-    fill,
-)
+from rankax._reduce.states import Accumulation, Accumulator, State, choose, concatenated, fill
 
 _MOST_IN_LANES = 8  # entries of `TopOfLanes`
 

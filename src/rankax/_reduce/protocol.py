@@ -28,7 +28,7 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
   reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
   every order is right if the first one is. With `is_linear`, the fold itself is that program.
 * With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
-  or asks which items count (`where.py`).
+  or asks which items count (`passes.py`).
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rankax._base.arrays import counted, scalar
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.loop import KEPT_IN_REVERSE, run_loop
+from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
@@ -60,6 +60,13 @@ def too_many(size: int) -> str:
     )
 
 
+class Mask(NamedTuple):
+    """Which items of a row count, where one that does not is differentiated as if it did."""
+
+    counts: Callable[..., jax.Array]  # of one item
+    number: Any  # of the items that count
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -70,6 +77,7 @@ class Row:
     count_of_outputs: int
     is_expensive: bool = False  # see `_trace.work.evaluates_functions`
     back: bool = False  # whether it is differentiated
+    mask: Mask | None = None
 
     @property
     def size(self) -> int:
@@ -78,8 +86,8 @@ class Row:
 
     @property
     def count(self) -> Any:
-        """The number of items that count: all, but see `where.py`."""
-        return self.size
+        """The number of items that count: all, but see `passes.py`."""
+        return self.size if self.mask is None else self.mask.number
 
     @property
     def is_whole(self) -> bool:
@@ -168,6 +176,9 @@ class Row:
 
         ``linear``: a derivative needs no state. Otherwise one is stored for each tile.
         """
+        if self.mask is not None:
+            row, steps = _that_count(self, self.mask, steps)
+            return row.fold(steps, linear=linear)
         if self.is_whole or not self.size:
             return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
@@ -201,14 +212,11 @@ class Row:
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         kept = {step.output for step in steps if isinstance(step, Whole)}
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, step.output, 0, chunks, back=self.back, reduced=True)
-                if isinstance(step, Whole)
-                else in_tiles(step, is_expensive=self.is_expensive)
-                for step in steps
-            ]
+        own = [
+            step if isinstance(step, Whole) else in_tiles(step, is_expensive=self.is_expensive)
+            for step in steps
+        ]
+        folds = _sinks_of(own, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
             count = self.count_of_outputs
@@ -233,34 +241,53 @@ class Row:
         length = level.chunks.length
         one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
         axes = [0 if isinstance(step, Whole) else None for step in steps]
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, i, 0, chunks, back=self.back)
-                if isinstance(step, Whole)
-                else Merged(i, step.accumulator, each)
-                for i, step in enumerate(steps)
-            ]
-
-        dtype = index_dtype(self.size)
+        own = [
+            Whole(i) if isinstance(step, Whole) else Merged(i, step.accumulator, each)
+            for i, step in enumerate(steps)
+        ]
+        folds, dtype = _sinks_of(own, back=self.back), index_dtype(self.size)
         return lambda *leaves: run_loop(
             fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=dtype
         )
 
     def _in_lanes(self, steps: Steps, tile: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
-
-        def folds(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-            return [
-                Store.of(outs, step.output, 0, chunks, in_lanes=True)
-                if isinstance(step, Whole)
-                else step
-                for step in steps
-            ]
-
-        dtype = index_dtype(self.size)
+        folds, dtype = _sinks_of(steps, in_lanes=True), index_dtype(self.size)
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
         return [
             self.split(state) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]
+
+
+def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
+    """Return a row without a mask, and steps to which an item that is left out adds nothing."""
+    accumulations = [step for step in steps if isinstance(step, Accumulation)]
+
+    def item(*leaves: Any) -> list[jax.Array]:
+        # The loop itself would store the mask of each item for the derivative.
+        outs, counts = row.item(*leaves), mask.counts(*leaves)
+        for step in accumulations:
+            taken = step.taken(outs.__getitem__, counts)
+            for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
+                outs[position] = out
+        # In place of the mask of the item that may have been evaluated instead.
+        return [*outs, counts]
+
+    own = row.count_of_outputs
+    masks = [None if x.accumulator.nothing() is not None else own for x in accumulations]
+    pairs = zip(accumulations, masks, strict=True)
+    changed = dataclasses.replace(row, item=item, count_of_outputs=own + 1, mask=None)
+    return changed, [dataclasses.replace(x, mask=at) for x, at in pairs]
+
+
+def _sinks_of(steps: Sequence[Sink | Whole], **settings: bool) -> SinksOf:
+    """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
+
+    def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
+        return [
+            Store.of(outs, step.output, 0, chunks, **settings) if isinstance(step, Whole) else step
+            for step in steps
+        ]
+
+    return sinks

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Reduce the outputs of a kernel over a row of items, as the argument ``reduce`` says."""
+"""The argument ``reduce``: how it is read, and the program of one item that it asks for."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,26 +20,11 @@ from rankax._base.trees import (
     subtrees_with_entries,
 )
 from rankax._base.words import listed
-from rankax._loop.keys import PLACE
-from rankax._loop.loop import apart_from_constants
-from rankax._loop.spec import LoopSpec
 from rankax._reduce.gram import Gram
-from rankax._reduce.protocol import (
-    FILL,
-    Keep,
-    Marked,
-    MisfitError,
-    Outputs,
-    Reduction,
-    Several,
-)
-from rankax._reduce.row import Row
+from rankax._reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
-from rankax._reduce.where import MaskedRow, checked_where, find_mask, without
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
-from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram, trace_item, with_axis, with_shape
-from rankax._trace.work import evaluates_functions
+from rankax._trace.item import ItemProgram, trace_item
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -150,6 +134,16 @@ def _reduction(leaf: Any, where: str) -> Reduction:
     return BY_NAME[leaf]
 
 
+def checked_where(value: Any, where: str) -> str | int | None:
+    """Return the name of a mask; refuse anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
+        raise TypeError(
+            f"{where}: where must be the key, field or index of an output, got "
+            f"{type(value).__name__} {value!r}"
+        )
+    return value
+
+
 class Reduced(NamedTuple):
     """A reduced row, as flat arrays that can be mapped, and what turns them into the result."""
 
@@ -256,141 +250,6 @@ def _check(reductions: Reductions, outputs: Sequence[Outputs], where: str) -> No
             ) from None
 
 
-@dataclasses.dataclass(frozen=True)
-class RowReduction:
-    """How the items of a row are reduced: in the pass that is evaluated, or that differentiated.
-
-    Attributes
-    ----------
-    item_of : callable
-        Makes the function of one item from the constants of its program.
-    levels : tuple of LoopSpec
-        Those of the row, outermost first.
-    outputs : tuple of Outputs
-        As `trace_reduced` returns them.
-    reductions : Reductions
-    is_expensive : bool
-        As in `Row`.
-    """
-
-    item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
-    levels: tuple[LoopSpec, ...]
-    outputs: tuple[Outputs, ...]
-    reductions: Reductions
-    is_expensive: bool
-
-    def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
-        """Return one value for each reduction: its result, or its state."""
-        row = self._row(consts, leaves, back=back)
-        if self.is_at_once or (not row.size and self._is_plain):
-            outs = row.whole()
-            return [
-                reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
-                for reduction, outputs in self._each()
-            ]
-        # A row of no items has no winner to take a derivative from.
-        if not back or not row.size:
-            return self._fold_each(row, self._each(), back=False)
-        # One loop for each mask folds the linear ones; the others are folded one by one.
-        values: list[Any] = [None] * len(self.outputs)
-        for mask in dict.fromkeys(outputs.mask for outputs in self.outputs):
-            numbers = [i for i, outputs in enumerate(self.outputs) if outputs.mask == mask]
-            each = [self._each()[i] for i in numbers]
-            row_of = functools.partial(self._row, back=True)
-            own = row if mask is None else MaskedRow.of(row_of, consts, leaves, each[0][1])
-            for i, value in zip(numbers, self._fold_each(own, each, back=True), strict=True):
-                values[i] = value
-        return values
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the pass that is evaluated can be differentiated as it is."""
-        return not self._is_masked and all(entry.is_linear for entry in self.reductions.entries)
-
-    @property
-    def is_at_once(self) -> bool:
-        """Whether all items are evaluated at once, and reduced as `jax.numpy` does."""
-        has_loop = any(level.is_loop or level.lanes for level in self.levels)
-        return self._is_plain and not has_loop
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.reductions.of_run is None and not self._is_masked
-
-    @property
-    def _is_masked(self) -> bool:
-        return any(outputs.mask is not None for outputs in self.outputs)
-
-    def _each(self) -> list[tuple[Reduction, Outputs]]:
-        return list(zip(self.reductions.entries, self.outputs, strict=True))
-
-    def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
-        masks = {outputs.mask for outputs in self.outputs} - {None}
-        count = sum(len(outputs.avals) for outputs in self.outputs) + len(masks)
-        item, leaves = self.item_of(consts), tuple(leaves)
-        return Row(item, leaves, self.levels, count, self.is_expensive, back)
-
-    def _fold_each(
-        self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool
-    ) -> list[Any]:
-        """Fold reductions in one loop, except those that have a derivative of their own."""
-        in_loop = [reduction.is_linear or not back for reduction, _ in pairs]
-        groups = [
-            reduction.accumulations(outputs, row.size) if is_in_loop else []
-            for (reduction, outputs), is_in_loop in zip(pairs, in_loop, strict=True)
-        ]
-        steps = [step for group in groups for step in group]
-        folded = iter(row.fold(steps) if any(in_loop) else ())
-        values: list[Any] = []
-        for (reduction, outputs), group, is_in_loop in zip(pairs, groups, in_loop, strict=True):
-            if is_in_loop:
-                state = reduction.partial(outputs, row, [next(folded) for _ in group])
-            else:
-                state = reduction.differentiable(outputs, row)
-            if self.reductions.of_run is None:
-                state = reduction.finish_state(outputs, state, row.size)
-            values.append(state)
-        return values
-
-
-def reduce_row(
-    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
-) -> Reduced:
-    """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
-
-    This has its derivative; `rankax._call.nest` has one for a whole call.
-    """
-    evaluate = apart_from_constants(item.closed, item_types(leaves, levels))
-    row = RowReduction(
-        lambda consts: lambda *items: evaluate(consts, items),
-        tuple(levels),
-        item.outputs,
-        reductions,
-        evaluates_functions(item.closed.jaxpr),
-    )
-    evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
-    arrays = list(item.closed.consts), list(leaves)
-    if row.is_linear:
-        values = evaluated(*arrays)
-    else:
-        values = call_with_derivative_of(differentiated, evaluated, *arrays)
-    return Reduced.of(values, reductions, item.outputs)
-
-
-def item_types(leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
-    """Return the types of one item of each leaf, and of its place along each numbered level."""
-    avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
-    return avals + [with_shape(PLACE, ()) for level in levels if level.numbered]
-
-
-def _item_aval(leaf: Any, number: int, levels: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    for level in levels:
-        axis = level.in_axes[number]
-        aval = aval if axis is None else with_axis(aval, axis)
-    return with_shape(aval, aval.shape)
-
-
 def _by_reduction(
     where: str, out: Any, reductions: Reductions
 ) -> tuple[list[tuple[str, Any]], dict[Any, Any]]:
@@ -414,6 +273,35 @@ def _by_reduction(
             own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
             pairs.append((path, entry.lifted(own)))
     return pairs, {name: mask & counts for name, (_, mask) in masks.items()}
+
+
+def find_mask(out: Any, where: str | int) -> tuple[str, Any]:
+    """Return the output of an item that ``where`` names, with its name."""
+    leaves = dict(leaves_with_names(out, "output"))
+    wanted = (f"output.{where}", f"output[{where!r}]", f"output{where}")
+    name = next((name for name in wanted if name in leaves), None)
+    if name is None:
+        names = [other for other in leaves if other != "output"]
+        raise ValueError(
+            f"where={where!r}: there is no such output; there is {listed(names) or 'one array'}"
+        )
+    aval = jax.typeof(leaves[name])
+    if aval.shape or aval.dtype != jnp.bool_:
+        raise ValueError(
+            f"where={where!r}: {name} must be one boolean, which says whether the item counts, but "
+            f"it has shape {aval.shape} and dtype {aval.dtype}"
+        )
+    return name, leaves[name]
+
+
+def without(tree: Any, path: str, name: str) -> Any:
+    """Return the outputs at ``path`` with None in place of the one called ``name`` among them."""
+    names = [each for each, _ in leaves_with_names(tree, path)]
+    if name == path or name not in names:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    leaves[names.index(name)] = None
+    return structure.unflatten(leaves)
 
 
 def _check_numbers(outputs: Outputs) -> None:

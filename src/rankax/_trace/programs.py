@@ -123,7 +123,8 @@ def with_params(eqn: Any, **changes: Any) -> Any:
 def subprograms(eqn: Any) -> Iterator[Any]:
     """Yield the jaxpr of each program that an equation calls; of a branch, all of them."""
     for value in name_and_params(eqn)[1].values():
-        for leaf in jax.tree.leaves(value, is_leaf=_is_leaf):
+        # Most parameters hold nothing; to flatten them would take most of the time.
+        for leaf in jax.tree.leaves(value, is_leaf=_is_leaf) if is_container(value) else [value]:
             if isinstance(leaf, (Jaxpr, ClosedJaxpr)):
                 yield leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf
 
