@@ -25,6 +25,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -134,7 +135,7 @@ def _by_entry(fun: Callable[[Reduction, Any], Any], out: Any, options: Options) 
 def _resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = False) -> list[Any]:
     """Cut the axes of arrays at their ends, or lengthen them: by zeros, or by copies."""
     pairs = list(zip(arrays, shapes, strict=True))
-    if any(isinstance(x, jax.core.Tracer) or _is_key(x) for x in arrays):
+    if any(isinstance(x, core.Tracer) or _is_key(x) for x in arrays):
         return [_resized_one(x, shape, copies=copies) for x, shape in pairs]
     changed = [(x, shape) for x, shape in pairs if x.shape != shape]
     resized = iter(_on_host(changed, copies=copies))

@@ -75,7 +75,7 @@ def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> lis
             inner = eqn.params["jaxpr"]
             outs = evaluate_wide(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
         elif free and eqn.primitive.name == "convert_element_type":
-            outs = [lax.convert_element_type(*inputs, eqn.params["new_dtype"])]
+            outs = [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
         else:
             if eqn.primitive.name not in _MOVES:
                 inputs = [_narrowed(*pair) for pair in zip(inputs, free, strict=True)]
