@@ -107,6 +107,9 @@ class Workload:
         if not self.gradient and self._has_ends():
             sizes = [n for n in (*_LANES, bound) if n is not None and n <= most]
             options += [self.with_chunk(size, lockstep=False) for size in sizes]
+        if not self.defaults.lockstep:
+            sizes = [bound, *(n for n in (1, *_FEW_SIZES) if n <= most)]
+            options += [self.with_chunk(size, lockstep=True) for size in sizes]
         return list(dict.fromkeys(options))
 
     def _has_ends(self) -> bool:
