@@ -190,7 +190,8 @@ def test_pickles_never_lose_options():
         (
             lambda: rankax.options(chunk_size="2"),
             TypeError,
-            "rankax.options: chunk_size must be a positive int, got str '2'",
+            "rankax.options: chunk_size must be a positive int, got '2'; memory_limit='2 GB' picks "
+            "a size that fits the memory, and kernel.tune(...) the fastest one",
         ),
         (
             lambda: rankax.options(jit=True),

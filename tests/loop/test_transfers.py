@@ -39,6 +39,7 @@ def squares(x):
     return x * jnp.sum(x)
 
 
+FLOATS = Several("sum", "mean", "prod", "max", "logsumexp", "gram")
 REDUCED = {"x": ALL, "ok": Several("any", "all")}
 CALLS = {
     "a map": lambda x, _: auto_vmap(1, chunk_size=3)(kernel)(x),
@@ -51,7 +52,7 @@ CALLS = {
     )(x),
     "best": lambda x, _: auto_vmap(1, reduce=Best("x"), chunk_size=3)(kernel)(x),
     "lanes": lambda x, _: auto_vmap(1, reduce="sum", lockstep=False, chunk_size=3)(until_small)(x),
-    "a gradient": lambda x, _: jax.vjp(auto_vmap(1, reduce=REDUCED, chunk_size=3)(kernel), x)[0],
+    "a gradient": lambda x, _: jax.vjp(auto_vmap(1, reduce=FLOATS, chunk_size=3)(squares), x)[0],
     "a matrix": lambda x, _: chunked_jacfwd(squares, reduce="gram", chunk_size=2)(x[0]),
     "rows": lambda x, _: chunked_jacrev(squares, reduce="gram", chunk_size=2)(x[0]),
     "a scan": lambda x, _: sliced_scan(step, ZERO, x, step=3),

@@ -67,6 +67,15 @@ def test_items_that_end_by_themselves_are_tried_where_items_differ(clock):
     assert all("lockstep" not in candidate.options for candidate in others)
 
 
+def test_items_in_lockstep_are_tried_where_they_are_not_asked_for(clock):
+    halves = auto_vmap(0, lockstep=False)(
+        lambda x: jax.lax.while_loop(lambda y: y > 0.1, lambda y: y / 2, x)
+    )
+    tuning = halves.tune(jnp.linspace(0.5, 9.0, 40), seconds=ENOUGH).tuning
+    together = [c.options for c in tuning.candidates if c.options.get("lockstep")]
+    assert [o["chunk_size"] for o in together][:2] == [None, 1]
+
+
 def test_sizes_are_tried_and_the_options_as_they_are_come_first(clock):
     tuning = kernel.tune(X, seconds=ENOUGH).tuning
     assert tiles(tuning) == [40, 1, 2, 4, 8, 14]

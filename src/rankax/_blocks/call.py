@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -198,7 +197,6 @@ class _BlockCall:
         self._check_order(reductions, axes)
         out = self.outputs_of_item()
         runs = self.setup.runs(sizes)
-        self._check_count(reductions, math.prod(sizes))
 
         avals = self._states_of_one_block(axes, sizes)
         states, states_tree = jax.tree.flatten(avals)
@@ -238,17 +236,6 @@ class _BlockCall:
                     f"{self.where}: Fold merges items in their order, so of the reduced axes only "
                     f"the first can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
-                )
-
-    def _check_count(self, reductions: Reductions, count: int) -> None:
-        """Refuse indices of more items than an int32 can number."""
-        if count < 2**31 or jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
-            return
-        for reduction in reductions.entries:
-            if reduction.numbers_items:
-                raise ValueError(
-                    f"{self.where}: {reduction.name} numbers its items, and {count} of them need "
-                    '64 bits; call jax.config.update("jax_enable_x64", True) first'
                 )
 
     def _states_of_one_block(self, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:

@@ -114,6 +114,8 @@ class Workload:
         if not self.gradient and self._has_ends():
             lanes = [n for n in (*_LANES, bound or 0) if 0 < n <= most]
             options += chunks(lanes, lockstep=False)
+        if not given.lockstep:
+            options += chunks((bound, 1, *_FEW_SIZES), lockstep=True)
         return list(dict.fromkeys(options))
 
     def _has_ends(self) -> bool:
