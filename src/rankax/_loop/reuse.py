@@ -38,6 +38,7 @@ from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.cache import Kept
+from rankax._base.checks import is_ref
 from rankax._base.functions import caller_level
 from rankax._trace.fingerprint import (
     Unknown,
@@ -70,7 +71,8 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
     """Return how a call with these arrays is evaluated; ``on_mesh``: its parts have a mesh."""
     # On a mesh with explicit axes, arrays made inside `jax.jit` have types that arrays from outside
     # lack.
-    if is_staged() or (_is_explicit() and not on_mesh):
+    # JAX cannot differentiate a call of `jax.jit` that keeps a `jax.Ref` for its reverse pass.
+    if is_staged() or (_is_explicit() and not on_mesh) or any(map(is_ref, arrays)):
         return Mode.STAGED
     tracers = [x for x in arrays if isinstance(x, core.Tracer)]
     if not tracers:

@@ -15,8 +15,12 @@
   Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
 Both use one primitive, because JAX does not look inside a primitive that it does not know. The
-compiled program shows no trace of it. Rules cannot be compared, so a differentiated eager call of a
-kernel with rules reuses no compiled loop (`fingerprint.derivatives_key`).
+compiled program shows no trace of it. What JAX must see inside, it sees all the same: `_Call` shows
+the program to `checkify`, outputs without a tangent or a mapped axis are reported as such, and a
+program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
+
+Rules cannot be compared, so a differentiated eager call of a kernel with rules reuses no compiled
+loop (`fingerprint.derivatives_key`).
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from rankax._base.checks import is_ref
 from rankax._trace.programs import (
     ClosedJaxpr,
     Literal,
@@ -54,6 +60,9 @@ def call_with_derivative_of(
     Both take and return the same pytrees of arrays, and close over no array. ``other`` is called
     only if the result is differentiated; an argument without a tangent is a constant there.
 
+    A program with a `jax.Ref` is ``other`` itself: JAX writes such programs anew before it compiles
+    them, and has no rule for a primitive that it does not know.
+
     With a ``key``, programs are compared (`_trace/fingerprint.py`): if the program of ``fun`` and
     the key are equal, so is the program of ``other``.
     """
@@ -69,7 +78,9 @@ def call_with_derivative_of(
         return flat_fun
 
     program = jax.make_jaxpr(flat(fun))(*leaves)
-    outs = _bind(leaves, program, _Other(flat(other), key))
+    if _has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
+        return other(*args)
+    outs = _bind(leaves, program, _Other(flat(other), key, len(leaves)))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
     return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
@@ -86,13 +97,19 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
     eqns = [
         _kept_equation(eqn, jaxpr)
-        if eqn.primitive.name in RULES
+        if eqn.primitive.name in RULES and not _has_refs(eqn.invars, eqn.effects)
         else with_subprograms(eqn, _with_kept_rules)
         for eqn in jaxpr.eqns
     ]
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
+
+
+def _has_refs(inputs: Sequence[Any], effects: Any) -> bool:
+    """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
+    names = [type(effect).__name__ for effect in effects]  # not public
+    return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
 
 
 def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
@@ -113,130 +130,169 @@ def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
     }
     debug_info = jaxpr.debug_info._replace(**unnamed)
     program = jaxpr.replace(constvars=[], debug_info=debug_info, **whole)
-    params = {"program": ClosedJaxpr(program, ()), "other": None}
+    params = {"call_jaxpr": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
 
 class _Other:
     """A function that defines a derivative, and a key for everything else that it depends on."""
 
-    def __init__(self, fun: Callable[..., Any], key: Hashable) -> None:
-        self.fun, self.rankax_key = fun, key
+    def __init__(self, fun: Callable[..., Any], key: Hashable, inputs: int) -> None:
+        self.fun, self.rankax_key, self.inputs = fun, key, inputs
 
     def __call__(self, *args: Any) -> Any:
         return self.fun(*args)
 
 
-# The call evaluates `program`. Its derivatives are those of `other`, or without one those of
-# `program`, in which every rule is kept.
+# The call evaluates `call_jaxpr`. Its derivatives are those of `other`, or without one those of
+# `call_jaxpr`, in which every rule is kept.
 
 
 def _bind(args: Sequence[Any], program: Any, other: Any) -> list[Any]:
     if other is None or not getattr(jax.config, "jax_remat3", False) or _FORGETS:
-        return _call.bind(*args, program=program, other=other)
+        return _call.bind(*args, call_jaxpr=program, other=other)
     return _high_level_call()(program, other)(*args)
 
 
-_call = jax.extend.core.Primitive("rankax_call")
+class _Call(jax.extend.core.Primitive):
+    """A primitive into which `jax.experimental.checkify` looks, as into a call of JAX.
+
+    It looks into each primitive with a parameter ``call_jaxpr``: instead of that program, it hands
+    over a function that takes and returns errors as well.
+    """
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
+            subfuns, args = args[:1], args[1:]
+        if not subfuns:
+            return super().bind(*args, **params)
+        return _checked(subfuns[0].call_wrapped, args, **params)
+
+
+def _checked(fun: Callable[..., Any], args: Sequence[Any], *, other: Any) -> list[Any]:
+    """Call a program with errors, whose other outputs keep their derivatives."""
+    closed = jax.make_jaxpr(fun)(*args)
+    if other is None:
+        return _run(*args, call_jaxpr=keep_rules(closed))
+    before = len(args) - other.inputs
+
+    def differentiated(*args: Any) -> list[Any]:
+        outs = other(*args[before:])
+        checked = _run(*map(lax.stop_gradient, args), call_jaxpr=closed)
+        return [*checked[: len(checked) - len(outs)], *outs]
+
+    return _bind(args, closed, _Other(differentiated, None, len(args)))
+
+
+_call = _Call("rankax_call")
 _call.multiple_results = True
 # With `jax_remat3`, a program with a checkpoint is high-level; it is expanded before it is lowered.
 _call.to_lojax = lambda *args, **params: _run(*args, **params)
 
 
-def _run(*args: Any, program: Any, other: Any = None) -> list[Any]:
+def _run(*args: Any, call_jaxpr: Any, other: Any = None) -> list[Any]:
     del other
-    return evaluate(program.jaxpr, program.consts, *args)
+    return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
 @_call.def_impl
-def _(*args: Any, program: Any, other: Any) -> list[Any]:
+def _(*args: Any, call_jaxpr: Any, other: Any) -> list[Any]:
     # As one compiled program: evaluated step by step, it would send each number in it to the device
     # separately, which `jax.transfer_guard` may forbid.
-    return jax.jit(functools.partial(_run, program=program, other=other))(*args)
+    return jax.jit(functools.partial(_run, call_jaxpr=call_jaxpr, other=other))(*args)
 
 
 @_call.def_effectful_abstract_eval
-def _(*_: Any, program: Any, other: Any) -> tuple[list[Any], Any]:
+def _(*_: Any, call_jaxpr: Any, other: Any) -> tuple[list[Any], Any]:
     del other
-    return program.out_avals, program.effects
+    return call_jaxpr.out_avals, call_jaxpr.effects
 
 
 mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _batched(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, program: Any, other: Any
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Any, other: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Map the program, and the one that is differentiated, before either is differentiated."""
-    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in program.effects)
+    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in call_jaxpr.effects)
     if not uses_axis and all(dim is None for dim in dims):
-        out = _bind(args, program, other)
+        out = _bind(args, call_jaxpr, other)
         return out, [None] * len(out)
 
-    def mapped(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def mapped(fun: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
         return jax.vmap(
             fun,
             in_axes=tuple(dims),
+            out_axes=out_axes,
             axis_name=axis.name,
             axis_size=axis.size,
             spmd_axis_name=axis.spmd_name,
         )
 
-    closed = jax.make_jaxpr(mapped(functools.partial(_run, program=program)))(*args)
+    out_dims: list[int | None] = []
+
+    def run(*items: Any) -> list[Any]:
+        outs = _run(*items, call_jaxpr=call_jaxpr)
+        # An output that is the same for all stays that: a caller may have said so in `out_axes`.
+        out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
+        return outs
+
+    closed = jax.make_jaxpr(mapped(run, 0))(*args)
+    if None in out_dims:
+        closed = jax.make_jaxpr(mapped(run, out_dims[:]))(*args)
     if other is None:
-        out = _run(*args, program=keep_rules(closed))
-    else:
-        key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
-        out = _bind(args, closed, _Other(mapped(other), key))
-    return out, [0] * len(out)
+        return _run(*args, call_jaxpr=keep_rules(closed)), out_dims
+    key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
+    return _bind(args, closed, _Other(mapped(other, out_dims), key, len(args))), out_dims
 
 
 batching.fancy_primitive_batchers[_call] = _batched
 
 
 def _differentiated(
-    primals: Sequence[Any], tangents: Sequence[Any], *, program: Any, other: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, other: Any
 ) -> tuple[list[Any], list[Any]]:
+    fun = other or functools.partial(_run, call_jaxpr=call_jaxpr)
     live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    directions = [tangents[i] for i in live]
+    moves = [False] * len(call_jaxpr.out_avals)
+
+    def push(*args: Any) -> list[Any]:
+        primals, directions = list(args[: len(tangents)]), list(args[len(tangents) :])
+        of_live = _noting(of_some(fun, primals, live), moves)
+        out, pushed = jax.jvp(of_live, [primals[i] for i in live], directions)
+        return out + [tangent for tangent, is_moved in zip(pushed, moves, strict=True) if is_moved]
+
+    args = *primals, *(tangents[i] for i in live)
     if other is None:
-        out, pushed = _linearized(program, primals, live, directions)
+        results = _run(*args, call_jaxpr=keep_rules(jax.make_jaxpr(push)(*args)))
     else:
-        live_primals = [primals[i] for i in live]
-        out, pushed = jax.jvp(of_some(other, primals, live), live_primals, directions)
-    return out, [
-        tangent if has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
-        for aval, tangent in zip(program.out_avals, pushed, strict=True)
+        results = push(*args)
+    pushed = iter(results[len(moves) :])
+    return results[: len(moves)], [
+        next(pushed) if is_moved else ad.Zero(aval.to_tangent_aval())
+        for aval, is_moved in zip(call_jaxpr.out_avals, moves, strict=True)
     ]
 
 
 ad.primitive_jvps[_call] = _differentiated
 
 
-def _linearized(
-    program: Any, primals: Sequence[Any], live: Sequence[int], directions: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Split the derivative into a program of the primals, with rules kept, and a linear one."""
-    linear: list[Any] = []
+def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[Any]]:
+    """Return ``fun``, which notes in ``moves`` which outputs have tangents when it is pushed.
 
-    def nonlinear(*primals: Any) -> Any:
-        of_live = of_some(functools.partial(_run, program=program), primals, live)
-        out, push = jax.linearize(of_live, *(primals[i] for i in live))
+    `jax.jvp` itself hands out arrays of zeros. A rule with ``symbolic_zeros`` would take them for
+    tangents.
+    """
+    noted = jax.custom_jvp(lambda *outs: outs)
 
-        def push_inexact(*tangents: Any) -> list[Any]:
-            pairs = zip(program.out_avals, push(*tangents), strict=True)
-            return [tangent for aval, tangent in pairs if has_tangent(aval)]
+    def rule(outs: Any, tangents: Any) -> Any:
+        zero = jax.custom_derivatives.SymbolicZero
+        moves[:] = [not isinstance(tangent, zero) for tangent in tangents]
+        return outs, tangents
 
-        pushed = jax.make_jaxpr(push_inexact)(*directions)
-        linear.append(pushed.jaxpr)
-        return out, pushed.consts
-
-    results = _run(*primals, program=keep_rules(jax.make_jaxpr(nonlinear)(*primals)))
-    count = len(program.out_avals)
-    pushed = iter(evaluate(linear[0], results[count:], *directions))
-    return results[:count], [
-        next(pushed) if has_tangent(aval) else None for aval in program.out_avals
-    ]
+    noted.defjvp(rule, symbolic_zeros=True)
+    return lambda *args: list(noted(*fun(*args)))
 
 
 def has_tangent(aval: Any) -> bool:
@@ -258,9 +314,9 @@ def of_some(
     return fixed
 
 
-def _transposed(cotangents: Sequence[Any], *args: Any, program: Any, other: Any) -> list[Any]:
+def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: Any) -> list[Any]:
     """Transpose a call that is linear in its unknown arguments, for `jax.linear_transpose`."""
-    fun = other or functools.partial(_run, program=program)
+    fun = other or functools.partial(_run, call_jaxpr=call_jaxpr)
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     transpose = jax.linear_transpose(of_some(fun, args, unknown), *(args[i].aval for i in unknown))
     results = iter(transpose([ad.instantiate_zeros(ct) for ct in cotangents]))
@@ -282,18 +338,18 @@ def _high_level_call() -> Any:
     hijax: Any = importlib.import_module("jax.experimental.hijax")
 
     class HighLevelCall(hijax.HiPrim):
-        program: Any
+        call_jaxpr: Any
         other: Any
 
-        def __init__(self, program: Any, other: Any) -> None:
-            self.in_avals = tuple(program.in_avals)
-            self.out_aval = list(program.out_avals)
-            self.effects = frozenset(program.effects)
-            self.params = {"program": program, "other": other}
+        def __init__(self, call_jaxpr: Any, other: Any) -> None:
+            self.in_avals = tuple(call_jaxpr.in_avals)
+            self.out_aval = list(call_jaxpr.out_avals)
+            self.effects = frozenset(call_jaxpr.effects)
+            self.params = {"call_jaxpr": call_jaxpr, "other": other}
             super().__init__()
 
         def expand(self, *args: Any) -> list[Any]:
-            return _run(*args, program=self.program)
+            return _run(*args, call_jaxpr=self.call_jaxpr)
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
             return _batched(axis_data, args, dims, **self.params)

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: MIT
+"""What JAX's other transformations see inside a call: errors, references, named axes, zeros."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify
+from jax.experimental.jet import jet
+
+from helpers import REMAT3, assert_same
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+
+X = np.arange(5, dtype=np.float32)
+
+
+@jax.custom_jvp
+def inverse(x):
+    return 1 / x
+
+
+inverse.defjvp(lambda p, t: (inverse(*p), -t[0] / p[0] ** 2))
+
+
+@jax.custom_vjp
+def inverse_back(x):
+    return 1 / x
+
+
+inverse_back.defvjp(lambda x: (1 / x, x), lambda x, g: (-g / x**2,))
+
+
+def plain(x):
+    return 1 / x
+
+
+def mapped(kernel, **options):
+    options = {"chunk_size": 2, **options}
+    return auto_vmap(0, **options)(lambda x: kernel(x))
+
+
+def scanned(scan, kernel, **options):
+    return lambda xs: scan(lambda c, x: (c + kernel(x), c), jnp.float32(0), xs, **options)
+
+
+# Errors of checkify. A primitive that it does not know, it runs as it is.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    one: jax.Array
+    two: jax.Array
+
+
+SEEN = {
+    "uneven": chunked_vmap(plain, 2),
+    "even": chunked_vmap(plain, 1),
+    "jit": jax.jit(chunked_vmap(plain, 2)),
+    "a custom_jvp": chunked_vmap(inverse, 2),
+    "a custom_vjp": chunked_vmap(inverse_back, 2),
+    "a custom_vjp, even": chunked_vmap(inverse_back, 1),
+    "two arrays": lambda x: auto_vmap(0, 0, chunk_size=3)(lambda a, b: a / b)(x[:, None], x),
+    "nested": lambda x: chunked_vmap(chunked_vmap(inverse, 2), 2)(jnp.stack([x + 1, x, x])),
+    "mapped": lambda x: jax.vmap(chunked_vmap(plain, 2))(jnp.stack([x + 1, x])),
+    "fields": lambda x: chunked_vmap(lambda p: Pair(p.one / p.two, p.two), 2)(Pair(x, x)),
+    "progress": chunked_vmap(plain, 2, progress=lambda done, total: None),
+    "jit=True": mapped(plain, jit=True),
+    "checkpoint": jax.checkpoint(chunked_vmap(plain, 2)),
+    "gradient": jax.grad(lambda x: chunked_vmap(jnp.sqrt, 2)(x).sum()),
+    **{name: mapped(plain, reduce=name) for name in ("sum", "max", "argmin", "logsumexp")},
+    "sliced_scan": scanned(sliced_scan, plain, step=2),
+    "sliced_scan, a rule": scanned(sliced_scan, inverse, step=2),
+    "sliced_scan, windows": scanned(sliced_scan, plain, step=2, reduce="mean"),
+    "checkpoint_chunked_scan": scanned(checkpoint_chunked_scan, plain, chunk_size=2),
+}
+
+
+@pytest.mark.skipif(REMAT3, reason="see the test below")
+@pytest.mark.parametrize("fun", SEEN.values(), ids=SEEN.keys())
+def test_checkify_sees_inside(fun):
+    error, _ = checkify.checkify(fun, errors=checkify.float_checks)(X)
+    assert "division by zero" in error.get()
+
+
+@pytest.mark.skipif(not REMAT3, reason="of a switch of JAX")
+def test_checkify_sees_no_high_level_primitives():
+    """As docs/limits.md says."""
+    fun = chunked_vmap(plain, 2)
+    assert checkify.checkify(fun, errors=checkify.float_checks)(X)[0].get() is None
+
+
+def too_large(x):
+    checkify.check(x < 3, "{x} is too large", x=x)
+    return x**2
+
+
+@pytest.mark.skipif(REMAT3, reason="see the test below")
+@pytest.mark.parametrize(
+    "fun",
+    [
+        chunked_vmap(too_large, 2),
+        chunked_vmap(lambda x: inverse_back(too_large(x) + 1), 2),
+        mapped(too_large, reduce="max"),
+        scanned(sliced_scan, too_large, step=2),
+    ],
+    ids=["map", "rule", "max", "scan"],
+)
+def test_a_check_in_a_kernel(fun):
+    error, _ = jax.jit(checkify.checkify(fun))(X)
+    assert "3.0 is too large" in error.get()
+    assert checkify.checkify(fun)(X[:3])[0].get() is None
+    error, _ = jax.vmap(checkify.checkify(fun))(jnp.stack([X - 9, X]))
+    assert "at mapped index 1: 3.0 is too large" in error.get()
+
+
+@pytest.mark.skipif(REMAT3, reason="see the test below")
+@pytest.mark.parametrize("kernel", [plain, inverse, inverse_back])
+@pytest.mark.parametrize("options", [{}, {"reduce": "max"}], ids=["map", "max"])
+def test_what_checkify_returns_has_the_same_derivative(kernel, options):
+    fun = mapped(kernel, **options)
+
+    @jax.jit
+    def checked(x):
+        def total(x):
+            error, out = checkify.checkify(fun, errors=checkify.float_checks)(x)
+            return out.sum(), error
+
+        (_, error), gradient = jax.value_and_grad(total, has_aux=True)(x)
+        return gradient, error
+
+    expected = jax.jit(jax.grad(lambda x: fun(x).sum()))(X + 1)
+    gradient, error = checked(X + 1)
+    assert_same(gradient, expected)
+    assert error.get() is None
+    assert "division by zero" in checked(X)[1].get()
+
+
+# What docs/limits.md says of JAX itself. If a test fails, JAX has mended it: change the page.
+
+
+def loops(kernel):
+    return [lambda x: lax.map(kernel, x), chunked_vmap(kernel, 1)]
+
+
+@pytest.mark.skipif(REMAT3, reason="see the test below")
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.7 raises an error")
+@pytest.mark.parametrize("fun", [*loops(too_large), chunked_vmap(too_large, 2)])
+def test_a_gradient_of_a_loop_forgets_checks(fun):
+    gradient = checkify.checkify(jax.grad(lambda x: fun(x).sum()))
+    assert gradient(X)[0].get() is None
+
+
+@pytest.mark.skipif(REMAT3, reason="see the test below")
+@pytest.mark.skipif(getattr(jax.config, "jax_custom_vjp3", False), reason="mended there")
+@pytest.mark.parametrize("fun", loops(inverse_back))
+def test_a_gradient_of_checkify_fails_for_a_custom_vjp_in_a_loop(fun):
+    checked = checkify.checkify(fun, errors=checkify.float_checks)
+    with pytest.raises(ValueError, match=r"foreach\(\) argument 2 is shorter"):
+        jax.grad(lambda x: checked(x)[1].sum())(X)
+
+
+@pytest.mark.parametrize("fun", [*loops(plain), chunked_vmap(plain, 2)])
+def test_jet_knows_no_loops(fun):
+    with pytest.raises(KeyError):
+        jet(fun, (X,), ((X, X),))
+
+
+# References. JAX 0.7 has none in public.
+
+REFS = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no jax.new_ref")
+
+
+def doubled(x):
+    ref = jax.new_ref(x)
+    ref[...] *= 2
+    return ref[...]
+
+
+@REFS
+@pytest.mark.parametrize("options", [{}, {"reduce": "max"}], ids=["map", "max"])
+def test_a_kernel_makes_a_reference(options):
+    fun, by_hand = mapped(doubled, **options), mapped(lambda x: 2 * x, **options)
+    assert_same(fun(X), by_hand(X))
+    assert_same(jax.jit(fun)(X), by_hand(X))
+    gradient, expected = (jax.grad(lambda x, f=f: (f(x) ** 2).sum()) for f in (fun, by_hand))
+    assert_same(jax.jit(gradient)(X), expected(X))
+    assert_same(gradient(X), expected(X))
+
+
+@REFS
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "scan",
+    [
+        lambda *args: sliced_scan(*args, step=1),
+        lambda *args: sliced_scan(*args, start=1, step=2),
+        lambda *args: checkpoint_chunked_scan(*args, chunk_size=2),
+    ],
+    ids=["all", "sliced", "chunked"],
+)
+def test_a_scan_writes_a_reference_from_outside(scan, jit):
+    def total(x, scan):
+        ref = jax.new_ref(jnp.float32(0))
+
+        def body(carry, x):
+            ref[...] += x * carry
+            return carry + 1, carry
+
+        scan(body, jnp.float32(0), x)
+        return ref[...]
+
+    assert_same(jit(lambda x: total(x, scan))(X), total(X, lax.scan))
+
+
+@REFS
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_a_kernel_reads_a_reference_from_outside(jit):
+    def both(x):
+        ref = jax.new_ref(jnp.array([2.0, 3.0]))
+        fun = chunked_vmap(lambda x: ref[1] * x, 2)
+        return fun(x), jax.grad(lambda x: fun(x).sum())(x)
+
+    assert_same(jit(both)(X), (3 * X, np.full(5, 3.0, np.float32)))
+
+
+@REFS
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_a_backward_rule_writes_a_reference(jit):
+    @jax.custom_vjp
+    def stash(ref, x):
+        del ref
+        return x
+
+    def backward(ref, cotangent):
+        ref[...] = cotangent
+        return None, cotangent
+
+    stash.defvjp(lambda ref, x: (x, ref), backward)
+
+    def stashed(x, scan):
+        ref = jax.new_ref(jnp.float32(0))
+
+        def product(x):
+            def body(carry, x):
+                carry = stash(ref, carry * x)
+                return carry, carry
+
+            return scan(body, jnp.float32(1), x)[0]
+
+        return jax.grad(product)(x), ref[...]
+
+    expected = stashed(X + 1, lax.scan)
+    assert_same(jit(lambda x: stashed(x, sliced_scan))(X + 1), expected)
+
+    def mapped_stash(x):
+        ref = jax.new_ref(jnp.float32(0))
+        gradient = jax.grad(lambda x: chunked_vmap(lambda x: stash(ref, x * x), 1)(x).sum())(x)
+        return gradient, ref[...]
+
+    assert_same(jit(mapped_stash)(X), (2 * X, np.float32(1)))
+
+
+# What a map from outside sees.
+
+
+def test_a_sum_over_a_named_axis_is_the_same_for_all():
+    rows = jnp.stack([X, X + 1])
+
+    def of(inner):
+        def total(rows):
+            outs = jax.vmap(inner, axis_name="i", out_axes=None)(rows)
+            return (outs**2).sum(), outs
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(rows)
+
+    def kernel(x):
+        return lax.psum(x**2, "i")
+
+    assert_same(of(chunked_vmap(kernel, 2)), of(jax.vmap(kernel)))
+
+
+def test_an_output_that_a_map_leaves_alone_is_not_mapped():
+    def of(inner):
+        outs = jax.vmap(inner, (0, None), out_axes=(0, None))(jnp.stack([X, X + 1]), X)
+        return (outs[0] @ outs[1]).sum(), outs
+
+    def kernel(x, y):
+        return x * y, 2 * inverse(y + 1)
+
+    assert_same(jax.jit(of, static_argnums=0)(chunked_vmap(kernel, 2)), of(jax.vmap(kernel)))
+
+
+# Rules with symbolic zeros. In JAX, a rule is not called for an input that has no tangent.
+
+
+@pytest.mark.skipif(REMAT3, reason="a new checkpoint makes tangents of zeros")
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda f: chunked_vmap(f, 1),
+        lambda f: chunked_vmap(f, 2),
+        lambda f: lambda x: mapped(f, reduce="max")(x)[None],
+        lambda f: lambda x: sliced_scan(lambda c, x: (c, f(x)), 0, x)[1],
+        lambda f: lambda x: sliced_scan(lambda c, x: (c, f(x)), 0, x, step=2)[1],
+    ],
+    ids=["even", "uneven", "max", "scan", "sliced"],
+)
+@pytest.mark.parametrize("kind", ["a rule", "stop_gradient"])
+def test_a_tangent_of_zero_stays_symbolic(loop, kind):
+    calls = []
+
+    @jax.custom_jvp
+    def noted(x):
+        return 2 * x
+
+    def rule(primals, tangents):
+        calls.append(tangents)
+        return noted(*primals), 2 * tangents[0]
+
+    noted.defjvp(rule, symbolic_zeros=True)
+
+    @jax.custom_jvp
+    def rounded(x):
+        return jnp.round(x)
+
+    def zero(primals, tangents):
+        del tangents
+        return rounded(*primals), jax.custom_derivatives.zero_from_primal(
+            primals[0], symbolic_zeros=True
+        )
+
+    rounded.defjvp(zero, symbolic_zeros=True)
+    flat = rounded if kind == "a rule" else lax.stop_gradient
+
+    def pushed(fun):
+        return jax.eval_shape(lambda x: jax.jvp(fun, (x,), (x,)), X)
+
+    pushed(lambda x: noted(loop(flat)(x)))
+    pushed(loop(lambda x: noted(flat(x))))
+    assert not calls
+    pushed(loop(lambda x: noted(x)))
+    assert calls
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_a_rule_that_returns_a_constant(chunk_size):
+    @jax.custom_jvp
+    def constant(x):
+        return x
+
+    constant.defjvp(lambda p, t: (constant(*p), jnp.ones(())))
+
+    def pushed(fun):
+        return jax.jit(lambda x: jax.jvp(fun, (x,), (x,))[1])(X)
+
+    assert_same(pushed(chunked_vmap(constant, chunk_size)), pushed(jax.vmap(constant)))
