@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rankax._call.bind import BoundKernel
-from rankax._devices.find import is_spread
+from rankax._devices.mesh import is_spread
 from rankax._loop.keys import index_without_fill
 from rankax._options import Options
 from rankax._plan.levels import Shape

@@ -21,6 +21,7 @@ Words used throughout:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
-from rankax._devices.find import find_parts, is_spread
-from rankax._devices.mesh import inside, on_every_device, on_mesh
+from rankax._devices.find import find_parts
+from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
@@ -103,7 +104,8 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
     key = None if is_ordered else (whole, parts, options, progress, bound.key)
-    with call_of_kernel(item.where), committed_elsewhere(bound.where, parts):
+    committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
+    with call_of_kernel(item.where), committed:
         try:
             out = run_kept(make, item, leaves, key, mode)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse

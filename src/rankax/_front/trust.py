@@ -17,9 +17,8 @@ import numpy as np
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
-from rankax._call.arguments import rebind_arguments
+from rankax._call.arguments import KernelSpec, rebind_arguments
 from rankax._call.bind import BoundKernel, bind
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._declare.ranks import Declaration
 from rankax._loop.keys import PLACE

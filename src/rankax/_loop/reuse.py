@@ -36,9 +36,8 @@ from typing import Any
 import jax
 from jax import core
 
-from rankax._base.arrays import is_staged
+from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
-from rankax._base.checks import is_ref
 from rankax._base.functions import caller_level
 from rankax._trace.fingerprint import (
     Unknown,
