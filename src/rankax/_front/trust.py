@@ -99,7 +99,7 @@ class _Items:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
-        self.call, self.plan = call, call.plan(dataclasses.replace(options, chunk_size=None))
+        self.call, self.plan = call, call.plan(options.unchunked)
         self.shape = self.plan.plan.batch_shape
 
     def window(self, leaf: int, index: Index) -> tuple[Any, ...]:
