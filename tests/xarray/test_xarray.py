@@ -275,7 +275,7 @@ def test_arrays_that_cannot_be_taken():
         f"{WHERE}(profile): no argument with a rank is a DataArray or a Dataset; call profile "
         "itself"
     )
-    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: None), P, T) == (
+    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: ()), P, T) == (
         f"{WHERE}(<lambda>): the kernel returns no array"
     )
     assert refusal(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (

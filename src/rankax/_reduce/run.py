@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rankax._base.functions import function_location
+from rankax._base.functions import function_location, traced_as
 from rankax._base.trees import (
     check_outputs,
     leaves_with_names,
@@ -211,6 +211,7 @@ def trace_reduced(
     where = where or function_location(fun)
     traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
 
+    @traced_as(fun)
     def lifted(*items: Any) -> list[Any]:
         out = fun(*items)
         check_outputs(fun, out)
