@@ -141,6 +141,20 @@ def test_the_table_of_a_note_is_short():
     assert lines[18:] == ["    v[15]     (4, 3)  1     (3,)", "    ... 24 more"]
 
 
+def test_a_list_of_arrays_is_named():
+    kernel = auto_vmap(v=1, m=2)(product)
+    error, notes = error_of(lambda: kernel([V[0], V[1]], M))
+    assert isinstance(error, TypeError)
+    assert notes == [
+        f"This error comes from {at(product)}, called with\n\n"
+        "    argument  shape   rank  one item\n"
+        "    v[0]      (3,)    1     (3,)\n"
+        "    v[1]      (3,)    1     (3,)\n"
+        "    m         (5, 5)  2     (5, 5)\n\n"
+        "v is a list, so the kernel gets a list; jnp.stack(v) is one array."
+    ]
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("batch", [(), (4,)])
 def test_a_none_that_the_kernel_does_not_take_is_named(chunk_size, batch):

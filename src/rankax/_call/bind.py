@@ -144,6 +144,10 @@ class BoundKernel(Bound):
         ]
         nones = [name for name in self.names if self.arguments.arguments[name] is None]
         sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
+        sentences += [
+            f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
+            for name, _ in self.structure.lists
+        ]
         return ("argument", "shape", "rank", "one item"), rows, sentences
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
