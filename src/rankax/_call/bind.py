@@ -21,7 +21,7 @@ import numpy as np
 from rankax._base.blocks import blocks_of
 from rankax._base.checks import check_no_ref
 from rankax._base.functions import NotedErrors, function_location
-from rankax._base.trees import check_outputs, leaves_with_names
+from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
     arrays_of,
     bind_arguments,
@@ -116,7 +116,8 @@ class BoundKernel(Bound):
         arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
         with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
             out = self.fun(*arguments.args, **arguments.kwargs)
-        check_outputs(self.fun, out)
+        check = check_outputs if plan.plan.levels else check_returned
+        check(self.fun, out)
         return self._checked(out, plan)
 
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
