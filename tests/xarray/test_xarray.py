@@ -229,7 +229,8 @@ def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
 def test_wrong_names():
     assert refusal(ValueError, profile, P, T, core_dims={"t": "lev"}) == (
         f"{WHERE}(profile): for t, core_dims names the core dimension 'lev', which is absent: t "
-        "has the dimensions 'time', 'level' and 'x'; rename one, or write core_dims={'t': ('level',)}"
+        "has the dimensions 'time', 'level' and 'x'; rename one, or write "
+        "core_dims={'t': ('level',)}"
     )
     assert refusal(ValueError, profile, P, T, core_dims={"t": ("level", "x")}) == (
         f'{WHERE}(profile): t has rank "level", that is 1 core axis, but core_dims names 2 '
