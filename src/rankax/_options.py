@@ -46,7 +46,7 @@ class Options:
     lockstep: bool = True
     bucket: Bucket = False
 
-    @functools.cached_property
+    @property
     def unchunked(self) -> Options:
         """The same for the whole batch at once."""
         return dataclasses.replace(self, chunk_size=None)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from rankax._base.functions import traced_as
 from rankax._call.over_parts import Layout
 from rankax._devices.parts import Parts
 from rankax._fit.memory import shape_of
@@ -46,6 +47,8 @@ class Bound(abc.ABC):
         The call as errors name it: ``energy()``, ``chunked_vmap(energy)``.
     leaves : list
         Arrays, numbers, other objects; `jax.ShapeDtypeStruct` if only a plan is needed.
+    paths : sequence of str
+        The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
         How many items along each batch axis that is filled up (`fill.py`) are no copies.
     """
@@ -54,6 +57,7 @@ class Bound(abc.ABC):
     name: str
     where: str
     leaves: list[Any]
+    paths: Sequence[str]
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
@@ -109,7 +113,10 @@ class Bound(abc.ABC):
             if position not in plan.mapped:
                 whole[position] = jnp.reshape(whole[position], shape)
 
-        @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
+        positions = [*plan.mapped, *(split.position for split in plan.splits)]
+        names = ["batch_shape" if i == NO_ARRAY else self.paths[i] for i in positions]
+
+        @traced_as(self.fun, names)
         def on_item(*items: Any) -> Any:
             leaves = list(whole)  # a copy, so that no item outlives its trace
             numbers = items[len(plan.mapped) :]

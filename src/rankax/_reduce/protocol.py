@@ -108,6 +108,9 @@ class Reduction:
     #: Whether the result contains indices of items, or their number.
     numbers_items = False
 
+    #: How many items it needs.
+    least_items = 0
+
     #: Whether runs are merged in order, so that each must be contiguous.
     is_ordered = False
 
@@ -136,7 +139,7 @@ class Reduction:
         return out
 
     def check(self, outputs: Outputs, count: int) -> None:
-        """Raise `MisfitError` for outputs, or a number of items, that cannot be reduced."""
+        """Raise `MisfitError` for outputs, or more items, that cannot be reduced."""
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         """Reduce axis 0 of the leaves, as `jax.numpy` does."""
