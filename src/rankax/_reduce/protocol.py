@@ -32,9 +32,10 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
-`result`. A new reduction touches at most three files: `sums.py` or `winners.py`
-defines it, and its accumulator unless one of `states.py` or `extrema.py` fits; ``BY_NAME`` in
-`run.py` names it; `rankax.reductions` exports it.
+`result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
+derivative: the default returns constants, so gradients in chunks are zero. The code of a new
+reduction takes three files: `sums.py` or `winners.py` defines it, and its accumulator unless one of
+`states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
 """
 
 from __future__ import annotations
