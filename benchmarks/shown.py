@@ -27,6 +27,7 @@ ROWS = [
 ]
 PEERS = ("rankax", "lax.map", "jax.vmap")
 CURVE_CHUNK = 1000
+_SPACE = "\N{NO-BREAK SPACE}"  # in the narrow columns of a phone, a number keeps its unit
 
 
 def document(platform: str = "cpu") -> dict[str, Any]:
@@ -113,9 +114,9 @@ def benchmark() -> str:
         fastest = min(one["median_seconds"] for one in row)
         cells = []
         for one in row:
-            time = f"{one['median_seconds'] * 1e3:.0f} ms"
+            time = f"{one['median_seconds'] * 1e3:.0f}{_SPACE}ms"
             time = f"**{time}**" if one["median_seconds"] == fastest else time
-            cells.append(f"{time}, {megabytes(one['temporary_bytes'])}")
+            cells.append(f"{time}, {megabytes(one['temporary_bytes']).replace(' ', _SPACE)}")
         lines.append(f"| {words} | {length:,} | " + " | ".join(cells) + " |")
     machine = document()["machine"]
     return "\n".join([*lines, "", f"{machine['processor']}; JAX {machine['packages']['jax']}."])
