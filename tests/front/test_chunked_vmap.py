@@ -856,8 +856,8 @@ FIVE = np.ones(5, np.float32)
         (TypeError, "chunked_vmap(add): chunk_size must be a positive int, got True", True, {}),
         (
             TypeError,
-            "chunked_vmap(add): chunk_size must be a positive int, got '3'; memory_limit='2 GB' picks "
-            "a size that fits the memory, and kernel.tune(...) the fastest one",
+            "chunked_vmap(add): chunk_size must be a positive int, got '3'; memory_limit='2 GB' "
+            "picks a size that fits the memory, and kernel.tune(...) the fastest one",
             "3",
             {},
         ),
