@@ -223,6 +223,9 @@ CASES = {
     "in chunks": case(grad, jacfwd, RATES, in_chunks),
     "in chunks, reduced": case(grad, jacfwd, RATES, functools.partial(in_chunks, reduce="sum")),
     "in chunks, hessian": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, in_chunks),
+    "in lanes, grad": case(
+        grad, jacfwd, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
+    ),
     "in lanes": case(
         lambda f: f, lambda f: f, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
     ),
@@ -235,7 +238,7 @@ AT_EACH_RUN = {
     "jvp of grad of items",
     "in itself, items",
     "in chunks, reduced",
-    "in lanes",
+    "in lanes, grad",
 }
 
 
