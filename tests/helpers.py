@@ -42,6 +42,15 @@ def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
             np.testing.assert_array_equal(a, b)
 
 
+def enable_x64() -> Any:
+    """Return a context in which floats are double by default."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
 def primitives(fun: Any, *args: Any) -> Counter[str]:
     """Count the primitives in the program of ``fun(*args)``, at any depth."""
     return Counter(_names(jax.make_jaxpr(fun)(*args).jaxpr))

@@ -90,6 +90,7 @@ def test_functions_have_their_source_and_examples():
     functions = [
         "auto_vmap",
         "checkpoint_chunked_scan",
+        "checkpoint_while_loop",
         "chunked_hessian",
         "chunked_jacfwd",
         "chunked_jacrev",

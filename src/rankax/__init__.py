@@ -10,6 +10,7 @@ __all__ = [
     "Static",
     "auto_vmap",
     "checkpoint_chunked_scan",
+    "checkpoint_while_loop",
     "chunked_hessian",
     "chunked_jacfwd",
     "chunked_jacrev",
@@ -35,6 +36,7 @@ from rankax._front.jacobians import chunked_hessian, chunked_jacfwd, chunked_jac
 from rankax._options import options
 from rankax._scan.checkpointed import checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan
+from rankax._scan.while_loop import checkpoint_while_loop
 from rankax._static import Static
 from rankax._tune.load import load_tuning
 

@@ -11,8 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, at_each_run
-from rankax import Static, auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from helpers import REMAT3, assert_same, at_each_run, enable_x64
+from rankax import (
+    Static,
+    auto_vmap,
+    checkpoint_chunked_scan,
+    checkpoint_while_loop,
+    chunked_vmap,
+    sliced_scan,
+)
 
 
 def kernel(s, v):
@@ -33,6 +40,10 @@ V = jnp.asarray(np.linspace(-1.0, 1.0, 15).reshape(5, 3))
 ROWS = jnp.asarray(np.linspace(0.0, 1.0, 21).reshape(7, 3))
 W = jnp.asarray(np.linspace(1.0, 2.0, 3))
 XS, C = jnp.asarray(np.linspace(0.5, 1.5, 10)), jnp.float32(0.5)
+
+
+def damped(x, c):
+    return jnp.sin(x) * c
 
 
 def by_axis(f):
@@ -85,6 +96,11 @@ CASES = {
         (C, XS),
         lambda c, x: jax.lax.scan(step, c, x),
     ),
+    "checkpoint_while_loop": (
+        lambda c, x: checkpoint_while_loop(lambda x: jnp.max(x) > c / 2, lambda x: damped(x, c), x),
+        (C, XS),
+        lambda c, x: damped(damped(x, c), c),
+    ),
 }
 
 
@@ -109,6 +125,7 @@ AT_EACH_RUN = {
     "chunked_vmap, uneven",
     "sliced_scan",
     "checkpoint_chunked_scan",
+    "checkpoint_while_loop",
 }
 
 
@@ -159,14 +176,6 @@ def test_eager_calls_transfer_nothing_implicitly(name):
     with jax.transfer_guard("disallow"):
         got = f(*args)
     assert_same(got, jax.jit(plain)(*args))
-
-
-def enable_x64():
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
 
 
 def test_double_precision(case):

@@ -11,6 +11,7 @@ from rankax import (
     Static,
     auto_vmap,
     checkpoint_chunked_scan,
+    checkpoint_while_loop,
     chunked_reduce,
     chunked_vmap,
     ranks_like,
@@ -127,3 +128,4 @@ assert_type(
     checkpoint_chunked_scan(step, X[0], X, chunk_size=[2, 3]),
     tuple[jax.Array, tuple[jax.Array, int]],
 )
+assert_type(checkpoint_while_loop(jnp.any, jnp.sin, X, max_stored=3), jax.Array)

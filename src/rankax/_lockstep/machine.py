@@ -198,7 +198,8 @@ class _Cutter:
 
         for eqn in jaxpr.eqns:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            if name not in _CALLS and not self._is_cut(eqn, values):
+            is_kept = self.keep_rules and eqn.params.get("other") is not None
+            if is_kept or (name not in _CALLS and not self._is_cut(eqn, values)):
                 outs = self._equation(eqn, jaxpr, values)
             elif name in _CALLS | _RULES:
                 outs = self._call(*called(eqn, values))

@@ -70,8 +70,8 @@ def carried_with(start: T, operands: Any) -> T:
     """Give the carry of a loop the type that it has after a step with these operands."""
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Manual in types:
-        axes = frozenset[Any]().union(*map(_varying_axes, jax.tree.leaves(operands)))
-        return jax.tree.map(lambda x: _varying(x, axes - _varying_axes(x)), start)
+        axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: _varying(x, axes - varying_axes(x)), start)
     if AxisType.Explicit in types:
         return jax.tree.map(_on_mesh, start)
     return start
@@ -83,7 +83,8 @@ def on_explicit_mesh(x: jax.Array) -> jax.Array:
     return _on_mesh(x) if AxisType.Explicit in types else x
 
 
-def _varying_axes(x: jax.Array) -> frozenset[Any]:
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Return the mesh axes along which devices may differ in a value, inside `jax.shard_map`."""
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying

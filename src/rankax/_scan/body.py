@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,17 +81,19 @@ def trace_body(call: ScanCall) -> tuple[Body, ScanArrays]:
         _check_pair(call, out)
         check_leaves(call.site, out[0], "the returned carry")
         check_leaves(call.site, out[1], "y")
-        _check_carry_structure(call, out[0])
+        check_carry_structure(f"{call.site}: the scan body", call.f, ("init", call.init), out[0])
         y_trees.append(jax.tree.structure(out[1]))
         return jax.tree.leaves(tuple(out))
 
     trace = jax.make_jaxpr(on_leaves)
     jaxpr = trace(carry, x)
     pairs = zip(carry, jaxpr.out_avals[: len(carry)], strict=True)
-    promoted = [_promote_weak_type(leaf, out) for leaf, out in pairs]
+    promoted = [promote_weak_type(leaf, out) for leaf, out in pairs]
     if any(a.dtype != b.dtype for a, b in zip(carry, promoted, strict=True)):
         jaxpr = trace(promoted, x)
-    _check_carry_types(call, promoted, jaxpr.out_avals[: len(carry)])
+    names = [name for name, _ in leaves_with_names(call.init, "init")]
+    types = zip(names, promoted, jaxpr.out_avals, strict=False)
+    check_carry_types(f"{call.site}: the scan body", call.f, "init", types)
     jaxpr = keep_rules(jaxpr)
     return Body(jaxpr.jaxpr, tree, y_trees[-1]), ScanArrays(list(jaxpr.consts), promoted, items)
 
@@ -100,7 +102,8 @@ def _is_weak(leaf: jax.Array) -> bool:
     return getattr(leaf, "weak_type", False)  # PRNG keys have no such attribute
 
 
-def _promote_weak_type(leaf: jax.Array, out: Any) -> jax.Array:
+def promote_weak_type(leaf: jax.Array, out: Any) -> jax.Array:
+    """Give a weakly typed leaf of a first carry the dtype that the body returns for it."""
     if not _is_weak(leaf) or leaf.dtype == out.dtype:
         return leaf
     return lax.convert_element_type(leaf, jnp.result_type(leaf, out.dtype))
@@ -117,32 +120,35 @@ def _check_pair(call: ScanCall, out: Any) -> None:
     )
 
 
-def _check_carry_structure(call: ScanCall, carry: Any) -> None:
-    before, after = jax.tree.structure(call.init), jax.tree.structure(carry)
+def check_carry_structure(
+    site: str, fun: Callable[..., Any], init: tuple[str, Any], carry: Any
+) -> None:
+    """Refuse a returned carry of another structure than ``init``, which is a name and a value."""
+    name, first = init
+    before, after = jax.tree.structure(first), jax.tree.structure(carry)
     if before == after:
         return
-    init, returned = (dict(leaves_with_names(tree, "init")) for tree in (call.init, carry))
-    missing = [path for path in init if path not in returned]
-    extra = [path for path in returned if path not in init]
+    given, returned = (dict(leaves_with_names(tree, name)) for tree in (first, carry))
+    missing = [path for path in given if path not in returned]
+    extra = [path for path in returned if path not in given]
     details = [f"it lacks {listed(missing)}"] if missing else []
     details += [f"it adds {listed(extra)}"] if extra else []
     raise TypeError(
-        f"{call.site}: the scan body {function_location(call.f)} must return a carry with the "
-        f"structure of init; {' and '.join(details) or 'its containers differ'}\n\n"
-        + table(("carry", "structure"), [("init", str(before)), ("returned", str(after))], [1])
+        f"{site} {function_location(fun)} must return a carry with the "
+        f"structure of {name}; {' and '.join(details) or 'its containers differ'}\n\n"
+        + table(("carry", "structure"), [(name, str(before)), ("returned", str(after))], [1])
     )
 
 
-def _check_carry_types(call: ScanCall, init: list[Any], returned: list[Any]) -> None:
-    names = [name for name, _ in leaves_with_names(call.init, "init")]
-    rows = [
-        (name, type_name(leaf), type_name(new))
-        for name, leaf, new in zip(names, init, returned, strict=True)
-    ]
+def check_carry_types(
+    site: str, fun: Callable[..., Any], init: str, leaves: Iterable[tuple[str, Any, Any]]
+) -> None:
+    """Refuse a carry whose leaves, given by name, type in and type out, change their types."""
+    rows = [(name, type_name(leaf), type_name(new)) for name, leaf, new in leaves]
     if odd := [i for i, (_, before, after) in enumerate(rows) if before != after]:
         raise TypeError(
-            f"{call.site}: the scan body {function_location(call.f)} must return a carry with the "
-            f"shapes and dtypes of init; {listed([rows[i][0] for i in odd])} "
+            f"{site} {function_location(fun)} must return a carry with the "
+            f"shapes and dtypes of {init}; {listed([rows[i][0] for i in odd])} "
             f"{'differs' if len(odd) == 1 else 'differ'}\n\n"
             + table(("leaf", "carry in", "carry out"), rows, odd)
         )

@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: MIT
+"""`checkpoint_while_loop` against `jax.lax.while_loop`, which has forward mode only."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, at_each_run, compilations, enable_x64, slow, temporary_bytes
+from rankax import auto_vmap, checkpoint_chunked_scan, checkpoint_while_loop, chunked_vmap
+from scan_cases import assert_same_weak_types, here
+
+COUNT = [0]
+
+
+def count():
+    COUNT[0] += 1
+
+
+def count_calls(fun, *args):
+    COUNT[0] = 0
+    out = jax.block_until_ready(fun(*args))
+    jax.effects_barrier()
+    return out, COUNT[0]
+
+
+# A loop of n steps, in an integer, a float and an array.
+
+
+def steps(loop, a, x, n, counted=False):
+    def body(carry):
+        if counted:
+            jax.debug.callback(count)
+        i, (x, v) = carry
+        return i + 1, (x * (1 - 1e-5 * a) + 1e-4 * jnp.sin(a * x), 0.999 * v + 1e-3 * x * a)
+
+    _, (x, v) = loop(lambda carry: carry[0] < n, body, (0, (x, jnp.stack([x, a]))))
+    return jnp.sin(x) + jnp.sum(v**2)
+
+
+@functools.cache
+def forward_mode():
+    return jax.jit(jax.jacfwd(functools.partial(steps, lax.while_loop), (0, 1)))
+
+
+def evaluated_again(n, stored):
+    """The fewest evaluations that reverse n steps, besides the loop and a derivative of each."""
+    most = 0
+    while reach(stored, most) < n:
+        most += 1
+    return most * n - reach(stored + 1, most - 1) if most else 0
+
+
+def reach(stored, again):
+    out = 1
+    for i in range(again):
+        out = out * (stored + i + 1) // (i + 1)
+    return out
+
+
+SHORT = [0, 1, 2, 3, 31, 32, 33, 1000]
+
+
+@functools.cache
+def reverse_mode(max_stored):
+    loop = functools.partial(checkpoint_while_loop, max_stored=max_stored)
+    return jax.jit(jax.grad(functools.partial(steps, loop, counted=True), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("max_stored", "lengths"),
+    [
+        (32, SHORT),
+        (1, SHORT[:-1]),
+        slow(2, SHORT),
+        slow(3, SHORT),
+        slow(2000, [1000]),
+        slow(32, [32_768, 32_769, 100_000]),
+    ],
+)
+def test_gradient_is_that_of_forward_mode_at_the_cost_of_revolve(max_stored, lengths):
+    with enable_x64():
+        for n in lengths:
+            got, evaluated = count_calls(reverse_mode(max_stored), 1.0, 2.0, n)
+            assert_same(got, forward_mode()(1.0, 2.0, n), rtol=1e-10, atol=0)
+            least = evaluated_again(n, max_stored)
+            assert least <= evaluated - 2 * n <= 1.01 * least
+
+
+def test_stated_costs():
+    for n, each in [(1000, 2.4), (32_769, 3.8), (100_000, 4.3)]:
+        assert round(evaluated_again(n, 32) / n, 1) == each
+    assert reach(32, 10) < 2**31 < reach(32, 11)
+
+
+@pytest.mark.optimized
+def test_memory_does_not_depend_on_the_number_of_steps():
+    state = jax.ShapeDtypeStruct((512,), jnp.float32)
+
+    def gradient(n, **options):
+        def end(x):
+            def body(carry):
+                i, x = carry
+                return i + 1, x + 0.01 * jnp.tanh(x)
+
+            return jnp.sum(checkpoint_while_loop(lambda c: c[0] < n, body, (0, x), **options)[1])
+
+        return jax.grad(end)
+
+    assert temporary_bytes(gradient(100), state) == temporary_bytes(gradient(100_000), state)
+    assert 33 < temporary_bytes(gradient(100_000), state) / 2048 < 36
+    assert 5 < temporary_bytes(gradient(100_000, max_stored=4), state) / 2048 < 8
+    rows = jax.ShapeDtypeStruct((16, 512), jnp.float32)
+    of_rows = jax.vmap(gradient(100_000))
+    assert temporary_bytes(of_rows, rows) / (16 * 2048) < 36
+
+
+# Transformations of a loop whose number of steps depends on the item.
+
+
+def growth(loop, a, x):
+    return jnp.sin(loop(lambda x: x < 9, lambda x: x * (1 + a), x))
+
+
+MINE, PLAIN = (functools.partial(growth, loop) for loop in (checkpoint_while_loop, lax.while_loop))
+A, X = jnp.float32(0.3), jnp.float32(1.1)
+RATES = jnp.asarray(np.array([0.3, 0.5, 0.1, 20.0, 0.7], np.float32))
+
+
+def sum_of_items(f, a, x):
+    return jnp.sum(jax.vmap(f, (0, None))(a, x))
+
+
+def sum_of_pairs(f, a, x):
+    return jnp.sum(jax.vmap(jax.vmap(f, (None, 0)), (0, None))(a, x * RATES))
+
+
+def nested(f, a, x):
+    loop = {MINE: checkpoint_while_loop, PLAIN: lax.while_loop}[f]
+    end = loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(a, 1 + c[1] * 0.2)), (0, x))
+    return end[1]
+
+
+def in_scan(f, a, x):
+    return lax.scan(lambda x, _: (f(a, 1 + x * 0.2), None), x, None, length=3)[0]
+
+
+def in_chunked_scan(f, a, x):
+    scan = functools.partial(checkpoint_chunked_scan, chunk_size=2)
+    return (lax.scan if f is PLAIN else scan)(
+        lambda x, _: (f(a, 1 + x * 0.2), None), x, None, length=5
+    )[0]
+
+
+def in_chunks(f, a, x, **options):
+    if f is PLAIN:
+        return sum_of_items(f, a, x)
+    out = auto_vmap(0, 0, chunk_size=2, **options)(f)(a, x)
+    return out if "reduce" in options else jnp.sum(out)
+
+
+def case(reverse, forward, rates=A, around=lambda f, a, x: f(a, x)):
+    """Two functions of a and x: ours, and what it must be."""
+
+    def applied(transform, f):
+        return jax.jit(transform(functools.partial(around, f)))
+
+    return lambda: (applied(reverse, MINE)(rates, X), applied(forward, PLAIN)(rates, X))
+
+
+def grad(f):
+    return jax.grad(f, (0, 1))
+
+
+def jacfwd(f):
+    return jax.jacfwd(f, (0, 1))
+
+
+def second(f):
+    return jax.jacfwd(jax.jacfwd(f, (0, 1)), (0, 1))
+
+
+def of_items(transform):
+    return lambda f: jax.vmap(transform(f), (0, None))
+
+
+CASES = {
+    "value": case(lambda f: f, lambda f: f),
+    "values": case(of_items(lambda f: f), of_items(lambda f: f), RATES),
+    "jacfwd": case(jacfwd, jacfwd),
+    "grad": case(grad, jacfwd),
+    "grad of items": case(of_items(grad), of_items(jacfwd), RATES),
+    "items of grad": case(grad, jacfwd, RATES, sum_of_items),
+    "pairs": case(grad, jacfwd, RATES, sum_of_pairs),
+    "grad of pairs by item": case(
+        of_items(grad), of_items(jacfwd), RATES, lambda f, a, x: sum_of_pairs(f, a[None], x)
+    ),
+    "jacrev": case(
+        lambda f: jax.jacrev(f, (0, 1)), jacfwd, RATES, lambda f, a, x: jax.vmap(f, (0, None))(a, x)
+    ),
+    "jvp of grad": case(lambda f: jax.jacfwd(jax.grad(f, (0, 1)), (0, 1)), second),
+    "jvp of grad of items": case(
+        of_items(jax.hessian), of_items(lambda f: jax.jacfwd(jax.jacfwd(f))), RATES
+    ),
+    "hessian of items": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, sum_of_items),
+    "grad of jvp": case(lambda f: jax.jacrev(jax.jacfwd(f, (0, 1)), (0, 1)), second),
+    "third": case(
+        lambda f: jax.jacfwd(jax.hessian(f)), lambda f: jax.jacfwd(jax.jacfwd(jax.jacfwd(f)))
+    ),
+    "linearize": case(
+        lambda f: lambda a, x: jax.linearize(jax.grad(f), a, x)[1](1.0, 0.0),
+        lambda f: jax.jacfwd(jax.jacfwd(f)),
+    ),
+    "checkpoint": case(lambda f: grad(jax.checkpoint(f)), jacfwd),
+    "in a scan": case(grad, jacfwd, A, in_scan),
+    "in a chunked scan": case(grad, jacfwd, A, in_chunked_scan),
+    "in itself": case(grad, jacfwd, A, nested),
+    "in itself, items": case(of_items(grad), of_items(jacfwd), RATES, nested),
+    "in chunks": case(grad, jacfwd, RATES, in_chunks),
+    "in chunks, reduced": case(grad, jacfwd, RATES, functools.partial(in_chunks, reduce="sum")),
+    "in chunks, hessian": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, in_chunks),
+    "in lanes, grad": case(
+        grad, jacfwd, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
+    ),
+    "in lanes": case(
+        lambda f: f, lambda f: f, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
+    ),
+}
+
+AT_EACH_RUN = {
+    "values",
+    "grad of items",
+    "grad of pairs by item",
+    "jvp of grad of items",
+    "in itself, items",
+    "in chunks, reduced",
+    "in lanes, grad",
+}
+
+
+@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
+def test_transformations(case):
+    got, want = case()
+    assert_same(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_reverse_mode_of_the_reverse_pass_is_refused():
+    expected = (
+        "checkpoint_while_loop(<lambda>): its reverse pass has no reverse mode; for second "
+        "derivatives, use forward mode of the gradient, such as jax.jvp or jax.jacfwd of jax.grad, "
+        "or jax.hessian"
+    )
+    for refused in (jax.grad(jax.grad(MINE)), jax.jit(jax.jacrev(jax.grad(MINE)))):
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+            refused(A, X)
+
+
+# What a carry may hold.
+
+
+def mixed(loop, a, x):
+    """A carry of floats of two widths, integers, a boolean, keys and an empty array."""
+
+    def cond(carry):
+        return carry["more"] & (carry["count"] < 100) & (carry["x"][0] < 20 * a)
+
+    def body(carry):
+        keys = jax.random.split(carry["keys"][0])
+        (x, half), count = carry["x"], carry["count"] + 1
+        x = x * (1 + a * jax.random.uniform(keys[0])) + jnp.float32(0.1) * half.astype(jnp.float32)
+        more = carry["more"] & (x < 100)
+        half = half * jnp.bfloat16(0.5)
+        empty = carry["empty"]
+        return {"x": (x, half), "count": count, "more": more, "keys": keys, "empty": empty}
+
+    init = {
+        "x": (x, jnp.bfloat16(1) * x.astype(jnp.bfloat16)),
+        "count": jnp.int8(0),
+        "more": True,
+        "keys": jax.random.split(jax.random.key(1)),
+        "empty": jnp.zeros((0, 2)),
+    }
+    return loop(cond, body, init)
+
+
+def mixed_loss(loop, a, x):
+    out = mixed(loop, a, x)
+    return jnp.sin(out["x"][0]) + out["x"][1].astype(jnp.float32) * a
+
+
+def test_carry_of_all_kinds():
+    mine, plain = (functools.partial(mixed, f) for f in (checkpoint_while_loop, lax.while_loop))
+    assert_same(mine(A, X), plain(A, X))
+    loss, plain_loss = (
+        functools.partial(mixed_loss, f) for f in (checkpoint_while_loop, lax.while_loop)
+    )
+    got = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(RATES, X)
+    assert_same(got, jax.jit(of_items(jacfwd)(plain_loss))(RATES, X), rtol=1e-3, atol=1e-4)
+
+
+def test_types_are_those_of_while_loop():
+    def body(carry):
+        return {"weak": carry["weak"] + 1, "promoted": carry["promoted"] + jnp.float32(0.5)}
+
+    def loop(loop):
+        return loop(lambda carry: carry["weak"] < 3, body, {"weak": 0, "promoted": 1})
+
+    assert_same(loop(checkpoint_while_loop), loop(lax.while_loop))
+    assert_same_weak_types(loop(checkpoint_while_loop), loop(lax.while_loop))
+
+
+def test_integers_have_no_gradient():
+    def end(i, x):
+        return checkpoint_while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 2), (i, x))[1]
+
+    of_i, of_x = jax.grad(end, (0, 1), allow_int=True)(2, 1.0)
+    assert of_i.dtype == jax.dtypes.float0
+    assert of_x == 8
+
+
+def test_only_what_depends_is_differentiated():
+    def end(x):
+        def body(carry):
+            i, x, noise = carry
+            return i + 1, x * jnp.cos(noise[:3]), noise * 0.5
+
+        out = checkpoint_while_loop(lambda c: c[0] < 5, body, (0, x, jnp.ones(7)))
+        return jnp.sum(out[1])
+
+    eqns = jax.make_jaxpr(jax.grad(end))(jnp.ones(3)).eqns
+    (reverse,) = (eqn for eqn in eqns if eqn.primitive.name == "rankax_while_reverse")
+    assert [v.aval.shape for v in reverse.outvars] == [(3,)]
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (10 * ct,))
+
+
+@jax.custom_jvp
+def tripled(x):
+    return 3 * x
+
+
+tripled.defjvp(lambda primals, tangents: (3 * primals[0], 100 * tangents[0]))
+
+
+def test_rules_in_the_body_are_kept():
+    def end(x, n):
+        def body(carry):
+            return carry[0] + 1, doubled(tripled(carry[1]))
+
+        return checkpoint_while_loop(lambda carry: carry[0] < n, body, (0, x))[1]
+
+    gradient = jax.grad(end)
+    assert gradient(1.0, 2) == 1e6
+    items = jnp.ones(3), jnp.asarray(np.array([0, 1, 2]))
+    of_items = jax.jit(jax.vmap(gradient))(*items)
+    of_sum = jax.jit(jax.grad(lambda x, n: jnp.sum(jax.vmap(end)(x, n))))(*items)
+    for got in (of_items, of_sum):
+        assert_same(got, jnp.asarray(np.array([1, 1e3, 1e6], np.float32)))
+
+
+# The derivative of this step is infinite at the last carry of the first item, and at the first
+# carry of the second, which makes no step. The third becomes NaN.
+
+
+def risky(loop, shift, x, scale):
+    return loop(lambda x: x > 1, lambda x: x - jnp.sqrt(shift * (x - 1)) * scale, x)
+
+
+def test_infinite_derivatives_and_nan_stay_in_their_items():
+    x = jnp.asarray(np.array([2.0, 1.0, 5.0, 7.0], np.float32))
+    scales = jnp.asarray(np.array([1.0, 1.0, np.nan, 0.3], np.float32))
+    finite = np.array([0, 1, 3])
+
+    def of_items(f, loop):
+        return jax.vmap(f(functools.partial(risky, loop)), (None, 0, 0))
+
+    def total(*args):
+        return jnp.sum(of_items(lambda f: f, checkpoint_while_loop)(*args))
+
+    def derivatives(transform):
+        return lambda f: transform(f, (0, 1, 2))
+
+    got, want, of_all, of_finite = jax.jit(
+        lambda: (
+            of_items(derivatives(jax.grad), checkpoint_while_loop)(1.0, x, scales),
+            of_items(derivatives(jax.jacfwd), lax.while_loop)(1.0, x, scales),
+            derivatives(jax.grad)(total)(1.0, x, scales),
+            derivatives(jax.grad)(total)(1.0, x[finite], scales[finite]),
+        )
+    )()
+    want = [of_item[finite] for of_item in want]
+    assert all(np.all(np.isfinite(of_item)) for of_item in want)
+    assert np.isnan(got[0][2])
+    assert np.isnan(of_all[0])
+    assert_same([of_item[finite] for of_item in got], want, rtol=1e-4)
+    assert_same([of_item[finite] for of_item in of_all[1:]], want[1:], rtol=1e-4)
+    assert_same([*of_finite], [jnp.sum(want[0]), *want[1:]], rtol=1e-4)
+
+
+def test_refused_arguments():
+    def loop(cond=lambda x: x < 3, body=lambda x: x + 1, init=0, **options):
+        return checkpoint_while_loop(cond, body, init, **options)
+
+    def step(x):
+        return {"x": x["x"] + 1}
+
+    def test(x):
+        return x["x"]
+
+    of_step = "checkpoint_while_loop(step)"
+    one = {"x": jnp.int32(1)}
+    refusals = [
+        (
+            lambda: loop(cond=3),
+            TypeError,
+            "checkpoint_while_loop: cond_fun must be callable, got int",
+        ),
+        (
+            lambda: loop(body=3),
+            TypeError,
+            "checkpoint_while_loop: body_fun must be callable, got int",
+        ),
+        (
+            lambda: loop(body=step, init=one, max_stored=0),
+            ValueError,
+            f"{of_step}: max_stored must be a positive int, got 0",
+        ),
+        (
+            lambda: loop(body=step, init={"x": object()}),
+            TypeError,
+            f"{of_step}: init_val['x'] must be an array or a scalar, got object",
+        ),
+        (
+            lambda: loop(test, step, one),
+            TypeError,
+            f"{of_step}: cond_fun {here(test)} must return a boolean scalar, got int32[]",
+        ),
+        (
+            lambda: loop(body=step, init={"x": 1, "y": 2}),
+            TypeError,
+            f"{of_step}: body_fun {here(step)} must return a carry with the structure of init_val; "
+            "it lacks init_val['y']\n\n"
+            "    carry     structure\n"
+            "    init_val  PyTreeDef({'x': *, 'y': *})\n"
+            "  > returned  PyTreeDef({'x': *})",
+        ),
+    ]
+    for call, error, expected in refusals:
+        with pytest.raises(error, match=f"^{re.escape(expected)}"):
+            call()
+
+    def widen(x):
+        return x[0], jnp.stack([x[0], x[0]])
+
+    expected = (
+        f"checkpoint_while_loop(widen): body_fun {here(widen)} must return a carry with the shapes "
+        "and dtypes of init_val; init_val[1] differs\n\n"
+        "    leaf         carry in    carry out\n"
+        "    init_val[0]  float32[]   float32[]\n"
+        "  > init_val[1]  float32[3]  float32[2]"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(expected)}$"):
+        loop(body=widen, init=(jnp.float32(1), jnp.zeros(3)))
+
+
+def test_effects_in_order_are_refused_where_they_are_differentiated():
+    seen = []
+
+    def f(x):
+        def body(x):
+            jax.experimental.io_callback(lambda x: seen.append(float(x)), None, x, ordered=True)
+            return x * 2
+
+        return checkpoint_while_loop(lambda x: x < 9, body, x)
+
+    body = next(c for c in f.__code__.co_consts if getattr(c, "co_name", "") == "body")
+    assert f(1.0) == 16
+    jax.effects_barrier()
+    assert seen == [1, 2, 4, 8]
+    expected = (
+        f"checkpoint_while_loop(body): body() at {body.co_filename}:{body.co_firstlineno} has an "
+        "ordered effect, so the loop has no derivative, because the reverse pass would evaluate "
+        "steps again; jax.lax.while_loop has forward mode"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+        jax.grad(f)(1.0)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 has no jax.new_ref")
+def test_refs_are_written_and_refused_where_they_are_differentiated():
+    def f(x):
+        total = jax.new_ref(jnp.float32(0))
+
+        def body(x):
+            total[...] += x
+            return x * 2
+
+        end = checkpoint_while_loop(lambda x: x < 9, body, x)
+        return end + total[...]
+
+    assert jax.jit(f)(1.0) == 16 + 15
+    with pytest.raises(ValueError, match=r"body\(\) at .* uses a jax\.Ref, so the loop has no"):
+        jax.grad(f)(1.0)
+
+
+def test_derivatives_that_devices_add_up_in_each_step_are_refused():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
+
+    def vary(a):
+        if hasattr(lax, "pcast"):
+            return lax.pcast(a, ("i",), to="varying")
+        return getattr(lax, "pvary")(a, ("i",))  # noqa: B009  JAX 0.7
+
+    def of_rates(a, rates=RATES):
+        return jnp.sum(jax.vmap(MINE, (None, 0))(a, rates))
+
+    def on_mesh(prepared):
+        def local(a, rates):
+            return lax.psum(of_rates(prepared(a), rates), "i")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+    expected = (
+        "checkpoint_while_loop(<lambda>): inside jax.shard_map, it is differentiated in a value "
+        "that does not vary over 'i', but its carry does; declare the value as varying before the "
+        "loop: jax.lax.pcast(x, axes, to='varying')"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+        jax.grad(on_mesh(lambda a: a))(A, RATES)
+    got, want = jax.jit(lambda a: (jax.grad(on_mesh(vary))(a, RATES), jax.grad(of_rates)(a)))(A)
+    assert_same(got, want, rtol=1e-4)
+
+
+def test_without_jit_it_is_the_loop_itself():
+    with jax.disable_jit():
+        assert_same(jax.grad(MINE)(A, X), jax.grad(jax.jit(MINE))(A, X), rtol=1e-4)
+
+
+def test_eager_calls_in_chunks_are_compiled_once():
+    kernel = chunked_vmap(lambda x: MINE(A, x), 2)
+    for transform in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sum(f(x)))):
+        compilations(transform(kernel), RATES)
+        assert compilations(transform(kernel), RATES)[1] == 0
