@@ -448,7 +448,7 @@ CANNOT = {
                                lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]))
     """,
     # A bug of JAX before 0.12, and no derivative after.
-    r"foreach\(\) argument 2|'int' object is not iterable|Effects not supported": """
+    r"foreach\(\) argument 2|'int' object is not iterable|returned None": """
         lax.dce_sink(f3)
     """,
     "returned a str at output, but outputs must be arrays or numbers": "random.key_impl(k)",

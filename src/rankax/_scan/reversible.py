@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
+from rankax._base.arrays import has_tangent
 from rankax._scan.revolve import advance, choose, reverse_pass
-from rankax._trace.derivatives import has_tangent, keep_rules, of_some
+from rankax._trace.derivatives import keep_rules, of_some
 from rankax._trace.programs import Literal, evaluate
 
 

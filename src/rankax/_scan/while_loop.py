@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from rankax._base.arrays import has_tangent
 from rankax._base.checks import check_callable, positive_int
 from rankax._base.functions import function_location, function_name
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed
 from rankax._loop.access import varying_axes
-from rankax._scan.arguments import check_leaves, type_name
 from rankax._scan.body import check_carry_structure, check_carry_types, promote_weak_type
 from rankax._scan.reversible import program_of, pushed_through
-from rankax._trace.derivatives import call_with_derivative_of, has_tangent
+from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import has_order
 from rankax._trace.programs import evaluate
 
