@@ -107,10 +107,17 @@ class BoundKernel(Bound):
     def part(self, plan: Nesting, shape: Shape) -> Self:
         return dataclasses.replace(super().part(plan, shape), cut=shape)
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
+
+    def call(self, leaves: Sequence[Any]) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
         arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
-        out = self._checked(self.fun(*arguments.args, **arguments.kwargs), plan)
+        return self.fun(*arguments.args, **arguments.kwargs)
+
+    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        out = self._checked(super().evaluate(leaves, plan), plan)
         check_outputs(self.fun, out)
         return out
 
@@ -118,6 +125,8 @@ class BoundKernel(Bound):
         """Return a call of the kernel itself if there is no batch."""
         if plan.plan.levels:
             return None
+        if self.batched:
+            return lambda: self.evaluate(self.leaves, plan)
         args, kwargs = self.arguments.args, self.arguments.kwargs
         return lambda: self._checked(self.fun(*args, **kwargs), plan)
 
@@ -235,7 +244,8 @@ def _bound(
     structure = _structure(kernel, names, values, leaves, treedef)
     where = f"{kernel.name}()"
     call = kernel.fun, kernel.name, where, leaves
-    return BoundKernel(*call, kernel, arguments, names, treedef, structure)
+    batched = kernel.preset.batched
+    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
 
 
 def _structure(

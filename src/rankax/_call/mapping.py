@@ -81,8 +81,11 @@ class BoundAxes(Bound):
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         return dataclasses.replace(super().part(plan, shape), length=shape[0])
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
-        del plan
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, place in enumerate(self.places) if place is not None]
+
+    def call(self, leaves: Sequence[Any]) -> Any:
         args, kwargs = self.treedef.unflatten(leaves)
         return self.fun(*args, **kwargs)
 
@@ -93,7 +96,7 @@ class BoundAxes(Bound):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            out = self.fun(*args, **kwargs)
+            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out
@@ -135,6 +138,8 @@ def bind_axes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     axes: MappedAxes,
+    *,
+    batched: bool = False,
 ) -> BoundAxes:
     """Give every leaf its axis and find the common length, or say which leaf does not fit."""
     in_axes, axis_size = axes.in_axes, axes.axis_size
@@ -169,6 +174,5 @@ def bind_axes(
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     treedef = jax.tree.structure((args, kwargs))
-    return BoundAxes(
-        fun, function_name(fun), where, leaves, args, kwargs, axes, places, treedef, length
-    )
+    call = fun, function_name(fun), where, leaves
+    return BoundAxes(*call, args, kwargs, axes, places, treedef, length, batched=batched)
