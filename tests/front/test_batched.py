@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
+from jaxtyping import Array, Float
 
 import rankax
 from helpers import assert_same, compilations, temporary_bytes
@@ -391,6 +393,35 @@ def test_lanes_are_refused():
             pytest.raises(TypeError, match=f"^{re.escape(f'{where}: {LANES}')}$"),
         ):
             call()
+
+
+def test_annotations_describe_the_batch():
+    def norm(x: Float[Array, "n 3"]) -> Float[Array, "n"]:
+        return jnp.sqrt(jnp.sum(x**2, 1))
+
+    close(auto_vmap(1, batched=True, chunk_size=7)(norm)(X), norm(ROWS).reshape(4, 5))
+    text = (
+        "auto_vmap(norm): no rank is declared; give ranks, as in auto_vmap(0, 1), for with "
+        "batched=True, annotations describe the batch"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        auto_vmap(batched=True)(norm)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_checkify_looks_inside(chunk_size):
+    def log(x):
+        checkify.check(jnp.all(x < 100), "too large")
+        return jnp.log(x)
+
+    kernel = auto_vmap(1, batched=True, chunk_size=chunk_size)(log)
+    checked = jax.jit(checkify.checkify(kernel, checkify.user_checks | checkify.nan_checks))
+    rows = jnp.abs(ROWS)
+    error, out = checked(rows)
+    assert error.get() is None
+    close(out, jnp.log(rows))
+    assert "too large" in checked(rows.at[3].set(200.0))[0].get()
+    assert "nan" in checked(rows.at[3].set(-1.0))[0].get()
 
 
 def test_references_are_refused():

@@ -73,7 +73,7 @@ def call_for_item(
     consts = {id(const): const for traced in traces for const in traced.closed.consts}
     programs = tuple((t.length, _with_operands(t, arrays, consts)) for t in traces)
     operands = [lax.expand_dims(x, (0,)) for x in arrays] + list(consts.values())
-    outs = _batch.bind(*operands, programs=programs, items=len(arrays), size=1)
+    outs = _bind(operands, programs, len(arrays), 1)
     return traces[0].tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
 
 
@@ -154,7 +154,8 @@ def _with_operands(traced: _Traced, arrays: Sequence[Any], consts: dict[int, Any
     return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
 
 
-# The primitive. Its first operands have `size` items on axis 0.
+# The primitive. Its first operands have `size` items on axis 0. The program for so many, if there
+# is one, is `call_jaxpr`, by which `checkify` knows it.
 
 
 def _program_of(programs: Any, items: int, size: int) -> Any:
@@ -206,26 +207,43 @@ def _one_by_one(
     return lax.map(on_row, rows)
 
 
-_batch = jax.extend.core.Primitive("rankax_batch")
+class _Batch(jax.extend.core.Primitive):
+    """A primitive into which `checkify` looks, as in `derivatives.py`."""
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
+            subfuns, args = args[:1], args[1:]
+        return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
+
+
+_batch = _Batch("rankax_batch")
 _batch.multiple_results = True
 
 
+def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
+    closed = dict(programs).get(size)
+    known = {} if closed is None else {"call_jaxpr": closed}
+    return _batch.bind(*operands, programs=programs, items=items, size=size, **known)
+
+
+def _program(*, programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
+    return _program_of(programs, items, size) if call_jaxpr is None else call_jaxpr
+
+
 @_batch.def_impl
-def _(*operands: Any, programs: Any, items: int, size: int) -> list[Any]:
-    closed = _program_of(programs, items, size)
+def _(*operands: Any, **params: Any) -> list[Any]:
+    closed = _program(**params)
     return evaluate(closed.jaxpr, closed.consts, *operands)
 
 
 @_batch.def_effectful_abstract_eval
-def _(*_: Any, programs: Any, items: int, size: int) -> tuple[list[Any], Any]:
-    del items
-    known = dict(programs)
-    closed = known.get(size, known[1])
+def _(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
+    closed = params.get("call_jaxpr", programs[0][1])
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
 def _mapped(
-    operands: Sequence[Any], dims: Sequence[Any], *, programs: Any, items: int, size: int
+    operands: Sequence[Any], dims: Sequence[Any], *, programs: Any, items: int, size: int, **_: Any
 ) -> tuple[list[Any], list[int]]:
     """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
     count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
@@ -245,9 +263,9 @@ def _mapped(
 
     every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
     shared = operands[items:]
-    outs = _batch.bind(*every, *shared, programs=programs, items=items, size=size * count)
+    outs = _bind([*every, *shared], programs, items, size * count)
     return [parted(out) for out in outs], [0] * len(outs)
 
 
 batching.primitive_batchers[_batch] = _mapped
-define_by_program(_batch, _program_of)
+define_by_program(_batch, _program)
