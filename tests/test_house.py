@@ -194,7 +194,8 @@ def drawn_path() -> list[tuple[str, str]]:
     return [(file, function) for function, file in re.findall(r"([\w.]+) +(\w+/\w+\.py)", drawing)]
 
 
-def test_a_chunked_call_takes_the_path_that_the_page_draws():
+def calls_in(fun) -> list[tuple[str, str]]:
+    """Return file and function of each call of the library's own functions."""
     called: list[tuple[str, str]] = []
 
     def record(frame, event, _):
@@ -202,13 +203,40 @@ def test_a_chunked_call_takes_the_path_that_the_page_draws():
             file = Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
             called.append((file, frame.f_code.co_qualname.split("<locals>.")[-1]))
 
-    kernel = rankax.auto_vmap(a=1, b=1, chunk_size=10)(lambda a, b: jnp.tanh(a @ b) + 0.2824)
     before = sys.getprofile()
     sys.setprofile(record)
     try:
-        kernel(jnp.ones((4, 1, 3)), jnp.ones((25, 3)))
+        fun()
     finally:
         sys.setprofile(before)
+    return called
+
+
+def until_positive(a, b):
+    return jax.lax.while_loop(lambda x: x < 0, lambda x: x + b[0], a @ b)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 15),
+        *(({"reduce": name}, 18) for name in ("sum", "logsumexp", "argmax")),
+        ({"lockstep": False}, 22),
+        ({"lockstep": False, "reduce": "sum"}, 22),
+    ],
+    ids=str,
+)
+def test_an_eager_call_passes_few_files(options, most):
+    kernel = rankax.auto_vmap(a=1, b=1, chunk_size=10, **options)(until_positive)
+    args = jnp.ones((4, 1, 3)), jnp.ones((25, 3))
+    kernel(*args)
+    files = {file for file, _ in calls_in(lambda: kernel(*args))}
+    assert len(files) <= most, files
+
+
+def test_a_chunked_call_takes_the_path_that_the_page_draws():
+    kernel = rankax.auto_vmap(a=1, b=1, chunk_size=10)(lambda a, b: jnp.tanh(a @ b) + 0.2824)
+    called = calls_in(lambda: kernel(jnp.ones((4, 1, 3)), jnp.ones((25, 3))))
     drawn = drawn_path()
     assert len({file for file, _ in drawn}) <= 10
     if jax.__version_info__ < (0, 10):  # where a chunk is one tile

@@ -47,6 +47,11 @@ class Options:
     bucket: Bucket = False
     batched: bool = False
 
+    @functools.cached_property
+    def unchunked(self) -> Options:
+        """The same for the whole batch at once."""
+        return dataclasses.replace(self, chunk_size=None)
+
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
             object.__setattr__(self, "reduce", self.reduce.of_items(self.where))

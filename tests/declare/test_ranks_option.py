@@ -187,5 +187,5 @@ def test_a_rank_that_is_taken_for_an_option_names_ranks(given):
 
 
 def test_an_option_of_that_name_without_a_rank_from_ranks_is_refused_when_decorating():
-    with pytest.raises(TypeError, match="got str 'no'"):
+    with pytest.raises(TypeError, match="got 'no'"):
         auto_vmap(ranks={"chunk_size": 0}, chunk_size="no")(lambda chunk_size: chunk_size)

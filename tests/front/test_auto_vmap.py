@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-import rankax._call.kernel
+import rankax._call.arguments
 from helpers import assert_same, primitives, slow
 from rankax import Static, auto_vmap
 
@@ -616,7 +616,7 @@ def test_structures_of_two_calls_are_not_mixed_up():
 
 
 def test_what_is_kept_of_many_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(rankax._call.kernel, "_MOST_KEPT", 2)
+    monkeypatch.setattr(rankax._call.arguments, "_MOST_KEPT", 2)
     mapped = auto_vmap(0)(lambda x: jax.tree.map(lambda leaf: leaf * 2, x))
     for name in "abcab":
         for n in (1, 2, 3, 1):
@@ -624,7 +624,7 @@ def test_what_is_kept_of_many_calls_is_bounded(monkeypatch):
             assert_same(mapped({name: x}), {name: x * 2})
     cache = {}
     for n in range(5):
-        rankax._call.kernel.keep(cache, n, -n)
+        rankax._call.arguments.keep(cache, n, -n)
         assert cache[n] == -n
         assert len(cache) <= 2
 

@@ -278,7 +278,7 @@ def test_only_the_class_that_defines_a_kernel_describes_it():
     assert Sub.bare.__doc__ is None
 
 
-@pytest.mark.parametrize("fun", [wrapper_kernels.plain, Body(2.0).pull], ids=repr)
+@pytest.mark.parametrize("fun", [wrapper_kernels.plain, Body(2.0).pull], ids=["kernel", "method"])
 def test_kernels_as_constants_of_programs_and_as_keys(fun):
     args = (S, X) if fun is wrapper_kernels.plain else (X,)
     called = jax.jit(lambda fun, *args: fun(*args), static_argnums=0)

@@ -875,7 +875,7 @@ def test_chunked_reduce_takes_what_vmap_takes():
             "auto_vmap(outputs): reduce_axis must be an int, a tuple of ints, or None, got float "
             "1.5",
         ),
-        (None, 0, TypeError, "auto_vmap(outputs): reduce_axis=0 needs reduce"),
+        (None, 0, TypeError, "auto_vmap(outputs): reduce_axis=0 has no effect without reduce="),
     ],
 )
 def test_wrong_options(reduce, axis, error, text):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Small arrays: literals inside a traced program, explicit transfers in an eager call."""
+"""Arrays: small ones that are made on the way, and what kind of array a value is.
+
+A small array is a literal inside a traced program, and an explicit transfer in an eager call.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +62,36 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.zeros(shape, dtype)
     return lax.broadcast(scalar(0, dtype), shape)
+
+
+def is_ref(value: Any) -> bool:
+    """Whether a value, or a variable of a program, is a `jax.Ref`, which JAX 0.7 does not have."""
+    return type(getattr(value, "aval", None)).__name__ == "AbstractRef"
+
+
+def index_dtype(size: int) -> Any:
+    """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
+    return jnp.int32 if size < 2**31 else jax.dtypes.canonicalize_dtype(jnp.int64)
+
+
+def too_many(size: int) -> str:
+    """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
+    if size <= jnp.iinfo(index_dtype(size)).max:
+        return ""
+    return (
+        f"the indices of {size} items need 64 bits; call "
+        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
+    )
+
+
+def check_no_ref(value: Any, site: str, name: str) -> None:
+    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return."""
+    if is_ref(value):
+        raise TypeError(
+            f"{site}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
+        )
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether numbers of this type have derivatives."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

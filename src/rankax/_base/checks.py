@@ -58,19 +58,6 @@ def check_callable(value: Any, site: str, name: str) -> None:
         raise TypeError(f"{site}: {name} must be callable, got {type(value).__name__}")
 
 
-def is_ref(value: Any) -> bool:
-    """Whether a value, or a variable of a program, is a `jax.Ref`, which JAX 0.7 does not have."""
-    return type(getattr(value, "aval", None)).__name__ == "AbstractRef"
-
-
-def check_no_ref(value: Any, site: str, name: str) -> None:
-    """Refuse a `jax.Ref`: `jax.numpy.asarray` of one fails, or does not return."""
-    if is_ref(value):
-        raise TypeError(
-            f"{site}: {name} is a jax.Ref, not an array; read it before the call: {name}[...]"
-        )
-
-
 def common_length(leaves: Sequence[tuple[str, Any, int]], site: str) -> int:
     """Return the common length of the looped axes of all ``(name, leaf, axis)``.
 

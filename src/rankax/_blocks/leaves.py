@@ -14,9 +14,8 @@ from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed
 from rankax._blocks.programs import Leaf
-from rankax._call.arguments import check_key, converted, is_array, is_number
+from rankax._call.arguments import KernelSpec, check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
-from rankax._call.kernel import KernelSpec
 from rankax._plan.shapes import leaf_plan
 
 

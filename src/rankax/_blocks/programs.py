@@ -25,8 +25,8 @@ import numpy as np
 
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
+from rankax._call.arguments import KernelSpec
 from rankax._call.bind import rebind
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates

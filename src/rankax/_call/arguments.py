@@ -1,25 +1,71 @@
 # SPDX-License-Identifier: MIT
-"""Match arguments with the parameters of a kernel, and decide what counts as an array."""
+"""What a decorated kernel is, and how arguments match its parameters: which of them are arrays."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of, in_blocks
-from rankax._base.checks import check_no_ref
-from rankax._base.functions import caller_level
+from rankax._base.cache import Kept
+from rankax._base.functions import caller_level, function_name
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import shortened
-from rankax._call.kernel import KernelSpec
 from rankax._declare.dims import Rank
-from rankax._options import DEFAULTS
+from rankax._declare.ranks import Declaration
+from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.levels import Shape
+
+_MOST_KEPT = 1024  # structures per kernel, and plans per structure
+
+
+class KernelSpec:
+    """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        declaration: Declaration,
+        explicit: Mapping[str, Any],
+        members: Kept[Any],
+    ) -> None:
+        self.fun = fun
+        self.name = function_name(fun)
+        self.declaration = declaration
+        self.explicit = dict(explicit)  # the options set for this kernel
+        self.members = members  # the kernels that differ in their options only
+        self.preset = Options(**explicit)
+        self.structures: dict[Any, Any] = {}
+        self.silent = set(declaration.silent)  # parameters not warned about yet
+        self.defaults = {
+            name: parameter.default
+            for name, parameter in declaration.signature.parameters.items()
+            if parameter.default is not parameter.empty
+            # A positional-only argument can be passed only if all before it are, ranked or not.
+            and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Kept structures need not be picklable, and a copy fills its own cache.
+        return {**vars(self), "structures": {}}
+
+    def options(self) -> Options:
+        """Return the options of a call made now."""
+        return resolve(self.explicit, self.preset)
+
+
+def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Remember ``value``, within bounds."""
+    if len(cache) >= _MOST_KEPT:
+        cache.clear()
+    cache[key] = value
 
 
 def bind_arguments(

@@ -17,21 +17,22 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
-from rankax._base.checks import check_no_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import (
+    KernelSpec,
     arrays_of,
     bind_arguments,
     check_key,
     converted,
     is_array,
     is_number,
+    keep,
     rebind_arguments,
 )
 from rankax._call.bound import Bound, planned_reduction
-from rankax._call.kernel import KernelSpec, keep
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of

@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rankax._call.bind import BoundKernel
-from rankax._devices.find import is_spread
+from rankax._devices.mesh import is_spread
 from rankax._loop.keys import index_without_fill
 from rankax._options import Options
 from rankax._plan.levels import Shape
@@ -46,7 +46,7 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
     """
     if not options.bucket:
         return call
-    plan = call.plan(dataclasses.replace(options, chunk_size=None))
+    plan = call.plan(options.unchunked)
     shape, lengths = list(plan.plan.batch_shape), dict[int, int]()
     for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
         if options.devices is None and is_spread(call.leaves[i]):

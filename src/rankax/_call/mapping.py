@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import check_no_ref, common_length, positive_int
+from rankax._base.arrays import check_no_ref
+from rankax._base.checks import common_length, positive_int
 from rankax._base.functions import function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural

@@ -129,7 +129,8 @@ class Nest:
 
     def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:
         """Return the inputs by position, without stretched axes."""
-        arrays = dict(zip(self.inputs, map(jnp.asarray, leaves), strict=True))
+        leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+        arrays = dict(zip(self.inputs, leaves, strict=True))
         for position, shape in self.reshaped:
             if position in arrays:
                 arrays[position] = jnp.reshape(arrays[position], shape)

@@ -21,6 +21,7 @@ Words used throughout:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
-from rankax._devices.find import find_parts, is_spread
-from rankax._devices.mesh import inside, on_every_device, on_mesh
+from rankax._devices.find import find_parts
+from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
@@ -104,7 +105,8 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
     key = None if is_ordered else (whole, parts, options, progress, bound.key)
-    with call_of_kernel(item.where), committed_elsewhere(bound.where, parts):
+    committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
+    with call_of_kernel(item.where), committed:
         try:
             out = run_kept(make, item, leaves, key, mode)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
@@ -210,12 +212,8 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     planned = bound.plan(options)
     if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
         return planned
-    whole = _whole(bound, options)
+    whole = bound.plan(options.unchunked)
     return whole if _is_empty(whole) else None
-
-
-def _whole(bound: Bound, options: Options) -> Nesting:
-    return bound.plan(dataclasses.replace(options, chunk_size=None))
 
 
 def _is_empty(plan: Nesting) -> bool:
@@ -225,7 +223,7 @@ def _is_empty(plan: Nesting) -> bool:
 
 def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     """Trace the kernel of a call for one item."""
-    whole = _whole(bound, options)
+    whole = bound.plan(options.unchunked)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
     return Traced(whole, item, () if parts and has_order(item.closed) else parts)
@@ -261,7 +259,7 @@ def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
     planned = part.plan(options, tiles)
     if ends:
         check_lanes(item)
-        loose = part.plan(dataclasses.replace(options, chunk_size=None))
+        loose = part.plan(options.unchunked)
         lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
         return Prepared(lanes, options, whole, item, parts, memory, planned)
     if not options.lockstep:
@@ -276,7 +274,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     devices = options.devices
     if devices is None and not any(map(is_spread, bound.leaves)):
         return ()
-    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
+    whole = bound.plan(options.unchunked)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
@@ -288,7 +286,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
-    whole = bound.plan(dataclasses.replace(options, chunk_size=None))
+    whole = bound.plan(options.unchunked)
     axis = parts[0].axis
     if whole.plan.batch_shape[axis] % parts[0].count:
         return {}

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.words import listed, plural
-from rankax._devices.mesh import can_leave_mesh, is_inside, mesh_of, sharding_of
+from rankax._devices.mesh import can_leave_mesh, is_inside, is_spread, mesh_of, sharding_of
 from rankax._devices.parts import Parts
 from rankax._devices.place import Devices, named
 
@@ -70,14 +70,6 @@ def find_parts(
     if axis is None:
         return ()
     return _spread_parts(devices, found, leaves, axis, shape[axis], where)
-
-
-def is_spread(leaf: Any) -> bool:
-    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
-    sharding = sharding_of(leaf)
-    if not isinstance(sharding, NamedSharding):
-        return False
-    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _sharded_parts(

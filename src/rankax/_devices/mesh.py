@@ -35,6 +35,14 @@ def sharding_of(leaf: Any) -> Any:
     return getattr(leaf, "sharding", None)
 
 
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
 def mesh_of(leaves: Sequence[Any]) -> Any:
     """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
     shardings = [sharding_of(leaf) for leaf in leaves]

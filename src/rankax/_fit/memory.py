@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
-from rankax._trace.derivatives import has_tangent, of_some
+from rankax._trace.derivatives import of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call

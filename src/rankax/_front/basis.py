@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from rankax._base.arrays import counted
+from rankax._base.arrays import counted, has_tangent, index_dtype
 from rankax._base.words import listed, plural
 from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
@@ -27,10 +27,8 @@ from rankax._front.chunked_reduce import chunked_reduce
 from rankax._options import Options
 from rankax._reduce.gram import Gram, WeightedGram
 from rankax._reduce.protocol import EachLeaf, Reduction
-from rankax._reduce.row import index_dtype
 from rankax._reduce.run import read_reductions
 from rankax._reduce.states import fill
-from rankax._trace.derivatives import has_tangent
 from rankax._trace.programs import evaluate_wide
 
 Leaves = list[Any]

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import is_staged, scalar
 from rankax._base.trees import leaves_with_names
-from rankax._call.arguments import is_array, is_number
+from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere, put

@@ -23,9 +23,9 @@ from rankax._base.cache import Kept
 from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, Node
 from rankax._blocks.call import call_on_blocks
+from rankax._call.arguments import KernelSpec
 from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration

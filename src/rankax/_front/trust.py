@@ -17,9 +17,8 @@ import numpy as np
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
-from rankax._call.arguments import rebind_arguments
+from rankax._call.arguments import KernelSpec, rebind_arguments
 from rankax._call.bind import BoundKernel, bind
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._declare.ranks import Declaration
 from rankax._loop.keys import PLACE
@@ -100,7 +99,7 @@ class _Items:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
-        self.call, self.plan = call, call.plan(dataclasses.replace(options, chunk_size=None))
+        self.call, self.plan = call, call.plan(options.unchunked)
         self.shape = self.plan.plan.batch_shape
 
     def window(self, leaf: int, index: Index) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from rankax._base.arrays import counted, scalar, zeros
+from rankax._base.arrays import counted, has_tangent, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
@@ -34,7 +34,6 @@ from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
-from rankax._trace.derivatives import has_tangent
 from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
 
 _REPORTS = 50

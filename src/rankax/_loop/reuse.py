@@ -36,9 +36,8 @@ from typing import Any
 import jax
 from jax import core
 
-from rankax._base.arrays import is_staged
+from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
-from rankax._base.checks import is_ref
 from rankax._base.functions import caller_level
 from rankax._trace.fingerprint import (
     Unknown,
@@ -97,11 +96,10 @@ def run_kept(
     if mode is Mode.STAGED:
         program = make()
         return program and program(item, list(leaves))
-    bare = dataclasses.replace(item, out_tree=None)  # it may hold user-defined classes
     try:
-        run, consts = _find(make, bare, leaves, key, mode)
+        run, consts = _find(make, item, leaves, key, mode)
     except Unknown:
-        run, consts = _compiled(make(), bare, item.closed.jaxpr), _on_device(item.closed.consts)
+        run, consts = _compiled(make(), item, item.closed.jaxpr), _on_device(item.closed.consts)
     return run and run(consts, list(leaves))
 
 
@@ -138,7 +136,8 @@ def _find(
 def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
     if program is None:
         return None
-    bare = dataclasses.replace(item, closed=None)  # without the constants
+    # Without the constants, and the tree, which may hold user-defined classes.
+    bare = dataclasses.replace(item, closed=None, out_tree=None)
 
     def run(consts: list[Any], leaves: list[Any]) -> Any:
         return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)

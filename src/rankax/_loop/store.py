@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._base.arrays import counted, zeros
+from rankax._base.arrays import counted, has_tangent, zeros
 from rankax._loop.access import as_row, is_stack, join_chunks, write_chunk
 from rankax._plan.chunks import Chunks
-from rankax._trace.derivatives import has_tangent
 
 
 @dataclasses.dataclass(frozen=True)

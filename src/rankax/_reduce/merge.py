@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax._base.arrays import scalar
+from rankax._base.arrays import index_dtype, scalar
 from rankax._reduce.extrema import no_index
 from rankax._reduce.protocol import Outputs, Reduction
-from rankax._reduce.row import index_dtype
 from rankax._reduce.run import Reduced, Reductions, trace_reduced
 
 

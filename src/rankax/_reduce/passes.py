@@ -24,15 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rankax._base.arrays import has_tangent, index_dtype, too_many
 from rankax._loop.keys import PLACE
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg
 from rankax._reduce.protocol import Outputs, Reduction, counting
-from rankax._reduce.row import Mask, Row, index_dtype, too_many
+from rankax._reduce.row import Mask, Row
 from rankax._reduce.run import Reduced, Reductions
 from rankax._reduce.states import Accumulation
-from rankax._trace.derivatives import call_with_derivative_of, has_tangent
+from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram, with_axis, with_shape
 from rankax._trace.work import evaluates_functions
 

@@ -49,7 +49,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._reduce.row import Row, index_dtype
+from rankax._base.arrays import index_dtype
+from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Whole, in_a_row
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row

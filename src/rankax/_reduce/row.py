@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from rankax._base.arrays import counted, scalar
+from rankax._base.arrays import counted, index_dtype, scalar
 from rankax._lockstep.call import walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
@@ -43,21 +43,6 @@ def most_lanes() -> int | None:
     of more than some thousand numbers.
     """
     return 1024 if jax.default_backend() == "cpu" else None
-
-
-def index_dtype(size: int) -> Any:
-    """Return the dtype of the flat indices of ``size`` items, which may not fit it."""
-    return jnp.int32 if size < 2**31 else jax.dtypes.canonicalize_dtype(jnp.int64)
-
-
-def too_many(size: int) -> str:
-    """Say that the indices of ``size`` items do not fit their dtype, if they do not."""
-    if size <= jnp.iinfo(index_dtype(size)).max:
-        return ""
-    return (
-        f"the indices of {size} items need 64 bits; call "
-        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
-    )
 
 
 class Mask(NamedTuple):

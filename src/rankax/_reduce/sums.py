@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._base.arrays import scalar
+from rankax._base.arrays import has_tangent, scalar
 from rankax._reduce.protocol import (
     EachLeaf,
     MisfitError,
@@ -32,7 +32,6 @@ from rankax._reduce.states import (
     Ordered,
     fill,
 )
-from rankax._trace.derivatives import has_tangent
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.arrays import scalar
+from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
 from rankax._reduce.extrema import (
@@ -36,9 +36,9 @@ from rankax._reduce.protocol import (
     Reduction,
     dtype_of,
 )
-from rankax._reduce.row import Row, index_dtype, too_many
+from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
-from rankax._trace.derivatives import call_with_derivative_of, has_tangent
+from rankax._trace.derivatives import call_with_derivative_of
 
 
 def _check_places(count: int) -> None:

@@ -21,17 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._base.arrays import scalar, zeros
+from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
 from rankax._reduce.merge import RunStates
 from rankax._reduce.passes import item_types, reduce_row
-from rankax._reduce.row import index_dtype
 from rankax._reduce.run import Reduced, Reductions, read_reductions, trace_reduced
 from rankax._scan.checkpointed import scan_checkpointed
 from rankax._scan.loops import StepLoop
-from rankax._trace.derivatives import has_tangent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,11 +32,10 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from rankax._base.checks import is_ref
+from rankax._base.arrays import has_tangent, is_ref
 from rankax._trace.programs import (
     ClosedJaxpr,
     Literal,
@@ -293,11 +292,6 @@ def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[An
 
     noted.defjvp(rule, symbolic_zeros=True)
     return lambda *args: list(noted(*fun(*args)))
-
-
-def has_tangent(aval: Any) -> bool:
-    """Whether numbers of this type have derivatives."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def of_some(

@@ -9,6 +9,7 @@ or those of the whole batch.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -126,6 +127,7 @@ def trace_item(
         found.append((tree, [name for name, _ in leaves_with_names(out, "output")], axes))
         return outs
 
+    vars(on_leaves)["__signature__"] = _LEAVES  # JAX asks for it
     try:
         closed = jax.make_jaxpr(on_leaves)(*avals)
     except NameError as error:
@@ -138,6 +140,9 @@ def trace_item(
         raise _no_collective(fun, axis_name)
     tree, out_names, axes = found[-1]
     return ItemProgram(function_location(fun), closed, tree, tuple(out_names), tuple(axes))
+
+
+_LEAVES = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])
 
 
 def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> list[int | None]:

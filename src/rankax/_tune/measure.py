@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from rankax._base.checks import check_bool
-from rankax._call.kernel import KernelSpec
+from rankax._call.arguments import KernelSpec
 from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
 from rankax._options import Options

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax import core
 
 from rankax._base.arrays import is_staged
-from rankax._call.arguments import is_array
+from rankax._call.arguments import KernelSpec, is_array
 from rankax._call.bind import bind, rebind
 from rankax._call.fill import fill_up, filled
-from rankax._call.kernel import KernelSpec
 from rankax._call.run import run
 from rankax._fit.cpu import NO_LIBRARY, tiles_matter
 from rankax._lockstep.machine import cut_program

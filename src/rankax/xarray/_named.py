@@ -17,9 +17,8 @@ from rankax._base.blocks import blocks_of
 from rankax._base.words import listed, plural
 from rankax._blocks.leaves import checked_dtype
 from rankax._blocks.programs import in_native_order
-from rankax._call.arguments import is_number
+from rankax._call.arguments import KernelSpec, is_number
 from rankax._call.bind import BoundKernel
-from rankax._call.kernel import KernelSpec
 from rankax._declare.dims import Dim, Rank
 
 Dims = tuple[str, ...]

@@ -11,7 +11,7 @@ import jax
 
 from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
-from rankax._call.kernel import KernelSpec
+from rankax._call.arguments import KernelSpec
 from rankax._declare.ranks import ranks_of_leaves
 from rankax.xarray._named import Dims, NamedLeaf, declared_names, read_dims, xr
 
