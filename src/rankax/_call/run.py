@@ -196,7 +196,7 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     if not bound.batched:
         return bound
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
-    whole = _whole(bound, options)
+    whole = bound.plan(options.unchunked)
     if options.memory_limit is not None and not _is_empty(whole):
         options = _fitted(bound, options, _traced(bound, options, parts)).options
     shapes = bound.layout(whole, parts).shapes()

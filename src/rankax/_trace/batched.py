@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching
 
-from rankax._base.checks import is_ref
+from rankax._base.arrays import is_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import listed, plural, table
