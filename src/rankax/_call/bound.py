@@ -52,7 +52,7 @@ class Bound(abc.ABC):
     batched : bool
         Whether the kernel takes a batch itself.
     in_chunks : tuple of int
-        How many items the chunks of such a kernel have.
+        How many items the chunks of such a kernel have, in ascending order.
     """
 
     fun: Callable[..., Any]

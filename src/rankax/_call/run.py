@@ -201,8 +201,8 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
         options = _fitted(bound, options, _traced(bound, options, parts)).options
     shapes = bound.layout(whole, parts).shapes()
     runs = [bound.part(whole, shape) for shape in shapes] if parts else [bound]
-    lengths = tuple({run.plan(options).plan.in_flight for run in runs})
-    return dataclasses.replace(bound, in_chunks=lengths)
+    lengths = sorted({run.plan(options).plan.in_flight for run in runs})
+    return dataclasses.replace(bound, in_chunks=tuple(lengths))
 
 
 def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesting | None:

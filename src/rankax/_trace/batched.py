@@ -64,10 +64,11 @@ def call_for_item(
     items : sequence of arrays
         Of one item.
     lengths : sequence of int
-        How many items the chunks have.
+        How many items the chunks have, in ascending order.
     """
     arrays = [jnp.asarray(x) for x in items]
-    traces = [_trace(fun, on_arrays, arrays, n) for n in sorted({1, *lengths} - {0})]
+    each = [1, *(n for n in lengths if n not in (0, 1))]
+    traces = [_trace(fun, on_arrays, arrays, n) for n in each]
     for longer in traces[1:]:
         _check_alike(fun, traces[0], longer)
     consts = {id(const): const for traced in traces for const in traced.closed.consts}
