@@ -44,7 +44,8 @@ class _Page(HTMLParser):
         classes = values.get("class", "").split()
         self.anchors.add(values.get("id", ""))
         self.links += [values[name] for name in ("href", "src") if name in values]
-        if tag == "img" and any(output for _, output in self._open):
+        is_picture = tag == "img" or (tag == "div" and values.get("role") == "img")
+        if is_picture and any(output for _, output in self._open):
             self.pictures.append(values)
         if tag not in _VOID:
             self._open.append((tag, tag == "figure" or "cell_output" in classes))
@@ -86,7 +87,7 @@ def _missing_picture(page, site):
     if folder == "gallery" and name != "index.html" and not page.pictures:
         yield "no picture in the output of any cell: see MPLBACKEND in docs/conf.py"
     for picture in page.pictures:
-        if not picture.get("alt", "").strip():
+        if not (picture.get("alt", "") + picture.get("aria-label", "")).strip():
             yield "a picture without an alt text"
 
 

@@ -2,6 +2,8 @@
 """What other libraries do, found by running them: the table of "Why rankax" and of the README."""
 
 import os
+import re
+from importlib.metadata import files, requires
 
 os.environ["NETKET_ENABLE_X64"] = "0"  # NetKet turns 64-bit numbers on unless told not to
 
@@ -134,6 +136,25 @@ def _adds_tree(mapped):
     return mapped(lambda d: d["a"] + d["b"], 2, (0,))(tree).tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+def _needs(tool):
+    """The packages that a tool needs besides JAX and NumPy."""
+    if tool.startswith("`"):
+        return "none"
+    required = [need for need in requires(tool.split()[0]) or [] if "extra ==" not in need]
+    others = {re.match(r"[\w-]+", need)[0] for need in required} - {"jax", "jaxlib", "numpy"}
+    return ", ".join(sorted(others)) if 0 < len(others) < 4 else "many" if others else "none"
+
+
+def _size(tool):
+    """How many lines a tool has to read, as a round number that its next version keeps."""
+    if tool.startswith("`"):
+        return "part of JAX"
+    paths = [file.locate() for file in files(tool.split()[0]) if file.suffix == ".py"]
+    count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    least = next(limit for limit in (1000, 10_000, 10**9) if count < limit)
+    return f"under {least:,}" if least < 10**9 else "over 10,000"
+
+
 def lines():
     """The rows of the table, as Markdown."""
     found = {name: _found(name, mapped) for name, mapped in TOOLS.items()}
@@ -157,6 +178,9 @@ def lines():
     rows = {row: {name: found[name][row] for name in TOOLS} for row in found["rankax"]}
     rows["reduces without storing the batch"] = own | {"adv-jax-math 1.3": "not in gradients"}
     rows["says what it will do, before the call"] = own
+    rows["needs besides JAX and NumPy"] = {name: _needs(name) for name in TOOLS}
+    rows["lines of Python"] = {name: _size(name) for name in TOOLS}
+    rows["released: `pip install`"] = dict.fromkeys(TOOLS, "yes") | {"rankax": "not yet"}
     head = [f"| | {' | '.join(TOOLS)} |", "|---" * (len(TOOLS) + 1) + "|"]
     return [*head, *(f"| {row} | {' | '.join(cells.values())} |" for row, cells in rows.items())]
 

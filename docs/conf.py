@@ -40,6 +40,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "built_site",
+    "docstring_notes",
     "formulas",
     "notebooks",
     "prompts",

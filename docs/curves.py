@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""The figures and tables of the page on benchmarks, drawn from the files in benchmarks/results."""
+"""The figures and tables of the page on benchmarks, drawn from the files in benchmarks/results.
 
+Figures are SVG inside the page, so that they have the colours of its theme. Each panel is a figure
+of its own: side by side on a wide page, one below the other on a phone.
+"""
+
+import html
+import io
 import re
 
 import matplotlib.pyplot as plt
-from IPython.display import Markdown
+from IPython.display import HTML, Markdown
 from matplotlib.ticker import FuncFormatter
 
 import shown
 
 __all__ = [
     "chunk_sizes",
+    "drawn",
     "every_row",
     "file",
     "machine",
@@ -25,6 +32,53 @@ COLOURS = {"rankax": "#6fb1ff", "lax.map": "#f0b656", "powerpax": "#c39bff", "ja
 COLOURS["adv-jax-math"] = "#e0694a"
 DASHES = {"powerpax": (0, (2, 2)), "adv-jax-math": (2, (2, 2))}  # both on top of lax.map
 DASHED = (0, (2, 2))
+DEVICES = "#e07a7a"
+
+# What the page calls the colours above and those of docs/matplotlibrc: rankax.css has their values.
+VARIABLES = {
+    **{colour: f"--series-{number}" for number, colour in enumerate(COLOURS.values(), 1)},
+    DEVICES: "--series-6",
+    "#e6e8f0": "--color-foreground-primary",
+    "#c8cde0": "--color-foreground-primary",
+    "#a8aec6": "--color-foreground-secondary",
+    "#4a5170": "--color-foreground-border",
+}
+
+
+def drawn(draw, words):
+    """The figures that ``draw`` returns, as SVG; ``words`` are for those who do not see them."""
+    figures = draw()
+    panels = "".join(_svg(figure, f"{draw.__name__}-{n}-") for n, figure in enumerate(figures))
+    label = html.escape(words)
+    return HTML(f'<div class="figures" role="img" aria-label="{label}">{panels}</div>')
+
+
+def _svg(figure, prefix):
+    """One figure, with ids that no other has, and in the font and the colours of the page."""
+    file = io.StringIO()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    text = file.getvalue()
+    text = re.sub(r"(?s)<metadata>.*?</metadata>", "", text[text.index("<svg") :])
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 var(--font-stack)", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text
+
+
+def _panels(count, size):
+    """As many figures as panels, and the panels."""
+    pairs = [plt.subplots(figsize=size) for _ in range(count)]
+    return [figure for figure, _ in pairs], [panel for _, panel in pairs]
+
+
+def _share(panels, axis):
+    """Give all panels the widest limits among them."""
+    limits = [getattr(panel, f"get_{axis}lim")() for panel in panels]
+    for panel in panels:
+        panel.set(**{f"{axis}lim": (min(low for low, _ in limits), max(up for _, up in limits))})
 
 
 def machine(platform="cpu"):
@@ -46,7 +100,7 @@ def chunk_sizes(kernel="pairwise distances", length=400_003):
         for row in shown.document()["cases"]
         if (row["kernel"], row["length"], row["note"]) == (kernel, length, "")
     ]
-    _, panels = plt.subplots(1, 2, figsize=(7.4, 3.5), sharey=True)
+    figures, panels = _panels(2, (4, 3.3))
     for panel, mode in zip(panels, ("forward", "gradient"), strict=True):
         for peer, colour in COLOURS.items():
             points = sorted(
@@ -63,8 +117,10 @@ def chunk_sizes(kernel="pairwise distances", length=400_003):
                 panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=peer)
         panel.set(xscale="log", xlabel="items in a chunk", title=mode)
         panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{int(size):,}"))
-    panels[0].set(ylim=(0, None), ylabel=f"ms for {length:,} items")
+        panel.set(ylim=(0, None), ylabel=f"ms for {length:,} items")
+    _share(panels, "y")
     panels[0].legend(fontsize=9)
+    return figures
 
 
 def memory():
@@ -72,10 +128,10 @@ def memory():
     shown.description()  # fails where the numbers do not bear out the words of the page
     curves = shown.document()["memory"]
     kernels = list(dict.fromkeys(curve["kernel"] for curve in curves))
-    _, panels = plt.subplots(len(kernels), 2, figsize=(7.4, 5.6), sharex=True, sharey=True)
+    figures, panels = _panels(2 * len(kernels), (4, 3))
     for curve in curves:
         row, column = kernels.index(curve["kernel"]), curve["mode"] == "gradient"
-        panel, peer = panels[row, int(column)], curve["peer"]
+        panel, peer = panels[2 * row + column], curve["peer"]
         style = {"color": COLOURS[peer], "linewidth": 2.6 if peer == "rankax" else 1.6}
         for divided in (True, False):
             if not (divided or peer == "rankax"):
@@ -93,11 +149,12 @@ def memory():
         panel.set(xscale="log", yscale="log", title=f"{curve['kernel']}: {curve['mode']}")
         panel.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _size(size)))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{int(count):,}"))
-    for panel in panels[-1]:
-        panel.set_xlabel("items")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("temporaries")
-    panels[0, 0].legend(fontsize=8)
+    for panel in panels:
+        panel.set(xlabel="items", ylabel="temporaries")
+    _share(panels, "x")
+    _share(panels, "y")
+    panels[0].legend(fontsize=8)
+    return figures
 
 
 def _size(size):
@@ -113,8 +170,8 @@ def reductions():
     cases = list(dict.fromkeys((row["task"], int(row["points on each side"])) for row in rows))
     names = ("rankax", "KeOps", "rows by lax.map", "whole, jax.numpy")
     colours = dict(zip(names, COLOURS.values(), strict=False))
-    colours['rankax, devices="all"'] = "#e07a7a"
-    _, panel = plt.subplots(figsize=(7.4, 4.4))
+    colours['rankax, devices="all"'] = DEVICES
+    figures, (panel,) = _panels(1, (4.8, 4.6))
     for place, (task, count) in enumerate(reversed(cases)):
         for row in rows:
             if (row["task"], int(row["points on each side"])) == (task, count):
@@ -124,10 +181,11 @@ def reductions():
     labels = [f"{task}, {count:,}" for task, count in reversed(cases)]
     panel.set_yticks(range(len(cases)), labels)
     panel.axvline(1, color=COLOURS["rankax"], linewidth=1)
-    words = "time relative to rankax: right of the line, rankax is faster"
+    words = "time relative to rankax;\nright of the line, rankax is faster"
     panel.set(xscale="log", xlabel=words)
     _ratios(panel)
-    panel.legend(fontsize=9)
+    figures[0].legend(loc="outside upper center", ncols=2, fontsize=9)
+    return figures
 
 
 def _ratios(panel):
@@ -140,23 +198,25 @@ def tiles():
     """What the tiles gain, and what is gained by tuning, for each kernel."""
     rows = shown.table("tiles")
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    figure, panels = plt.subplots(1, 2, figsize=(7.4, 4.6), sharey=True, sharex=True)
+    figures, panels = _panels(2, (4, 4.6))
     for panel, mode in zip(panels, ("forward", "gradient"), strict=True):
         for row in rows:
             if row[""] == mode:
                 place = -kernels.index(row["kernel"])
-                first = place == 0
                 for column, colour, words in (
                     ("no tiles / default", COLOURS["rankax"], "tiles, over full chunks"),
                     ("best other / tuned", COLOURS["lax.map"], "tuned, over the best other"),
                 ):
-                    label = words if first and mode == "forward" else None
+                    label = None if place else words
                     panel.plot(float(row[column]), place, "o", color=colour, label=label)
         panel.axvline(1, color="#a8aec6", linewidth=1)
         panel.set(xscale="log", title=mode, xlabel="times as fast")
         _ratios(panel)
-    panels[0].set_yticks([-place for place in range(len(kernels))], kernels)
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+        panel.set_yticks([-place for place in range(len(kernels))], kernels)
+    _share(panels, "x")
+    for figure in figures:
+        figure.legend(loc="outside upper center", ncols=1, fontsize=9)
+    return figures
 
 
 def _cases(value):

@@ -81,6 +81,11 @@ def test_a_sound_site_has_no_problems(tmp_path):
             '<h1 id="top-of-it">T</h1><figure><img src="a.png" alt=""></figure>',
             "a picture without an alt text",
         ),
+        (
+            "index.html",
+            '<h1 id="top-of-it">T</h1><div class="cell_output"><div role="img"></div></div>',
+            "a picture without an alt text",
+        ),
     ],
 )
 def test_what_is_broken_is_named_with_its_page(tmp_path, page, text, problem):

@@ -3,6 +3,7 @@
 
 import doctest
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 
@@ -112,14 +113,44 @@ def test_examples_print_what_the_page_shows(page):
 
 @pytest.mark.parametrize("name", ["auto_vmap", "options"])
 def test_the_reference_shows_the_signature_that_there_is(name):
-    text = (ROOT / "docs/reference.md").read_text()
+    text = (ROOT / f"docs/reference/{name}.md").read_text()
     (shown,) = re.findall(rf"autofunction:: {name}(\(.*\))\n", text)
     assert shown == str(inspect.signature(getattr(rankax, name)))
 
 
-@pytest.mark.parametrize("folder", ["howto", "gallery"])
-def test_every_page_is_in_the_menu(folder):
-    index = (ROOT / "docs" / folder / "index.md").read_text()
-    (menu,) = re.findall(r"```\{toctree\}\n:hidden:\n\n(.*?)\n```", index, flags=re.DOTALL)
-    pages = {page.stem for page in (ROOT / "docs" / folder).glob("*.md")} - {"index"}
-    assert set(menu.split()) == pages
+@pytest.mark.parametrize("index", ["howto/index.md", "gallery/index.md", "reference.md"])
+def test_every_page_is_in_the_menu(index):
+    text = (ROOT / "docs" / index).read_text()
+    (menu,) = re.findall(r"```\{toctree\}\n:hidden:\n\n(.*?)\n```", text, flags=re.DOTALL)
+    folder = ROOT / "docs" / index.removesuffix(".md").removesuffix("index")
+    pages = {page.stem for page in folder.glob("*.md")} - {"index"}
+    assert {name.removeprefix("reference/") for name in menu.split()} == pages
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = set(re.findall(r"auto(?:function|class|exception):: ([\w.]+)", pages))
+    assert shown >= set(rankax.__all__) - {"plans", "reductions"}
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import docstring_notes
+
+    return docstring_notes
+
+
+def test_the_notes_of_a_docstring_are_sections_of_its_page(notes):
+    names = notes.marked(ROOT / "docs")
+    assert {"rankax.auto_vmap", "rankax.stream.run"} <= names
+    for name in names:
+        page = notes.sections(name)
+        assert page.startswith("## Notes\n")
+        assert page.count("\n### ") >= 3
+        paragraphs = re.findall(r"(?s)currentmodule:: rankax[.a-z]*\n\n(.*?)\n```", page)
+        docstring = inspect.getdoc(pkgutil.resolve_name(name))
+        rest = notes.without_notes(docstring)
+        assert "Notes\n-----" not in rest
+        assert all(text in docstring and text not in rest for text in paragraphs)
+        assert ">>> " in rest  # the examples, which come after the notes, stay

@@ -37,7 +37,7 @@ def test_other_results_make_another_readme(shown, monkeypatch):
     monkeypatch.setattr(shown, "document", lambda: document)
     changed = shown.with_parts(readme)
     assert changed != readme
-    assert "5.4 GB" in changed
+    assert "5.4\N{NO-BREAK SPACE}GB" in changed
 
 
 def test_a_figure_is_refused_where_its_numbers_contradict_its_caption(shown, monkeypatch):
@@ -108,7 +108,7 @@ def test_the_citation_is_that_of_this_version():
 def curves(shown, monkeypatch):
     """docs/curves.py without IPython, which only the docs environment has."""
     display = types.ModuleType("IPython.display")
-    display.Markdown = str
+    display.Markdown = display.HTML = str
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.syspath_prepend(ROOT / "docs")
     monkeypatch.delitem(sys.modules, "curves", raising=False)
@@ -121,10 +121,26 @@ def curves(shown, monkeypatch):
 
 @pytest.mark.parametrize("name", ["chunk_sizes", "memory", "reductions", "tiles"])
 def test_the_curves_of_the_benchmarks_can_be_drawn(curves, name):
-    getattr(curves, name)()
-    panels = curves.plt.gcf().axes
+    panels = [panel for figure in getattr(curves, name)() for panel in figure.axes]
     assert panels
     assert all(panel.get_lines() for panel in panels)
+
+
+def test_the_curves_of_the_benchmarks_have_the_colours_of_the_page(curves):
+    with curves.plt.rc_context(fname=ROOT / "docs/matplotlibrc"):
+        drawn = curves.drawn(curves.tiles, 'Tiles, "fast".')
+    assert drawn.startswith(
+        '<div class="figures" role="img" aria-label="Tiles, &quot;fast&quot;.">'
+    )
+    assert drawn.count("<svg ") == 2
+    names = re.findall(r'\bid="([^"]+)"', drawn)
+    assert len(names) == len(set(names))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawn)) <= set(names)
+    assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) == set()  # nothing of one theme only
+    css = (ROOT / "docs/_static/rankax.css").read_text(encoding="utf-8")
+    series = set(re.findall(r"--series-\d", drawn))
+    assert series
+    assert all(css.count(f"{name}:") == 3 for name in series)  # light, dark, dark of the system
 
 
 def test_the_tables_of_the_benchmarks_have_all_cases(curves, shown):
@@ -151,6 +167,6 @@ def test_results_of_other_devices_are_shown_as_they_are(curves, shown, monkeypat
 
 def test_each_figure_of_the_benchmarks_names_its_command():
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    figures = re.findall(r"    alt: .*\n---\n.*\n```\n\n(.*)\n", page)
-    assert len(figures) == page.count("alt: ") >= 4
+    figures = re.findall(r"curves\.drawn\(\n    curves\..*\n    \".*\",\n\)\n```\n\n(.*)\n", page)
+    assert len(figures) == page.count("curves.drawn(") >= 4
     assert all(line.startswith("`python -m tox -e bench") for line in figures)

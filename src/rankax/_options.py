@@ -48,11 +48,6 @@ class Options:
     batched: bool = False
 
     @property
-    def given(self) -> dict[str, Any]:
-        """All options by name, without what is kept beside them."""
-        return {name: getattr(self, name) for name in DEFAULTS}
-
-    @functools.cached_property
     def unchunked(self) -> Options:
         """The same for the whole batch at once."""
         return dataclasses.replace(self, chunk_size=None)

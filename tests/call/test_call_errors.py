@@ -447,3 +447,22 @@ def test_a_raw_key_is_refused_where_a_typed_one_is_annotated(annotation, options
     assert_same(draw(jax.random.wrap_key_data(jax.random.key_data(keys)), scale), want)
     assert_same(draw(jax.random.wrap_key_data(raw), 1.0), jax.random.normal(raw))
     assert draw.plan(jax.eval_shape(lambda: keys), 1.0).batch_shape == (3,)
+
+
+def test_a_number_that_may_be_a_vector():
+    kernel = auto_vmap(s=0, v=0, m=2)(lambda s, v, m: never(s, v, m))
+    table = """
+the batch axes do not broadcast together
+
+    argument  shape         rank  batch axes
+    s         ()            0     ()
+  > v         (5, 3)        0     (5, 3)
+  > m         (4, 1, 3, 3)  2     (4, 1)
+
+Batch axis -2 is 5 (v) and 4 (m).
+"""
+    hint = "If one item of v is a vector, its rank is 1, not 0."
+    v, m = jnp.ones((5, 3)), jnp.ones((4, 1, 3, 3))
+    check(kernel, BatchShapeError, table + hint, 2.0, v, m)
+    assert str(error_of(kernel, 2.0, v[0], m[:, 0])).endswith(hint)
+    assert hint not in str(error_of(kernel, 2.0, v[:, 0], m[:, 0]))

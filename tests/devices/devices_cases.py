@@ -630,6 +630,13 @@ def errors(mesh):
         "PartitionSpec('d')",
     )
     wrong(
+        "gpu",
+        TypeError,
+        "devices must be 'all', a positive int, a sequence of jax.Device, a "
+        "jax.sharding.PartitionSpec, False, or None, got 'gpu'; for all of this kind, pass 'all' "
+        "or jax.devices('gpu')",
+    )
+    wrong(
         2.0,
         TypeError,
         "devices must be 'all', a positive int, a sequence of jax.Device, a "

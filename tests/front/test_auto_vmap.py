@@ -235,7 +235,7 @@ def test_without_batch_axes_the_kernel_is_simply_called():
     mapped = auto_vmap(0, 1, 2, chunk_size=1)(weighed)
     assert str(jax.make_jaxpr(mapped)(*args)) == str(jax.make_jaxpr(weighed)(*args))
     received = []
-    auto_vmap(0, 1)(lambda s, v: received.extend([s, v]))(args[0], args[1])
+    auto_vmap(0, 1)(lambda s, v: received.extend([s, v]) or ())(args[0], args[1])
     assert received[0] is args[0]
     assert received[1] is args[1]
 

@@ -379,7 +379,8 @@ def test_a_batch_axis_that_is_the_last_one(decorate):
         "To combine every mass with every pos, pass mass[:, None].",
     ]
     assert hints_of(f, jnp.ones(3), jnp.ones((5, 3))) == [  # rather five vectors of three
-        "To combine every mass with every pos, pass mass[:, None]."
+        "To combine every mass with every pos, pass mass[:, None].",
+        "If one item of mass is a vector, its rank is 1, not 0.",
     ]
     f = decorate({"x": 1, "m": 0}, 1)(untraced)
     body = {"x": jnp.ones((2, 9)), "m": jnp.ones(9)}

@@ -403,6 +403,13 @@ def test_lanes_are_refused():
             call()
 
 
+def test_an_error_of_the_function_says_what_it_gets():
+    with pytest.raises(TypeError) as error:
+        auto_vmap(1, batched=True, chunk_size=7)(lambda x: x @ jnp.ones(4))(ROWS)
+    note = "With batched=True, it gets them with one axis in front, that of the items."
+    assert any(note in text for text in error.value.__notes__)
+
+
 def test_annotations_describe_the_batch():
     def norm(x: Float[Array, "n 3"]) -> Float[Array, "n"]:
         return jnp.sqrt(jnp.sum(x**2, 1))

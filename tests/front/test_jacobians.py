@@ -519,8 +519,8 @@ def test_reverse_mode_refuses_what_it_refuses_in_jax(plain, chunked, fun, has_au
         (
             lambda: chunked_jacrev(jnp.sin, reduce="diagonl"),
             ValueError,
-            "chunked_jacrev(sin): no reduction is called 'diagonl'; there is sum, mean, prod, max, "
-            "min, argmax, argmin, any, all, logsumexp or gram",
+            "chunked_jacrev(sin): no reduction is called 'diagonl'; available: sum, mean, prod, "
+            "max, min, argmax, argmin, any, all, logsumexp and gram",
         ),
         (
             lambda: chunked_hessian(jnp.sum, chunk_size=0),

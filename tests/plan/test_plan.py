@@ -383,3 +383,39 @@ def test_options_given_at_the_call_are_named():
             )
     with pytest.raises(TypeError, match=re.escape("<lambda>() missing a required argument: 'v'")):
         kernel(jit=2.0)
+
+
+POINTS = np.ones((4, 3), "float32")
+
+
+def potential(target, source, mass):
+    return mass * jnp.exp(-jnp.sum((target - source) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "line"),
+    [
+        (
+            POINTS,
+            {},
+            "target i goes with source i and mass i only; for all pairs, pass target[:, None]",
+        ),
+        (POINTS[:, None], {}, None),  # all pairs, of which an axis is kept
+        (POINTS[:, None], {"reduce_axis": None}, None),
+        (POINTS[0], {}, "source i goes with mass i only; for all pairs, pass source[:, None]"),
+        (POINTS, {"reduce": None, "reduce_axis": None}, None),
+    ],
+)
+def test_a_plan_says_which_items_a_reduction_pairs(target, options, line):
+    kernel = auto_vmap(1, 1, 0, **{"reduce": "sum", "reduce_axis": -1, **options})(potential)
+    shown = str(kernel.plan(target, POINTS, POINTS[:, 0]))
+    assert [text.strip() for text in shown.split("\n") if " goes with " in text] == (
+        [] if line is None else [line]
+    )
+
+
+def test_a_tree_of_paired_items_has_no_hint():
+    kernel = auto_vmap(1, 1, reduce="sum")(lambda p, q: p["a"] @ q)
+    shown = str(kernel.plan({"a": POINTS}, POINTS))
+    assert "\n  p i goes with q i only" in shown
+    assert "None" not in shown

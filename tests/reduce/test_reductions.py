@@ -254,10 +254,7 @@ def test_an_empty_batch_has_no_smallest_item():
     for name in ("max", "min", "argmax", "argmin"):
         with pytest.raises(ValueError, match=r"zero-size|empty"):
             PLAIN[name](jnp.ones(0))
-        text = (
-            f"it cannot be reduced by {name}: there is no item to reduce output over, and {name} "
-            "needs one"
-        )
+        text = f": {name} needs at least 1 item; the reduced axes have 0"
         with pytest.raises(ValueError, match=text):
             chunked_reduce(lambda v: v, name, 2)(jnp.ones(0))
 
@@ -845,8 +842,29 @@ def test_chunked_reduce_takes_what_vmap_takes():
             "average",
             -1,
             ValueError,
-            "auto_vmap(outputs): no reduction is called 'average'; there is sum, mean, prod, max, "
-            "min, argmax, argmin, any, all, logsumexp or gram",
+            "auto_vmap(outputs): no reduction is called 'average'; did you mean 'mean'?",
+        ),
+        (
+            {"distance": "median"},
+            -1,
+            ValueError,
+            "auto_vmap(outputs): no reduction is called 'median'; a median needs all outputs at "
+            "once, so it cannot be folded; keep them, without reduce= or with None for this "
+            "output, and call jnp.median",
+        ),
+        (
+            "std",
+            -1,
+            ValueError,
+            "auto_vmap(outputs): no reduction is called 'std'; use rankax.reductions.Moments(), "
+            "which has the variance",
+        ),
+        (
+            "kurtosis",
+            -1,
+            ValueError,
+            "auto_vmap(outputs): no reduction is called 'kurtosis'; available: sum, mean, prod, "
+            "max, min, argmax, argmin, any, all, logsumexp and gram",
         ),
         (
             jnp.sum,
@@ -915,7 +933,7 @@ def test_wrong_options(reduce, axis, error, text):
         (
             BottomK(24),
             -1,
-            "it cannot be reduced by BottomK(24): there are only 23 items to reduce output over",
+            ": BottomK(24) needs at least 24 items; the reduced axes have 23",
         ),
         (
             {"distance": "sum"},
@@ -942,7 +960,7 @@ def test_keys_are_no_numbers():
 
 
 def test_no_item_is_the_best():
-    text = "it cannot be reduced by Best('x'): there is no item to choose output from"
+    text = ": Best('x') needs at least 1 item; the reduced axes have 0"
     with pytest.raises(ValueError, match=re.escape(text)):
         chunked_reduce(lambda x: {"x": x}, Best("x"), 2)(jnp.ones(0))
 

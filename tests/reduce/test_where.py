@@ -515,8 +515,7 @@ def test_the_plan_says_what_counts():
             {"a": BottomK(4), "ok": None, "v": None},
             "ok",
             ValueError,
-            "it cannot be reduced by BottomK(4) "
-            "where 'ok': there are only 3 items to reduce output['a'] over",
+            "BottomK(4) where 'ok' needs at least 4 items; the reduced axes have 3",
         ),
         (
             None,

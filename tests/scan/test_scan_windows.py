@@ -466,5 +466,5 @@ def test_a_window_that_is_too_small_is_named():
     with pytest.raises(ValueError, match=r"^drift\(\) at ") as caught:
         sliced_scan(drift, 0.3, XS, step=4, reduce=reductions.BottomK(2))
     assert str(caught.value).endswith(
-        "it cannot be reduced by BottomK(2): there are only 1 items to reduce output over"
+        ": BottomK(2) needs at least 2 items; the reduced axes have 1"
     )

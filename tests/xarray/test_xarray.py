@@ -227,6 +227,11 @@ def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
 
 
 def test_wrong_names():
+    assert refusal(ValueError, profile, P, T, core_dims={"t": "lev"}) == (
+        f"{WHERE}(profile): for t, core_dims names the core dimension 'lev', which is absent: t "
+        "has the dimensions 'time', 'level' and 'x'; rename one, or write "
+        "core_dims={'t': ('level',)}"
+    )
     assert refusal(ValueError, profile, P, T, core_dims={"t": ("level", "x")}) == (
         f'{WHERE}(profile): t has rank "level", that is 1 core axis, but core_dims names 2 '
         "dimensions: level and x"
@@ -275,7 +280,7 @@ def test_arrays_that_cannot_be_taken():
         f"{WHERE}(profile): no argument with a rank is a DataArray or a Dataset; call profile "
         "itself"
     )
-    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: None), P, T) == (
+    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: ()), P, T) == (
         f"{WHERE}(<lambda>): the kernel returns no array"
     )
     assert refusal(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
+
+from rankax._base.words import table
+
+_MOST_ROWS = 16  # of the table in a note
 
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +40,93 @@ def function_location(fun: Callable[..., Any]) -> str:
         fun = type(fun).__call__
     code = getattr(inspect.unwrap(fun), "__code__", None)
     return f"{name}()" if code is None else f"{name}() at {code.co_filename}:{code.co_firstlineno}"
+
+
+def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Name positional arguments as ``fun`` does; by position if it has no signature."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
+    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
+
+
+def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return a decorator of what is traced in place of ``fun``, for JAX's errors about tracers.
+
+    These name ``fun`` and its source line. With ``paths``, they also name the leaves that are
+    passed one by one: ``pose_rotation`` for ``pose.rotation``, as Python names parameters.
+    """
+    names: list[str] = []
+    for path in paths:
+        name = re.sub(r"\W+", "_", path).strip("_")
+        names.append(f"{name}_{len(names)}" if name in names else name)
+
+    def decorate(traced: Any) -> Any:
+        traced = functools.wraps(fun, updated=())(traced)
+        if names:
+            kind = inspect.Parameter.POSITIONAL_ONLY
+            traced.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        return traced
+
+    return decorate
+
+
+class NotedErrors:
+    """A ``with`` block around the call of a kernel: a note at its errors names its arguments.
+
+    Of kernels inside each other, the innermost one is named. Errors of this library have no note,
+    because they name the place themselves: they are raised by a function inside the block that is
+    one of rankax.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel.
+    describe : callable
+        Returns the header of a table, its rows, and more sentences.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        describe: Callable[[], tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]],
+    ) -> None:
+        self.fun, self.describe = fun, describe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: Any, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or _is_own(traceback):
+            return
+        begin = "This error comes from "
+        if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
+            return
+        header, rows, sentences = self.describe()
+        note = f"{begin}{function_location(self.fun)}"
+        if rows:
+            note += ", called with\n\n" + table(header, rows[:_MOST_ROWS], ())
+        if len(rows) > _MOST_ROWS:
+            note += f"\n    ... {len(rows) - _MOST_ROWS} more"
+        error.add_note("\n\n".join([note, *sentences]))
+
+
+def _is_own(traceback: TracebackType | None) -> bool:
+    """Whether an error was raised by a function of this library that a kernel called."""
+    if traceback is None or traceback.tb_next is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "rankax"
 
 
 # JAX may stand between the caller and this library, as in `jax.vmap(kernel)`.

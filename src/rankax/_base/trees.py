@@ -172,8 +172,18 @@ def leaves_with_names(
     return [(name + keystr(path), leaf) for path, leaf in pairs]
 
 
+def check_returned(fun: Callable[..., Any], out: Any) -> None:
+    """Refuse None as the output of a kernel."""
+    if out is None:
+        raise TypeError(
+            f"{function_location(fun)} returned None, but outputs must be arrays or numbers; add "
+            "the missing return, or return () from a kernel that is called for its effects"
+        )
+
+
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
     """Refuse outputs of a kernel other than arrays and numbers."""
+    check_returned(fun, out)
     if all(isinstance(leaf, jax.Array) or _is_value(leaf) for leaf in jax.tree.leaves(out)):
         return
     name, leaf = next(pair for pair in leaves_with_names(out, "output") if not _is_value(pair[1]))

@@ -5,10 +5,10 @@ A new backend takes two files:
 
 1. ``_blocks/on_<package>.py``, with an object ``BACKEND`` that implements `Backend`. The module is
    imported at the first call with arrays of the package, so it may import the package.
-2. ``_base/blocks.py``, where one line of the table ``_CLASSES`` names the package and the class of
-   its arrays.
+2. ``_base/blocks.py``, where one line of the table ``_CLASSES`` names the package, and the module
+   and the classes of its arrays.
 
-The arrays need ``shape``, ``dtype`` and ``chunks`` (the block lengths along each axis), and a
+The arrays need ``shape``, ``dtype`` and ``chunks`` (a tuple of block lengths for each axis), and a
 ``rechunk`` method for the advice in error messages. Nothing else is required: the checks, the
 shapes and the programs (`_blocks/programs.py`) are the same for every package.
 """

@@ -79,7 +79,7 @@ def call_on_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Optio
         )
     setup = Setup(
         mapped,
-        {**options.given, "reduce": None, "reduce_axis": None, "jit": False},
+        {**vars(options), "reduce": None, "reduce_axis": None, "jit": False},
         {name: getattr(jax.config, name) for name in CONFIG},
         call.names,
         call.treedef,

@@ -8,6 +8,7 @@ computed once and kept, because loops make the same call again and again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
@@ -19,8 +20,8 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
-from rankax._base.functions import function_location
-from rankax._base.trees import check_outputs, leaves_with_names
+from rankax._base.functions import NotedErrors, function_location
+from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
     KernelSpec,
     arrays_of,
@@ -40,7 +41,7 @@ from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax._plan.report import output_error
-from rankax._plan.shapes import Split, leaf_plan
+from rankax._plan.shapes import LeafPlan, Split, leaf_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,24 +113,26 @@ class BoundKernel(Bound):
     def ranked(self) -> list[int]:
         return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
 
-    def call(self, leaves: Sequence[Any]) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
         arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
-        return self.fun(*arguments.args, **arguments.kwargs)
+        with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
+            return self.fun(*arguments.args, **arguments.kwargs)
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
-        out = self._checked(super().evaluate(leaves, plan), plan)
-        check_outputs(self.fun, out)
-        return out
+        pairs = zip(leaves, self.structure.ranks, strict=True)
+        # The kernel must not change an array of the caller in place.
+        arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
+        out = super().evaluate(arrays, plan)
+        check = check_outputs if plan.plan.levels else check_returned
+        check(self.fun, out)
+        return self._checked(out, plan)
 
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
         """Return a call of the kernel itself if there is no batch."""
         if plan.plan.levels:
             return None
-        if self.batched:
-            return lambda: self.evaluate(self.leaves, plan)
-        args, kwargs = self.arguments.args, self.arguments.kwargs
-        return lambda: self._checked(self.fun(*args, **kwargs), plan)
+        return functools.partial(self.evaluate, self.leaves, plan)
 
     def untouched(self) -> tuple[tuple[str, Shape], ...]:
         """Return path and shape of every array that has axes, but no rank."""
@@ -140,6 +143,22 @@ class BoundKernel(Bound):
             if rank is None
             for array in arrays_of(subtree, path)
         )
+
+    def _described(self, leaves: Sequence[LeafPlan]) -> tuple[Any, ...]:
+        """Describe the arguments of one item, for an error of the kernel."""
+        rows = [
+            (leaf.path, str(leaf.shape), leaf.declared, str(leaf.core_shape))
+            for leaf in leaves
+            if leaf.path in self.paths
+        ]
+        nones = [name for name in self.names if self.arguments.arguments[name] is None]
+        sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
+        sentences += [
+            f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
+            for name, _ in self.structure.lists
+        ]
+        sentences += self.in_front
+        return ("argument", "shape", "rank", "one item"), rows, sentences
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
         """Check one item's output against its declaration, if there is one."""
@@ -244,7 +263,7 @@ def _bound(
 ) -> BoundKernel:
     structure = _structure(kernel, names, values, leaves, treedef)
     where = f"{kernel.name}()"
-    call = kernel.fun, kernel.name, where, leaves
+    call = kernel.fun, kernel.name, where, leaves, structure.paths
     batched = kernel.preset.batched
     return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
 

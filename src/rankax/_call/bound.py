@@ -18,6 +18,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from rankax._base.functions import traced_as
 from rankax._call.over_parts import Layout
 from rankax._devices.parts import Parts
 from rankax._fit.memory import shape_of
@@ -47,6 +48,8 @@ class Bound(abc.ABC):
         The call as errors name it: ``energy()``, ``chunked_vmap(energy)``.
     leaves : list
         Arrays, numbers, other objects; `jax.ShapeDtypeStruct` if only a plan is needed.
+    paths : sequence of str
+        The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
         How many items along each batch axis that is filled up (`fill.py`) are no copies.
     batched : bool
@@ -59,6 +62,7 @@ class Bound(abc.ABC):
     name: str
     where: str
     leaves: list[Any]
+    paths: Sequence[str]
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     batched: bool = dataclasses.field(default=False, kw_only=True)
     in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
@@ -83,24 +87,29 @@ class Bound(abc.ABC):
         """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
     @property
+    def in_front(self) -> list[str]:
+        """What an error of the kernel says of the axis that a batch has."""
+        sentence = "With batched=True, it gets them with one axis in front, that of the items."
+        return [sentence] if self.batched else []
+
+    @property
     @abc.abstractmethod
     def ranked(self) -> list[int]:
         """The leaves that have an axis for the items if the kernel takes a batch itself."""
 
     @abc.abstractmethod
-    def call(self, leaves: Sequence[Any]) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         """Call the kernel with other leaves."""
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         """Evaluate the kernel with other leaves, such as those of one item."""
-        del plan
         if not self.batched:
-            return self.call(leaves)
+            return self.call(leaves, plan)
         ranked = self.ranked
 
         def on_arrays(arrays: list[Any]) -> Any:
             own = dict(zip(ranked, arrays, strict=True))
-            return self.call([own.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return self.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
 
         return call_for_item(self.fun, on_arrays, [leaves[i] for i in ranked], self.in_chunks)
 
@@ -134,7 +143,10 @@ class Bound(abc.ABC):
             if position not in plan.mapped:
                 whole[position] = jnp.reshape(whole[position], shape)
 
-        @functools.wraps(self.fun, updated=())  # for errors, which name the kernel
+        positions = [*plan.mapped, *(split.position for split in plan.splits)]
+        names = ["batch_shape" if i == NO_ARRAY else self.paths[i] for i in positions]
+
+        @traced_as(self.fun, names)
         def on_item(*items: Any) -> Any:
             leaves = list(whole)  # a copy, so that no item outlives its trace
             numbers = items[len(plan.mapped) :]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.checks import common_length, positive_int
-from rankax._base.functions import function_name
+from rankax._base.functions import NotedErrors, argument_names, function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._call.bound import Bound, planned_reduction
@@ -86,9 +85,23 @@ class BoundAxes(Bound):
     def ranked(self) -> list[int]:
         return [i for i, place in enumerate(self.places) if place is not None]
 
-    def call(self, leaves: Sequence[Any]) -> Any:
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        del plan
         args, kwargs = self.treedef.unflatten(leaves)
-        return self.fun(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with NotedErrors(self.fun, self._described):
+            return self.fun(*args, **kwargs)
+
+    def _described(self) -> tuple[Any, ...]:
+        """Describe the arguments of one item, for an error of the function."""
+        rows: list[tuple[str, ...]] = []
+        for path, leaf, axis in zip(self.paths, self.leaves, self.places, strict=True):
+            shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
+            core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
+            rows.append((path, str(shape), str(axis), str(core)))
+        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any]:
         """Return a call of `jax.vmap`, with our errors."""
@@ -97,7 +110,11 @@ class BoundAxes(Bound):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+            out = (
+                self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+                if self.batched
+                else self._call(args, kwargs)
+            )
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out
@@ -118,21 +135,6 @@ class BoundAxes(Bound):
         return call
 
 
-def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """Name positional arguments as ``fun`` does; by position if it has no signature."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names: list[str] = []
-    for parameter in parameters:
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
-    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
-
-
 def bind_axes(
     fun: Callable[..., Any],
     where: str,
@@ -150,7 +152,7 @@ def bind_axes(
             f"{plural(len(args), 'positional argument')}"
         )
     prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-    names = _argument_names(fun, len(args))
+    names = argument_names(fun, len(args))
     named: list[tuple[str, Any]] = []
     places: list[int | None] = []
     for name, prefix, arg in [
@@ -175,5 +177,5 @@ def bind_axes(
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     treedef = jax.tree.structure((args, kwargs))
-    call = fun, function_name(fun), where, leaves
+    call = fun, function_name(fun), where, leaves, [name for name, _ in named]
     return BoundAxes(*call, args, kwargs, axes, places, treedef, length, batched=batched)

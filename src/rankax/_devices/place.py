@@ -55,8 +55,14 @@ def checked_devices(value: Any, where: str) -> Devices:
     raise TypeError(
         f"{where}: devices must be 'all', a positive int, a sequence of jax.Device, a "
         f"jax.sharding.PartitionSpec, False, or None, got {value!r}"
-        + (f"; the axes of a mesh are named by PartitionSpec({value!r})" if is_name else "")
+        + (_hint(value) if is_name else "")
     )
+
+
+def _hint(name: str) -> str:
+    if name.lower() in ("cpu", "gpu", "tpu", "cuda", "rocm"):
+        return f"; for all of this kind, pass 'all' or jax.devices({name.lower()!r})"
+    return f"; the axes of a mesh are named by PartitionSpec({name!r})"
 
 
 def named(devices: int | str | tuple[Any, ...], where: str) -> tuple[Any, ...]:

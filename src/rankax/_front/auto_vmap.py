@@ -186,6 +186,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     TypeError
         When called: an argument with a rank is not an array, or is a list of numbers.
     TypeError
+        When called: the kernel returns None. Return ``()`` from one that is called for its effects.
+    TypeError
         When called, with ``jit=True``: a static argument cannot be hashed.
     ValueError
         When decorating: a negative rank, a string that cannot be read, an unknown reduction.

@@ -71,9 +71,9 @@ def chunked_reduce(
         Show a bar (a string is its label), or call a function with ``(done, total)``, as in
         `auto_vmap`. The gradient of some reductions makes two forward passes.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
-        Which devices share the mapped axis: all that are local, the first few, these, or those
-        along the named axes of a mesh. ``None``: as the arrays are sharded. ``False``: do not
-        divide the axis. With several CPU devices, all cores work. See Notes.
+        Which devices share the mapped axis: ``"all"`` local devices, the first n, a list, or mesh
+        axes. ``None``: as the arrays are sharded. ``False``: do not divide the axis. With several
+        CPU devices, all cores work. See Notes.
     lockstep : bool, default True
         ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item. See
         `auto_vmap`.

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax._base.functions import function_name
+from rankax._base.functions import NotedErrors, argument_names, function_name
+from rankax._base.trees import leaves_with_names, type_name
 from rankax._fit.memory import shape_of
 from rankax._front.basis import Jacobian
 from rankax._options import Options, options_of
@@ -54,7 +55,8 @@ def _jacobian(
             whole = list(args)
             for place, value in zip(places, tree.unflatten(leaves), strict=True):
                 whole[place] = value
-            return fun(*whole, **kwargs)
+            with NotedErrors(fun, lambda: _described(fun, args, kwargs)):
+                return fun(*whole, **kwargs)
 
         linearize = jax.linearize if columns else jax.vjp
         y, linear, *aux = linearize(of_leaves, *x, has_aux=has_aux)
@@ -66,6 +68,13 @@ def _jacobian(
         return (result, *aux) if has_aux else result
 
     return jacobian
+
+
+def _described(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Describe the arguments, for an error of the function."""
+    named = [*zip(argument_names(fun, len(args)), args, strict=True), *kwargs.items()]
+    leaves = [pair for name, value in named for pair in leaves_with_names(value, name)]
+    return ("argument", "type"), [(path, type_name(leaf)) for path, leaf in leaves], ()
 
 
 def chunked_jacfwd(

@@ -4,7 +4,8 @@
 Tools treat it as they treat a function, because it has ``__get__`` and no ``__set__``: it is a
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
-`functools.wraps` does, copies those of the user only.
+`functools.wraps` does, copies those of the user only. It is copied and pickled as a function is, by
+its name if that leads back to it; a bound method, by its object and its name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Two questions about a call: whether it means what the kernel means, and which items are NaN.
+"""``kernel.check`` and ``kernel.nonfinite``: two tests of a call, item by item.
 
-Both look at single items: `check` evaluates some of them by themselves, `nonfinite` maps a kernel
-that says of each item whether it is finite, and reduces that.
+`check` evaluates some items by themselves and compares them with those of the call. `nonfinite`
+maps a kernel that returns whether an item is NaN or infinite, and reduces its outputs.
 """
 
 import dataclasses

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Eager calls reuse compiled loops, which are looked up by what their kernel computes.
+"""Eager calls reuse compiled programs, which are looked up by what their kernel computes.
 
 Outside `jax.jit`, a kernel is traced at each call: only a new trace sees that a number, an array or
 a function that the kernel uses has changed. Tracing is cheap, but JAX compiles a new loop for every
 new trace, because its caches identify programs by object. A key made of the kernel and its shapes
-would be stale as soon as a global changes. So a loop is looked up by the fingerprint of the traced
-program of one item (`_trace/fingerprint.py`), its `LoopSpec` and its sink. Arrays that the kernel
-closes over are inputs of that loop: they may change, and are not kept alive.
+would be stale as soon as a global changes. So the program of a whole call is looked up (`run_kept`)
+by the fingerprint of the traced program of one item (`_trace/fingerprint.py`) and by the key of the
+call: its plan without chunks, its options and its parts (`_call/run.py`). Arrays that the kernel
+closes over are inputs of that program: they may change, and are not kept alive.
 
-A call over sharded parts is kept as a whole (`run_kept`). ``jit=True`` (`_front/jit.py`) and blocks
-(`_blocks/programs.py`) keep their programs in their own ways.
+Scans are kept here, too. ``jit=True`` (`_front/jit.py`) and blocks (`_blocks/programs.py`) keep
+their programs in their own ways.
 
-Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept loop is called as well: JAX looks up
+Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept program is called as well: JAX looks up
 the derivatives of a compiled function by its identity. The kernel must then use no derivative rules
 of its own, because rules are functions, which cannot be compared.
 
-Each kept loop is a function of its own for `jax.jit`, which compares everything else on which the
-compilation depends: shapes, devices, contexts, the configuration of JAX.
+Each kept program is a function of its own for `jax.jit`, which compares everything else on which
+the compilation depends: shapes, devices, contexts, the configuration of JAX.
 
 A call that is not eager, or whose program cannot be compared, takes the uncached path. Where rules
 are what cannot be compared, a warning says so when the same derivative is compiled again.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """One level of a nest, as data: everything that its program depends on except the item.
 
-A nest is a sequence of `LoopSpec`, outermost level first. They are part of the key of kept programs
-(`reuse.py`), so a new option of loops cannot be missing from it.
+A nest has one `LoopSpec` for each level, outermost level first. They are part of the key of memory
+measurements (`_call/run.py`), so the key has every new option of loops.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 """What a loop does with the outputs of its chunks: the protocol, and the one that stores them.
 
 A loop over a level that is kept stores every output. One over a level that is reduced folds some
-(`rankax._reduce.states`) and stores the others, by the same `Store`.
+(`rankax._reduce.states`) and stores the others, by the same `Store`. `Store.as_rows` decides
+whether an output is written in place or leaves as rows of the scan; the rows of uneven chunks cost
+a derivative one copy (`loop.py` explains why).
 """
 
 from __future__ import annotations

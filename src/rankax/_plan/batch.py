@@ -8,11 +8,12 @@ it is readable on a light and on a dark page.
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from rankax._base.words import plural, shortened, table
+from rankax._base.words import listed, plural, shortened, table
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import LeafPlan
@@ -140,9 +141,24 @@ class BatchPlan:
         if self.reduced:
             kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)
             notes.append(f"reduced by {self.reduce}, to {kept}")
+            notes += _pairs_line(self)
         if self.memory is not None:
             notes.append(str(self.memory))
         return notes + untouched_line(self.untouched)
+
+
+def _pairs_line(plan: BatchPlan) -> list[str]:
+    """Say that arguments go together item by item, where the only axis is reduced.
+
+    Whoever means all pairs gets a result of the same shape otherwise, and no error.
+    """
+    shared = [leaf.path for leaf in plan.leaves if leaf.batch_axes == plan.batch_shape]
+    names = dict.fromkeys(re.split(r"\W", path)[0] for path in shared if path != "batch_shape")
+    if len(plan.batch_shape) != 1 or len(names) < 2 or plan.evaluations < 2:
+        return []
+    first, *others = names
+    hint = f"; for all pairs, pass {first}[:, None]" if first in shared else ""
+    return [f"{first} i goes with {listed([f'{name} i' for name in others])} only{hint}"]
 
 
 def _text_table(plan: BatchPlan) -> list[str]:

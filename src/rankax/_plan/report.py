@@ -60,9 +60,11 @@ def call_error(
         # A hint applies to whole parameters, but not to those that also hold untouched arrays.
         mixed = {_parameter(path) for path, _ in untouched}
         names = [path if _parameter(path) in mixed else _parameter(path) for path in paths]
-        sentences += _last_axis_first(leaves, ranks, clashes, names)
+        hints = _last_axis_first(leaves, ranks, clashes, names)
         if kinds == [BatchShapeError]:
-            sentences += _outer_product(leaves, clashes[0], names)
+            vectors = [] if hints else _vectors(leaves, clashes[0], names)
+            hints += [*_outer_product(leaves, clashes[0], names), *vectors]
+        sentences += hints
     rows = [(leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes)) for leaf in leaves]
     for i in short:
         rows[i] = (*rows[i][:3], "too few axes")
@@ -228,6 +230,20 @@ def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str
         return []
     first, *others = [f"every {listed(list(side))}" for side in sides]
     return [f"To combine {first} with {listed(others)}, pass {listed(codes)}."]
+
+
+def _vectors(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> list[str]:
+    """Return a hint for arguments of rank 0 that may be vectors.
+
+    Their last axis is as long as a core axis of another argument.
+    """
+    cores = {size for leaf in leaves for size in leaf.core_shape}
+    hints: list[str] = []
+    clashing = [i for group in clash.leaves.values() for i in group]
+    for name, ids in _arguments(names, clashing).items():
+        if all(not leaves[i].rank and cores.intersection(leaves[i].shape[-1:]) for i in ids):
+            hints.append(f"If one item of {name} is a vector, its rank is 1, not 0.")
+    return hints
 
 
 def _parameter(path: str) -> str:

@@ -3,7 +3,9 @@
 
 It reports before each step, or every few steps, and after the last one. The number is the index at
 which the chunk starts, which the loop carries, times the number of devices that the batch is cut
-over. A pass makes about 50 reports at most, and only the outermost loop reports.
+over (set by `_call/run.py`). The total is the length of the loop times that number. Lanes count the
+items that have ended instead (`_lockstep/call.py`). A pass makes about 50 reports at most, and only
+the outermost loop reports.
 
 Only data dependencies order the reports, and the final count does not depend on the loop's work. So
 the last report also takes a number from the outputs, and cannot come early.

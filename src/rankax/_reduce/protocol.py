@@ -32,9 +32,10 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
 * `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
 
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
-`result`. A new reduction touches at most three files: `sums.py` or `winners.py`
-defines it, and its accumulator unless one of `states.py` or `extrema.py` fits; ``BY_NAME`` in
-`run.py` names it; `rankax.reductions` exports it.
+`result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
+derivative: the default returns constants, so gradients in chunks are zero. The code of a new
+reduction takes three files: `sums.py` or `winners.py` defines it, and its accumulator unless one of
+`states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ class Reduction:
     #: Whether the result contains indices of items, or their number.
     numbers_items = False
 
+    #: How many items it needs.
+    least_items = 0
+
     #: Whether runs are merged in order, so that each must be contiguous.
     is_ordered = False
 
@@ -136,7 +140,7 @@ class Reduction:
         return out
 
     def check(self, outputs: Outputs, count: int) -> None:
-        """Raise `MisfitError` for outputs, or a number of items, that cannot be reduced."""
+        """Raise `MisfitError` for outputs, or more items, that cannot be reduced."""
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         """Reduce axis 0 of the leaves, as `jax.numpy` does."""

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rankax._base.functions import function_location
+from rankax._base.functions import function_location, traced_as
 from rankax._base.trees import (
     check_outputs,
     leaves_with_names,
     spread_prefix,
     subtrees_with_entries,
 )
-from rankax._base.words import listed
+from rankax._base.words import listed, plural
 from rankax._reduce.gram import Gram
 from rankax._reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
@@ -32,6 +32,14 @@ BY_NAME: dict[str, Reduction] = {
         *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin()),
         *(AnyOf(), All(), LogSumExp(), Gram()),
     )
+}
+
+
+_OTHER_NAMES = {
+    "average": "did you mean 'mean'?",
+    "median": "a median needs all outputs at once, so it cannot be folded; keep them, without "
+    "reduce= or with None for this output, and call jnp.median",
+    **dict.fromkeys(("std", "var"), "use rankax.reductions.Moments(), which has the variance"),
 }
 
 
@@ -129,7 +137,8 @@ def _reduction(leaf: Any, where: str) -> Reduction:
         )
     if leaf not in BY_NAME:
         close = difflib.get_close_matches(leaf, BY_NAME, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there is {known}"
+        hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(list(BY_NAME))}"
+        hint = _OTHER_NAMES.get(leaf, hint)
         raise ValueError(f"{where}: no reduction is called {leaf!r}; {hint}")
     return BY_NAME[leaf]
 
@@ -211,6 +220,7 @@ def trace_reduced(
     where = where or function_location(fun)
     traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
 
+    @traced_as(fun)
     def lifted(*items: Any) -> list[Any]:
         out = fun(*items)
         check_outputs(fun, out)
@@ -248,6 +258,11 @@ def _check(reductions: Reductions, outputs: Sequence[Outputs], where: str) -> No
             raise ValueError(
                 f"{where}: it cannot be reduced by {reduction.label}: {error}"
             ) from None
+        if own.total < reduction.least_items:
+            raise ValueError(
+                f"{where}: {reduction.label} needs at least "
+                f"{plural(reduction.least_items, 'item')}; the reduced axes have {own.total}"
+            )
 
 
 def _by_reduction(

@@ -49,16 +49,14 @@ def _check_places(count: int) -> None:
 class _Compared(EachLeaf):
     """A reduction of numbers that can be compared, over at least one item."""
 
+    least_items = 1
+
     def check(self, outputs: Outputs, count: int) -> None:
         for name, aval in zip(outputs.names, outputs.avals, strict=True):
             if jnp.issubdtype(aval.dtype, jnp.complexfloating):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and complex numbers have no order"
                 )
-        if not count:
-            raise MisfitError(
-                f"there is no item to reduce {outputs.path} over, and {self.name} needs one"
-            )
         if self.numbers_items:
             _check_places(count)
 
@@ -179,10 +177,9 @@ class FirstK(_Compared):
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{self._word}({self.k})"
 
-    def check(self, outputs: Outputs, count: int) -> None:
-        super().check(outputs, count)
-        if self.k > count:
-            raise MisfitError(f"there are only {count} items to reduce {outputs.path} over")
+    @property
+    def least_items(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.k
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
@@ -288,6 +285,7 @@ class Best(Reduction):
     largest: bool = False
 
     numbers_items = True
+    least_items = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.by, bool) or not isinstance(self.by, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -309,8 +307,6 @@ class Best(Reduction):
                 f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
                 f"and dtype {aval.dtype}"
             )
-        if not count:
-            raise MisfitError(f"there is no item to choose {outputs.path} from")
         _check_places(count)
 
     def _number(self, outputs: Outputs) -> int:

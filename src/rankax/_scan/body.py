@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.functions import function_location
+from rankax._base.functions import NotedErrors, function_location, traced_as
 from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed, table
 from rankax._scan.arguments import ScanCall
@@ -69,8 +69,15 @@ def trace_body(call: ScanCall) -> tuple[Body, ScanArrays]:
     ]
     y_trees: list[Any] = []
 
+    def described() -> tuple[Any, ...]:
+        pairs = leaves_with_names(call.init, "carry")
+        pairs += leaves_with_names(x_tree.unflatten(x), "x")
+        return ("argument", "type"), [(name, type_name(leaf)) for name, leaf in pairs], ()
+
+    @traced_as(call.f)
     def on_leaves(carry: list[Any], x: list[Any]) -> list[Any]:
-        out = call.f(tree.unflatten(carry), x_tree.unflatten(x))
+        with NotedErrors(call.f, described):
+            out = call.f(tree.unflatten(carry), x_tree.unflatten(x))
         _check_pair(call, out)
         check_leaves(call.site, out[0], "the returned carry")
         check_leaves(call.site, out[1], "y")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rankax._base.functions import function_location
+from rankax._base.functions import function_location, traced_as
 from rankax._base.trees import check_outputs, leaves_with_names, spread_prefix
 from rankax._base.words import listed, table
 from rankax._trace.programs import ClosedJaxpr, evaluate
@@ -119,6 +119,7 @@ def trace_item(
     """
     found: list[tuple[Any, list[str], list[int | None]]] = []
 
+    @traced_as(fun)
     def on_leaves(*leaves: Any) -> list[Any]:
         args, kwargs = inputs(*leaves)
         out = fun(*args, **kwargs)

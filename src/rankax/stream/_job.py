@@ -77,7 +77,7 @@ def prepared(
     record: dict[str, Any] = {
         "kernel": kernel.name,
         "program": [text for stage in stages for text in _programs(stage)],
-        **{f"options: {n}": str(v) for n, v in options.given.items() if n not in _NOT_RECORDED},
+        **{f"options: {n}": str(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
         "memory_limit": given,
         "limit": limit,
         "blocks": [[*each.block] for each in cuts],

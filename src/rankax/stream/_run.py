@@ -62,7 +62,9 @@ def run(
         ``dtype`` and slicing, such as an array of zarr, a data set of h5py or a `numpy.memmap`.
         Batch axes broadcast as in a call.
     out : str or path
-        A folder on a local disk that is empty, does not exist yet, or was made by an equal call.
+        A folder on a local disk that is empty, does not exist yet, or was made by an equal call. It
+        becomes a group of zarr, in which a single array is called ``output``:
+        ``zarr.open_group(out)["output"]``.
     memory_limit : int or str, optional
         Bytes, a string with a unit (``"2 GB"``), or a share of the free memory (``"50%"``). Half of
         it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight. A

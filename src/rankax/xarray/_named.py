@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import re
 from collections.abc import Mapping, Sequence
@@ -174,6 +175,9 @@ def _core_dims(
             f"name the core dimensions in order: {advice}"
         )
     if absent := [name for name in core if name not in dims]:
+        closest = [_closest(name, dims) for name in core]
+        if None not in closest and len({*closest}) == len(closest):
+            advice = f"core_dims={{{parameter!r}: {tuple(closest)!r}}}"
         declares = "core_dims names" if explicit is not None else f"rank {rank} declares"
         raise ValueError(
             f"{where}: for {at}, {declares} the core dimension {absent[0]!r}, which is absent: "
@@ -185,6 +189,13 @@ def _core_dims(
             f"name; name the core dimensions: {advice}"
         )
     return core
+
+
+def _closest(name: str, dims: Sequence[Any]) -> str | None:
+    """Return the dimension of this name, or of a similar one."""
+    return next(
+        iter(difflib.get_close_matches(name, [d for d in dims if isinstance(d, str)], 1)), None
+    )
 
 
 def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
