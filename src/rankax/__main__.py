@@ -42,8 +42,9 @@ def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None
     Nothing is unpickled. JAX computes with 32 bits unless the environment has JAX_ENABLE_X64=1;
     arrays of 64 bits are refused without it, because digits would be lost.
 
-    Results: one array is called output, as in zarr.open_group("result.zarr")["output"]. Several
-    have the keys of the dict, the names of the fields or the numbers of the tuple.
+    Results: one array is called output, as in zarr.open_array("result.zarr/output"), or has the
+    name in --out result.zarr/name. Several have the keys of the dict, the names of the fields or
+    the numbers of the tuple. The command ends with a line that opens each of them.
     """
     arrays = {name: _opened(value) for name, value in inputs}
     if plan_only:
@@ -51,7 +52,9 @@ def stream(kernel: str, inputs: Any, *, plan_only: bool, **options: Any) -> None
         job = prepared(_kernel(kernel), (), arrays, options["memory_limit"], kernel, {})
         sys.stdout.write(f"{job}\n")
     else:
-        importlib.import_module("rankax.stream").run(_kernel(kernel), **options, **arrays)
+        stored = importlib.import_module("rankax.stream").run(_kernel(kernel), **options, **arrays)
+        for x in jax.tree.leaves(stored):
+            sys.stdout.write(f'zarr.open_array("{x.store.root}")  {x.shape}  {x.dtype}\n')
 
 
 def plan(kernel: str, shapes: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,11 +254,34 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     assert files(out) == files(tmp_path / "b.zarr")
 
 
+def test_a_single_output_has_the_name_in_out(tmp_path):
+    store = tmp_path / "a.zarr"
+    want = near(X, Y)
+    assert_same(values(run(near, X, Y, out=store / "deep/near")), want)
+    assert_same(jnp.asarray(zarr.open_array(store / "deep/near", mode="r")[...]), want)
+    assert_same(values(run(near, X, Y, out=store / "deep/near")), want)  # resumes
+    with pytest.raises(ValueError, match="another call: name was deep/near and is far;"):
+        run(near, X, Y, out=store / "far")
+    both = rankax.auto_vmap(x=1)(lambda x: {"a": x[0], "b": x[1]})
+    run(both, X[:, 0], out=tmp_path / "b.zarr/pair")
+    assert {*zarr.open_group(tmp_path / "b.zarr/pair", mode="r").array_keys()} == {"a", "b"}
+
+
+def test_a_store_inside_a_store_of_zarr_stays_one(tmp_path):
+    inside = tmp_path / "a.zarr/inside"
+    run(near, X, Y, out=tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", inside)
+    assert_same(values(run(near, X, Y, out=inside)), near(X, Y))
+    assert (inside / "output").is_dir()
+
+
 def test_ctrl_c_leaves_a_store_that_resumes(tmp_path):
     source = Recorded(X, KeyboardInterrupt(), after=6)
     with pytest.raises(KeyboardInterrupt) as info:
         run(near, source, Y, out=tmp_path / "a.zarr")
-    assert "keeps the blocks that are whole" in info.value.__notes__[0]
+    text = f"{tmp_path / 'a.zarr'} keeps the blocks that are whole; the same call resumes"
+    assert str(info.value) == text
+    assert info.value.__suppress_context__  # no traceback of JAX
     assert_same(values(run(near, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
 
 
@@ -709,6 +733,11 @@ def test_the_command_streams_and_resumes(tmp_path, capsys):
     assert status == 0
     assert "both" in text
     assert "items/s" in text
+    for line in (
+        f'zarr.open_array("{tmp_path / "a.zarr"}/distance")  (1000, 5)  float32',
+        f'zarr.open_array("{tmp_path / "a.zarr"}/sum")  (1000, 5, 3)  float32',
+    ):
+        assert line in text.splitlines()
     stored = zarr.open_group(tmp_path / "a.zarr", mode="r")
     want = stream_child.both(x[:, None], y)
     assert_same({name: jnp.asarray(stored[name][...]) for name in want}, want)

@@ -63,19 +63,25 @@ def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..
     These name ``fun`` and its source line. With ``paths``, they also name the leaves that are
     passed one by one: ``pose_rotation`` for ``pose.rotation``, as Python names parameters.
     """
+
+    def decorate(traced: Any) -> Any:
+        traced = functools.wraps(fun, updated=())(traced)
+        signature = _signature(tuple(paths)) if paths else getattr(fun, "__signature__", None)
+        if signature is not None:
+            traced.__signature__ = signature
+        return traced
+
+    return decorate
+
+
+@functools.lru_cache(256)  # for calls that are made again and again
+def _signature(paths: tuple[str, ...]) -> inspect.Signature:
     names: list[str] = []
     for path in paths:
         name = re.sub(r"\W+", "_", path).strip("_")
         names.append(f"{name}_{len(names)}" if name in names else name)
-
-    def decorate(traced: Any) -> Any:
-        traced = functools.wraps(fun, updated=())(traced)
-        if names:
-            kind = inspect.Parameter.POSITIONAL_ONLY
-            traced.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
-        return traced
-
-    return decorate
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
 class NotedErrors:

@@ -343,12 +343,18 @@ def check_leaves(site: str, tree: Any, name: str) -> None:
         check_no_ref(leaf, site, path)
         if isinstance(leaf, (jax.Array, int, float, complex)):
             continue
-        try:
-            jax.eval_shape(lambda leaf=leaf: jnp.asarray(leaf))
-        except TypeError:
-            raise TypeError(
-                f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}"
-            ) from None
+        if not _is_array_like(leaf):
+            raise TypeError(f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}")
+
+
+def _is_array_like(leaf: Any) -> bool:
+    if isinstance(leaf, str):  # JAX reads "a" and "b" as the names of dtypes
+        return False
+    try:
+        jax.eval_shape(lambda: jnp.asarray(leaf))
+    except TypeError:
+        return False
+    return True
 
 
 def type_name(value: Any) -> str:

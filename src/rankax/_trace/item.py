@@ -128,7 +128,7 @@ def trace_item(
         found.append((tree, [name for name, _ in leaves_with_names(out, "output")], axes))
         return outs
 
-    vars(on_leaves)["__signature__"] = _LEAVES  # JAX asks for it
+    vars(on_leaves).setdefault("__signature__", _LEAVES)  # JAX asks for it
     try:
         closed = jax.make_jaxpr(on_leaves)(*avals)
     except NameError as error:

@@ -51,9 +51,12 @@ class Job:
 
 
 def prepared(
-    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: dict[str, Any]
+    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: Any, name: str = ""
 ) -> Job:
-    """Check a call; ``found`` is the record of a store that it is to go on with, or empty."""
+    """Check a call; ``found`` is the record of a store that it is to go on with, or empty.
+
+    ``name`` is that of the only output, or of the group of several.
+    """
     if not isinstance(mapped, Kernel):
         raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
     mapped, args = mapped.unbound(tuple(args))
@@ -71,7 +74,7 @@ def prepared(
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
     on_blocks = dataclasses.replace(options, **bounded)
     tree = call_on_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
-    _name(tree, where)
+    _name(tree, name, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
     record: dict[str, Any] = {
@@ -81,6 +84,7 @@ def prepared(
         "memory_limit": given,
         "limit": limit,
         "blocks": [[*each.block] for each in cuts],
+        **({"name": name} if name else {}),
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
@@ -108,10 +112,11 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
             yield stage
 
 
-def _name(tree: Any, where: str) -> None:
+def _name(tree: Any, name: str, where: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        leaf.path = jax.tree_util.keystr(path, simple=True, separator="/") or "output"
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaf.path = "/".join(filter(None, (name, key))) or "output"
         if leaf.dtype.kind not in "biufc":
             raise TypeError(
                 f"{where}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "

@@ -64,7 +64,8 @@ def run(
     out : str or path
         A folder on a local disk that is empty, does not exist yet, or was made by an equal call. It
         becomes a group of zarr, in which a single array is called ``output``:
-        ``zarr.open_group(out)["output"]``.
+        ``zarr.open_group(out)["output"]``. With ``"x.zarr/name"`` it is called ``name``, in the
+        group ``x.zarr``; several arrays are then ``x.zarr/name/key``.
     memory_limit : int or str, optional
         Bytes, a string with a unit (``"2 GB"``), or a share of the free memory (``"50%"``). Half of
         it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight. A
@@ -95,6 +96,8 @@ def run(
         Another process is writing to ``out``.
     FloatingPointError
         NaN, with ``on_nan="raise"``.
+    KeyboardInterrupt
+        Ctrl-C; the text says that the same call resumes.
 
     Notes
     -----
@@ -138,12 +141,15 @@ def run(
             f"{where}: out must be a folder on a local disk, but it is {text!r}; write to a local "
             "folder, and copy the finished store there"
         )
-    path = Path(out)
+    store, ending, name = text.partition(".zarr/")
+    path = Path(store + ending)
+    if recorded(Path(out)):  # a store itself, wherever it is
+        path, name = Path(out), ""
     found = recorded(path)
     if not (resume if found else is_free(path)):
         why = "resume=False" if found else "it is no store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
-    job = prepared(kernel, args, kwargs, memory_limit, where, found)
+    job = prepared(kernel, args, kwargs, memory_limit, where, found, name.strip("/"))
     try:
         with opened(path, job.record, job.stages), progress_of_call(progress, job.name) as shown:
             _run(job, shown, where if on_nan == "raise" else None)
@@ -151,6 +157,8 @@ def run(
         raise BlockingIOError(
             f"{where}: another process is writing to {path}; wait for it, or give another out"
         ) from None
+    except KeyboardInterrupt as stop:  # without the traceback of JAX
+        raise KeyboardInterrupt(*getattr(stop, "__notes__", ())[-1:]) from None
     return jax.tree.map(lambda out: zarr.open_array(path / out.path, mode="r"), job.tree)
 
 
