@@ -121,7 +121,7 @@ def test_help_shows_the_options_of_auto_vmap():
         "(*positional_ranks, ranks=None, chunk_size=None, memory_limit=None, reduce=None, "
         "reduce_axis=None, where=None, batch_shape=None, checkpoint=None, jit=False, "
         "compiler_options=None, progress=False, devices=None, lockstep=True, bucket=False, "
-        "**named_ranks)"
+        "batched=False, **named_ranks)"
     )
     assert str(signature) == shown
     page = pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)

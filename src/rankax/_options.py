@@ -45,6 +45,7 @@ class Options:
     devices: Devices = None
     lockstep: bool = True
     bucket: Bucket = False
+    batched: bool = False
 
     @property
     def unchunked(self) -> Options:
@@ -77,6 +78,7 @@ class Given(Scoped, total=False):
     jit: bool
     compiler_options: Mapping[str, Any] | None
     bucket: bool | Sequence[int]
+    batched: bool
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -139,6 +141,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "devices": checked_devices,
     "lockstep": functools.partial(check_bool, name="lockstep"),
     "bucket": checked_bucket,
+    "batched": functools.partial(check_bool, name="batched"),
 }
 
 
@@ -183,6 +186,7 @@ def check_together(options: Options, site: str) -> None:
         raise TypeError(
             f"{site}: where={options.where!r} has no effect without reduce=, such as reduce='sum'"
         )
+    check_batched(options, site)
     if options.compiler_options is not None and not options.jit:
         raise TypeError(
             f"{site}: compiler_options are those of jax.jit, so they need jit=True; where you "
@@ -192,6 +196,15 @@ def check_together(options: Options, site: str) -> None:
         raise TypeError(
             f"{site}: bucket={options.bucket} is for programs that jit=True compiles, so it needs "
             "jit=True; where you call jax.jit yourself, fill the arrays up before"
+        )
+
+
+def check_batched(options: Options, site: str) -> None:
+    """Refuse items that end by themselves inside a function that takes a batch itself."""
+    if options.batched and not options.lockstep:
+        raise TypeError(
+            f"{site}: lockstep=False lets each item end by itself, but with batched=True the "
+            "function takes a whole chunk; leave out one of them"
         )
 
 

@@ -1546,6 +1546,32 @@ COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
 
 
 @case
+def kernels_that_take_a_batch(mesh):
+    lengths = set()
+
+    def tanh(x, w):
+        lengths.add(len(x))
+        return jnp.tanh(x @ w)
+
+    def both(fun):
+        summed = fun.with_options(reduce="sum")
+        return lambda x, w: (fun(x, w), jax.grad(lambda x: (summed(x, w) ** 2).sum())(x))
+
+    plain = auto_vmap(x=1)(lambda x, w: jnp.tanh(x @ w))
+    w = jnp.asarray(W.T)
+    for count, chunk_size in ((N, None), (N, 50), (N - 1, 50)):
+        x = put(mesh, X, "d") if count == N else jnp.asarray(X[:count])
+        kernel = auto_vmap(x=1, batched=True, chunk_size=chunk_size, devices="all")(tanh)
+        with inside(mesh):
+            found = jax.jit(both(kernel))(x, w)
+            assert N // mesh.size in lengths if chunk_size is None else max(lengths) <= 50
+        lengths.clear()
+        same(found, both(plain)(X[:count], w))
+    kernel = auto_vmap(x=1, batched=True, chunk_size=50)(tanh)
+    same(kernel(put(mesh, X, "d"), w), plain(X, w))
+
+
+@case
 def random_calls_with_other_options(mesh):
     for seed in range(3):  # a few at each run
         random_calls.check(seed)

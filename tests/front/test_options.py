@@ -163,7 +163,7 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, reduce, reduce_axis, where, batch_shape, "
-            "checkpoint, jit, compiler_options, progress, devices, lockstep and bucket)",
+            "checkpoint, jit, compiler_options, progress, devices, lockstep, bucket and batched)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),

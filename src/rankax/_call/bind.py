@@ -109,14 +109,21 @@ class BoundKernel(Bound):
     def part(self, plan: Nesting, shape: Shape) -> Self:
         return dataclasses.replace(super().part(plan, shape), cut=shape)
 
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
+
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
+        arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
+        with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
+            return self.fun(*arguments.args, **arguments.kwargs)
+
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         pairs = zip(leaves, self.structure.ranks, strict=True)
         # The kernel must not change an array of the caller in place.
         arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
-        values = zip(self.names, self.treedef.unflatten(arrays), strict=True)
-        arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
-        with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
-            out = self.fun(*arguments.args, **arguments.kwargs)
+        out = super().evaluate(arrays, plan)
         check = check_outputs if plan.plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
@@ -150,6 +157,7 @@ class BoundKernel(Bound):
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
             for name, _ in self.structure.lists
         ]
+        sentences += self.in_front
         return ("argument", "shape", "rank", "one item"), rows, sentences
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
@@ -256,7 +264,8 @@ def _bound(
     structure = _structure(kernel, names, values, leaves, treedef)
     where = f"{kernel.name}()"
     call = kernel.fun, kernel.name, where, leaves, structure.paths
-    return BoundKernel(*call, kernel, arguments, names, treedef, structure)
+    batched = kernel.preset.batched
+    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
 
 
 def _structure(

@@ -29,6 +29,7 @@ from rankax._plan.nesting import NO_ARRAY, Nesting, PlannedReduction
 from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
+from rankax._trace.batched import call_for_item
 from rankax._trace.item import ItemProgram, trace_item, with_shape
 
 
@@ -51,6 +52,10 @@ class Bound(abc.ABC):
         The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
         How many items along each batch axis that is filled up (`fill.py`) are no copies.
+    batched : bool
+        Whether the kernel takes a batch itself.
+    in_chunks : tuple of int
+        How many items the chunks of such a kernel have, in ascending order.
     """
 
     fun: Callable[..., Any]
@@ -59,6 +64,8 @@ class Bound(abc.ABC):
     leaves: list[Any]
     paths: Sequence[str]
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
+    batched: bool = dataclasses.field(default=False, kw_only=True)
+    in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
     @property
     def out_axes(self) -> Any:
@@ -79,9 +86,32 @@ class Bound(abc.ABC):
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
+    @property
+    def in_front(self) -> list[str]:
+        """What an error of the kernel says of the axis that a batch has."""
+        sentence = "With batched=True, it gets them with one axis in front, that of the items."
+        return [sentence] if self.batched else []
+
+    @property
     @abc.abstractmethod
+    def ranked(self) -> list[int]:
+        """The leaves that have an axis for the items if the kernel takes a batch itself."""
+
+    @abc.abstractmethod
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        """Call the kernel with other leaves."""
+
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
-        """Call the kernel with other leaves, such as those of one item."""
+        """Evaluate the kernel with other leaves, such as those of one item."""
+        if not self.batched:
+            return self.call(leaves, plan)
+        ranked = self.ranked
+
+        def on_arrays(arrays: list[Any]) -> Any:
+            own = dict(zip(ranked, arrays, strict=True))
+            return self.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
+
+        return call_for_item(self.fun, on_arrays, [leaves[i] for i in ranked], self.in_chunks)
 
     @abc.abstractmethod
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
@@ -156,4 +186,5 @@ def planned_reduction(options: Options) -> PlannedReduction | None:
     """Return what a plan needs to know about the reduction; None without one."""
     if options.reduce is None:
         return None
-    return PlannedReduction(str(options.reduce), options.reduce_axis, most_lanes())
+    lanes = None if options.batched else most_lanes()
+    return PlannedReduction(str(options.reduce), options.reduce_axis, lanes)

@@ -81,7 +81,11 @@ class BoundAxes(Bound):
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         return dataclasses.replace(super().part(plan, shape), length=shape[0])
 
-    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, place in enumerate(self.places) if place is not None]
+
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
         args, kwargs = self.treedef.unflatten(leaves)
         return self._call(args, kwargs)
@@ -97,7 +101,7 @@ class BoundAxes(Bound):
             shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
             core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
             rows.append((path, str(shape), str(axis), str(core)))
-        return ("argument", "shape", "in_axes", "one item"), rows, ()
+        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any]:
         """Return a call of `jax.vmap`, with our errors."""
@@ -106,7 +110,11 @@ class BoundAxes(Bound):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            out = self._call(args, kwargs)
+            out = (
+                self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+                if self.batched
+                else self._call(args, kwargs)
+            )
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out
@@ -133,6 +141,8 @@ def bind_axes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     axes: MappedAxes,
+    *,
+    batched: bool = False,
 ) -> BoundAxes:
     """Give every leaf its axis and find the common length, or say which leaf does not fit."""
     in_axes, axis_size = axes.in_axes, axes.axis_size
@@ -168,4 +178,4 @@ def bind_axes(
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     treedef = jax.tree.structure((args, kwargs))
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
-    return BoundAxes(*call, args, kwargs, axes, places, treedef, length)
+    return BoundAxes(*call, args, kwargs, axes, places, treedef, length, batched=batched)

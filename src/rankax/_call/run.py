@@ -42,7 +42,7 @@ from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
 from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
-from rankax._options import Options
+from rankax._options import Options, check_batched
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
@@ -77,6 +77,7 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
     """Evaluate a bound call; pass its parts if they are known already."""
     with on_mesh(bound.leaves):
         parts = parts_of(bound, options) if parts is None else parts
+        bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
             return _in_one_piece(bound, plan)
         traced = functools.partial(_traced, bound, options, parts)
@@ -182,11 +183,26 @@ def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
 def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
     """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
     parts = parts_of(bound, options) if parts is None else parts
+    bound = _in_chunks(bound, options, parts)
     if (plan := _untraced(bound, options, parts)) is not None:
         return Prepared(plan, options, plan)
     with progress_of_call(options.progress, bound.name):
         traced = _traced(bound, options, parts)
     return _fitted(bound, options, traced)
+
+
+def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:
+    """Return a call whose kernel knows the lengths of its chunks, if it takes a batch itself."""
+    if not bound.batched:
+        return bound
+    check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
+    whole = bound.plan(options.unchunked)
+    if options.memory_limit is not None and not _is_empty(whole):
+        options = _fitted(bound, options, _traced(bound, options, parts)).options
+    shapes = bound.layout(whole, parts).shapes()
+    runs = [bound.part(whole, shape) for shape in shapes] if parts else [bound]
+    lengths = sorted({run.plan(options).plan.in_flight for run in runs})
+    return dataclasses.replace(bound, in_chunks=tuple(lengths))
 
 
 def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesting | None:
@@ -213,6 +229,13 @@ def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     return Traced(whole, item, () if parts and has_order(item.closed) else parts)
 
 
+def _item_of_lengths(
+    bound: Bound, options: Options, parts: tuple[Parts, ...], *lengths: int
+) -> ItemProgram:
+    """Trace a kernel that takes a batch itself, for chunks of these lengths."""
+    return _traced(dataclasses.replace(bound, in_chunks=lengths), options, parts).item
+
+
 def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
     """Choose tiles, lanes and, with a memory limit, chunks."""
     whole, item, parts = traced
@@ -222,11 +245,15 @@ def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
         return Prepared(whole, options, whole, item)
     part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
     compiler_options = dict(options.compiler_options or ())
-    tiles = best_tiles(item.closed) if tiles_matter(compiler_options) else WHOLE_CHUNKS
+    may_tile = tiles_matter(compiler_options) and not bound.batched
+    tiles = best_tiles(item.closed) if may_tile else WHOLE_CHUNKS
     ends = () if options.lockstep else cut_program(item.closed).ends
     memory = None
     if limited.memory_limit is not None:
-        memory = _fit(part, limited, whole.mapped, item, tiles, ends)
+        of_lengths = functools.partial(_item_of_lengths, bound, limited, parts)
+        of_one = of_lengths() if bound.batched else item
+        again = of_lengths if bound.batched else None
+        memory = _fit(part, limited, whole.mapped, of_one, tiles, ends, again)
         checkpoint = False if memory.stored else options.checkpoint
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
     planned = part.plan(options, tiles)
@@ -314,8 +341,12 @@ def _fit(
     item: ItemProgram,
     tiles: Tiles,
     ends: Sequence[str],
+    of_lengths: Callable[[int], ItemProgram] | None = None,
 ) -> MemoryFit:
-    """Return the chunk size that meets the memory limit, with its measurements."""
+    """Return the chunk size that meets the memory limit, with its measurements.
+
+    ``of_lengths`` traces a kernel that takes a batch itself, for other chunks.
+    """
     limit = options.memory_limit
     assert limit is not None
     options = dataclasses.replace(options, memory_limit=None)
@@ -333,9 +364,11 @@ def _fit(
     ) -> tuple[int, Callable[..., Any], list[Any]]:
         planned = plan(chunk_size, tiles)
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
+        own = item if of_lengths is None else of_lengths(planned.plan.in_flight)
+        others = own.closed.consts[len(item.closed.consts) :]
 
         def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            whole = nest.walk(item.with_constants(consts), leaves, options.reduce)
+            whole = nest.walk(own.with_constants([*consts, *others]), leaves, options.reduce)
             return jax.tree.leaves(whole)
 
         return planned.plan.in_flight, call, shapes

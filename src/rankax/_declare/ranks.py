@@ -95,7 +95,9 @@ def declare(
         for name, by_key in bound.items.items()
     }
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
-    annotated = annotated_ranks(fun, overridden, signature, site)
+    # Those of a kernel that takes a batch itself describe the batch.
+    is_batched = options.get("batched") is True
+    annotated = {} if is_batched else annotated_ranks(fun, overridden, signature, site)
     for name, by_key in items.items():
         rest = explicit.get(name, annotated.get(name))
         # Unpack[...] declares all items together, so explicit ranks override it as a whole.
@@ -115,10 +117,10 @@ def declare(
                 "by position, in a signature or by annotation (None leaves it untouched)"
             )
     if not explicit and not any(tree is not None for tree in trees.values()):
-        raise TypeError(
-            f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the "
-            "parameters with jaxtyping"
-        )
+        other = "or annotate the parameters with jaxtyping"
+        if is_batched:
+            other = "for with batched=True, annotations describe the batch"
+        raise TypeError(f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), {other}")
     # With any explicit rank, a missing one is taken as deliberate.
     implicit = all(rank is None for rank in explicit.values())
     unranked = [name for name, tree in trees.items() if tree is None and name not in explicit]

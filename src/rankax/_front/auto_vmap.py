@@ -55,6 +55,7 @@ def auto_vmap(
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
     bucket: bool | Sequence[int] = False,
+    batched: bool = False,
     **named_ranks: Any,
 ) -> Decorator: ...
 
@@ -149,6 +150,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         to the next of these lengths with copies of the last item, and the results are cut. True: a
         series of lengths, each a quarter longer than the one before. Inside another ``jit`` it has
         no effect, and with dask or cubed arrays it is refused. See Notes.
+    batched : bool, default False
+        The kernel takes a batch itself, as a network or a simulator may: in each argument with a
+        rank, and in each output, it has one axis in front, that of the items of a chunk. Ranks are
+        still those of one item. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
@@ -249,6 +254,13 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     length. So a call waits for its result, which may lose a weak type. Axes of length 0 and 1 are
     not filled. What counts items, such as ``progress``, ``memory_limit`` and ``devices``,
     counts the copies, too.
+
+    *Kernels that take a batch.* With ``batched=True``, one call of the kernel evaluates the items
+    of a chunk, along all batch axes together; without ``chunk_size``, those of the whole batch.
+    What some items share is copied for them, but never for more than a chunk. Chunks have the size
+    that ``chunk_size`` says, or a little less. The kernel is traced for one item and for the length
+    of a chunk; only the first axis of an output may differ. An item must not depend on the others,
+    which ``kernel.check`` tests.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own

@@ -14,7 +14,7 @@ from rankax._base.checks import check_callable
 from rankax._base.functions import function_name
 from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
-from rankax._options import options_of
+from rankax._options import check_batched, options_of
 from rankax._reduce.run import read_reductions
 
 
@@ -31,6 +31,7 @@ def chunked_reduce(
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
+    batched: bool = False,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
@@ -76,6 +77,10 @@ def chunked_reduce(
     lockstep : bool, default True
         ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item. See
         `auto_vmap`.
+    batched : bool, default False
+        ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
+        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        whole array. See `auto_vmap`.
 
     Returns
     -------
@@ -133,12 +138,14 @@ def chunked_reduce(
         progress=progress,
         devices=devices,
         lockstep=lockstep,
+        batched=batched,
     )
+    check_batched(options, caller)
     options = dataclasses.replace(options, reduce=read_reductions(reduce, caller))
     axes = checked_axes(caller, in_axes, axis_size)
 
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> Any:
-        return run(bind_axes(fun, caller, args, kwargs, axes), options)
+        return run(bind_axes(fun, caller, args, kwargs, axes, batched=batched), options)
 
     return reduced

@@ -13,7 +13,7 @@ from rankax._base.checks import check_callable
 from rankax._base.functions import function_name
 from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
-from rankax._options import options_of
+from rankax._options import check_batched, options_of
 
 
 def chunked_vmap(
@@ -29,6 +29,7 @@ def chunked_vmap(
     progress: bool | str | Callable[[int, int], object] = False,
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
+    batched: bool = False,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -76,6 +77,10 @@ def chunked_vmap(
     lockstep : bool, default True
         ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item.
         ``chunk_size`` lanes take the next item when theirs is done. See `auto_vmap`.
+    batched : bool, default False
+        ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
+        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        whole array. See `auto_vmap`.
 
     Returns
     -------
@@ -148,11 +153,13 @@ def chunked_vmap(
         progress=progress,
         devices=devices,
         lockstep=lockstep,
+        batched=batched,
     )
+    check_batched(options, where)
     axes = checked_axes(where, in_axes, axis_size, out_axes, axis_name)
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return run(bind_axes(fun, where, args, kwargs, axes), options)
+        return run(bind_axes(fun, where, args, kwargs, axes, batched=batched), options)
 
     return mapped

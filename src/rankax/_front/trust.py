@@ -298,7 +298,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     site = f"{spec.name}.nonfinite"
     positive_int(most, site, "most")
     check_bool(gradient, site, "gradient")
-    own = {"reduce", "reduce_axis", "where", "bucket", "jit", "compiler_options"}
+    own = {"reduce", "reduce_axis", "where", "bucket", "jit", "compiler_options", "batched"}
     explicit = {name: value for name, value in spec.explicit.items() if name not in own}
     call = bind(spec, args, kwargs)
     them = _Items(call, dataclasses.replace(spec.preset, reduce=None, where=None))
@@ -339,7 +339,10 @@ def _is_odd(spec: KernelSpec, gradient: bool) -> Callable[..., dict[str, jax.Arr
             for i, value in zip(places, values, strict=True):
                 whole[i] = value
             given = rebind_arguments(spec, {**arguments.arguments, **tree.unflatten(whole)})
-            out = spec.fun(*given.args, **given.kwargs)
+            if spec.preset.batched:
+                out = run(bind(spec, given.args, given.kwargs), Options())
+            else:
+                out = spec.fun(*given.args, **given.kwargs)
             check_outputs(spec.fun, out)
             return [x for x in jax.tree.leaves(out) if _has_gradient(x)], out
 

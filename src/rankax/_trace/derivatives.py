@@ -320,6 +320,18 @@ def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: A
 ad.primitive_transposes[_call] = _transposed
 
 
+def define_by_program(primitive: Any, program_of: Callable[..., Any]) -> None:
+    """Give a primitive the derivatives and the compiled form of the program of its parameters."""
+
+    def of_program(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **params: fun(*args, call_jaxpr=program_of(**params), other=None)
+
+    ad.primitive_jvps[primitive] = of_program(_differentiated)
+    ad.primitive_transposes[primitive] = of_program(_transposed)
+    mlir.register_lowering(primitive, mlir.lower_fun(of_program(_run), multiple_results=True))
+    primitive.to_lojax = of_program(_run)  # as above
+
+
 # With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
 # evaluates in part, so that everything is stored. Only the rules of a high-level primitive can
 # linearize `other` as a whole. Test: ``test_chunked_memory.py`` with ``JAX_REMAT3=1``. Once it is

@@ -110,7 +110,7 @@ class Workload:
         is_free = not any(getattr(x, "committed", False) for x in [*self.call.leaves, *self.others])
         if given.devices is None and jax.local_device_count() > 1 and is_free:
             options += chunks((bound, *_FEW_SIZES), devices="all")
-        if not self.gradient and self._has_ends():
+        if not self.gradient and not given.batched and self._has_ends():
             lanes = [n for n in (*_LANES, bound or 0) if 0 < n <= most]
             options += chunks(lanes, lockstep=False)
         if not given.lockstep:

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: MIT
+"""A function that takes a batch itself, as the program of one item (``batched=True``).
+
+The function takes and returns arrays with the items on axis 0. In the program of one item, a
+primitive stands for a call of it with one item. The batching rule of the primitive makes one call
+with all mapped items, so that the maps of a nest, one in another, give one axis. Loops, reductions
+and devices know nothing of such functions.
+
+* The function is traced for one item, and for the lengths that the chunks of a plan have. These
+  programs are parameters of the primitive. No function is a parameter, so that programs can be
+  compared, and an eager call finds what an earlier one compiled (`fingerprint.py`).
+* What the function closes over is an operand without that axis.
+* Any other number of items, as under a `jax.vmap` from outside, is evaluated in groups of the
+  longest length that divides it: side by side by `jax.vmap` of the program, or one after another if
+  JAX cannot map the program.
+* A derivative is that of the program for the items at hand, because the maps of a nest come first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import batching
+
+from rankax._base.arrays import is_ref
+from rankax._base.functions import function_location
+from rankax._base.trees import check_outputs, leaves_with_names
+from rankax._base.words import listed, plural, table
+from rankax._trace.derivatives import define_by_program
+from rankax._trace.fingerprint import opened
+from rankax._trace.item import with_shape
+from rankax._trace.programs import evaluate
+
+
+class _Traced(NamedTuple):
+    """A function, traced for some number of items."""
+
+    length: int
+    closed: Any
+    tree: Any
+    names: tuple[str, ...]
+
+
+def call_for_item(
+    fun: Callable[..., Any],
+    on_arrays: Callable[[list[Any]], Any],
+    items: Sequence[Any],
+    lengths: Sequence[int],
+) -> Any:
+    """Call a function that takes a batch for one item; mapped items become one call.
+
+    Parameters
+    ----------
+    fun : callable
+        The function, for errors.
+    on_arrays : callable
+        Calls it with arrays that have an axis for the items in front.
+    items : sequence of arrays
+        Of one item.
+    lengths : sequence of int
+        How many items the chunks have, in ascending order.
+    """
+    arrays = [jnp.asarray(x) for x in items]
+    each = [1, *(n for n in lengths if n not in (0, 1))]
+    traces = [_trace(fun, on_arrays, arrays, n) for n in each]
+    for longer in traces[1:]:
+        _check_alike(fun, traces[0], longer)
+    consts = {id(const): const for traced in traces for const in traced.closed.consts}
+    programs = tuple((t.length, _with_operands(t, arrays, consts)) for t in traces)
+    operands = [lax.expand_dims(x, (0,)) for x in arrays] + list(consts.values())
+    outs = _bind(operands, programs, len(arrays), 1)
+    return traces[0].tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
+
+
+def _trace(
+    fun: Callable[..., Any],
+    on_arrays: Callable[[list[Any]], Any],
+    arrays: Sequence[Any],
+    length: int,
+) -> _Traced:
+    """Trace a function for this number of items, and check its outputs."""
+    found: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        out = on_arrays(list(arrays))
+        check_outputs(fun, out)
+        named = leaves_with_names(out, "output")
+        shapes = [jnp.shape(leaf) for _, leaf in named]
+        odd = [i for i, shape in enumerate(shapes) if shape[:1] != (length,)]
+        if odd:
+            rows = [(name, str(s)) for (name, _), s in zip(named, shapes, strict=True)]
+            raise ValueError(
+                f"{function_location(fun)}: with batched=True, the first axis of each output is "
+                f"that of the items, but for {plural(length, 'item')}, "
+                f"{listed([rows[i][0] for i in odd])} {'has' if len(odd) == 1 else 'have'} another "
+                "shape\n\n" + table(("output", "shape"), rows, odd)
+            )
+        leaves, tree = jax.tree.flatten(out)
+        found.append((tree, tuple(name for name, _ in named)))
+        return leaves
+
+    closed = opened(jax.make_jaxpr(flat)(*_types(arrays, length)))
+    names = [type(effect).__name__ for effect in closed.effects]  # not public
+    if any(map(is_ref, closed.jaxpr.constvars)) or "InternalMutableArrayEffect" in names:
+        raise ValueError(
+            f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
+            "value instead"
+        )
+    return _Traced(length, closed, *found[-1])
+
+
+def _types(arrays: Sequence[Any], length: int) -> list[Any]:
+    return [with_shape(jax.typeof(x), (length, *x.shape)) for x in arrays]
+
+
+def _check_alike(fun: Callable[..., Any], one: _Traced, longer: _Traced) -> None:
+    """Refuse outputs of which more than the first axis depends on the number of items."""
+    where, count = function_location(fun), plural(longer.length, "item")
+    if one.tree != longer.tree:
+        raise ValueError(
+            f"{where}: with batched=True, it must return the same outputs for any number of "
+            f"items, but for {count} it returns {listed(longer.names)}, and for 1 item "
+            f"{listed(one.names)}"
+        )
+    rows: list[tuple[str, str, str]] = []
+    odd: list[int] = []
+    triples = zip(one.names, one.closed.out_avals, longer.closed.out_avals, strict=True)
+    for i, (name, few, many) in enumerate(triples):
+        rows.append((name, few.str_short(), many.str_short()))
+        if (few.shape[1:], few.dtype) != (many.shape[1:], many.dtype):
+            odd.append(i)
+    if odd:
+        raise ValueError(
+            f"{where}: with batched=True, only the first axis of an output may depend on the "
+            "number of items\n\n" + table(("output", "for 1 item", f"for {count}"), rows, odd)
+        )
+
+
+def _with_operands(traced: _Traced, arrays: Sequence[Any], consts: dict[int, Any]) -> Any:
+    """Return the program as one of all operands: the items, then what any length closes over."""
+    places = {key: place for place, key in enumerate(consts, start=len(arrays))}
+    own = [places[id(const)] for const in traced.closed.consts]
+
+    def run(*operands: Any) -> list[Any]:
+        return evaluate(traced.closed.jaxpr, [operands[i] for i in own], *operands[: len(arrays)])
+
+    shared = [jax.typeof(const) for const in consts.values()]
+    types = [with_shape(aval, aval.shape) for aval in shared]
+    return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
+
+
+# The primitive. Its first operands have `size` items on axis 0. The program for so many, if there
+# is one, is `call_jaxpr`, by which `checkify` knows it.
+
+
+def _program_of(programs: Any, items: int, size: int) -> Any:
+    """Return the program for this number of items."""
+    length, closed = next(pair for pair in reversed(programs) if size % pair[0] == 0)
+    if length == size:
+        return closed
+    ((_, one), *_) = programs
+    types = [with_shape(aval, aval.shape) for aval in one.in_avals]
+    types[:items] = [with_shape(aval, (size, *aval.shape[1:])) for aval in one.in_avals[:items]]
+    dims = [0 if i < items else None for i in range(len(types))]
+
+    def run(*operands: Any) -> list[Any]:
+        groups = [
+            lax.reshape(x, (size // length, length, *x.shape[1:])) if dim == 0 else x
+            for x, dim in zip(operands, dims, strict=True)
+        ]
+        outs = _each(closed, dims)(*groups)
+        return [lax.reshape(out, (size, *out.shape[2:])) for out in outs]
+
+    return jax.make_jaxpr(run)(*types)
+
+
+def _each(closed: Any, dims: Sequence[int | None]) -> Callable[..., list[Any]]:
+    """Return a program mapped over these axes of its operands."""
+    run = functools.partial(evaluate, closed.jaxpr, closed.consts)
+    at_once = jax.vmap(run, tuple(dims))
+
+    def mapped(*operands: Any) -> list[Any]:
+        try:
+            jax.eval_shape(at_once, *operands)
+        except NotImplementedError:  # what JAX raises where an operation has no rule
+            return _one_by_one(run, operands, dims)
+        return at_once(*operands)
+
+    return mapped
+
+
+def _one_by_one(
+    run: Callable[..., list[Any]], operands: Sequence[Any], dims: Sequence[int | None]
+) -> list[Any]:
+    pairs = list(zip(operands, dims, strict=True))
+    rows = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
+
+    def on_row(row: Sequence[Any]) -> list[Any]:
+        own = iter(row)
+        return run(*(x if dim is None else next(own) for x, dim in pairs))
+
+    return lax.map(on_row, rows)
+
+
+class _Batch(jax.extend.core.Primitive):
+    """A primitive into which `checkify` looks, as in `derivatives.py`."""
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
+            subfuns, args = args[:1], args[1:]
+        return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
+
+
+_batch = _Batch("rankax_batch")
+_batch.multiple_results = True
+
+
+def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
+    closed = dict(programs).get(size)
+    known = {} if closed is None else {"call_jaxpr": closed}
+    return _batch.bind(*operands, programs=programs, items=items, size=size, **known)
+
+
+def _program(*, programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
+    return _program_of(programs, items, size) if call_jaxpr is None else call_jaxpr
+
+
+@_batch.def_impl
+def _(*operands: Any, **params: Any) -> list[Any]:
+    closed = _program(**params)
+    return evaluate(closed.jaxpr, closed.consts, *operands)
+
+
+@_batch.def_effectful_abstract_eval
+def _(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
+    closed = params.get("call_jaxpr", programs[0][1])
+    return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
+
+
+def _mapped(
+    operands: Sequence[Any], dims: Sequence[Any], *, programs: Any, items: int, size: int, **_: Any
+) -> tuple[list[Any], list[int]]:
+    """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
+    count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    if any(dim is not None for dim in dims[items:]):
+        outs = _each(_program_of(programs, items, size), dims)(*operands)
+        return outs, [0] * len(outs)
+
+    def joined(x: Any, dim: int | None) -> Any:
+        x = jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x, (count, *x.shape))
+        # To drop an axis, unlike a reshape, keeps what a mesh shares.
+        return lax.squeeze(x, (1,)) if size == 1 else lax.collapse(x, 0, 2)
+
+    def parted(out: Any) -> Any:
+        if size == 1:
+            return lax.expand_dims(out, (1,))
+        return lax.reshape(out, (count, size, *out.shape[1:]))
+
+    every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
+    shared = operands[items:]
+    outs = _bind([*every, *shared], programs, items, size * count)
+    return [parted(out) for out in outs], [0] * len(outs)
+
+
+batching.primitive_batchers[_batch] = _mapped
+define_by_program(_batch, _program)
