@@ -40,7 +40,33 @@ ROOMS = [
     *["reductions", "plans", "xarray", "__init__", "stream", "__main__"],
 ]
 
-MOST_LINES_OF_CODE = 11_735
+# Lines of code of each room. A feature that needs room makes it first; its commit says why if not.
+MOST_LINES_OF_CODE = {
+    "_errors": 4,
+    "_static": 17,
+    "_base": 500,
+    "_declare": 770,
+    "_trace": 975,
+    "_plan": 905,
+    "_progress": 210,
+    "_fit": 220,
+    "_loop": 645,
+    "_devices": 370,
+    "_lockstep": 650,
+    "_reduce": 1705,
+    "_scan": 1125,
+    "_options": 175,
+    "_call": 1515,
+    "_tune": 470,
+    "_blocks": 785,
+    "_front": 1035,
+    "reductions": 31,
+    "plans": 19,
+    "xarray": 365,
+    "__init__": 39,
+    "stream": 485,
+    "__main__": 85,
+}
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
@@ -159,15 +185,19 @@ def test_functions_classes_and_files_are_short(name):
     assert [(what, lines) for what, lines, most in lengths if lines > most] == []
 
 
-def test_folders_and_the_whole_library_are_small():
+def test_folders_and_rooms_are_small():
     folders = Counter(room(name) for name in FILES if not name.endswith("__init__.py"))
     assert {name: n for name, n in folders.items() if n > MOST_FILES_IN_A_FOLDER} == {}
-    assert sum(map(lines_of_code, FILES)) <= MOST_LINES_OF_CODE
+    lines = Counter(dict.fromkeys(ROOMS, 0))
+    for name in FILES:
+        lines[room(name)] += lines_of_code(name)
+    too_many = {name: n for name, n in lines.items() if n > MOST_LINES_OF_CODE[name]}
+    assert too_many == {}
 
 
 def test_streams_are_a_small_part():
     files = [name for name in FILES if room(name) in ("stream", "__main__")]
-    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 610
+    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 620
 
 
 def test_no_two_classes_share_a_name():

@@ -235,15 +235,19 @@ def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str
 def _vectors(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> list[str]:
     """Return a hint for arguments of rank 0 that may be vectors.
 
-    Their last axis is as long as a core axis of another argument.
+    Their last axis is as long as a core axis of another argument, and no other argument has their
+    length as that of its batch.
     """
     cores = {size for leaf in leaves for size in leaf.core_shape}
-    hints: list[str] = []
-    clashing = [i for group in clash.leaves.values() for i in group]
-    for name, ids in _arguments(names, clashing).items():
-        if all(not leaves[i].rank and cores.intersection(leaves[i].shape[-1:]) for i in ids):
-            hints.append(f"If one item of {name} is a vector, its rank is 1, not 0.")
-    return hints
+
+    def may_be(i: int) -> bool:
+        return not leaves[i].rank and bool(cores.intersection(leaves[i].shape[-1:]))
+
+    groups = [group for group in clash.leaves.values() if all(map(may_be, group))]
+    return [
+        f"If one item of {name} is a vector, its rank is 1, not 0."
+        for name in _arguments(names, [i for group in groups for i in group])
+    ]
 
 
 def _parameter(path: str) -> str:
