@@ -705,8 +705,9 @@ def test_agrees_with_jax_numpy(data):
         return PLAIN[name](outs, axis=0)
 
     if how in ("grad", "jvp") and name in FLOATS:
+        # The sine of a large product is noise in the last digits, in the plain program, too.
         transform = {
-            "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
+            "grad": lambda f: jax.grad(loss_of(lambda *args: jax.nn.soft_sign(f(*args))), (0, 1)),
             "jvp": lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
         }[how]
     elif how == "vmap":

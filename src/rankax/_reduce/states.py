@@ -15,6 +15,7 @@ The states of several runs of items are lanes, too: `join` merges them (`merge.p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -156,12 +157,15 @@ def fill(value: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
 def choose(lanes: jax.Array, new: State, old: State) -> State:
     """Return ``new`` in some lanes, and ``old``, which may have no lanes, in the others."""
 
-    def each(new: jax.Array, old: jax.Array) -> jax.Array:
+    # Differentiated, `jnp.where` stores which of two it chose for each number of an item; a
+    # checkpoint stores that once for each item.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def each(lanes: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         is_new = lax.expand_dims(lanes, range(new.ndim - lanes.ndim))
         old = lax.expand_dims(old, range(old.ndim, new.ndim))
         return jnp.where(is_new, new.astype(old.dtype), old)
 
-    return jax.tree.map(each, new, old)
+    return jax.tree.map(functools.partial(each, lanes), new, old)
 
 
 # The accumulators.

@@ -138,11 +138,15 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, ClosedJaxpr):
             return mapped_program(fun, leaf)
-        return fun(leaf) if isinstance(leaf, Jaxpr) else leaf
+        return fun(leaf)
 
     changes = {}
     for name, value in name_and_params(eqn)[1].items():
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
+        # A program among other things may be one of two copies: a primitive of Equinox keeps a
+        # function in one parameter, and the structure it was made with in another.
+        if not all(isinstance(leaf, (Jaxpr, ClosedJaxpr)) for leaf in leaves):
+            continue
         new = [replaced(leaf) for leaf in leaves]
         if any(a is not b for a, b in zip(new, leaves, strict=True)):
             changes[name] = treedef.unflatten(new)
