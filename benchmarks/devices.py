@@ -61,6 +61,27 @@ def over_pairs(task: str, count: int) -> Row:
     return Row(f"{task}, all pairs", mapped, inputs, task.startswith("gradient"))
 
 
+def spectrum(x: Any) -> Any:
+    return jnp.abs(jnp.fft.rfft(x)) ** 2
+
+
+def log_determinant(x: Any) -> Any:
+    matrix = jnp.exp(-0.5 * (x[:, None] - x) ** 2) + 0.1 * jnp.eye(x.size)
+    return jnp.sum(jnp.log(jnp.diag(jnp.linalg.cholesky(matrix))))
+
+
+def convolved(image: Any) -> Any:
+    """The derivative of a convolution by its weights, in the layout of Flax."""
+
+    def loss(weights: Any) -> Any:
+        out = jax.lax.conv_general_dilated(
+            image[None], weights, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.sin(out))
+
+    return jax.grad(loss)(jnp.full((3, 3, image.shape[-1], 4), 0.1))
+
+
 def rows(scale: float, odd: int) -> list[Row]:
     """Return the cases; ``odd`` is added to each number of items."""
     import tiles  # which makes arrays, after which JAX refuses another number of devices
@@ -75,6 +96,10 @@ def rows(scale: float, odd: int) -> list[Row]:
         *(over_pairs(task, int(10_000 * scale**0.5) + odd) for task in reductions.TASKS),
         over_items("RK4", tiles.runge_kutta, states, tiles.CHUNK),
         over_items("gradient of RK4", tiles.runge_kutta, states, tiles.CHUNK, gradient=True),
+        over_items("spectrum of 64 numbers", spectrum, drawn(items(100_000), 64), 1000),
+        over_items("Cholesky 12x12", log_determinant, drawn(items(20_000), 12), 1000),
+        over_items("sort of 64 numbers", jnp.sort, drawn(items(50_000), 64), 1000),
+        over_items("derivative of a convolution", convolved, drawn(items(4_000), 8, 8, 2), 500),
         over_items("eigenvalues 8x8", EIGH.fun, points, 500),
         over_items("gradient of distances", PAIRS.fun, many, 1000, gradient=True),
     ]

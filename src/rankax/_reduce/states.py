@@ -15,7 +15,6 @@ The states of several runs of items are lanes, too: `join` merges them (`merge.p
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -159,13 +158,13 @@ def choose(lanes: jax.Array, new: State, old: State) -> State:
 
     # Differentiated, `jnp.where` stores which of two it chose for each number of an item; a
     # checkpoint stores that once for each item.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def each(lanes: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         is_new = lax.expand_dims(lanes, range(new.ndim - lanes.ndim))
         old = lax.expand_dims(old, range(old.ndim, new.ndim))
         return jnp.where(is_new, new.astype(old.dtype), old)
 
-    return jax.tree.map(functools.partial(each, lanes), new, old)
+    once = jax.checkpoint(each, prevent_cse=False)
+    return jax.tree.map(lambda *own: once(lanes, *own), new, old)
 
 
 # The accumulators.
