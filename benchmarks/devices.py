@@ -33,6 +33,7 @@ from kernels import EIGH, PAIRS
 from rankax import auto_vmap
 
 RESULTS = Path(__file__).parent / "results" / "devices.md"
+CHUNK = 1000
 
 
 class Row(NamedTuple):
@@ -84,7 +85,7 @@ def convolved(image: Any) -> Any:
 
 def rows(scale: float, odd: int) -> list[Row]:
     """Return the cases; ``odd`` is added to each number of items."""
-    import tiles  # which makes arrays, after which JAX refuses another number of devices
+    import tile_kernels  # which makes arrays, after which JAX refuses another number of devices
 
     def items(count: int) -> int:
         return int(count * scale) + odd
@@ -94,8 +95,8 @@ def rows(scale: float, odd: int) -> list[Row]:
     many = drawn(items(400_000), 8, 3)
     return [
         *(over_pairs(task, int(10_000 * scale**0.5) + odd) for task in reductions.TASKS),
-        over_items("RK4", tiles.runge_kutta, states, tiles.CHUNK),
-        over_items("gradient of RK4", tiles.runge_kutta, states, tiles.CHUNK, gradient=True),
+        over_items("RK4", tile_kernels.runge_kutta, states, CHUNK),
+        over_items("gradient of RK4", tile_kernels.runge_kutta, states, CHUNK, gradient=True),
         over_items("spectrum of 64 numbers", spectrum, drawn(items(100_000), 64), 1000),
         over_items("Cholesky 12x12", log_determinant, drawn(items(20_000), 12), 1000),
         over_items("sort of 64 numbers", jnp.sort, drawn(items(50_000), 64), 1000),

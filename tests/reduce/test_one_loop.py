@@ -138,5 +138,6 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
     def kept(x):
         return both(x)[0]
 
+    chunk = x[:100].nbytes  # in the last one, repeated items are replaced
     assert temporary_bytes(kept, x) <= temporary_bytes(mapped, x) + 1000
-    assert temporary_bytes(pulled(kept), x, ct) <= temporary_bytes(pulled(mapped), x, ct) + 1000
+    assert temporary_bytes(pulled(kept), x, ct) <= temporary_bytes(pulled(mapped), x, ct) + chunk

@@ -177,8 +177,7 @@ def run_loop(
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         ok = new_items(start, chunks) if back and level.reduced else None
         if ok is not None:
-            in_chunk = [*axes, 0] if level.numbered else [*axes]
-            chunk = [without_repeated(*own, ok) for own in zip(chunk, in_chunk, strict=True)]
+            chunk = without_repeated(chunk, [*axes, 0] if level.numbered else axes, ok)
         return tree.unflatten(run(operands.shared, chunk))
 
     lanes = TileLanes(chunks.size, below, index_dtype)

@@ -184,13 +184,19 @@ def new_items(at: jax.Array, chunks: Chunks) -> jax.Array | None:
     return counted(chunks.size, at.dtype) >= repeated
 
 
-def without_repeated(chunk: jax.Array, axis: int, ok: jax.Array) -> jax.Array:
+def without_repeated(chunk: Sequence[jax.Array], axes: Sequence[int], ok: jax.Array) -> list[Any]:
     """Put the last item in place of those that an earlier chunk had.
 
     The outputs of these count for nothing, but 0 times an infinite derivative is NaN. The transpose
     of this choice drops their cotangents; those of what all items share are finite where that of
     the last item is.
     """
-    mask = lax.broadcast_in_dim(ok, chunk.shape, (axis,))
-    last = lax.index_in_dim(chunk, chunk.shape[axis] - 1, axis)
-    return jnp.where(mask, chunk, lax.stop_gradient(jnp.broadcast_to(last, chunk.shape)))
+
+    def each(x: jax.Array, axis: int) -> jax.Array:
+        mask = lax.broadcast_in_dim(ok, x.shape, (axis,))
+        last = lax.index_in_dim(x, x.shape[axis] - 1, axis)
+        return jnp.where(mask, x, lax.stop_gradient(jnp.broadcast_to(last, x.shape)))
+
+    # Chosen in every chunk, XLA:CPU would choose again in each use of the chunk: gradients of pairs
+    # take six times as long (JAX 0.10).
+    return lax.cond(ok[0], list, lambda chunk: list(map(each, chunk, axes)), list(chunk))
