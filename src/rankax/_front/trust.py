@@ -95,7 +95,7 @@ class NonFinite:
         return "\n".join([title, *lines, *([f"  and {more} more"] if more else [])])
 
 
-class _Items:
+class _CallItems:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
@@ -151,7 +151,7 @@ def check(
     check_bool(gradient, site, "gradient")
     # The items themselves, since a reduction of some of them says nothing about that of all.
     mapped = kernel.with_options(reduce=None, reduce_axis=None, where=None)
-    them = _Items(bind(mapped.spec, args, kwargs), mapped.spec.options())
+    them = _CallItems(bind(mapped.spec, args, kwargs), mapped.spec.options())
     random = np.random.default_rng(seed)
     chosen = _chosen(them.shape, items, random)
     if not chosen:
@@ -186,7 +186,7 @@ def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> li
 
 
 def _gradients(
-    kernel: Any, them: _Items, chosen: Sequence[Index], draws: Sequence[Any], site: str
+    kernel: Any, them: _CallItems, chosen: Sequence[Index], draws: Sequence[Any], site: str
 ) -> Iterator[tuple[str, float, Index]]:
     """Compare the gradient of a random sum of the chosen items with the sum of their own."""
     call, mapped = them.call, them.plan.mapped
@@ -301,7 +301,7 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     own = {"reduce", "reduce_axis", "where", "bucket", "jit", "compiler_options", "batched"}
     explicit = {name: value for name, value in spec.explicit.items() if name not in own}
     call = bind(spec, args, kwargs)
-    them = _Items(call, dataclasses.replace(spec.preset, reduce=None, where=None))
+    them = _CallItems(call, dataclasses.replace(spec.preset, reduce=None, where=None))
     what, total = "gradient" if gradient else "value", math.prod(them.shape)
     if not total:
         none = np.zeros((0, len(them.shape)), int)

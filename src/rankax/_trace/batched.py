@@ -38,7 +38,7 @@ from rankax._trace.item import with_shape
 from rankax._trace.programs import evaluate
 
 
-class _Traced(NamedTuple):
+class _TracedFor(NamedTuple):
     """A function, traced for some number of items."""
 
     length: int
@@ -83,7 +83,7 @@ def _trace(
     on_arrays: Callable[[list[Any]], Any],
     arrays: Sequence[Any],
     length: int,
-) -> _Traced:
+) -> _TracedFor:
     """Trace a function for this number of items, and check its outputs."""
     found: list[tuple[Any, tuple[str, ...]]] = []
 
@@ -112,14 +112,14 @@ def _trace(
             f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
             "value instead"
         )
-    return _Traced(length, closed, *found[-1])
+    return _TracedFor(length, closed, *found[-1])
 
 
 def _types(arrays: Sequence[Any], length: int) -> list[Any]:
     return [with_shape(jax.typeof(x), (length, *x.shape)) for x in arrays]
 
 
-def _check_alike(fun: Callable[..., Any], one: _Traced, longer: _Traced) -> None:
+def _check_alike(fun: Callable[..., Any], one: _TracedFor, longer: _TracedFor) -> None:
     """Refuse outputs of which more than the first axis depends on the number of items."""
     where, count = function_location(fun), plural(longer.length, "item")
     if one.tree != longer.tree:
@@ -142,7 +142,7 @@ def _check_alike(fun: Callable[..., Any], one: _Traced, longer: _Traced) -> None
         )
 
 
-def _with_operands(traced: _Traced, arrays: Sequence[Any], consts: dict[int, Any]) -> Any:
+def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, Any]) -> Any:
     """Return the program as one of all operands: the items, then what any length closes over."""
     places = {key: place for place, key in enumerate(consts, start=len(arrays))}
     own = [places[id(const)] for const in traced.closed.consts]
@@ -208,7 +208,7 @@ def _one_by_one(
     return lax.map(on_row, rows)
 
 
-class _Batch(jax.extend.core.Primitive):
+class _BatchPrimitive(jax.extend.core.Primitive):
     """A primitive into which `checkify` looks, as in `derivatives.py`."""
 
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
@@ -217,7 +217,7 @@ class _Batch(jax.extend.core.Primitive):
         return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
 
 
-_batch = _Batch("rankax_batch")
+_batch = _BatchPrimitive("rankax_batch")
 _batch.multiple_results = True
 
 
