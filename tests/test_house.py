@@ -53,7 +53,7 @@ MOST_LINES_OF_CODE = {
     "_loop": 645,
     "_devices": 370,
     "_lockstep": 650,
-    "_reduce": 1705,
+    "_reduce": 1745,
     "_scan": 1125,
     "_options": 175,
     "_call": 1515,

@@ -156,7 +156,9 @@ class RowReduction:
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
         count, is_expensive = len(self.jaxpr.outvars), evaluates_functions(self.jaxpr)
-        return Row(self.item_of(consts), tuple(leaves), self.levels, count, is_expensive, back)
+        pure = not self.jaxpr.effects
+        item = self.item_of(consts)
+        return Row(item, tuple(leaves), self.levels, count, is_expensive, pure, back)
 
     def _fold_each(
         self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool

@@ -30,10 +30,11 @@ from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
-from rankax._reduce.extrema import in_tiles
+from rankax._reduce.extrema import BlockArg, in_tiles
 from rankax._reduce.states import Accumulation, Merged, Whole
 
 Steps = Sequence[Accumulation | Whole]
+_STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
 
 
 def most_lanes() -> int | None:
@@ -61,6 +62,7 @@ class Row:
     levels: tuple[LoopSpec, ...]
     count_of_outputs: int
     is_expensive: bool = False  # see `_trace.work.evaluates_functions`
+    pure: bool = False  # whether items may be evaluated again
     back: bool = False  # whether it is differentiated
     mask: Mask | None = None
 
@@ -197,10 +199,9 @@ class Row:
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         kept = {step.output for step in steps if isinstance(step, Whole)}
-        own = [
-            step if isinstance(step, Whole) else in_tiles(step, is_expensive=self.is_expensive)
-            for step in steps
-        ]
+        again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
+        settings = {"is_expensive": self.is_expensive, "again": self.pure and again}
+        own = [step if isinstance(step, Whole) else in_tiles(step, **settings) for step in steps]
         folds = _sinks_of(own, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
@@ -213,9 +214,11 @@ class Row:
                 item = vmap_level(item, inner.in_axes, size, axes, numbered=numbered)
             axes = [0 if i in kept else -len(below) - 1 for i in range(count)]
             sizes, dtype = tuple(inner.chunks.length for inner in below), index_dtype(self.size)
-            return run_loop(
+            states = run_loop(
                 item, leaves, level, axes, folds, back=self.back, below=sizes, index_dtype=dtype
             )
+            row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
+            return [_found(row, *pair) for pair in zip(own, states, strict=True)]
 
         return loop
 
@@ -243,6 +246,22 @@ class Row:
             self.split(state) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]
+
+
+def _found(row: Row, step: Accumulation | Whole, state: Any) -> Any:
+    """Evaluate the tile of the best item again, if the tile is all that the step remembers."""
+    if isinstance(step, Whole) or not isinstance(step.accumulator, BlockArg):
+        return state
+    (_, (first,)), (level, *below) = state, row.levels
+    size = level.chunks.size
+    place = first // math.prod(inner.chunks.length for inner in below)
+    leaves = [
+        leaf if axis is None else lax.dynamic_slice_in_dim(leaf, place, size, axis)
+        for leaf, axis in zip(row.leaves, level.in_axes, strict=True)
+    ]
+    alone = dataclasses.replace(level, chunks=Chunks(size, size, 1), is_loop=False)
+    tile = dataclasses.replace(row, leaves=tuple(leaves), levels=(alone, *below))
+    return step.accumulator.in_tile(step.taken(tile.whole().__getitem__, None), first)
 
 
 def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
