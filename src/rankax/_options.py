@@ -50,7 +50,7 @@ class Options:
     @property
     def unchunked(self) -> Options:
         """The same for the whole batch at once."""
-        return dataclasses.replace(self, chunk_size=None)
+        return self if self.chunk_size is None else dataclasses.replace(self, chunk_size=None)
 
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:

@@ -298,11 +298,8 @@ def test_errors(call, error, text):
     assert str(found.value).split("\n")[0] == text
 
 
-def test_a_warm_call_transfers_arrays_together(monkeypatch):
-    """Each transfer takes as long as the program of a small batch."""
-    mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(lambda x, y: (x * y, x - y, jnp.sum(x)))
-    x = jnp.ones((5, 3))
-    mapped(x, x)
+def counted(monkeypatch):
+    """Return a list that grows by the number of arrays that are transferred together."""
     transfers = []
 
     def device_put(x, *args, put=jax.device_put):
@@ -310,5 +307,47 @@ def test_a_warm_call_transfers_arrays_together(monkeypatch):
         return put(x, *args)
 
     monkeypatch.setattr(jax, "device_put", device_put)
+    return transfers
+
+
+def several(x, y):
+    return x * y, x - y, jnp.sum(x)
+
+
+def test_a_warm_call_transfers_results_together(monkeypatch):
+    """Each transfer takes as long as the program of a small batch."""
+    mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(several)
+    x = jnp.ones((5, 3))
+    mapped(x, x)
+    transfers = counted(monkeypatch)
     mapped(x, 2 * x)
-    assert sorted(transfers) == [1, 2, 3]  # the length, the arguments, the outputs
+    assert transfers == [3]  # the outputs
+    transfers.clear()
+    with jax.transfer_guard("disallow"):
+        mapped(x, x)
+    assert transfers == [2, 1, 3]  # the arguments, the length, the outputs
+
+
+def test_results_of_a_length_that_comes_often_are_cut_without_a_transfer(monkeypatch):
+    mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(several)
+    plain = jax.jit(jax.vmap(several))
+    rows = jnp.arange(42.0).reshape(14, 3)
+    often, once = (rows[:6], rows[6:12]), (rows[:7], rows[7:])
+    programs = [compiled(lambda: mapped(*often)) for _ in range(34)]
+    assert (sum(programs), programs[0], programs[32]) == (2, 1, 1)
+    assert compiled(lambda: mapped(*once)) == 0
+    assert_same(mapped(*once), plain(*once))
+    weak = jax.tree.map(lambda x: x.weak_type, mapped(*once))
+    transfers = counted(monkeypatch)
+    got = mapped(*often)
+    assert transfers == []
+    assert_same(got, plain(*often))
+    assert jax.tree.map(lambda x: x.weak_type, got) == weak
+
+
+@pytest.mark.parametrize("reduce_axis", [None, 0])
+def test_an_axis_of_length_1_broadcasts(reduce_axis):
+    options = {} if reduce_axis is None else {"reduce": "sum", "reduce_axis": reduce_axis}
+    kernel = auto_vmap(x=1, w=1, jit=True, **options)(lambda x, w: x * w)
+    for x, w in ((X, W[None]), (X[:, None], W[None]), (X[None], W[None, None])):
+        assert_same(kernel.with_options(bucket=True)(x, w), kernel(x, w))

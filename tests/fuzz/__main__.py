@@ -7,7 +7,7 @@ import traceback
 
 import jax
 
-from .programs import Program, draw
+from .programs import KINDS, Program, draw
 from .shrink import failure, smaller
 
 
@@ -16,14 +16,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=main.__doc__)
     parser.add_argument("count", metavar="N", type=int)
     parser.add_argument("seed", metavar="SEED", type=int)
-    parser.add_argument("--rules", action="store_true", help="rules that are not the derivative")
+    parser.add_argument("--kind", choices=[*KINDS], default="calls", help="see the README")
     parser.add_argument("--types", action="store_true", help="trace only")
     arguments = parser.parse_args()
     check = Program.check_types if arguments.types else Program.check
     failed = 0
     for number in range(arguments.count):
         seed = arguments.seed + number
-        program = draw(seed, rules=arguments.rules)
+        program = draw(seed, arguments.kind)
         if failure(program, check):
             failed += 1
             show(seed, smaller(program, check), check)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -257,10 +259,30 @@ def other_vjp_rule(x, w):
     return {"s": _with_vjp(1.25)(x["s"])}
 
 
+# Loops that each item ends by itself.
+
+
+@step()
+def until_small(x, w):
+    v = lax.while_loop(lambda v: v @ v > 0.5, lambda v: jnp.sin(v * w[0]) * 0.7, x["v"])
+    return {"v": v + x["v"]}
+
+
+@step("i")
+def some_times(x, w):
+    def body(n, state):
+        s, v = state
+        return lax.cond(s > n.astype(s.dtype) / 9, jnp.cos, lambda s: s * v[0], s), v * s
+
+    s, v = lax.fori_loop(0, x["i"] % 5, body, (x["s"], x["v"]))
+    return {"s": jnp.tanh(s), "v": jnp.tanh(v)}
+
+
 # Drawn more often, for most that ever went wrong is here.
 CONTROL = ("scanned", "either", "one_of", "scanned_choice", "remembered", "jvp_rule", "vjp_rule")
 RULES = ("other_jvp_rule", "other_vjp_rule")
 ONLY_REVERSE = ("vjp_rule", "other_vjp_rule")
+ENDS = ("until_small", "some_times")
 
 
 def apply(steps: tuple[str, ...], item: Item, w: jax.Array) -> Item:
@@ -299,7 +321,27 @@ def by_auto_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -
     for _ in batch:
         kernel = jax.vmap(kernel)
     core = {name: x.shape[x.ndim - RANKS[name] :] for name, x in arrays.items()}
-    return kernel({name: jnp.broadcast_to(x, batch + core[name]) for name, x in arrays.items()})
+    out = kernel({name: jnp.broadcast_to(x, batch + core[name]) for name, x in arrays.items()})
+    if "reduce" not in program.options:
+        return out
+    axis = program.options["reduce_axis"]
+    axes = tuple(range(len(batch))) if axis is None else axis % len(batch)
+    return {name: jnp.sum(x, axes) for name, x in out.items()}
+
+
+def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
+    if plain:
+        return by_auto_vmap(program, arrays, w, plain=True)
+
+    def kernel(item: Item) -> Item:
+        return apply(program.steps, item, w)
+
+    mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.options)(kernel)
+    with tempfile.TemporaryDirectory() as out:
+        bounds = {"memory_limit": "5 MB", "progress": False}
+        run = importlib.import_module("rankax.stream").run  # needs packages that others do not
+        stored = run(mapped, arrays, out=out, **bounds)
+        return {name: jnp.asarray(x[...]) for name, x in stored.items()}
 
 
 def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
@@ -339,6 +381,7 @@ CALLERS: dict[str, Any] = {
     "auto_vmap": by_auto_vmap,
     "sliced_scan": by_scan,
     "checkpoint_chunked_scan": by_scan,
+    "stream": by_stream,
 }
 
 
@@ -414,6 +457,8 @@ REVERSE = (
     "value", "vmap", "grad", "value_and_grad", "vjp", "grad of checkpoint", "grad of jit",
     "vmap of grad", "grad of vmap", "jacrev", "grad of grad",
 )  # fmt: skip
+# A loop that ends by itself has only a forward derivative.
+FORWARD = ("value", "jvp", "linearize", "vmap", "vmap of jvp", "jvp of jvp")
 # Of these JAX itself forgets the rules.
 FORGETFUL = ("grad of scan", "grad of checkpoint", "jvp of grad of checkpoint")
 
@@ -426,6 +471,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "unroll": (1,),
     "checkpoint": (True,),
     "out_axes": (0,),
+    "reduce_axis": (None,),
+    "lockstep": (True,),
 }
 
 
@@ -487,7 +534,7 @@ class Program:
         for name, place in self.layout.items():
             if self.caller == "chunked_vmap":
                 changes.append({"layout": self.layout | {name: 0}})
-            elif self.caller == "auto_vmap" and place:
+            elif self.caller in ("auto_vmap", "stream") and place:
                 changes.append({"layout": self.layout | {name: place[1:]}})
         if "length" in self.options:  # of a scan, which is told twice
             for n in range(1, self.length):
@@ -514,7 +561,7 @@ class Program:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         core, where = (self.core,) * RANKS[name], self.layout[name]
-        if self.caller == "auto_vmap":
+        if self.caller in ("auto_vmap", "stream"):
             return (*where, *core)
         if self.caller != "chunked_vmap":
             return (self.length, *core) if where == "xs" else core
@@ -547,7 +594,8 @@ class Program:
         """Compile, where the program is compiled at all, and run."""
         fun, arguments = self._call(plain=plain)
         options = None if self.optimize else QUICK_COMPILE
-        return (jax.jit(fun, compiler_options=options) if self.jit else fun)(*arguments)
+        jit = self.jit and (plain or self.caller != "stream")
+        return (jax.jit(fun, compiler_options=options) if jit else fun)(*arguments)
 
     def check_types(self) -> None:
         """Trace only, at a tenth of the cost: assert equal structure, shapes and dtypes."""
@@ -597,20 +645,35 @@ def _x64(enabled: bool) -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def draw(seed: int, *, rules: bool = False) -> Program:
-    """Draw a program; with ``rules``, also rules that differ from the derivative."""
+def draw(seed: int, kind: str = "calls") -> Program:
+    """Draw a program.
+
+    Of the kind ``"rules"``, it has a rule that differs from the derivative; of ``"lanes"``, items
+    end by themselves, which they may do in one of ``"streams"``, too.
+    """
     rng = random.Random(seed)
-    names = [name for name in STEPS if name not in RULES]
+    left_out = [*RULES, *ENDS]
+    if kind == "streams":  # zarr stores no keys
+        left_out += [name for name, (needs, _) in STEPS.items() if "key" in needs]
+    names = [name for name in STEPS if name not in left_out]
     weights = [3 if name in CONTROL else 1 for name in names]
     steps = tuple(rng.choices(names, weights, k=rng.choice([1, 1, 2, 2, 3])))
-    if rules:
+    in_lanes = kind == "lanes" or (kind == "streams" and rng.random() < 0.5)
+    if kind == "rules" or in_lanes:
         at = rng.randint(0, len(steps))
-        steps = (*steps[:at], rng.choice(RULES), *steps[at:])
-    caller = rng.choice(list(CALLERS))
+        steps = (*steps[:at], rng.choice(ENDS if in_lanes else RULES), *steps[at:])
+    caller = rng.choice(KINDS[kind])
     leaves = ["s", "v", *dict.fromkeys(" ".join(STEPS[name][0] for name in steps).split())]
     length = rng.choice([1, 3, 5, 5, 6, 7, 7, 12, 13])
     layout, options = _DRAWS[caller](rng, leaves, length)
-    names = list(TRANSFORMATIONS)
+    if in_lanes:
+        options["lockstep"] = False
+    if kind in ("lanes", "streams") and caller != "chunked_vmap" and "key" not in leaves:
+        batch = np.broadcast_shapes(*layout.values())
+        if batch and rng.random() < 0.5:
+            axis = rng.choice([None, *range(-len(batch), len(batch))])
+            options |= {"reduce": "sum", "reduce_axis": axis}
+    names = [*{"lanes": FORWARD, "streams": ("value",)}.get(kind, TRANSFORMATIONS)]
     if any(name in ONLY_REVERSE for name in steps):
         names = [name for name in names if name in REVERSE]
     if any(name in RULES for name in steps):
@@ -626,7 +689,7 @@ def draw(seed: int, *, rules: bool = False) -> Program:
         jit=rng.random() < 0.97,
         x64=rng.random() < 0.7,
         optimize=rng.random() < 0.2,
-        narrow=rng.choice(["bfloat16", "float16"]),
+        narrow=rng.choice(["float16"] if kind == "streams" else ["bfloat16", "float16"]),
         data=seed,
     )
 
@@ -685,4 +748,14 @@ _DRAWS: dict[str, Any] = {
     "auto_vmap": _draw_auto_vmap,
     "sliced_scan": _draw_sliced_scan,
     "checkpoint_chunked_scan": _draw_checkpoint_chunked_scan,
+    "stream": _draw_auto_vmap,
+}
+
+_CALLS = ("chunked_vmap", "auto_vmap", "sliced_scan", "checkpoint_chunked_scan")
+# What a program of each kind may be called by.
+KINDS: dict[str, tuple[str, ...]] = {
+    "calls": _CALLS,
+    "rules": _CALLS,
+    "lanes": ("chunked_vmap", "auto_vmap"),
+    "streams": ("stream",),
 }

@@ -36,6 +36,16 @@ def test_traces_like_plain_jax(seed):
     program.check_types()
 
 
+@pytest.mark.parametrize("kind", ["lanes", "streams"])
+@pytest.mark.parametrize("seed", seeds(2 * 10**6, COUNT, at_each_run=1))
+def test_lanes_and_streams_equal_plain_jax(kind, seed):
+    if kind == "streams":
+        pytest.importorskip("zarr")
+    program = draw(seed, kind)
+    print(program)
+    program.check()
+
+
 # What was wrong once, made small.
 
 SCAN = {"length": 5, "reverse": False, "unroll": 1, "start": None, "stop": None, "step": 2}
@@ -59,14 +69,25 @@ def test_once_wrong(program):
     program.check()
 
 
-@pytest.mark.parametrize("rules", [False, True])
-def test_everything_is_drawn(rules):
-    drawn = [draw(seed, rules=rules) for seed in range(2000)]
+@pytest.mark.parametrize("kind", programs.KINDS)
+def test_everything_is_drawn(kind):
+    drawn = [draw(seed, kind) for seed in range(2000)]
     steps = {name for program in drawn for name in program.steps}
-    assert steps == programs.STEPS.keys() - (() if rules else set(programs.RULES))
-    assert {program.caller for program in drawn} == programs.CALLERS.keys()
+    left_out = {*programs.RULES} - ({*programs.RULES} if kind == "rules" else set())
+    left_out |= set() if kind in ("lanes", "streams") else {*programs.ENDS}
+    left_out |= {"noise", "folded_noise"} if kind == "streams" else set()
+    assert steps == programs.STEPS.keys() - left_out
+    assert {program.caller for program in drawn} == {*programs.KINDS[kind]}
     used = {program.transformation for program in drawn}
-    assert used == programs.TRANSFORMATIONS.keys() - (set(programs.FORGETFUL) if rules else ())
+    assert (
+        used
+        == {
+            "calls": programs.TRANSFORMATIONS.keys(),
+            "rules": programs.TRANSFORMATIONS.keys() - {*programs.FORGETFUL},
+            "lanes": {*programs.FORWARD},
+            "streams": {"value"},
+        }[kind]
+    )
 
 
 def test_a_program_prints_itself():

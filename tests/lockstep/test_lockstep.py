@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import rankax
-from helpers import assert_same, primitives, slow
+from helpers import assert_same, enable_x64, primitives, slow
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold
 
@@ -329,6 +329,26 @@ def test_a_reduction_over_some_axes():
     )
     a, b = X[:5, None], X[None, 5:12]
     assert_same(kernel.with_options(lockstep=False)(a, b), jax.jit(kernel)(a, b))
+
+
+@pytest.mark.parametrize("axis", [1, 0])
+def test_a_loop_that_depends_only_on_an_axis_that_is_kept(axis):
+    def halved(x, n):
+        return lax.fori_loop(0, n, lambda _, x: x / 2, x)
+
+    x, n = X[:10].reshape(2, 5), jnp.arange(2, 7 if axis == 0 else 4)
+    n = jnp.expand_dims(n, axis)
+    kernel = auto_vmap(x=0, n=0, reduce="sum", reduce_axis=axis, lockstep=False)(halved)
+    assert_same(kernel(x, n), jnp.sum(x * jnp.exp2(-n.astype(x.dtype)), axis))
+
+
+def test_double_precision_with_strict_promotion():
+    with enable_x64():
+        x = jnp.linspace(1.0, 40.0, 9)
+        want = {"x": jnp.array([halvings(a)["x"] for a in x.tolist()])}
+        got = auto_vmap(0, chunk_size=4, lockstep=False)(halvings)(x)
+        assert got["x"].dtype == jnp.float64
+        assert_same({"x": got["x"]}, want)
 
 
 def test_a_long_item_holds_up_a_window_only():

@@ -27,7 +27,7 @@ from filelock import FileLock
 import rankax.__main__
 import rankax.stream
 import stream_child
-from helpers import assert_same, slow
+from helpers import assert_same, at_each_run, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax._blocks.programs import CONFIG
@@ -327,20 +327,67 @@ def test_a_file_that_became_shorter_is_told(tmp_path):
         run(near, short, Y, out=tmp_path / "c.zarr")
 
 
+def told(out, kernel, *args):
+    """Return what is said of NaN."""
+    text = refusal(FloatingPointError, run, kernel, *args, out=out, on_nan="raise")
+    begin, end = f"rankax.stream.run({kernel.__name__}): ", "; on_nan='keep' stores NaN"
+    assert (text[: len(begin)], text[-len(end) :]) == (begin, end)
+    return text[len(begin) : -len(end)]
+
+
 def test_nan_is_told_with_its_indices(tmp_path):
     x = X.copy()
     x[200] = np.nan
-    out = tmp_path / "a.zarr"
-    assert refusal(FloatingPointError, run, near, x, Y, out=out, on_nan="raise") == (
-        "rankax.stream.run(near): output is NaN at the batch indices (200, 0), (200, 1), (200, 2), "
-        "(200, 3) and 3 more; on_nan='keep' stores NaN"
+    assert told(tmp_path / "a", near, x, Y) == (
+        "output is NaN at the batch indices (200, 0), (200, 1), (200, 2), (200, 3), (200, 4), "
+        "(200, 5), (200, 6)"
     )
-    assert_same(values(run(near, x, Y, out=out)), near(x, Y))
-    total = near.with_options(reduce="sum")
-    assert refusal(FloatingPointError, run, total, x, Y, out=tmp_path / "b", on_nan="raise") == (
-        "rankax.stream.run(near): what is reduced is NaN at the batch indices [190:209, 0:7]; "
-        "on_nan='keep' stores NaN"
+    assert_same(values(run(near, x, Y, out=tmp_path / "a")), near(x, Y))
+    x[201] = np.nan
+    ten = ", ".join(str((200 + i // 7, i % 7)) for i in range(10))
+    assert (
+        told(tmp_path / "b", near, x, Y) == f"output is NaN at the batch indices {ten} and 4 more"
     )
+
+
+NAN_IN_REDUCTIONS = {
+    "sum": near.with_options(reduce="sum"),
+    "one axis": near.with_options(reduce="logsumexp", reduce_axis=0, memory_limit="1 MB"),
+    "the other": near.with_options(reduce="max", reduce_axis=1, progress=True),
+    "compiled": near.with_options(reduce=Moments(), jit=True, bucket=True),
+    "narrow": auto_vmap(x=1, y=1, reduce="argmax")(lambda x, y: jnp.sum(x - y).astype("bfloat16")),
+}
+
+
+@pytest.mark.parametrize("kernel", at_each_run(("sum", "narrow"), NAN_IN_REDUCTIONS))
+def test_nan_in_a_reduction_is_told_with_the_indices_of_its_items(tmp_path, kernel):
+    x = X.copy()
+    x[200, 0, 1], x[203] = np.nan, np.inf
+    ten = ", ".join(str((200 + i // 7 * 3, i % 7)) for i in range(10))
+    said = f"what is reduced is not finite at the batch indices {ten} and 4 more"
+    assert told(tmp_path, kernel, x, Y) == said
+
+
+def test_items_that_do_not_count_are_not_told(tmp_path):
+    @auto_vmap(x=1, y=1, reduce="sum", where="ok")
+    def masked(x, y):
+        return {"d": jnp.sum((x - y) ** 2), "ok": y[0] > x[0]}
+
+    x = X.copy()
+    x[200, 0, 0] = np.nan
+    out = run(masked, x, Y, out=tmp_path / "a", on_nan="raise")
+    assert_same(values(out), masked(x, Y), rtol=1e-4)
+    x[204, 0] = -9, np.nan, 0
+    first = ", ".join(str((204, i)) for i in range(7))
+    said = f"what is reduced is not finite at the batch indices {first}"
+    assert told(tmp_path / "b", masked, x, Y) == said
+
+
+def test_a_block_whose_items_are_finite_is_told_if_it_becomes_nan(tmp_path):
+    x = np.full(300, 1e30, np.float32)
+    x[200] = 0
+    said = "what is reduced is not finite at the batch indices [190:209]"
+    assert told(tmp_path, auto_vmap(x=0, reduce="prod")(lambda x: 2 * x), x) == said
 
 
 @pytest.mark.parametrize("kernel", [near, slow(near.with_options(reduce="sum", reduce_axis=0))])

@@ -33,9 +33,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collecti
 
 def shortened(names: Sequence[str]) -> str:
     """Join names by commas; after the first few, give only the number of the others."""
-    if len(names) <= 6:
-        return ", ".join(names)
-    return f"{', '.join(names[:4])} and {len(names) - 4} more"
+    return first_of(names if len(names) <= 6 else names[:4], len(names))
+
+
+def first_of(names: Sequence[str], count: int) -> str:
+    """Join the first of ``count`` names by commas, and give the number of the others."""
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return ", ".join(names) + more
 
 
 def with_article(noun: str) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._call.arguments import KernelSpec
-from rankax._call.bind import rebind
+from rankax._call.bind import BoundKernel, rebind
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
@@ -79,14 +79,9 @@ class Packing:
 
     def unpacked(self, packed: Array) -> list[Array]:
         """Return the arrays that `packed` was given."""
-        parts = np.split(packed, np.cumsum(self.sizes)[:-1], axis=-1)
-        return [
-            np.ascontiguousarray(x)
-            .reshape(-1)
-            .view(item.dtype)
-            .reshape(packed.shape[:-1] + item.shape)
-            for x, item in zip(parts, self.items, strict=True)
-        ]
+        batch, parts = packed.shape[:-1], np.split(packed, np.cumsum(self.sizes)[:-1], axis=-1)
+        pairs = zip((np.ascontiguousarray(x).reshape(-1) for x in parts), self.items, strict=True)
+        return [x.view(item.dtype).reshape(batch + item.shape) for x, item in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +111,8 @@ class Setup:
         """The kernel behind the decorated function."""
         return self.mapped.spec
 
-    def run(self, arrays: Sequence[Any], numbers: Sequence[Any], options: Options) -> Any:
-        """Call the kernel with these arrays and numbers among its leaves."""
+    def call(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> BoundKernel:
+        """Bind a call of the kernel with these arrays and numbers among its leaves."""
         values = {"array": iter(arrays), "number": iter(numbers)}
         leaves: list[Any] = []
         for leaf in self.leaves:
@@ -125,8 +120,7 @@ class Setup:
             if leaf.key_impl is not None:
                 value = jax.random.wrap_key_data(value, impl=leaf.key_impl)
             leaves.append(value)
-        call = rebind(self.kernel, self.names, leaves, self.treedef, dict(self.others))
-        return run(call, options)
+        return rebind(self.kernel, self.names, leaves, self.treedef, dict(self.others))
 
     def unbounded(self) -> Setup:
         """Return the same without a bound on memory."""
@@ -135,7 +129,7 @@ class Setup:
 
     def on_item(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """Call the kernel for one item."""
-        out = self.run(arrays, numbers, Options())
+        out = run(self.call(arrays, numbers), Options())
         check_outputs(self.kernel.fun, out)
         return out
 
@@ -147,8 +141,7 @@ class Setup:
     def runs(self, sizes: Sequence[int]) -> RunStates:
         """Return the operations on states of blocks; this traces the kernel."""
         runs: list[RunStates] = []
-        reductions = self.kernel.preset.reduce
-        assert reductions is not None
+        reductions: Any = self.kernel.preset.reduce
 
         def trace(arrays: list[Any], numbers: list[Any]) -> None:
             @functools.wraps(self.kernel.fun, updated=())
@@ -212,7 +205,8 @@ class MapBlock(Program):
     only: tuple[int, ...]  # the leaves of the output to return
 
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
-        outs = jax.tree.leaves(self.setup.run(arrays, numbers, Options(**self.setup.options)))
+        out = run(self.setup.call(arrays, numbers), Options(**self.setup.options))
+        outs = jax.tree.leaves(out)
         return [outs[i] for i in self.only]
 
 
@@ -235,12 +229,11 @@ class StateOfBlock(StateProgram):
     def traced(self, arrays: list[Any], numbers: list[Any]) -> Any:
         count = len(arrays) - len(self.axes)
         arrays, indices = arrays[:count], arrays[count:]
-        reductions = self.setup.kernel.preset.reduce
-        assert reductions is not None
+        reductions: Any = self.setup.kernel.preset.reduce
         of_run = reductions.for_runs(math.prod(self.sizes))
         options: dict[str, Any] = dict(self.setup.options)
         options |= {"reduce": of_run, "reduce_axis": self.axes}
-        states = self.setup.run(arrays, numbers, Options(**options))
+        states = run(self.setup.call(arrays, numbers), Options(**options))
         shape = [index.shape[0] for index in indices]
         starts = [index[0] if index.shape[0] else 0 for index in indices]
         states = reductions.structure.flatten_up_to(states)
@@ -336,6 +329,13 @@ class OnBlocks:
         """The kernel's reductions, if there are any."""
         reductions = self._program.setup.kernel.preset.reduce
         return reductions.entries if reductions else ()
+
+    def called(self, blocks: Sequence[Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return the kernel, with the memory limit of blocks, and its arguments of one block."""
+        setup = self._program.setup
+        bounds = {name: setup.options[name] for name in ("memory_limit", "progress")}
+        call = setup.call([in_native_order(x) for x in blocks], self._numbers).arguments
+        return setup.mapped.with_options(**bounds), call.args, call.kwargs
 
     def traced(self, blocks: Sequence[Any]) -> Any:
         """Return the program for blocks of these shapes and dtypes, without a bound on memory."""

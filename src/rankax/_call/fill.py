@@ -10,15 +10,17 @@ A filled axis has copies of its last item at its end. The program gets the true 
 
 Filling and cutting would be a program for each length if XLA did it. So `_resize` is a primitive
 that NumPy evaluates on the host, also where it is differentiated or mapped. Where JAX adds it to a
-program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered.
+program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered; and results of a length
+that comes often are cut by such a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rankax._base.cache import Kept
 from rankax._call.bind import BoundKernel
 from rankax._devices.mesh import is_spread
 from rankax._loop.keys import index_without_fill
@@ -74,7 +77,8 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
     if not plan.plan.evaluations or too_few:
         return call
     part = call.part(plan, tuple(shape)) if lengths else call
-    return dataclasses.replace(part, lengths=dict(sorted(lengths.items())))
+    leaves = [x if i in plan.mapped else call.leaves[i] for i, x in enumerate(part.leaves)]
+    return dataclasses.replace(part, leaves=leaves, lengths=dict(sorted(lengths.items())))
 
 
 def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
@@ -109,16 +113,15 @@ def cut(out: Any, call: BoundKernel, options: Options) -> Any:
     """Return a result without the copies; ``call`` is that which was filled up."""
     if not call.lengths:
         return out
-    plan = call.plan(options).plan
-    sizes = [call.lengths.get(axis, size) for axis, size in enumerate(plan.batch_shape)]
+    sizes = [call.lengths.get(axis, size) for axis, size in enumerate(call.cut or ())]
+    reduced = () if options.reduce is None else call.plan(options).plan.reduced
 
     def cut_part(entry: Reduction, part: Any) -> Any:
-        gone = () if entry.is_kept else plan.reduced
+        gone = () if entry.is_kept else reduced
         front = [size for axis, size in enumerate(sizes) if axis not in gone]
         leaves, structure = jax.tree.flatten(part)
-        return structure.unflatten(
-            _resized(leaves, [(*front, *x.shape[len(front) :]) for x in leaves])
-        )
+        shapes = [(*front, *x.shape[len(front) :]) for x in leaves]
+        return structure.unflatten(_resized(leaves, shapes))
 
     return _by_entry(cut_part, out, options)
 
@@ -137,9 +140,34 @@ def _resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = F
     pairs = list(zip(arrays, shapes, strict=True))
     if any(isinstance(x, core.Tracer) or _is_key(x) for x in arrays):
         return [_resized_one(x, shape, copies=copies) for x, shape in pairs]
-    changed = [(x, shape) for x, shape in pairs if x.shape != shape]
-    resized = iter(_on_host(changed, copies=copies))
-    return [x if x.shape == shape else next(resized) for x, shape in pairs]
+    changed = {i: x for i, (x, shape) in enumerate(pairs) if x.shape != shape}
+    is_free = bool(changed) and not any(getattr(x, "committed", 0) for x in changed.values())
+    key = tuple([(x.shape, shape) for x, shape in pairs])
+    if is_free and not copies and next(_times.find(key, itertools.count)) >= _OFTEN:
+        return _on_device(as_inputs([*arrays]), tuple(shapes))
+    on_host = jax.device_get(changed).items()
+    resized = {i: _by(np, x, shape=shapes[i], copies=copies) for i, x in on_host}
+    put = as_inputs if copies else jax.device_put
+    resized = put(resized) if is_free else {i: _placed(resized[i], changed[i]) for i in changed}
+    return [resized.get(i, x) for i, x in enumerate(arrays)]
+
+
+def as_inputs(values: Any) -> Any:
+    """Return NumPy arrays as inputs of `jax.jit`; with a transfer guard, transferred explicitly."""
+    config: Any = jax.config
+    is_free = config.jax_transfer_guard_host_to_device in (None, "allow")
+    return values if is_free else jax.device_put(values)
+
+
+# To cut results takes NumPy, and JAX to transfer them, longer than a program of a few microseconds.
+# It is compiled where it is sure to save as much time.
+_times: Kept[Iterator[int]] = Kept(1024)
+_OFTEN = 32
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _on_device(arrays: list[Any], shapes: Sequence[Shape]) -> list[Any]:
+    return list(map(_resized_one, arrays, shapes))
 
 
 def _is_key(x: Any) -> bool:
@@ -175,20 +203,8 @@ def _by(package: Any, x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
 _resize = jax.extend.core.Primitive("rankax_resize")
 
 
-def _on_host(pairs: Sequence[tuple[Any, Shape]], *, copies: bool) -> list[Any]:
-    """Resize arrays by NumPy; each result is where its array was. At once, it takes less time."""
-    arrays = [x for x, _ in pairs]
-    both = zip(jax.device_get(arrays), pairs, strict=True)
-    resized = [_by(np, x, shape=shape, copies=copies) for x, (_, shape) in both]
-    if all(isinstance(x, jax.Array) and not x.committed for x in arrays):
-        return jax.device_put(resized)
-    return [_placed(*pair) for pair in zip(resized, arrays, strict=True)]
-
-
 def _placed(resized: Any, x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return resized
-    sharding = x.sharding if x.committed else None
+    sharding = x.sharding if getattr(x, "committed", False) else None
     try:
         return jax.device_put(resized, sharding)
     except ValueError:  # the devices do not divide it, so each gets all of it
@@ -196,9 +212,8 @@ def _placed(resized: Any, x: Any) -> Any:
 
 
 @_resize.def_impl
-def _(x: Any, *, shape: Shape, copies: bool, weak: bool) -> Any:
-    del weak
-    return _on_host([(x, shape)], copies=copies)[0]
+def _(x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
+    return _resized([x], [shape], copies=copies)[0]
 
 
 @_resize.def_abstract_eval

@@ -88,9 +88,6 @@ class BoundAxes(Bound):
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
         args, kwargs = self.treedef.unflatten(leaves)
-        return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with NotedErrors(self.fun, self._described):
             return self.fun(*args, **kwargs)
 
@@ -110,11 +107,7 @@ class BoundAxes(Bound):
         @functools.wraps(self.fun)
         def checked(*args: Any, **kwargs: Any) -> Any:
             nonlocal returned
-            out = (
-                self.evaluate(jax.tree.leaves((args, kwargs)), plan)
-                if self.batched
-                else self._call(args, kwargs)
-            )
+            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
             checked_output_axes(self.fun, out, self.out_axes)
             returned = True
             return out

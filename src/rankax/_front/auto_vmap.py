@@ -251,9 +251,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     copies are neither counted nor differentiated. One case differs: where the derivative of the
     last item is infinite, that of an argument that all items share may be NaN instead. Arrays are
     filled, and results cut, by NumPy on the host, because XLA would compile a program for each
-    length. So a call waits for its result, which may lose a weak type. Axes of length 0 and 1 are
-    not filled. What counts items, such as ``progress``, ``memory_limit`` and ``devices``,
-    counts the copies, too.
+    length. So a call waits for its result, which may lose a weak type. A length that comes often
+    gets a program that cuts its results. Axes of length 0 and 1 are not filled. What counts items,
+    such as ``progress``, ``memory_limit`` and ``devices``, counts the copies, too.
 
     *Kernels that take a batch.* With ``batched=True``, one call of the kernel evaluates the items
     of a chunk, along all batch axes together; without ``chunk_size``, those of the whole batch.

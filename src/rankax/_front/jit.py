@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rankax._base.arrays import is_staged, scalar
+from rankax._base.arrays import is_staged
 from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
-from rankax._call.fill import cut, fill_up, filled, marked, weakened, with_places
+from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere, put
@@ -125,7 +126,7 @@ class JitSpec(KernelSpec):
         inputs += [_as_input(leaf, shapes_only) for leaf in rest]
         traced = tuple([x is not None for x in inputs])
         arrays = [x for x in inputs if x is not None]
-        arrays += [scalar(n, PLACE.dtype) for n in call.lengths.values()]
+        arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
         static: tuple[_Fixed, ...] = ()
         if len(arrays) < len(inputs):
             places = [i for i, is_traced in enumerate(traced) if not is_traced]

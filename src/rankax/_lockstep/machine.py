@@ -157,7 +157,7 @@ def cut_program(closed: Any, *, keep_rules: bool = False) -> Machine:
     inputs = cutter.slots(closed.jaxpr.invars)
     outputs = cutter.program(closed.jaxpr, consts, inputs)
     if not cutter.ends:
-        cutter.here.targets = (cutter.begin(),)
+        cutter.states[0].targets = (cutter.begin(),)
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
 
 

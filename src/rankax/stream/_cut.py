@@ -100,9 +100,8 @@ def cut(stage: Stage, limit: int, where: str) -> Cuts:
     """
     cuts = Cuts(stage, tuple(max(1, n) for n in stage.shape))
     least = 1 if stage.reads_states else _LEAST
-    first = next((axis for axis in stage.reduced if stage.shape[axis] > 1), None)
-    is_ordered = any(reduction.is_ordered for reduction in stage.fun.reductions)
-    fixed = [axis for axis in stage.reduced if is_ordered and axis != first]
+    reduced = [axis for axis in stage.reduced if stage.shape[axis] > 1]
+    fixed = reduced[1:] if any(each.is_ordered for each in stage.fun.reductions) else []
     while (held := cuts.sizes()[2]) > limit // 2 or math.prod(cuts.grid) < least:
         axes = [axis for axis, n in enumerate(cuts.block) if n > 1 and axis not in fixed]
         if not axes:

@@ -7,7 +7,6 @@ block is evaluated, one thread reads the next one, and another one writes the on
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -23,8 +22,9 @@ import zarr
 from filelock import Timeout
 
 from rankax._base.checks import check_bool
-from rankax._base.words import shortened
+from rankax._base.words import first_of
 from rankax._blocks.on_streamed import Stage
+from rankax._front.trust import nonfinite
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._cut import Block
 from rankax.stream._job import Job, prepared
@@ -76,8 +76,9 @@ def run(
     progress : bool, str or callable, optional
         As in `rankax.auto_vmap`.
     on_nan : {"keep", "raise"}, optional
-        ``"raise"`` ends the run at the first block with NaN, and names the batch indices. Of a
-        reduction it names those of the block.
+        ``"raise"`` ends the run at the first block with NaN, and names the batch indices of ten
+        items at most. In a reduction, these are the items whose own value is not finite; or the
+        block, if there is none, as where a product overflows and is then multiplied by 0.
 
     Returns
     -------
@@ -174,8 +175,8 @@ def _run(job: Job, shown: Progress | None, no_nan: str | None) -> None:
 
     if shown is not None:
         show(shown.target, 0, total)
-    with contextlib.ExitStack() as stack:
-        reader, writer, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3))
+    thread = functools.partial(ThreadPoolExecutor, 1)
+    with thread() as reader, thread() as writer, thread() as flusher:
         for cuts in job.stages:
             blocks = [block for block in cuts if not is_whole(cuts.stage, block)]
             evaluate = functools.partial(_evaluated, cuts.stage, no_nan)
@@ -202,14 +203,22 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     outs = outs if isinstance(outs, tuple) else (outs,)
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
         parts = [out] if stage.merge is None else stage.merge.layout.unpacked(out)
-        if any(part.dtype.kind in "fc" and np.isnan(part).any() for part in parts):
-            if stage.merge is None:
-                core = tuple(range(len(block.region), out.ndim))
-                places = np.argwhere(np.isnan(out).any(core)) + [p.start for p in block.region]
-                where = f"{array.path} is NaN at the batch indices "
-                where += shortened([str(tuple(place)) for place in places.tolist()])
-            else:
-                ends = [f"{part.start}:{part.stop}" for part in block.region]
-                where = f"what is reduced is NaN at the batch indices [{', '.join(ends)}]"
-            raise FloatingPointError(f"{no_nan}: {where}; on_nan='keep' stores NaN")
+        if any(np.isnan(part).any() for part in parts):
+            raise FloatingPointError(f"{no_nan}: {_items(stage, block, inputs, array.path, out)}")
     return outs
+
+
+def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: Any) -> str:
+    """Name the first ten items of a block that are NaN; where they are reduced, not finite."""
+    begins = [part.start for part in block.region]
+    if stage.merge is None:
+        is_nan = np.isnan(out).any(tuple(range(len(begins), out.ndim)))
+        what, indices, count = f"{path} is NaN", np.argwhere(is_nan), is_nan.sum()
+    else:
+        found = nonfinite(*stage.fun.called(inputs), 10, gradient=False)
+        what, indices, count = "what is reduced is not finite", found.indices, found.count
+    named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
+    # Finite items may become NaN, such as the product of a number that overflows and 0.
+    region = f"[{', '.join(f'{part.start}:{part.stop}' for part in block.region)}]"
+    items = first_of(named, count) if named else region
+    return f"{what} at the batch indices {items}; on_nan='keep' stores NaN"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._blocks.on_streamed import Stage, Streamed
+from rankax._blocks.on_streamed import Streamed
 
 _WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16
@@ -74,15 +74,14 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
     return block
 
 
-def _merged(states: Any, stage: Stage, region: tuple[slice, ...]) -> Any:
+def _merged(states: Any, stage: Any, region: tuple[slice, ...]) -> Any:
     """Return the states of all blocks along the reduced axes, merged in their order."""
-    merge: Any = stage.merge
     merged: list[Any] = []
     for place in itertools.product(*(range(states.shape[axis]) for axis in stage.reduced)):
         index: list[Any] = [*region]
         for axis, i in zip(stage.reduced, place, strict=True):
             index.insert(axis, i)
-        merged = [merge(np.stack([*merged, states[*index]]), axis=(0,), keepdims=False)]
+        merged = [stage.merge(np.stack([*merged, states[*index]]), axis=(0,), keepdims=False)]
     return merged[0]
 
 

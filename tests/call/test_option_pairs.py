@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: MIT
+"""Options in pairs, in a call and in a stream, against plain programs; or refused in words."""
+
+import functools
+import importlib.util
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same
+from rankax import SplitKey, auto_vmap
+from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
+
+DRAW = np.random.default_rng(3).normal
+X = DRAW(size=(6, 1, 3)).astype(np.float32)
+Y = DRAW(size=(5, 3)).astype(np.float32)
+KEY = jax.random.key(8)
+
+
+def item(x, y, key=None):
+    """Return a number by a loop whose length depends on the item, and whether that is even."""
+    start = jnp.sum(jnp.tanh(x) * y)
+    if key is not None:
+        start += jax.random.normal(key)
+    state = jnp.int32(0), start
+    n, v = lax.while_loop(lambda s: s[1] < 2, lambda s: (s[0] + 1, s[1] + 0.3 + s[1] ** 2), state)
+    return {"v": v, "ok": n % 2 == 0}
+
+
+def items(x, y, key=None):
+    return jax.vmap(item)(x, y) if key is None else jax.vmap(item)(x, y, key)
+
+
+OPTIONS = {
+    "chunks": {"chunk_size": 4},
+    "a memory limit": {"memory_limit": "4 kB"},
+    "what chunks store": {"chunk_size": 7, "checkpoint": False},
+    "jit": {"jit": True},
+    "a bucket": {"jit": True, "bucket": (8, 16)},
+    "options of XLA": {"jit": True, "compiler_options": {"xla_embed_ir_in_executable": True}},
+    "a device": {"devices": 1},
+    "progress": {"progress": lambda done, total: None},
+    "a mask": {"reduce": {"v": Moments(), "ok": "any"}, "where": "ok"},
+    "a sum": {"reduce": {"v": "sum", "ok": "all"}},
+    "indices": {"reduce": {"v": "argmax", "ok": "any"}, "reduce_axis": -2},
+    "the largest": {"reduce": {"v": TopK(4), "ok": "all"}},
+    "what is kept": {"reduce": {"v": None, "ok": "any"}},
+    "a batch at once": {"batched": True},
+    "an axis more": {"batch_shape": (2, 1, 1)},
+    "keys": {"key": KEY},
+    "lanes": {"lockstep": False},
+    "a stream": {"stream": True},
+}
+
+
+@functools.cache
+def values(batch, *, with_key):
+    """Return the outputs of all items, by plain JAX."""
+    pair = [np.broadcast_to(x, (*batch, 3)).reshape(-1, 3) for x in (X, Y)]
+    keys = [jax.random.split(KEY, batch).ravel()] if with_key else []
+    outs = jax.jit(jax.vmap(item))(*pair, *keys)
+    return {name: np.asarray(out).reshape(batch) for name, out in outs.items()}
+
+
+def reduced(how, x, counts):
+    """Reduce the last axis of an array, by NumPy."""
+    if how in ("any", "all"):
+        return np.any(x & counts, -1) if how == "any" else np.all(x | ~counts, -1)
+    if how == "sum":
+        return np.sum(x, -1, where=counts)
+    ranked = np.where(counts, x, -np.inf)
+    if how == "argmax":
+        return np.where(counts.any(-1), ranked.argmax(-1), -1).astype(np.int32)
+    if isinstance(how, TopK):
+        first = np.argsort(-ranked, -1, kind="stable")[..., : how.k]
+        best = np.take_along_axis(ranked, first, -1)
+        return TopKResult(best, np.where(best == -np.inf, -1, first).astype(np.int32))
+    count = counts.sum(-1).astype(np.int32)
+    mean = np.sum(x, -1, where=counts) / count
+    squares = np.sum((x - mean[..., None]) ** 2, -1, where=counts)
+    return MomentsResult(count, mean.astype(np.float32), (squares / count).astype(np.float32))
+
+
+def expected(options):
+    batch = (*options.get("batch_shape", ())[:1], 6, 5)
+    outs = values(batch, with_key="key" in options)
+    if "reduce" not in options:
+        return jax.tree.map(jnp.asarray, outs)
+    axis = options.get("reduce_axis")
+
+    def row(x):
+        return x.ravel() if axis is None else np.moveaxis(x, axis, -1)
+
+    counts = outs["ok"] if "where" in options else np.ones(batch, bool)
+    entries = options["reduce"].items()
+    with np.errstate(invalid="ignore"):
+        out = {
+            name: outs[name] if how is None else reduced(how, row(outs[name]), row(counts))
+            for name, how in entries
+        }
+    return jax.tree.map(jnp.asarray, out)
+
+
+def refused(options):
+    """Return what is said of options that exclude each other; None if they do not."""
+    if options.get("batched") and not options.get("lockstep", True):
+        return (
+            "auto_vmap(items): lockstep=False lets each item end by itself, but with batched=True "
+            "the function takes a whole chunk; leave out one of them"
+        )
+    name = "items" if options.get("batched") else "item"
+    if "stream" in options and "batch_shape" in options:
+        return (
+            f"{name}(): batch_shape=(2, 1, 1) has no chunks, by which rankax.stream would evaluate "
+            f"it; pass a streamed array that has these axes, and {name}.with_options("
+            "batch_shape=None)"
+        )
+    if "stream" in options and "key" in options:
+        return (
+            f"{name}(): key has the rank SplitKey, but rankax.stream evaluates block by block, and "
+            "each block would count its items from 0 and draw the same numbers; pass a key for "
+            "each item: jax.random.split(key, (6, 5))"
+        )
+    return None
+
+
+def called(options, out):
+    """Call the kernel with these options; ``out`` is where a stream stores its results."""
+    options = dict(options)
+    is_stream, key = options.pop("stream", False), options.pop("key", None)
+    ranks = {"x": 1, "y": 1, "key": None if key is None else SplitKey}
+    kernel = auto_vmap(ranks=ranks, **options)(items if options.get("batched") else item)
+    more = {} if key is None else {"key": key}
+    if not is_stream:
+        return kernel(X, Y, **more)
+    run = pytest.importorskip("rankax.stream", exc_type=ImportError).run
+    stored = run(kernel, X, Y, **more, out=out, memory_limit="5 MB", progress=False)
+    return jax.tree.map(lambda x: jnp.asarray(x[...]), stored)
+
+
+def check(names, out):
+    options = functools.reduce(dict.__or__, (OPTIONS[name] for name in names))
+    if text := refused(options):
+        with pytest.raises(TypeError) as error:
+            called(options, out)
+        assert str(error.value) == text
+    else:
+        assert_same(called(options, out), expected(options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """Let the 30 items of a stream be 8 blocks, not 30."""
+    if importlib.util.find_spec("zarr"):
+        monkeypatch.setattr("rankax.stream._cut._LEAST", 6)
+
+
+def with_others(*names, quick):
+    others = [name for name in OPTIONS if name not in names]
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in others]
+
+
+@pytest.mark.parametrize("other", with_others("lanes", quick=("a bucket", "a mask", "keys")))
+def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
+    check((other, "lanes"), tmp_path)
+
+
+@pytest.mark.parametrize("other", with_others("a stream", quick=("lanes", "a mask", "a device")))
+def test_a_stream_and_an_option(tmp_path, other):
+    check((other, "a stream"), tmp_path)
+
+
+@pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=("indices",)))
+def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
+    check((other, "lanes", "a stream"), tmp_path)
+
+
+OTHERS = [name for name in OPTIONS if name not in ("lanes", "a stream")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [*itertools.combinations(OTHERS, 2)], ids=" and ".join)
+def test_other_options(tmp_path, names):
+    check(names, tmp_path)
