@@ -11,6 +11,8 @@ from jax import lax
 
 from helpers import assert_same, at_each_run, primitives
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax._fit import cpu
+from rankax._trace import kept_values
 
 KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
 X = jnp.asarray(np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5))
@@ -171,6 +173,15 @@ def test_eager_calls_with_jit_and_without():
     calls = [auto_vmap(x=1, chunk_size=3, jit=jit)(chain) for jit in (False, True)]
     for call in calls:
         assert_same(call(X), jax.jit(jax.vmap(chain))(X), rtol=2e-5)
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_tiles_are_larger_where_values_are_kept(monkeypatch):
+    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
+    program = jax.make_jaxpr(lambda x: chain(chain(chain(x))))(X[0])
+    kept = cpu.best_tiles(program).derivative
+    monkeypatch.setattr(kept_values, "_HOLDS", False)
+    assert cpu.best_tiles(program).derivative < kept
 
 
 @pytest.mark.optimized

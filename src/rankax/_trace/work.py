@@ -115,6 +115,8 @@ class Work:
         Of all inputs, and all values that it computes.
     libraries, convolutions : int
         How many it calls.
+    kept : int
+        How many of its values a barrier stores (`kept_values.py`).
     products : int
         Of its numbers with those of matrices that all items share.
     sums : list of (int, bool, int)
@@ -124,6 +126,7 @@ class Work:
     bytes: int = 0
     libraries: int = 0
     convolutions: int = 0
+    kept: int = 0
     products: int = 0
     sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
 
@@ -140,6 +143,9 @@ def work_of(program: Any) -> Work:
 
 def _add(work: Work, operation: Operation) -> None:
     name, eqn, times = operation.name, operation.eqn, operation.times
+    if name == "optimization_barrier":
+        work.kept += 1
+        return
     if operation.is_loop or not operation.calls:
         work.bytes += sum(map(_bytes, eqn.outvars))
     if operation.calls or not eqn.outvars:
