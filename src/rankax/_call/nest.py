@@ -28,6 +28,7 @@ from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
+from rankax._trace.kept_values import keep_values
 from rankax._trace.programs import ClosedJaxpr
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
@@ -107,6 +108,7 @@ class Nest:
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+        jaxpr = keep_values(jaxpr) if any(x.is_loop and not x.lanes for x in specs) else jaxpr
         bare = dataclasses.replace(item, closed=None)
         walk = _Walk(self, tuple(specs), bare, jaxpr, reductions)
         operands = list(item.closed.consts), mapped, arrays, begins or {}

@@ -38,6 +38,7 @@ import jax
 from rankax._base.functions import caller_level
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
+from rankax._trace.kept_values import with_kept_values
 from rankax._trace.work import Work, work_of
 
 NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
@@ -78,7 +79,7 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
 
 def best_tiles(program: Any) -> Tiles:
     """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
-    work = work_of(program)
+    work = work_of(with_kept_values(program))
     shares = COSTS.forward, COSTS.derivative
     return Tiles(*(_best_tile(work, COSTS, share * _cache_bytes()) for share in shares))
 
@@ -125,7 +126,8 @@ def _best_tile(work: Work, costs: Costs, cache: float) -> int | None:
 
 def cost_in_tile(work: Work, tile: int, costs: Costs, cache: float) -> float:
     """Return what an item costs in a tile of this size."""
-    once = 1 + costs.library * work.libraries + costs.convolution * work.convolutions
+    # A value that a barrier stores has a loop of its own.
+    once = 1 + work.kept + costs.library * work.libraries + costs.convolution * work.convolutions
     cost = (once + costs.product * work.products) / tile
     for numbers, is_long, times in work.sums:
         if numbers * tile >= _LIBRARY_FROM:

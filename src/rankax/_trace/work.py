@@ -25,7 +25,7 @@ from rankax._trace.programs import Literal, lengths_of_scan, name_and_params, su
 STEPS_OF_WHILE = 16  # assumed
 
 _LOOPS = ("scan", "while")
-_FUNCTIONS = {
+FUNCTIONS = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
     *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
     *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
@@ -34,7 +34,7 @@ _FUNCTIONS = {
 
 _LONG = 16  # numbers for each result, from which on a library of XLA:CPU is faster than a loop
 _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
-_LIBRARIES = {
+LIBRARIES = {
     *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
     *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
     "tridiagonal_solve",
@@ -101,7 +101,7 @@ def _size(variable: Any) -> int:
 def evaluates_functions(jaxpr: Any) -> bool:
     """Whether a program has operations that cost more than storing a result, on a CPU."""
     return jax.default_backend() == "cpu" and any(
-        operation.name in _FUNCTIONS for operation in operations(jaxpr)
+        operation.name in FUNCTIONS for operation in operations(jaxpr)
     )
 
 
@@ -115,6 +115,8 @@ class Work:
         Of all inputs, and all values that it computes.
     libraries, convolutions : int
         How many it calls.
+    kept : int
+        How many of its values a barrier stores (`kept_values.py`).
     products : int
         Of its numbers with those of matrices that all items share.
     sums : list of (int, bool, int)
@@ -124,6 +126,7 @@ class Work:
     bytes: int = 0
     libraries: int = 0
     convolutions: int = 0
+    kept: int = 0
     products: int = 0
     sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
 
@@ -140,12 +143,15 @@ def work_of(program: Any) -> Work:
 
 def _add(work: Work, operation: Operation) -> None:
     name, eqn, times = operation.name, operation.eqn, operation.times
+    if name == "optimization_barrier":
+        work.kept += 1
+        return
     if operation.is_loop or not operation.calls:
         work.bytes += sum(map(_bytes, eqn.outvars))
     if operation.calls or not eqn.outvars:
         return
     out, shares = eqn.outvars[0].aval, not all(operation.varying)
-    if name in _LIBRARIES:
+    if name in LIBRARIES:
         work.libraries += times
     elif name == "conv_general_dilated":
         work.convolutions += times

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: MIT
+"""Keep values that are used again, where XLA:CPU would compute them again.
+
+XLA:CPU fuses a value with the elementwise operations before it into one loop, which begins at the
+last stored values. If two loops read a value, both compute it. In a chain of layers, each with a
+norm of the layer before, every norm starts again at the first layer, so the time to run and to
+compile grows with the square of the number of layers. Large arrays escape, because a library sums
+them (`rankax._fit.cpu`), and its operands are stored.
+
+From JAX 0.12 on, `jax.lax.optimization_barrier` stores a value. (Earlier versions remove it before
+they fuse.) `keep_values` adds one to each value that several loops read, if it costs more to
+compute again than to store. Derivatives have barriers in the same places. Loops over chunks do
+this; a call without chunks stays the program that one would write by hand. Other backends, and
+programs with effects, are left alone.
+
+Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU keeps such values.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from rankax._base.arrays import has_tangent
+from rankax._trace.derivatives import RULES
+from rankax._trace.item import with_shape
+from rankax._trace.programs import Literal, mapped_program, subprograms, with_subprograms
+from rankax._trace.work import FUNCTIONS, LIBRARIES
+
+_HOLDS = jax.__version_info__ >= (0, 12)
+_WORTH = 16.0  # operations for each number, from which on it is kept
+_FUNCTION = 8.0  # operations
+_MOST_NUMBERS = 4096  # of a value; larger ones are stored for the library that sums them
+
+_BODIES = ("cond", "scan", "while")
+_CALLS = {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", *RULES}
+_SLOW = {*FUNCTIONS, "div", "rsqrt", "sqrt"}
+_REDUCTIONS = {
+    *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or"),
+    *("reduce_prod", "reduce_sum"),
+}
+_INDEXED = {
+    *_REDUCTIONS,
+    *("concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "transpose"),
+}
+_SAME = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
+_FREE = {*_INDEXED, *_SAME}
+_STORED = {
+    *LIBRARIES,
+    *("conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
+    *("dot_general", "dynamic_update_slice", "optimization_barrier"),
+}
+
+Reads = dict[int, float]  # by loop: how often it computes each number of a value
+_loops = itertools.count()
+
+
+def keep_values(jaxpr: Any) -> Any:
+    """Return a program with a barrier on each value that is better kept; itself if none is."""
+    if not _HOLDS or jax.default_backend() != "cpu" or jaxpr.effects:
+        return jaxpr
+    return _kept_in_body(jaxpr)
+
+
+def with_kept_values(closed: Any) -> Any:
+    """Return a ``ClosedJaxpr`` as it is evaluated in chunks."""
+    return mapped_program(keep_values, closed)
+
+
+def _kept_in_body(jaxpr: Any) -> Any:
+    return _kept(jaxpr, [_one_loop() for _ in jaxpr.outvars], [0.0] * len(jaxpr.invars))[0]
+
+
+def _kept(
+    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float]
+) -> tuple[Any, list[float]]:
+    """Return a program with barriers, and the work to compute each output again."""
+    readers = _readers(jaxpr, of_outs)
+    work = collections.defaultdict(float, zip(jaxpr.invars, work_of_inputs, strict=True))
+    eqns, kept = [], []
+    for eqn, of_inputs in zip(jaxpr.eqns, reversed(readers.of_inputs), strict=True):
+        name, reads = eqn.primitive.name, [readers.of[v] for v in eqn.outvars]
+        inputs = [
+            0.0 if isinstance(v, Literal) else work[v] * readers.share(v, own)
+            for v, own in zip(eqn.invars, of_inputs, strict=True)
+        ]
+        costs = [0.0] * len(eqn.outvars)
+        if _called(eqn) is not None:
+            # Derivative rules do not see what is inside, so results are kept outside.
+            eqn, costs = _kept_in_call(eqn, _merged(reads) if name in RULES else reads, inputs)
+        elif name in _BODIES:
+            eqn = with_subprograms(eqn, _kept_in_body)
+        elif _is_fused(eqn):
+            costs = [_work(eqn, inputs)]
+        eqns.append(eqn)
+        for v, loops, cost in zip(eqn.outvars, reads, costs, strict=True):
+            again = sum(loops.values()) - 1
+            # XLA stores a sum that is used again, and a function whose result is broadcast.
+            is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
+            if again * cost >= _WORTH and name not in _SAME and not is_stored:
+                is_stored = has_tangent(v.aval) and v.aval.size < _MOST_NUMBERS
+                kept += [v] if is_stored else []
+            work[v] = 0.0 if again > 0 and is_stored else cost
+    if kept or any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        jaxpr = jaxpr.replace(eqns=_with_barriers(eqns, kept))
+    return jaxpr, [0.0 if isinstance(v, Literal) else work[v] for v in jaxpr.outvars]
+
+
+def _kept_in_call(
+    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float]
+) -> tuple[Any, list[float]]:
+    work: list[float] = []
+
+    def kept(jaxpr: Any) -> Any:
+        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs)
+        return jaxpr
+
+    return with_subprograms(eqn, kept), work
+
+
+def _with_barriers(eqns: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """Return equations with a barrier after those that compute these values."""
+    types = [with_shape(v.aval, v.aval.shape) for v in kept]
+    alone = jax.make_jaxpr(lambda *xs: [lax.optimization_barrier(x) for x in xs])(*types)
+    barriers = dict(zip(kept, alone.jaxpr.eqns, strict=True))
+    found: list[Any] = []
+    for eqn in eqns:
+        own = [v for v in eqn.outvars if v in barriers]
+        outvars = [barriers[v].invars[0] if v in own else v for v in eqn.outvars]
+        found.append(eqn.replace(outvars=outvars) if own else eqn)
+        found += [barriers[v].replace(outvars=[v]) for v in own]
+    return found
+
+
+# Who reads a value.
+
+
+class _Readers(NamedTuple):
+    """The loops that compute the values of a program, if what several of them read is stored."""
+
+    of: Mapping[Any, Reads]
+    of_inputs: list[list[Reads]]  # of each equation, the last one first
+    users: collections.Counter[Any]  # by value and loop
+
+    def share(self, v: Any, loops: Reads) -> float:
+        """Return a part of the work of a value, so that one loop counts it once."""
+        return 1 / max((self.users[v, loop] for loop in loops), default=1)
+
+
+def _readers(jaxpr: Any, of_outs: Sequence[Reads]) -> _Readers:
+    readers = _Readers(collections.defaultdict(dict), [], collections.Counter())
+    for v, loops in zip(jaxpr.outvars, of_outs, strict=True):
+        if not isinstance(v, Literal):
+            readers.of[v].update(loops)
+    for eqn in reversed(jaxpr.eqns):
+        reads = [readers.of[v] for v in eqn.outvars]
+        of_inputs = _reads_of_inputs(eqn, reads if eqn.primitive.name in _SAME else _merged(reads))
+        readers.of_inputs.append(of_inputs)
+        for v, loops in zip(eqn.invars, of_inputs, strict=True):
+            if not isinstance(v, Literal):
+                readers.of[v].update(loops)
+                readers.users.update((v, loop) for loop in loops)
+    return readers
+
+
+def _merged(reads: Sequence[Reads]) -> list[Reads]:
+    """Return who reads what values are computed from: one loop, if several read a value."""
+    return [loops if sum(loops.values()) <= 1 else _one_loop() for loops in reads]
+
+
+def _reads_of_inputs(eqn: Any, outs: Sequence[Reads]) -> list[Reads]:
+    if (program := _called(eqn)) is not None:
+        reads = _readers(program, outs).of
+        return [reads[v] for v in program.invars]
+    if not _is_fused(eqn):
+        return [_one_loop() for _ in eqn.invars]
+    name, (out,), (loops,) = eqn.primitive.name, eqn.outvars, outs
+
+    def of(v: Any) -> Reads:
+        if name not in _INDEXED and _size(v) == _size(out):
+            return loops
+        # A slice counts as a read of the whole, because its derivative fills a whole array.
+        each = 1.0 if name in ("concatenate", "pad") else max(1.0, _size(out) / _size(v))
+        return _one_loop(sum(loops.values()) * each)
+
+    return list(map(of, eqn.invars))
+
+
+def _one_loop(often: float = 1.0) -> Reads:
+    return {next(_loops): often}
+
+
+def _called(eqn: Any) -> Any:
+    """Return the program that an equation calls, if XLA puts it in the place of the call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    programs = list(subprograms(eqn))
+    is_whole = len(programs) == 1 and len(programs[0].invars) == len(eqn.invars)
+    return programs[0] if is_whole else None
+
+
+def _is_fused(eqn: Any) -> bool:
+    """Whether XLA may compute the result in the loop that reads it."""
+    if eqn.primitive.name in _STORED or len(eqn.outvars) != 1:
+        return False
+    out = eqn.outvars[0].aval.shape
+    shapes = {v.aval.shape for v in eqn.invars if getattr(v.aval, "shape", ())}
+    return eqn.primitive.name in _FREE or all(_spreads(shape, out) for shape in shapes)
+
+
+def _spreads(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    pairs = zip(shape, out, strict=False)
+    return len(shape) == len(out) and all(size in (1, other) for size, other in pairs)
+
+
+def _work(eqn: Any, inputs: Sequence[float]) -> float:
+    """Return how many operations a number of the result takes, with those before it."""
+    name, (out,) = eqn.primitive.name, eqn.outvars
+    pairs = [(work, _size(v) / _size(out)) for work, v in zip(inputs, eqn.invars, strict=True)]
+    if name in _REDUCTIONS:
+        return sum((work + 1) * part for work, part in pairs)
+    own = _FUNCTION if name in _SLOW else float(name not in _FREE)
+    return own + sum(work * min(1.0, part) for work, part in pairs)
+
+
+def _size(v: Any) -> int:
+    return max(1, math.prod(getattr(v.aval, "shape", ())))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: MIT
+"""Values of an item that are used again: where they are kept, and that results stay the same."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, at_each_run, primitives
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax._fit import cpu
+from rankax._trace import kept_values
+
+KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
+X = jnp.asarray(np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5))
+
+
+def layer(x):
+    norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
+    return jnp.tanh(x) + jnp.sin(x) * norm.astype(x.dtype) * 0.3
+
+
+def chain(x):
+    for _ in range(4):
+        x = layer(x)
+    return x
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return chain(x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 7 * tangents[0]))
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return chain(x)
+
+
+with_vjp.defvjp(lambda x: (with_vjp(x), None), lambda _, cotangent: (7 * cotangent,))
+
+
+def in_branches(x):
+    return lax.cond(x[0] > 0, chain, lambda x: layer(x) * 2, x)
+
+
+CHAINS = {
+    "chain": chain,
+    "jit": jax.jit(chain),
+    "scan": lambda x: lax.scan(lambda x, _: (chain(x), x[0]), x, None, length=3),
+    "loop": lambda x: lax.fori_loop(0, 3, lambda _, x: chain(x), x),
+    "branches": in_branches,
+    "checkpoint": lambda x: jax.checkpoint(chain)(x) + x,
+    "custom_jvp": lambda x: layer(with_jvp(x)),
+    "custom_vjp": lambda x: layer(with_vjp(x)),
+    "gradient": jax.grad(lambda x: jnp.sum(chain(x))),
+    "integers and keys": lambda x: (
+        chain(x) + jax.random.normal(jax.random.key(jnp.int32(9 * jnp.abs(x[0]))), (5,)),
+        jnp.argsort(layer(x)),
+    ),
+    "complex": lambda x: jnp.abs(chain(lax.complex(x, x / 2))),
+}
+EACH_RUN = ["chain", "scan", "branches", "custom_jvp", "custom_vjp", "integers and keys"]
+
+
+def barriers(fun, *args):
+    return primitives(fun, *args)["optimization_barrier"]
+
+
+@pytest.mark.parametrize("kernel", CHAINS.values(), ids=CHAINS)
+def test_chains_of_layers_keep_values_in_chunks(kernel):
+    by_hand = barriers(jax.vmap(kernel), X)
+    assert (barriers(chunked_vmap(kernel, 3), X) > by_hand) == KEEPS
+    assert barriers(chunked_vmap(kernel, 7), X) == by_hand  # one chunk is plain `jax.vmap`
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_what_two_layers_share_is_kept():
+    assert barriers(chunked_vmap(chain, 3), X) == 3  # between the four
+
+
+def polynomial(x):
+    total = x
+    for power in range(12):
+        total = total * x + power
+    return total
+
+
+def distances(x):
+    return jnp.sum(jnp.sqrt((x[:, None] - x[None]) ** 2 + 1e-3))
+
+
+CHEAP = {
+    "polynomial": polynomial,
+    "distances": distances,
+    "sum of a function": lambda x: jnp.sum(jnp.sin(x) ** 2 + jnp.sin(x)),
+    "product": lambda x: jnp.outer(x, x) @ x,
+    "cheap, read twice": lambda x: (x + 1) * jnp.sum(x + 1),
+}
+
+
+@pytest.mark.parametrize("kernel", CHEAP.values(), ids=CHEAP)
+def test_cheap_kernels_keep_nothing(kernel):
+    assert barriers(chunked_vmap(kernel, 3), X) == 0
+
+
+def test_programs_with_effects_stay_as_they_are():
+    def kernel(x):
+        jax.debug.callback(lambda _: None, x[0])
+        return chain(x)
+
+    assert barriers(chunked_vmap(kernel, 3), X) == 0
+
+
+def loss(mapped):
+    def total(x):
+        outs = jax.tree.leaves(mapped(x))
+        return sum(jnp.sum(jnp.sin(out)) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact))
+
+    return total
+
+
+@pytest.mark.parametrize("kernel", at_each_run(EACH_RUN, CHAINS))
+def test_values_and_derivatives_are_those_of_vmap(kernel):
+    """With rules of the caller, whose derivatives are not those of what they compute."""
+
+    def all_of(mapped):
+        total = loss(mapped)
+
+        def run(x):
+            if kernel is CHAINS["loop"]:  # one of unknown length when mapped: no reverse pass
+                return mapped(x), jax.jvp(total, (x,), (x,))[1]
+            return mapped(x), jax.grad(total)(x)
+
+        return jax.jit(run)(X)
+
+    assert_same(all_of(chunked_vmap(kernel, 3)), all_of(jax.vmap(kernel)), rtol=2e-4, atol=2e-5)
+
+
+TRANSFORMED = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "vmap of gradient": lambda f: lambda x: jax.vmap(jax.grad(loss(f)))(jnp.stack([x, 2 * x])),
+    "jvp of gradient": lambda f: lambda x: jax.jvp(jax.grad(loss(f)), (x,), (x,)),
+    "gradient of gradient": lambda f: jax.grad(loss(jax.grad(loss(f)))),
+    "linear transpose": lambda f: lambda x: jax.linear_transpose(jax.linearize(f, x)[1], x)(x),
+}
+
+
+@pytest.mark.parametrize("make", at_each_run(["vmap of gradient", "jvp of gradient"], TRANSFORMED))
+def test_other_transformations(make):
+    got, want = (jax.jit(make(f))(X) for f in (chunked_vmap(chain, 3), jax.vmap(chain)))
+    assert_same(got, want, rtol=5e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max", "argmin", "logsumexp"])
+def test_reductions_in_chunks(reduce):
+    fun = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 3)
+    whole = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 7)
+    assert (barriers(fun, X) > 0) == KEEPS
+    assert barriers(whole, X) == 0
+    assert_same(fun(X), whole(X), rtol=2e-5, atol=2e-5)
+    if reduce != "argmin":
+        gradients = [jax.jit(jax.grad(f))(X) for f in (fun, whole)]
+        assert_same(*gradients, rtol=2e-4, atol=2e-5)
+
+
+def test_eager_calls_with_jit_and_without():
+    calls = [auto_vmap(x=1, chunk_size=3, jit=jit)(chain) for jit in (False, True)]
+    for call in calls:
+        assert_same(call(X), jax.jit(jax.vmap(chain))(X), rtol=2e-5)
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_tiles_are_larger_where_values_are_kept(monkeypatch):
+    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
+    program = jax.make_jaxpr(lambda x: chain(chain(chain(x))))(X[0])
+    kept = cpu.best_tiles(program).derivative
+    monkeypatch.setattr(kept_values, "_HOLDS", False)
+    assert cpu.best_tiles(program).derivative < kept
+
+
+@pytest.mark.optimized
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_each_layer_is_computed_once():
+    def count(mapped):
+        x = jax.ShapeDtypeStruct((6000, 5), jnp.float32)
+        text = jax.jit(mapped).lower(x).compile().as_text()
+        return len(re.findall(r" sine\(", text))
+
+    assert count(chunked_vmap(chain, 30)) == 4
+    assert count(lambda x: lax.map(chain, x, batch_size=30)) > 4  # if not: see `kept_values.py`
