@@ -40,7 +40,7 @@ from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
 from rankax._trace.work import Work, work_of
 
-NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
+LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"  # of XLA: what the library computes
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
@@ -72,7 +72,7 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
         jax.default_backend() == "cpu"
         and jax.__version_info__ >= (0, 10)
         and not getattr(jax.config, "jax_debug_key_reuse", False)  # tiles may overlap
-        and NO_LIBRARY not in (compiler_options or {})
+        and LIBRARY_OPTION not in (compiler_options or {})
     )
 
 
