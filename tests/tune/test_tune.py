@@ -290,6 +290,14 @@ def test_of_a_large_batch_a_slice_is_run(clock):
     assert 30 < max(lengths) <= 340  # of 4000; a run takes a sixtieth of the time
 
 
+def test_a_slice_has_several_chunks_where_the_batch_has(clock):
+    """A large chunk was one in a slice, which is `jax.vmap`, without the tiles of a chunk."""
+    kernel, lengths = watched(clock, lambda n: 1e-3 * n)
+    chunked = kernel.with_options(chunk_size=180)
+    chunked.tune(jnp.float32(1), jnp.arange(1000.0), seconds=6)
+    assert max(lengths) < 90
+
+
 def test_of_slow_items_few_are_run(clock):
     kernel, lengths = watched(clock, lambda n: 0.01)
     kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=0.1)

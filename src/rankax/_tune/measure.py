@@ -164,9 +164,15 @@ class _Search:
 
     def _compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         before = time.perf_counter()
-        compiled = self.workload.compiled(options, items)
+        compiled = self.workload.compiled(self._in_slice(options, items), items)
         self.compile_seconds = time.perf_counter() - before
         return compiled
+
+    def _in_slice(self, options: Options, items: int) -> Options:
+        """Return the options for so many items; if all have several chunks, a slice has two."""
+        if items == self.workload.items or options.chunk_size is None or options.chunk_size < items:
+            return options
+        return dataclasses.replace(options, chunk_size=max(1, items // 2))
 
     def _choose_slice(self) -> None:
         """Choose how many items are run: all, or as many as take a small share of the time."""
@@ -218,7 +224,8 @@ class _Search:
 
     def _size(self, trial: _Trial) -> int:
         """Return the chunk size of a candidate in a slice."""
-        return min(trial.options.chunk_size or self.items, self.items)
+        size = self._in_slice(trial.options, self.items).chunk_size
+        return min(size or self.items, self.items)
 
     def _is_worth_trying(self, trial: _Trial) -> bool:
         """Whether a slice can tell a candidate from others, and enough time is left."""
