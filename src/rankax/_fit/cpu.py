@@ -60,6 +60,7 @@ class Costs(NamedTuple):
     row: float = 2e-3  # for each number of a long row that a loop sums
     byte: float = 4e-5  # that the item computes, if those of the tile do not fit the cache
     forward: float = 1.0  # of the L2 cache, for a tile of a call
+    loop: float = 1 / 2  # at most, if the item has a loop, each step of which passes over the tile
     derivative: float = 1 / 4  # of the L2 cache, for a tile of a derivative
 
 
@@ -79,8 +80,7 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
 def best_tiles(program: Any) -> Tiles:
     """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
     work = work_of(program)
-    shares = COSTS.forward, COSTS.derivative
-    return Tiles(*(_best_tile(work, COSTS, share * _cache_bytes()) for share in shares))
+    return Tiles(_best_tile(work, COSTS.forward), _best_tile(work, COSTS.derivative))
 
 
 def warn_of_small_chunks(plan: BatchPlan) -> None:
@@ -113,13 +113,14 @@ def _cache_bytes() -> int:
         return 2**20
 
 
-def _best_tile(work: Work, costs: Costs, cache: float) -> int | None:
+def _best_tile(work: Work, share: float) -> int | None:
     """Return the best number of items; None: as many as a chunk may have."""
+    cache = _cache_bytes() * (min(share, COSTS.loop) if work.loops else share)
     sizes = {2**n for n in range(_LARGEST.bit_length())}
     sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in work.sums}
     if _SLOW_IN_SMALL_CHUNKS:
         sizes = {tile for tile in sizes if tile >= _NOT_SMALL}
-    best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, costs, cache), -tile))
+    best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, COSTS, cache), -tile))
     return None if best == _LARGEST else best
 
 
