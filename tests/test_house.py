@@ -57,7 +57,7 @@ MOST_LINES_OF_CODE = {
     "_scan": 1125,
     "_options": 175,
     "_call": 1515,
-    "_tune": 465,
+    "_tune": 467,
     "_blocks": 785,
     "_front": 1035,
     "reductions": 31,

@@ -11,7 +11,7 @@ Everything counts towards ``seconds``: tracing, compiling and running.
 3. The candidates take turns; the slower half is dropped, and the rest take twice as many. The first
    two are never dropped.
 4. They and the fastest candidate take turns once more, on all items if there is time. The options
-   that the kernel has win a tie.
+   that the kernel has win a tie, and `jax.vmap` against others.
 
 A tuned kernel is an object of its own, which shares its compiled programs with the kernel that
 `with_options` returns for the same options. So its measurements are not seen by code that merely
@@ -46,7 +46,7 @@ _RUN = 1 / 60  # the share of the time that one run may take
 _TRIED, _HALVED = 0.6, 0.8  # the shares of the time after which the second and third stage end
 _COMPARISON = 0.15  # the share that the last stage may take in any case: some runs of a few
 _TURNS = 4  # of each candidate before the slower half is dropped for the first time
-_WORTH = 0.97  # what is chosen takes less than this share of the time that the kernel took
+_WORTH = 0.97  # what is chosen takes less than this share of the time of the first ones
 
 
 def tuned(
@@ -145,14 +145,16 @@ class _Search:
             best = min(alive, key=lambda t: t.seconds)
             finalists = [t for t in alive if t is best or t in self.baselines]
             self._compare(finalists)
-            fastest = min((t for t in finalists if t.times), key=lambda t: t.seconds, default=best)
-            if self.default.times and fastest.seconds > _WORTH * self.default.seconds:
-                fastest = self.default
-            if fastest.times and self._fits(fastest, self.workload.items):
-                if best is not fastest and best.times:
+            finalists = [t for t in finalists if t.times]
+            if not finalists:
+                continue
+            shortest = min(t.seconds for t in finalists)
+            found = next(t for t in finalists if _WORTH * t.seconds <= shortest)  # ties: the first
+            if self._fits(found, self.workload.items):
+                if best is not found and best.times:
                     best.note = "no faster in the end"
-                return fastest
-            fastest.times = []
+                return found
+            found.times = []
         return None
 
     def _measured(self) -> list[_Trial]:
