@@ -5,7 +5,8 @@ A tile holds the items that are evaluated at once. ``chunk_size`` is only an upp
 tiles are good: each costs the same few hundred nanoseconds, whatever its size, and more if the item
 sorts, convolves or factorises. For maps there are two reasons to stay below the bound:
 
-* The cache. What a tile computes should fit, in a derivative above all, which stores it.
+* The cache. What a tile computes should fit, in a derivative above all, which stores it, and in an
+  item with a loop, each step of which passes over the whole tile.
 * A library that XLA:CPU calls in JAX 0.10 to 0.12, but not in 0.9 (``__ynn_fusion`` in a compiled
   program). It computes sums, maxima and minima of floats with an operand of 4096 numbers or more,
   and dot products of two vectors. The operand must be stored first, and is not fused with what
@@ -14,6 +15,13 @@ sorts, convolves or factorises. For maps there are two reasons to stay below the
 `best_tiles` adds up these costs for each size of a tile and takes the least. Their ratios, `COSTS`,
 are fitted to the times of 56 kernels, and checked on 27 others: see ``benchmarks/fit_tiles.py``,
 which fits them again for another version of JAX.
+
+Before JAX 0.11.1, XLA:CPU compiles a loop as one function if a step touches less than 1024 bytes
+(``xla_cpu_small_call`` in a compiled program), which makes tiles of 8 or 16 items of some kernels 2
+to 6 times as fast. These tiles are not chosen here, because what XLA fuses decides, which the
+program of an item does not tell: of kernels with 52 bytes an item, tiles of 16, 4 or 2 are the
+largest that are compiled so, and twice as many items are up to 16 times as slow. `kernel.tune`
+tries them.
 
 The tiles of a reduction also have a limit of their own, `_reduce.row.most_lanes`.
 
