@@ -121,8 +121,9 @@ def rows_of(cases: Sequence[Case], mode: str) -> Rows:
 def chosen(rows: Rows, costs: cpu.Costs, share: float) -> np.ndarray:
     """Return which of the tiles the model chooses, for each kernel."""
     table = [
-        [cpu.cost_in_tile(work, t, costs, share * CACHE) for t in reversed(TILES)]
+        [cpu.cost_in_tile(work, t, costs, cache) for t in reversed(TILES)]
         for work in rows.works
+        for cache in [CACHE * (min(share, costs.loop) if work.loops else share)]
     ]
     return len(TILES) - 1 - np.argmin(np.array(table), axis=1)
 

@@ -56,7 +56,7 @@ def compiled(fun: Callable[..., Any], inputs: Any, gradient: bool, options: Any 
 def contestants(case: Case, inputs: Any, gradient: bool, seconds: float) -> dict[str, Any]:
     devices = "all" if jax.local_device_count() > 1 else None
     kernel = auto_vmap(*map(len, case.cores), jit=True, chunk_size=CHUNK, devices=devices)(case.fun)
-    tuned = kernel.with_options(chunk_size=None).tune(*inputs, gradient=gradient, seconds=seconds)
+    tuned = kernel.tune(*inputs, memory_limit="50%", gradient=gradient, seconds=seconds)
     print(tuned.tuning, flush=True)
     options = tuned.tuning.options
     found = {
@@ -113,10 +113,10 @@ def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
         f"Written by `{command}`. jax {jax.__version__}, {jax.devices()[0].device_kind}, float32.",
         "",
         "Milliseconds, medians of turns. *no tiles*: chunks of 4096 as they are; *default*: the "
-        "same in the tiles that rankax chooses; *tuned*: the options of `kernel.tune`, without a "
-        "bound; *lax.map, best*: the best of its chunks of 4 to 4096; powerpax: chunks of 4096. "
-        "Then ratios of times; *better* is the better of *no tiles* and jax.vmap. The fastest of a "
-        "row is bold.",
+        "same in the tiles that rankax chooses; *tuned*: the options of `kernel.tune`, which may "
+        "use half of the memory; *lax.map, best*: the best of its chunks of 4 to 4096; powerpax: "
+        "chunks of 4096. Then ratios of times; *better* is the better of *no tiles* and jax.vmap. "
+        "The fastest of a row is bold.",
         "",
     ]
     ratios = (
@@ -156,7 +156,8 @@ def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="kernels whose name begins so; write nothing")
-    parser.add_argument("--seconds", type=float, default=3, help="for each row, and for tuning it")
+    parser.add_argument("--seconds", type=float, default=3, help="for each row")
+    parser.add_argument("--tuning", type=float, default=5, help="seconds to tune each row")
     parser.add_argument("--one-core", action="store_true", help="where jax.vmap has no second one")
     parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
     given = parser.parse_args()
@@ -166,11 +167,12 @@ def main() -> None:
             continue
         inputs = case.inputs()
         for mode in ("forward", "gradient"):
-            runs = contestants(case, inputs, mode == "gradient", given.seconds)
+            runs = contestants(case, inputs, mode == "gradient", given.tuning)
             rows[case.name, mode] = row = row_of(medians(runs, inputs, given.seconds))
             times = ", ".join(f"{name} {t * 1e3:.1f}" for name, t in row.items())
             print(f"{case.name}, {mode}: {times}", flush=True)
-    command = f"python benchmarks/tiles.py --seconds {given.seconds:g} --results {given.results}"
+    command = f"python benchmarks/tiles.py --seconds {given.seconds:g} --tuning {given.tuning:g}"
+    command += f" --results {given.results}"
     command += " --one-core" if given.one_core else ""
     text = report(rows, command)
     print(text)

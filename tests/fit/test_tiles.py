@@ -83,6 +83,10 @@ def shifted(x):
     return lax.fori_loop(0, 9, lambda _, y: jnp.roll(y, 1), x)
 
 
+def many_steps(x):
+    return lax.fori_loop(0, 50, lambda _, y: jnp.tanh(y) * jnp.sin(y) + jnp.cos(x), x)
+
+
 WITH_TILES = {
     "distances": (distances, (8, 3), 21),
     "largest": (lambda x: distances(x[:8]) + distances(x), (16, 3), 5),
@@ -99,7 +103,8 @@ WITH_TILES = {
     "beside an effect": (lambda x: jax.debug.callback(print, x) or of_three(x), (3,), 1365),
     "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
     "more than the cache": (lambda x: jnp.outer(x, x)[::2], (64,), 16),
-    "more than the cache, in a loop": (shifted, (1000,), 32),
+    "more than half of the cache, in a loop": (shifted, (1000,), 16),
+    "more than half of the cache, in a loop of few numbers": (many_steps, (5,), 2048),
 }  # fmt: skip
 
 WITHOUT = {

@@ -12,6 +12,7 @@ import pytest
 
 from helpers import assert_same, slow
 from rankax import auto_vmap, load_tuning, options
+from rankax._tune import measure, workload
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `Clock`, enough for everything
@@ -78,8 +79,8 @@ def test_items_in_lockstep_are_tried_where_they_are_not_asked_for(clock):
 
 def test_sizes_are_tried_and_the_options_as_they_are_come_first(clock):
     tuning = kernel.tune(X, seconds=ENOUGH).tuning
-    assert tiles(tuning) == [40, 1, 2, 4, 8, 14]
-    assert [c.options["chunk_size"] for c in tuning.candidates] == [None, 1, 2, 4, 8, 16]
+    assert tiles(tuning) == [40, 14, 4, 1, 8, 2]
+    assert [c.options["chunk_size"] for c in tuning.candidates] == [None, 16, 4, 1, 8, 2]
     assert all(c.seconds > 0 and c.temporaries >= 0 for c in tuning.candidates)
 
 
@@ -87,24 +88,34 @@ def test_a_chunk_size_is_a_bound_unless_a_limit_is_given(clock):
     chunked, x = kernel.with_options(chunk_size=4), X[:7]
     assert tiles(chunked.tune(x, seconds=ENOUGH).tuning) == [4, 1, 2]
     free = chunked.tune(x, seconds=ENOUGH, memory_limit=10**9).tuning
-    assert sorted(tiles(free)) == [1, 2, 4, 7]
+    assert tiles(free) == [4, 7, 1, 2]
     with options(chunk_size=2):
         assert tiles(kernel.tune(x, seconds=ENOUGH).tuning) == [2, 1]
         assert tiles(chunked.tune(x, seconds=ENOUGH).tuning) == [4, 1, 2]
 
 
 @needs_library
-def test_where_jit_is_ours_xla_is_tried_without_its_library(clock):
+def test_where_jit_is_ours_sums_are_tried_without_the_library_of_xla(clock):
     given = {"xla_embed_ir_in_executable": True}
     jitted = kernel.with_options(jit=True, compiler_options=given)
-    off = {**given, "xla_cpu_experimental_ynn_fusion_type": ""}
+    option = "xla_cpu_experimental_ynn_fusion_type"
+    off = {**given, option: "LIBRARY_FUSION_TYPE_DOT"}
     tried = [c.options for c in jitted.tune(X, seconds=ENOUGH).tuning.candidates]
     assert [o for o in tried if "compiler_options" in o] == [
         {"chunk_size": None, "compiler_options": off},
         {"chunk_size": 16, "compiler_options": off},
     ]
-    without = kernel.with_options(jit=True, compiler_options=off).tune(X, seconds=ENOUGH)
+    without = kernel.with_options(jit=True, compiler_options={option: ""}).tune(X, seconds=ENOUGH)
     assert len(without.tuning.candidates) == 6
+
+
+@needs_library
+def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
+    monkeypatch.setattr(workload, "LIBRARY_OPTION", "xla_no_such_option")
+    tuning = kernel.with_options(jit=True).tune(X, seconds=ENOUGH).tuning
+    notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
+    assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}
+    assert [c.seconds for c in tuning.candidates if "failed" in c.note] == [None, None]
 
 
 # What is chosen.
@@ -127,8 +138,6 @@ def test_what_is_much_faster_is_chosen(gradient, compiled_with_care):
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
     assert chosen.seconds < tuning.candidates[0].seconds / 1.5
-    tried = [c.seconds for c in tuning.candidates if c.seconds is not None]
-    assert 0.97 * chosen.seconds < min(tried)
 
 
 def test_the_result_is_the_kernel_with_those_options():
@@ -183,10 +192,11 @@ def test_a_bucket_is_tuned_as_it_is_filled_up(clock):
     assert_same(tuned(jnp.ones(20)), jnp.tanh(jnp.ones(20)))
 
 
-def test_a_limit_excludes_what_needs_more(clock):
-    def sort(x):
-        return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]
+def sort(x):
+    return jnp.sort(jnp.sin(jnp.arange(1024.0) * x))[512]
 
+
+def test_a_limit_excludes_what_needs_more(clock):
     x = np.arange(8, dtype=np.float32)
     tuning = auto_vmap(0)(sort).tune(x, memory_limit=15_000, seconds=ENOUGH).tuning
     above = [c for c in tuning.candidates if c.temporaries > 15_000]
@@ -231,14 +241,14 @@ def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, cloc
         *(jax.random.split(jax.random.key(0), 3), np.ones(4, np.float32), 2),
     )
     tuned = model.tune(*args, seconds=ENOUGH, gradient=gradient)
-    assert tiles(tuned.tuning)[:4] == [6, 1, 2, 3]
+    assert set(tiles(tuned.tuning)) == {6, 1, 2, 3}
     assert_same(tuned(*args), model(*args))
 
 
 def test_reductions(clock):
     summed = kernel.with_options(reduce="sum")
     tuned = summed.tune(X[:7], seconds=ENOUGH)
-    assert tiles(tuned.tuning) == [7, 1, 2, 4]
+    assert tiles(tuned.tuning) == [7, 4, 1, 2]
     assert_same(tuned(X[:7]), jax.jit(jax.vmap(distances))(X[:7]).sum(), rtol=1e-4)
 
 
@@ -277,7 +287,15 @@ def test_of_a_large_batch_a_slice_is_run(clock):
     kernel, lengths = watched(clock, lambda n: 1e-4 * n)
     tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(4000.0), seconds=2).tuning
     assert tuning.candidates[0].tile == 12000
-    assert max(lengths) == 342  # three rows, and 1024 items
+    assert 30 < max(lengths) <= 340  # of 4000; a run takes a sixtieth of the time
+
+
+def test_a_slice_has_several_chunks_where_the_batch_has(clock):
+    """A large chunk was one in a slice, which is `jax.vmap`, without the tiles of a chunk."""
+    kernel, lengths = watched(clock, lambda n: 1e-3 * n)
+    chunked = kernel.with_options(chunk_size=180)
+    chunked.tune(jnp.float32(1), jnp.arange(1000.0), seconds=6)
+    assert max(lengths) < 90
 
 
 def test_of_slow_items_few_are_run(clock):
@@ -325,7 +343,43 @@ def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
     assert tuning.options == {"chunk_size": None}
     assert 1100 in lengths
     notes = [c.note for c in tuning.candidates]
-    assert notes.count("slower on all items") == 1
+    assert notes.count("no faster in the end") == 1
+
+
+@pytest.mark.parametrize("share", [0.98, 0.9])
+def test_what_wins_by_a_little_is_not_chosen(clock, share):
+    kernel, _ = watched(clock, lambda n: 1e-3 * n * (share if n == 4 else 1))
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=60).tuning
+    (close,) = [c for c in tuning.candidates if c.tile == 4]
+    assert close.seconds < tuning.candidates[0].seconds
+    if share == 0.98:
+        assert (tuning.chosen, close.note) == (0, "no faster in the end")
+        assert "  chosen\n" in f"{tuning}\n"
+    else:
+        assert (tuning.options, close.note) == ({"chunk_size": 4}, "")
+        assert "  chosen, 1.11 times as fast\n" in f"{tuning}\n"
+
+
+def test_what_fails_is_a_row(clock):
+    def wait(x):
+        clock.now += 1e-3 * x.size
+        if x.size == 4:
+            raise MemoryError("no memory for four")
+        return np.asarray(x)
+
+    kernel = auto_vmap(0)(lambda x: jax.pure_callback(wait, x, x, vmap_method="expand_dims"))
+    tuning = kernel.tune(jnp.arange(60.0), seconds=60).tuning
+    (failed,) = [c for c in tuning.candidates if c.tile == 4]
+    assert failed.seconds is None
+    assert failed.note.startswith("failed: INTERNAL: ")
+    assert measured(tuning) == [tile for tile in tiles(tuning) if tile != 4]
+
+
+def test_what_needs_more_than_the_free_memory_is_not_chosen(clock, monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda: 15_000)
+    tuning = auto_vmap(0)(sort).tune(np.arange(8, dtype=np.float32), seconds=ENOUGH).tuning
+    assert tuning.candidates[0].note == "above the limit of 15 kB"
+    assert tuning.candidates[tuning.chosen].temporaries <= 15_000
 
 
 def test_what_was_too_large_for_a_slice_keeps_to_the_limit(clock):
@@ -435,7 +489,7 @@ def test_the_table_says_what_was_measured():
     assert header.split("  ")[2] == "items at once"
     assert len(rows) == len(tuning.candidates)
     assert [row.startswith("  > ") for row in rows].index(True) == tuning.chosen
-    assert rows[tuning.chosen].endswith("chosen")
+    assert "  chosen" in rows[tuning.chosen]
     html = tuning._repr_html_()
     assert html.count("<tr>") == 1 + len(rows)
     assert f"<th>chunk_size={tuning.options['chunk_size']}</th>" in html

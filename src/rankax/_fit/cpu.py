@@ -5,7 +5,8 @@ A tile holds the items that are evaluated at once. ``chunk_size`` is only an upp
 tiles are good: each costs the same few hundred nanoseconds, whatever its size, and more if the item
 sorts, convolves or factorises. For maps there are two reasons to stay below the bound:
 
-* The cache. What a tile computes should fit, in a derivative above all, which stores it.
+* The cache. What a tile computes should fit, in a derivative above all, which stores it, and in an
+  item with a loop, each step of which passes over the whole tile.
 * A library that XLA:CPU calls in JAX 0.10 to 0.12, but not in 0.9 (``__ynn_fusion`` in a compiled
   program). It computes sums, maxima and minima of floats with an operand of 4096 numbers or more,
   and dot products of two vectors. The operand must be stored first, and is not fused with what
@@ -14,6 +15,13 @@ sorts, convolves or factorises. For maps there are two reasons to stay below the
 `best_tiles` adds up these costs for each size of a tile and takes the least. Their ratios, `COSTS`,
 are fitted to the times of 56 kernels, and checked on 27 others: see ``benchmarks/fit_tiles.py``,
 which fits them again for another version of JAX.
+
+Before JAX 0.11.1, XLA:CPU compiles a loop as one function if a step touches less than 1024 bytes
+(``xla_cpu_small_call`` in a compiled program), which makes tiles of 8 or 16 items of some kernels 2
+to 6 times as fast. These tiles are not chosen here, because what XLA fuses decides, which the
+program of an item does not tell: of kernels with 52 bytes an item, tiles of 16, 4 or 2 are the
+largest that are compiled so, and twice as many items are up to 16 times as slow. `kernel.tune`
+tries them.
 
 The tiles of a reduction also have a limit of their own, `_reduce.row.most_lanes`.
 
@@ -41,7 +49,7 @@ from rankax._plan.levels import Tiles
 from rankax._trace.kept_values import with_kept_values
 from rankax._trace.work import Work, work_of
 
-NO_LIBRARY = "xla_cpu_experimental_ynn_fusion_type"  # the option of XLA; "" calls none
+LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"  # of XLA: what the library computes
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
@@ -61,6 +69,7 @@ class Costs(NamedTuple):
     row: float = 2e-3  # for each number of a long row that a loop sums
     byte: float = 4e-5  # that the item computes, if those of the tile do not fit the cache
     forward: float = 1.0  # of the L2 cache, for a tile of a call
+    loop: float = 1 / 2  # at most, if the item has a loop, each step of which passes over the tile
     derivative: float = 1 / 4  # of the L2 cache, for a tile of a derivative
 
 
@@ -73,15 +82,14 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
         jax.default_backend() == "cpu"
         and jax.__version_info__ >= (0, 10)
         and not getattr(jax.config, "jax_debug_key_reuse", False)  # tiles may overlap
-        and NO_LIBRARY not in (compiler_options or {})
+        and LIBRARY_OPTION not in (compiler_options or {})
     )
 
 
 def best_tiles(program: Any) -> Tiles:
     """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
     work = work_of(with_kept_values(program))
-    shares = COSTS.forward, COSTS.derivative
-    return Tiles(*(_best_tile(work, COSTS, share * _cache_bytes()) for share in shares))
+    return Tiles(_best_tile(work, COSTS.forward), _best_tile(work, COSTS.derivative))
 
 
 def warn_of_small_chunks(plan: BatchPlan) -> None:
@@ -114,13 +122,14 @@ def _cache_bytes() -> int:
         return 2**20
 
 
-def _best_tile(work: Work, costs: Costs, cache: float) -> int | None:
+def _best_tile(work: Work, share: float) -> int | None:
     """Return the best number of items; None: as many as a chunk may have."""
+    cache = _cache_bytes() * (min(share, COSTS.loop) if work.loops else share)
     sizes = {2**n for n in range(_LARGEST.bit_length())}
     sizes |= {max(1, (_LIBRARY_FROM - 1) // numbers) for numbers, _, _ in work.sums}
     if _SLOW_IN_SMALL_CHUNKS:
         sizes = {tile for tile in sizes if tile >= _NOT_SMALL}
-    best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, costs, cache), -tile))
+    best = min(sizes, key=lambda tile: (cost_in_tile(work, tile, COSTS, cache), -tile))
     return None if best == _LARGEST else best
 
 

@@ -76,8 +76,7 @@ def fit_to_limit(
     def measure(chunk_size: int) -> Cost:
         in_flight, call, arrays = program(chunk_size, task.checkpoint)
         forward = jax.jit(call).trace(shapes, list(arrays))
-        is_measured = task.checkpoint is not False
-        gradient, why = measure_gradient(call, arrays) if is_measured else (None, "")
+        gradient, why = (None, "") if task.checkpoint is False else measure_gradient(call, arrays)
         return Cost(in_flight, _temporaries(forward, options), gradient, why)
 
     def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> tuple[int | None, str]:

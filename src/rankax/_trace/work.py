@@ -121,6 +121,8 @@ class Work:
         Of its numbers with those of matrices that all items share.
     sums : list of (int, bool, int)
         Of how many numbers, whether they are long rows, and how often.
+    loops : int
+        How many it runs.
     """
 
     bytes: int = 0
@@ -129,6 +131,7 @@ class Work:
     kept: int = 0
     products: int = 0
     sums: list[tuple[int, bool, int]] = dataclasses.field(default_factory=list)
+    loops: int = 0
 
 
 def work_of(program: Any) -> Work:
@@ -146,6 +149,7 @@ def _add(work: Work, operation: Operation) -> None:
     if name == "optimization_barrier":
         work.kept += 1
         return
+    work.loops += operation.is_loop
     if operation.is_loop or not operation.calls:
         work.bytes += sum(map(_bytes, eqn.outvars))
     if operation.calls or not eqn.outvars:

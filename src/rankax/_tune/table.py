@@ -32,12 +32,12 @@ class Candidate:
     tile : int
         The number of items evaluated at once.
     seconds : float or None
-        The shortest measured time per item; None if it was not run.
+        The measured time per item: the median of its last runs; None if it was not run.
     temporaries : int or None
         The bytes that a call with all items needs besides arguments and results, as compiled; None
         if it was not compiled for all items.
     note : str
-        Why it was given up early or not run; ``"not tried"`` if time ran out.
+        Why it was given up, not run or failed; ``"not tried"`` if time ran out.
     """
 
     options: dict[str, Any]
@@ -100,13 +100,15 @@ class Tuning:
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
+        before, after = (self.candidates[i].seconds for i in (0, self.chosen))
+        gain = f", {before / after:.3g} times as fast" if self.chosen and before and after else ""
         return [
             (
                 str(c.tile),
                 ", ".join(f"{name}={value!r}" for name, value in c.options.items()),
                 "-" if c.seconds is None else _time(c.seconds),
                 "-" if c.temporaries is None else shown_bytes(c.temporaries),
-                "chosen" if i == self.chosen else c.note,
+                f"chosen{gain}" if i == self.chosen else c.note,
             )
             for i, c in enumerate(self.candidates)
         ]

@@ -8,8 +8,9 @@ fast program runs it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,14 +22,14 @@ from rankax._call.arguments import KernelSpec, is_array
 from rankax._call.bind import bind, rebind
 from rankax._call.fill import fill_up, filled
 from rankax._call.run import run
-from rankax._fit.cpu import NO_LIBRARY, tiles_matter
+from rankax._fit.cpu import LIBRARY_OPTION, tiles_matter
 from rankax._lockstep.machine import cut_program
 from rankax._options import Options
 
-_SIZES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # of chunks
-_SIZES_WITHOUT_LIBRARY = (16, 256)  # besides all items at once
-_LANES = (64, 256, 1024)  # where items end by themselves
-_FEW_SIZES = (256, 1024, 4096)  # of chunks that a gradient stores, or on several devices
+# Chunk sizes, the most promising first: small ones and large ones in turn.
+_SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
+_LARGE = (256, 4096, 1024)  # of chunks that a gradient stores, or on several devices
+_LANES = (256, 64, 1024)  # where items end by themselves
 
 
 class Workload:
@@ -90,32 +91,32 @@ class Workload:
             )
 
     def candidates(self) -> list[Options]:
-        """Return the options to compare: first those that the kernel has."""
+        """Return the options to compare, the most promising first; the kernel's own come first."""
         bound, given = self.bound, self.defaults
         most = min(bound or self.items, self.items - 1)
 
-        def chunks(sizes: Iterable[int | None], **changes: Any) -> list[Options]:
-            sizes = [n for n in sizes if n == bound or (n is not None and n <= most)]
-            return [self.with_chunk(size, **changes) for size in sizes]
+        def chunks(*sizes: int | None, **changes: Any) -> list[Options]:
+            tried = [n for n in sizes if n == bound or (n is not None and 0 < n <= most)]
+            return [self.with_chunk(size, **changes) for size in tried]
 
-        options = [given, *chunks((*_SIZES, bound))]
-        if given.jit and tiles_matter(dict(given.compiler_options or ())):
-            pairs = {**dict(given.compiler_options or ()), NO_LIBRARY: ""}.items()
-            without = (bound, *_SIZES_WITHOUT_LIBRARY)
-            options += chunks(without, compiler_options=tuple(sorted(pairs)))
+        kinds = [chunks(*_SIZES)]
+        compiler_options = dict(given.compiler_options or ())
+        if given.jit and tiles_matter(compiler_options):
+            pairs = {**compiler_options, LIBRARY_OPTION: "LIBRARY_FUSION_TYPE_DOT"}.items()
+            kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and given.checkpoint is not False and bound is None:
-            options += chunks(_FEW_SIZES, checkpoint=False)
+            kinds.append(chunks(*_LARGE, checkpoint=False))
         # What is committed to one device is meant to stay there.
         is_free = not any(getattr(x, "committed", False) for x in [*self.call.leaves, *self.others])
         if given.devices is None and jax.local_device_count() > 1 and is_free:
-            options += chunks((bound, *_FEW_SIZES), devices="all")
+            kinds.append(chunks(bound, *_LARGE, devices="all"))
         if not self.gradient and not given.batched and self._has_ends():
-            lanes = [n for n in (*_LANES, bound or 0) if 0 < n <= most]
-            options += chunks(lanes, lockstep=False)
+            kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
         if not given.lockstep:
-            options += chunks((bound, 1, *_FEW_SIZES), lockstep=True)
-        return list(dict.fromkeys(options))
+            kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
+        return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
 
     def _has_ends(self) -> bool:
         """Whether items differ in cost: a loop or an expensive branch depends on the item."""
