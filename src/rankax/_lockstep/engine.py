@@ -137,11 +137,11 @@ class Engine:
         state = self.states[number]
         changed = [slot for slot in lanes.slots if slot in state.changed]
         begun = lanes.at == number
-        total = jnp.sum(begun)
+        total = jnp.sum(begun, dtype=jnp.int32)
         (after,) = (target for target in state.targets if target != number)
 
         def goes_on(carry: Any) -> Any:
-            left = jnp.sum(carry[0])
+            left = jnp.sum(carry[0], dtype=jnp.int32)
             return (left > 0) & (total >= enough) & (total - left < enough)
 
         def steps(carry: Any) -> Any:

@@ -24,14 +24,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, index_dtype, scalar
-from rankax._lockstep.call import walk_in_lanes
+from rankax._lockstep.call import in_lockstep, walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import in_tiles
-from rankax._reduce.states import Accumulation, Merged, Whole
+from rankax._reduce.states import Accumulation, Merged, Ordered, Whole
 
 Steps = Sequence[Accumulation | Whole]
 
@@ -167,6 +167,8 @@ class Row:
         if self.is_whole or not self.size:
             return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
+            if self.back:
+                return self._in_lockstep(steps, linear=linear)
             return self._in_lanes(steps, min(lanes, self.size, most_lanes() or lanes))
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
@@ -241,6 +243,20 @@ class Row:
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
         return [
             self.split(state) if isinstance(step, Whole) else state
+            for step, state in zip(steps, states, strict=True)
+        ]
+
+    def _in_lockstep(self, steps: Steps, *, linear: bool) -> list[Any]:
+        """Fold a row whose items end by themselves, to be differentiated."""
+        accumulators = [step.accumulator for step in steps if isinstance(step, Accumulation)]
+        is_ordered = any(isinstance(accumulator, Ordered) for accumulator in accumulators)
+        loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
+        row = dataclasses.replace(
+            self, item=loop.fun, leaves=tuple(loop.leaves), levels=(loop.level,)
+        )
+        states = row.fold(steps, linear=linear)
+        return [
+            self.split(loop.stored(state)) if isinstance(step, Whole) else state
             for step, state in zip(steps, states, strict=True)
         ]
 
