@@ -200,9 +200,9 @@ def _by_steps(
     machine, count = cut_program(item.closed, only_steps=True), len(numbers)
     if all(end.startswith("cond") for end in machine.ends):
         return numbers
-    consts = list(map(lax.stop_gradient, item.closed.consts))
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
-    (steps,) = Engine(machine, consts, count, min(levels[0].lanes or 1, count), output).run()
+    lanes = min(levels[0].lanes or 1, count)
+    (steps,) = Engine(machine, item.closed.consts, count, lanes, output).run()
     return jnp.argsort(steps).astype(numbers.dtype)
 
 

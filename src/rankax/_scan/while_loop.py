@@ -239,7 +239,7 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
-        # There may be another derivative. JAX 0.7 fails where it drops outputs of a `jax.custom_jvp`.
+        # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
         steps, carry = call_with_derivative_of(differentiable, plain, *primals)
         ((_, consts), init), ((_, of_consts), of_init) = primals, jax.tree.map(_or_none, tangents)
         live = [x for x, t in zip(consts, of_consts, strict=True) if t is not None]
