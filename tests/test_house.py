@@ -52,7 +52,7 @@ MOST_LINES_OF_CODE = {
     "_fit": 220,
     "_loop": 645,
     "_devices": 370,
-    "_lockstep": 715,
+    "_lockstep": 725,
     "_reduce": 1720,
     "_scan": 1160,
     "_options": 175,

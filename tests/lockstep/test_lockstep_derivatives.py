@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, enable_x64, slow
+from helpers import assert_same, at_each_run, enable_x64, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_vmap
 from rankax.reductions import Fold
 
@@ -265,6 +265,30 @@ def test_under_vmap():
     gradient = lambda mapped: jax.vmap(jax.grad(lambda a: total(mapped(X, a))))  # noqa: E731
     plain = jax.vmap(jax.jacfwd(lambda a: total(jax.vmap(end, (0, None))(X, a))))
     assert_same(jax.jit(gradient(free(end, in_axes=(0, None))))(a), jax.jit(plain)(a), rtol=1e-4)
+
+
+def test_many_pairs_stay_in_their_order(monkeypatch):
+    monkeypatch.setattr("rankax._lockstep.call._MOST_SORTED", 10)
+    pairs = auto_vmap(x=0, a=0, chunk_size=4, reduce="sum", lockstep=False)(end)
+    x, a = X[:5, None], jnp.array([0.2, 0.5, 0.7])
+    got = jax.jit(jax.grad(lambda x, a: jnp.sin(pairs(x, a)), (0, 1)))(x, a)
+    plain = jax.vmap(jax.vmap(end, (None, 0)), (0, None))
+    want = jax.jit(jax.jacfwd(lambda x, a: jnp.sin(jnp.sum(plain(x[:, 0], a))), (0, 1)))(x, a)
+    assert_same(got, want, rtol=1e-3)
+
+
+@pytest.mark.optimized
+def test_memory_is_that_of_a_chunk_and_of_the_inputs():
+    def gradient(mapped):
+        return jax.grad(lambda x, a: jnp.sum(mapped(x, a) ** 2), (0, 1))
+
+    def temporaries(mapped, *shapes):
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return temporary_bytes(gradient(mapped), *like)
+
+    assert temporaries(free(end, 64, in_axes=(0, None)), (2000,), ()) < 150_000
+    pairs = auto_vmap(x=0, a=0, chunk_size=64, reduce="sum", lockstep=False)(end)
+    assert temporaries(pairs, (1500, 1), (1500,)) < 500_000
 
 
 # Programs and plans.

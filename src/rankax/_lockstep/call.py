@@ -14,7 +14,6 @@ tiles take the items in the order of their steps (`in_lockstep`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
 
 _REPORTS = 50
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
+_MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
 def most_lanes() -> int:
@@ -156,10 +156,12 @@ class InLockstep(NamedTuple):
     fun: Callable[..., Any]
     leaves: list[Any]
     level: LoopSpec
-    order: jax.Array
+    order: jax.Array | None  # None: their own
 
     def stored(self, x: jax.Array) -> jax.Array:
         """Return an output, which has the items on axis 0, in their own order."""
+        if self.order is None:
+            return x
         return lax.stop_gradient(x).at[self.order].set(x, unique_indices=True)
 
 
@@ -168,42 +170,49 @@ def in_lockstep(
 ) -> InLockstep:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
-    Leaves that all levels map are put in this order, and the others are read item by item.
+    Leaves that all levels map are put in this order, and the others are read item by item. The
+    order takes memory. If no leaf is as long, many items stay in their own.
     """
-    numbers = counted(_count(levels), _number_dtype(levels))
-    order = _by_steps(fun, leaves, levels, numbers) if sort else numbers
+    count, dtype = _count(levels), _number_dtype(levels)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
-    axes = [0 if whole else None for whole in is_whole]
+    sort = sort and (any(is_whole) or count <= _MOST_SORTED)
+    order = _by_steps(fun, leaves, levels) if sort else None
 
-    def on_item(number: Any, *leaves: Any) -> Any:
+    def on_item(*inputs: Any) -> Any:
+        *leaves, place = inputs
+        number = place.astype(dtype)
+        if order is not None:
+            number = lax.dynamic_index_in_dim(order, number, keepdims=False)
         places = places_of(number, levels)
-        triples = zip(itertools.count(), leaves, is_whole, strict=False)
-        items = [x if whole else _item(x, i, places, levels) for i, x, whole in triples]
+        pairs = enumerate(zip(leaves, is_whole, strict=True))
+        items = [x if whole else _item(x, i, places, levels) for i, (x, whole) in pairs]
         return fun(*items, *_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
-        return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(order)
+        numbers = counted(count, dtype) if order is None else order
+        return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(numbers)
 
     pairs = enumerate(zip(leaves, is_whole, strict=True))
     ordered = [in_order(i, x) if whole else x for i, (x, whole) in pairs]
-    changes = {"is_loop": True, "lanes": None, "numbered": False}
-    chunks = split_into_chunks(len(order), levels[0].lanes or 1)
-    level = dataclasses.replace(levels[0], chunks=chunks, in_axes=(0, *axes), **changes)
-    return InLockstep(on_item, [order, *ordered], level, order)
+    axes = tuple(0 if whole else None for whole in is_whole)
+    changes = {"in_axes": axes, "is_loop": True, "lanes": None, "numbered": True}
+    chunks = split_into_chunks(count, levels[0].lanes or 1)
+    level = dataclasses.replace(levels[0], chunks=chunks, **changes)
+    return InLockstep(on_item, ordered, level, order)
 
 
 def _by_steps(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], numbers: jax.Array
-) -> jax.Array:
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
+) -> jax.Array | None:
     """Return the numbers of the items in the order of their steps, which lanes count."""
-    item = _numbered(fun, leaves, levels)
-    machine, count = cut_program(item.closed, only_steps=True), len(numbers)
+    item, count = _numbered(fun, leaves, levels), _count(levels)
+    machine = cut_program(item.closed, only_steps=True)
     if all(end.startswith("cond") for end in machine.ends):
-        return numbers
+        return None
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
     lanes = min(levels[0].lanes or 1, count)
     (steps,) = Engine(machine, item.closed.consts, count, lanes, output).run()
-    return jnp.argsort(steps).astype(numbers.dtype)
+    return jnp.argsort(steps).astype(_number_dtype(levels))
 
 
 def map_in_lockstep(
