@@ -168,6 +168,13 @@ def cut_program(closed: Any, *, only_steps: bool = False) -> Machine:
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
 
 
+def _end(eqn: Any, *, has_rule: bool) -> str:
+    """Say where lanes part, and how a loop is reversed."""
+    by = "by its own derivative rule" if has_rule else _REVERSED[eqn.primitive.name]
+    end = f"{eqn.primitive.name} at {source_info_util.summarize(eqn.source_info)}"
+    return f"{end}, reversed {by}" if by else end
+
+
 class _Cutter:
     """A program that becomes a machine: code is added to the last state."""
 
@@ -214,19 +221,13 @@ class _Cutter:
                 outs = self._call(*called(eqn, values))
                 self.has_rule = outside
             else:
-                self.ends.append(self._end(eqn))
+                self.ends.append(_end(eqn, has_rule=self.has_rule))
                 self.depth += 1
                 cut = {"while": self._while, "scan": self._scan, "cond": self._branch}[name]
                 outs = cut(eqn, values)
                 self.depth -= 1
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
-
-    def _end(self, eqn: Any) -> str:
-        """Say where lanes part, and how a loop is reversed."""
-        by = "by its own derivative rule" if self.has_rule else _REVERSED[eqn.primitive.name]
-        end = f"{eqn.primitive.name} at {source_info_util.summarize(eqn.source_info)}"
-        return f"{end}, reversed {by}" if by else end
 
     def _call(self, closed: Any, ins: Sequence[Any]) -> list[Any]:
         return self.program(closed.jaxpr, [Literal(x, jax.typeof(x)) for x in closed.consts], ins)

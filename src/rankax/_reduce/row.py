@@ -168,7 +168,7 @@ class Row:
             return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
             if self.back:
-                return self._in_lockstep(steps, linear=linear)
+                return _fold_in_lockstep(self, steps, linear=linear)
             return self._in_lanes(steps, min(lanes, self.size, most_lanes() or lanes))
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
@@ -246,19 +246,17 @@ class Row:
             for step, state in zip(steps, states, strict=True)
         ]
 
-    def _in_lockstep(self, steps: Steps, *, linear: bool) -> list[Any]:
-        """Fold a row whose items end by themselves, to be differentiated."""
-        accumulators = [step.accumulator for step in steps if isinstance(step, Accumulation)]
-        is_ordered = any(isinstance(accumulator, Ordered) for accumulator in accumulators)
-        loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
-        row = dataclasses.replace(
-            self, item=loop.fun, leaves=tuple(loop.leaves), levels=(loop.level,)
-        )
-        states = row.fold(steps, linear=linear)
-        return [
-            self.split(loop.stored(state)) if isinstance(step, Whole) else state
-            for step, state in zip(steps, states, strict=True)
-        ]
+
+def _fold_in_lockstep(row: Row, steps: Steps, *, linear: bool) -> list[Any]:
+    """Fold a row whose items end by themselves, to be differentiated."""
+    accumulators = [step.accumulator for step in steps if isinstance(step, Accumulation)]
+    is_ordered = any(isinstance(accumulator, Ordered) for accumulator in accumulators)
+    loop = in_lockstep(row.item, row.leaves, row.levels, sort=not is_ordered)
+    tiles = dataclasses.replace(row, item=loop.fun, leaves=tuple(loop.leaves), levels=(loop.level,))
+    return [
+        row.split(loop.stored(state)) if isinstance(step, Whole) else state
+        for step, state in zip(steps, tiles.fold(steps, linear=linear), strict=True)
+    ]
 
 
 def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
