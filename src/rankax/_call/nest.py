@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rankax._lockstep.call import walk_in_lanes
+from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
 from rankax._loop.keys import add_places, number_items, vmap_level
 from rankax._loop.loop import map_level
@@ -26,6 +26,7 @@ from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
 from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
+from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
 from rankax._trace.kept_values import keep_values
@@ -116,9 +117,9 @@ class Nest:
             return walk.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = reductions is not None and reductions.are_ordered
-        evaluated, differentiated = (functools.partial(walk.values, back=b) for b in (False, True))
+        evaluated = functools.partial(walk.values, back=False)
         key = None if is_ordered else (self, reductions)
-        return call_with_derivative_of(differentiated, evaluated, operands, key=key)
+        return call_with_derivative_of(walk.differentiated, evaluated, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
@@ -150,11 +151,6 @@ class Nest:
             return list(outs)
         return [jnp.reshape(out, shape + out.shape[len(sizes) :]) for out in outs]
 
-    def keeping_rules(self) -> Nest:
-        """Return the nest whose lanes leave functions with derivative rules whole."""
-        specs = tuple(dataclasses.replace(spec, keep_rules=True) for spec in self.specs)
-        return dataclasses.replace(self, specs=specs)
-
 
 # The constants of the item, the leaves that the levels map, the other inputs by position, and where
 # a part begins.
@@ -178,12 +174,25 @@ class _Walk:
             return self._reduced(operands, back=back)
         fun = self._of_items(consts, others, begins)
         if self.nest.plan.lanes is not None:
-            return self.nest.in_batch_shape(walk_in_lanes(fun, mapped, self.specs, self.item))
+            by = map_in_lockstep if back else walk_in_lanes
+            return self.nest.in_batch_shape(by(fun, mapped, self.specs, self.item))
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
         for spec in reversed(self.specs):
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
+
+    def differentiated(self, operands: Operands) -> list[Any]:
+        """Walk the levels in the pass that is differentiated."""
+        if self._reverses_loops:
+            jaxpr = with_reverse_pass(self.jaxpr, self.item.where)
+            return dataclasses.replace(self, jaxpr=jaxpr).values(operands, back=True)
+        return self.values(operands, back=True)
+
+    @property
+    def _reverses_loops(self) -> bool:
+        is_free = not all(spec.lockstep for spec in self.specs)
+        return is_free and has_plain_loop(self.jaxpr.eqns)
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:
@@ -250,6 +259,8 @@ class _Walk:
 
     def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the pass that is evaluated is also the best one to differentiate."""
+        if self.nest.plan.lanes is not None or self._reverses_loops:
+            return False
         if self.reductions is not None:
             row = self._row({}, {})
             if not (row.is_linear or row.is_at_once):

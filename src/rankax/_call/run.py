@@ -31,7 +31,7 @@ import jax
 
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
-from rankax._call.nest import Nest, nest_of
+from rankax._call.nest import nest_of
 from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
 from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
@@ -49,7 +49,7 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._reduce.run import Reduced
-from rankax._trace.derivatives import call_with_derivative_of
+from rankax._scan.while_loop import has_plain_loop
 from rankax._trace.item import ItemProgram, has_order
 
 
@@ -62,7 +62,6 @@ class Prepared(NamedTuple):
     item: ItemProgram | None = None  # the traced kernel, if there is a loop
     parts: tuple[Parts, ...] = ()
     memory: MemoryFit | None = None
-    chunks: Nesting | None = None  # the plan in lockstep, if items end by themselves
 
 
 class Traced(NamedTuple):
@@ -136,19 +135,13 @@ def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now
     *others, shape = layout.shapes()
     nests = {other: nest(bound.part(ready.whole, other).plan(options)) for other in others}
     main = nest(ready.plan, progress=progress)
-    chunks = None if ready.chunks is None else nest(ready.chunks)
     reductions = options.reduce
-
-    def walk(nest: Nest, item: ItemProgram, leaves: Sequence[Any]) -> Any:
-        if not layout.parts:
-            return nest.walk(item, leaves, reductions)
-        return over_parts({**nests, shape: nest}, item, leaves, layout, reductions)
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
-        if chunks is None:
-            return walk(main, item, leaves)
-        return _in_lanes(walk, main, chunks, item, leaves)
+        if not layout.parts:
+            return main.walk(item, leaves, reductions)
+        return over_parts({**nests, shape: main}, item, leaves, layout, reductions)
 
     return program
 
@@ -213,7 +206,8 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
         return planned
     whole = bound.plan(options.unchunked)
-    return whole if _is_empty(whole) else None
+    may_reverse = not options.lockstep and whole.plan.levels
+    return whole if _is_empty(whole) and not may_reverse else None
 
 
 def _is_empty(plan: Nesting) -> bool:
@@ -261,11 +255,13 @@ def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
         check_lanes(item)
         loose = part.plan(options.unchunked)
         lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
-        return Prepared(lanes, options, whole, item, parts, memory, planned)
+        return Prepared(lanes, options, whole, item, parts, memory)
     if not options.lockstep:
         planned, whole = unparted(planned), unparted(whole)
     if not any(planned.loops) and not parts:
-        return Prepared(whole, options, whole, item if options.reduce else None, memory=memory)
+        is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
+        is_walked = options.reduce or is_reversed
+        return Prepared(whole, options, whole, item if is_walked else None, memory=memory)
     return Prepared(planned, options, whole, item, parts, memory)
 
 
@@ -309,29 +305,6 @@ def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
 
     outs = nest.map_at_once(flat, [bound.leaves[i] for i in plan.mapped])
     return jax.tree.unflatten(trees[-1], outs)
-
-
-def _in_lanes(
-    walk: Callable[[Nest, ItemProgram, Sequence[Any]], Any],
-    lanes: Nest,
-    chunks: Nest,
-    item: ItemProgram,
-    leaves: Sequence[Any],
-) -> Any:
-    """Evaluate a call whose items end by themselves; derivative rules around a loop count."""
-
-    def by(nest: Nest) -> Callable[..., Any]:
-        return lambda consts, leaves: walk(nest, item.with_constants(consts), leaves)
-
-    arrays = list(item.closed.consts), list(leaves)
-    kept = cut_program(item.closed, keep_rules=True).ends
-    # Scans and branches have a reverse pass in lockstep.
-    has_loop = any(end.startswith("while") for end in kept)
-    is_same = has_loop and kept == cut_program(item.closed).ends
-    if is_same or not lanes.differentiable:
-        return by(lanes)(*arrays)
-    other = lanes.keeping_rules() if has_loop else chunks
-    return call_with_derivative_of(by(other), by(lanes), *arrays)
 
 
 def _fit(

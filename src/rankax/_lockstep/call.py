@@ -5,10 +5,10 @@ The items of all levels are numbered as one row. Each output is written to the p
 A reduction takes outputs in the order of the items, tile by tile, as in lockstep, so its result is
 the same: outputs of items that end early wait in a window, and no item begins beyond the window.
 
-Derivatives are those of the loops of JAX: `jax.jvp` goes through them, and the reverse pass cannot.
-A derivative rule around a loop counts. So functions with rules are left whole in the program that
-is differentiated (`LoopSpec.keep_rules`), and if that program has no other loop to cut, the
-derivative is that of the call in lockstep (`rankax._call.run`).
+What is differentiated is the same call in lockstep: a loop over tiles of as many items as there are
+lanes, whose `while` loops have a reverse pass (`rankax._scan.while_loop.with_reverse_pass`). A tile
+takes as long as its slowest item, so a first pass, in lanes, counts the steps of each item, and
+tiles take the items in the order of their steps (`in_lockstep`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
 
-from rankax._base.arrays import counted, has_tangent, scalar, zeros
+from rankax._base.arrays import counted, is_ref, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
 from rankax._loop.keys import PLACE
+from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
-from rankax._plan.chunks import Chunks
+from rankax._plan.chunks import Chunks, split_into_chunks
 from rankax._progress.report import Reports
 from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
 
 _REPORTS = 50
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
+_MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
 def most_lanes() -> int:
@@ -51,6 +51,11 @@ def check_lanes(item: ItemProgram) -> None:
         raise ValueError(
             f"{item.where}: it has an ordered effect, as a callback with ordered=True, but with "
             "lockstep=False items end in any order; use lockstep=True, or ordered=False"
+        )
+    if any(map(is_ref, item.closed.jaxpr.constvars)):
+        raise ValueError(
+            f"{item.where}: it uses a jax.Ref, but with lockstep=False items end in any order; use "
+            "lockstep=True, or read it before the call"
         )
     names = [effect.name for effect in item.closed.effects if hasattr(effect, "name")]
     if names:
@@ -83,22 +88,8 @@ def walk_in_lanes(
     tile, index_dtype
         Of ``folds``.
     """
-    count = math.prod(level.chunks.length for level in levels)
-    number = with_shape(jax.ShapeDtypeStruct((), jnp.int32 if count < 2**31 else jnp.int64), ())
-
-    def items(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        places = places_of(number, levels)
-        numbered = [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
-        return (*(_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)), *numbered), {}
-
-    item = trace_item(fun, items, [number], 0)
-    # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
-    same = scalar(0, number.dtype)
-    if (varying := carried_with(same, item.closed.consts)) is not same:
-        item = trace_item(fun, items, [with_shape(jax.typeof(varying), ())], 0)
-    where = like.where if like else item.where
-    spec, avals = levels[0], item.closed.out_avals
-    lanes = min(spec.lanes or 1, count)
+    item, spec, count = _numbered(fun, leaves, levels), levels[0], _count(levels)
+    avals, lanes = item.closed.out_avals, min(spec.lanes or 1, count)
     output: Output = _Buffers(count, like.out_axes if like else item.out_axes, avals)
     if folds is not None:
         tiles = Chunks(count, tile, -(-count // tile))
@@ -107,9 +98,39 @@ def walk_in_lanes(
         output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype), avals)
     if spec.progress is not None:
         output = _Reported(output, Reports(spec.progress, count, 1, 1))
-    machine = cut_program(item.closed, keep_rules=spec.keep_rules)
-    result = Engine(machine, item.closed.consts, count, lanes, output).run()
-    return jax.tree.map(lambda x: _forward_only(x, where), result)
+    return Engine(cut_program(item.closed), item.closed.consts, count, lanes, output).run()
+
+
+def _count(levels: Sequence[LoopSpec]) -> int:
+    return math.prod(level.chunks.length for level in levels)
+
+
+def _number_dtype(levels: Sequence[LoopSpec]) -> Any:
+    return jnp.int32 if _count(levels) < 2**31 else jnp.int64
+
+
+def _numbered(
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
+) -> ItemProgram:
+    """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
+    number = with_shape(jax.ShapeDtypeStruct((), _number_dtype(levels)), ())
+
+    def items(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        places = places_of(number, levels)
+        items = [_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
+        return (*items, *_places(places, levels)), {}
+
+    item = trace_item(fun, items, [number], 0)
+    # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
+    same = scalar(0, number.dtype)
+    if (varying := carried_with(same, item.closed.consts)) is not same:
+        item = trace_item(fun, items, [with_shape(jax.typeof(varying), ())], 0)
+    return item
+
+
+def _places(places: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return the last inputs of an item."""
+    return [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
 
 
 def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
@@ -127,6 +148,85 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
     sizes = [1 if axis in starts else n for axis, n in enumerate(leaf.shape)]
     window = lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False)
     return lax.squeeze(window, list(starts))
+
+
+class InLockstep(NamedTuple):
+    """A function of items, what it takes, and the level that they are on, in another order."""
+
+    fun: Callable[..., Any]
+    leaves: list[Any]
+    level: LoopSpec
+    order: jax.Array | None  # None: their own
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """Return an output, which has the items on axis 0, in their own order."""
+        if self.order is None:
+            return x
+        return lax.stop_gradient(x).at[self.order].set(x, unique_indices=True)
+
+
+def in_lockstep(
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], *, sort: bool = True
+) -> InLockstep:
+    """Put the items of all levels on one, in the order of their steps, to be differentiated.
+
+    Leaves that all levels map are put in this order, and the others are read item by item. The
+    order takes memory. If no leaf is as long, many items stay in their own.
+    """
+    count, dtype = _count(levels), _number_dtype(levels)
+    is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
+    sort = sort and (any(is_whole) or count <= _MOST_SORTED)
+    order = _by_steps(fun, leaves, levels) if sort else None
+
+    def on_item(*inputs: Any) -> Any:
+        *leaves, place = inputs
+        number = place.astype(dtype)
+        if order is not None:
+            number = lax.dynamic_index_in_dim(order, number, keepdims=False)
+        places = places_of(number, levels)
+        pairs = enumerate(zip(leaves, is_whole, strict=True))
+        items = [x if whole else _item(x, i, places, levels) for i, (x, whole) in pairs]
+        return fun(*items, *_places(places, levels))
+
+    def in_order(i: int, leaf: Any) -> Any:
+        numbers = counted(count, dtype) if order is None else order
+        return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(numbers)
+
+    pairs = enumerate(zip(leaves, is_whole, strict=True))
+    ordered = [in_order(i, x) if whole else x for i, (x, whole) in pairs]
+    axes = tuple(0 if whole else None for whole in is_whole)
+    changes = {"in_axes": axes, "is_loop": True, "lanes": None, "numbered": True}
+    chunks = split_into_chunks(count, levels[0].lanes or 1)
+    level = dataclasses.replace(levels[0], chunks=chunks, **changes)
+    return InLockstep(on_item, ordered, level, order)
+
+
+def _by_steps(
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
+) -> jax.Array | None:
+    """Return the numbers of the items in the order of their steps, which lanes count."""
+    item, count = _numbered(fun, leaves, levels), _count(levels)
+    machine = cut_program(item.closed, only_steps=True)
+    if all(end.startswith("cond") for end in machine.ends):
+        return None
+    output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
+    lanes = min(levels[0].lanes or 1, count)
+    (steps,) = Engine(machine, item.closed.consts, count, lanes, output).run()
+    return jnp.argsort(steps).astype(_number_dtype(levels))
+
+
+def map_in_lockstep(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    like: ItemProgram,
+) -> list[Any]:
+    """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
+    loop = in_lockstep(fun, leaves, levels)
+    axes = [None if axis is None else 0 for axis in like.out_axes]
+    outs = map_level(loop.fun, loop.level, axes, back=True)(*loop.leaves)
+    pairs = zip(outs, like.out_axes, strict=True)
+    return [x if a is None else jnp.moveaxis(loop.stored(x), 0, a) for x, a in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,29 +359,3 @@ class _Window(Output):
 def _written(on: jax.Array, places: jax.Array, size: int) -> jax.Array:
     """Return the places that are on; the others are out of bounds, no two of them the same."""
     return jnp.where(on, places, counted(on.shape[0], places.dtype) + size)
-
-
-# An identity that has no transpose, for an error in words.
-
-_identity = jax.extend.core.Primitive("rankax_forward_only")
-
-
-def _forward_only(x: jax.Array, where: str) -> jax.Array:
-    return _identity.bind(x, where=where) if has_tangent(x) else x
-
-
-_identity.def_impl(lambda x, **_: x)
-_identity.def_abstract_eval(lambda x, **_: x)
-
-
-def _no_reverse(*_: Any, where: str) -> Any:
-    raise ValueError(
-        f"{where}: Reverse-mode differentiation does not work for lax.while_loop, and not for "
-        "lockstep=False, which runs the items in one; use jax.jvp or jax.jacfwd, or put a "
-        "derivative rule around the loop (jax.lax.custom_root, jax.custom_vjp)"
-    )
-
-
-mlir.register_lowering(_identity, lambda _, x, **__: [x])
-batching.defvectorized(_identity)
-ad.deflinear2(_identity, _no_reverse)

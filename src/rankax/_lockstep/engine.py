@@ -74,7 +74,9 @@ class Engine:
     ) -> None:
         self.machine, self.count, self.lanes, self.output = machine, count, lanes, output
         self.states = machine.states
-        self.known: Env = dict(zip(machine.consts, consts, strict=True))
+        # It is never differentiated. (`jax.shard_map` would transpose its loops all the same.)
+        constants = map(lax.stop_gradient, consts)
+        self.known: Env = dict(zip(machine.consts, constants, strict=True))
         run_ops(machine.once, self.known)
         self.buffers = {write.buffer for state in self.states for write in state.writes}
         self.last = len(self.states) - 1

@@ -8,8 +8,16 @@ from typing import Any
 
 from jax import lax
 
-from rankax._trace.programs import ClosedJaxpr, lengths_of_scan, subprograms
+from rankax._trace.programs import ClosedJaxpr, lengths_of_scan, name_and_params, subprograms
 from rankax._trace.work import STEPS_OF_WHILE, cost
+
+RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve"}
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether an equation calls a function with its own derivative rule."""
+    name, params = name_and_params(eqn)
+    return name in RULES or params.get("other") is not None
 
 
 def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:

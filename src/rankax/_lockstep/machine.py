@@ -31,8 +31,10 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from rankax._lockstep.equations import (
+    RULES,
     called,
     harmed,
+    has_rule,
     is_minor,
     split_loop,
     take_rows,
@@ -42,7 +44,8 @@ from rankax._trace.work import cost
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
-_RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve"}
+
+_REVERSED = {"while": "from stored carries", "scan": "from all its carries", "cond": ""}
 
 # Primitives by which the loops of Equinox make all items of a batch end together.
 # The condition asks whether any goes on, and the number of a step must be the same for all.
@@ -147,26 +150,39 @@ def run_ops(ops: Sequence[Op], env: Env) -> None:
         env.update(zip(op.outs, outs, strict=True))
 
 
-def cut_program(closed: Any, *, keep_rules: bool = False) -> Machine:
+def cut_program(closed: Any, *, only_steps: bool = False) -> Machine:
     """Cut a program at the loops whose length depends on its inputs.
 
-    ``keep_rules``: leave functions with their own derivative rules whole, loops and all.
+    ``only_steps``: its one output is the number of steps of all these loops together.
     """
-    cutter = _Cutter(keep_rules, {}, None)
+    cutter = _Cutter({}, None)
     consts = cutter.slots(closed.jaxpr.constvars, is_lane=False)
     inputs = cutter.slots(closed.jaxpr.invars)
+    if only_steps:
+        cutter.steps.append(cutter.slot(jax.ShapeDtypeStruct((), jnp.int32)))
+        cutter.here.add(lambda: [jnp.int32(0)], [], cutter.steps)
     outputs = cutter.program(closed.jaxpr, consts, inputs)
     if not cutter.ends:
         cutter.states[0].targets = (cutter.begin(),)
+    outputs = cutter.steps or outputs
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
+
+
+def _end(eqn: Any, *, has_rule: bool) -> str:
+    """Say where lanes part, and how a loop is reversed."""
+    by = "by its own derivative rule" if has_rule else _REVERSED[eqn.primitive.name]
+    end = f"{eqn.primitive.name} at {source_info_util.summarize(eqn.source_info)}"
+    return f"{end}, reversed {by}" if by else end
 
 
 class _Cutter:
     """A program that becomes a machine: code is added to the last state."""
 
-    def __init__(self, keep_rules: bool, flows: dict[Any, Any], around: int | None) -> None:
-        self.keep_rules, self.flows = keep_rules, flows
+    def __init__(self, flows: dict[Any, Any], around: int | None) -> None:
+        self.flows = flows
         self.around = around  # the cost of a step of the `while` around, if there is one
+        self.steps: list[Slot] = []  # what counts the steps of loops, if they are counted
+        self.has_rule = False  # whether it adds a function with its own derivative rule
         self.once: list[Op] = []
         self.states = [State()]
         self.ends: list[str] = []
@@ -198,13 +214,14 @@ class _Cutter:
 
         for eqn in jaxpr.eqns:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            is_kept = self.keep_rules and eqn.params.get("other") is not None
-            if is_kept or (name not in _CALLS and not self._is_cut(eqn, values)):
+            if name not in _CALLS and not self._is_cut(eqn, values):
                 outs = self._equation(eqn, jaxpr, values)
-            elif name in _CALLS | _RULES:
+            elif name in _CALLS | RULES:
+                outside, self.has_rule = self.has_rule, self.has_rule or has_rule(eqn)
                 outs = self._call(*called(eqn, values))
+                self.has_rule = outside
             else:
-                self.ends.append(f"{name} at {source_info_util.summarize(eqn.source_info)}")
+                self.ends.append(_end(eqn, has_rule=self.has_rule))
                 self.depth += 1
                 cut = {"while": self._while, "scan": self._scan, "cond": self._branch}[name]
                 outs = cut(eqn, values)
@@ -248,7 +265,7 @@ class _Cutter:
         if name == "scan":
             is_cut = self._settled(eqn.params["jaxpr"], *split_loop(eqn, flags))[1]
             return is_cut and eqn.params["length"] > 0
-        if name in _RULES and not self.keep_rules:
+        if name in RULES:
             return self._flow(*called(eqn, flags), self.around)[1]
         return False
 
@@ -269,7 +286,7 @@ class _Cutter:
         """Return which outputs of a program differ if these inputs do, and whether it is cut."""
         key = id(closed.jaxpr), around, *flags
         if key not in self.flows:
-            trial = _Cutter(self.keep_rules, self.flows, around)
+            trial = _Cutter(self.flows, around)
             pairs = zip(closed.jaxpr.invars, flags, strict=True)
             ins = [trial.slot(v.aval, is_lane=flag) for v, flag in pairs]
             outs = trial._call(closed, ins)
@@ -333,6 +350,7 @@ class _Cutter:
         entry = self.here
         entry.test = begins
         first = self.begin()
+        self.here.add(lambda *steps: [n + 1 for n in steps], self.steps, self.steps)
         body()
         on, last = test(), self.here
         last.test = on

@@ -42,11 +42,12 @@ class LoopSpec:
         Where the loop reports.
     derivative : Chunks or None
         The chunks of a derivative, if they are others.
+    lockstep : bool
+        Whether `while` loops stay as they are where the loop is differentiated. Otherwise they get
+        a reverse pass.
     lanes : int or None
         How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
         None: chunks, whose items run together.
-    keep_rules : bool
-        Whether lanes leave functions with derivative rules whole.
     """
 
     chunks: Chunks
@@ -58,8 +59,8 @@ class LoopSpec:
     linear: bool = True
     progress: Progress | None = None
     derivative: Chunks | None = None
+    lockstep: bool = True
     lanes: int | None = None
-    keep_rules: bool = False
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class BatchPlan:
         With ``lockstep=False``, how many items are in flight, each of which ends by itself.
     ends : tuple of str, or None
         With ``lockstep=False``, where items part: loops whose length depends on the item, and
-        expensive branches. Empty: nowhere, so they run in lockstep.
+        expensive branches; and how each loop is reversed. Empty: nowhere, so they run in lockstep.
     filled : tuple of (int, int)
         With ``bucket=``, the axes of the batch shape that are filled up, and the length that each
         has in the arguments and the results.

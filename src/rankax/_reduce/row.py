@@ -24,14 +24,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, index_dtype, scalar
-from rankax._lockstep.call import walk_in_lanes
+from rankax._lockstep.call import in_lockstep, walk_in_lanes
 from rankax._loop.keys import PLACE, vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
 from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import BlockArg, in_tiles
-from rankax._reduce.states import Accumulation, Merged, Whole
+from rankax._reduce.states import Accumulation, Merged, Ordered, Whole
 
 Steps = Sequence[Accumulation | Whole]
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
@@ -169,6 +169,8 @@ class Row:
         if self.is_whole or not self.size:
             return self._at_once(steps)
         if (lanes := self.levels[0].lanes) is not None:
+            if self.back:
+                return _fold_in_lockstep(self, steps, linear=linear)
             return self._in_lanes(steps, min(lanes, self.size, most_lanes() or lanes))
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
@@ -262,6 +264,18 @@ def _found(row: Row, step: Accumulation | Whole, state: Any) -> Any:
     alone = dataclasses.replace(level, chunks=Chunks(size, size, 1), is_loop=False)
     tile = dataclasses.replace(row, leaves=tuple(leaves), levels=(alone, *below))
     return step.accumulator.in_tile(step.taken(tile.whole().__getitem__, None), first)
+
+
+def _fold_in_lockstep(row: Row, steps: Steps, *, linear: bool) -> list[Any]:
+    """Fold a row whose items end by themselves, to be differentiated."""
+    accumulators = [step.accumulator for step in steps if isinstance(step, Accumulation)]
+    is_ordered = any(isinstance(accumulator, Ordered) for accumulator in accumulators)
+    loop = in_lockstep(row.item, row.leaves, row.levels, sort=not is_ordered)
+    tiles = dataclasses.replace(row, item=loop.fun, leaves=tuple(loop.leaves), levels=(loop.level,))
+    return [
+        row.split(loop.stored(state)) if isinstance(step, Whole) else state
+        for step, state in zip(steps, tiles.fold(steps, linear=linear), strict=True)
+    ]
 
 
 def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:

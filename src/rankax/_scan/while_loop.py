@@ -11,20 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import source_info_util
 
-from rankax._base.arrays import has_tangent
+from rankax._base.arrays import has_tangent, is_ref
 from rankax._base.checks import check_callable, positive_int
 from rankax._base.functions import function_location, function_name
 from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed
+from rankax._lockstep.equations import has_rule, split_loop
 from rankax._loop.access import varying_axes
 from rankax._scan.body import check_carry_structure, check_carry_types, promote_weak_type
 from rankax._scan.reversible import program_of, pushed_through
-from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.derivatives import call_of, call_with_derivative_of
 from rankax._trace.item import has_order
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import Literal, evaluate, subprograms, with_subprograms
 
 Carry = TypeVar("Carry")
+
+_STORED = 32  # carries, by default
 
 
 def checkpoint_while_loop(
@@ -32,7 +36,7 @@ def checkpoint_while_loop(
     body_fun: Callable[[Carry], Carry],
     init_val: Carry,
     *,
-    max_stored: int = 32,
+    max_stored: int = _STORED,
 ) -> Carry:
     r"""Loop while a condition holds, with a reverse pass that stores some of the carries.
 
@@ -150,14 +154,70 @@ def checkpoint_while_loop(
     types = zip(names, promoted, step.out_avals, strict=True)
     check_carry_types(f"{site}: body_fun", body_fun, "init_val", types)
     programs = jax.make_jaxpr(cond)(promoted), step
+    refusal = _refusal(site, (cond_fun, body_fun), programs)
     arrays = [list(closed.consts) for closed in programs], promoted
+    funs = [functools.partial(evaluate, closed.jaxpr) for closed in programs]
+    return tree.unflatten(_loop(funs, arrays, max_stored, site, refusal))
+
+
+def _loop(
+    programs: Sequence[Any], arrays: Any, max_stored: int, site: str, refusal: str | None
+) -> list[Any]:
+    """Return the last carry of the loop of a condition and a body.
+
+    Each is a function of constants and the carry; ``arrays`` are both constants and the first
+    carry. ``refusal`` says why the loop has no derivative, if it has none.
+    """
     plain, differentiable = _loops(programs, max_stored, site)
-    if (refusal := _refusal(site, (cond_fun, body_fun), programs)) is not None:
-        out = plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))
-    else:
-        key = "checkpoint_while_loop", max_stored, site
-        out = call_with_derivative_of(differentiable, plain, *arrays, key=key)
-    return tree.unflatten(out[1])
+    if refusal is not None:
+        return plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))[1]
+    key = "checkpoint_while_loop", max_stored, site
+    return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
+
+
+def with_reverse_pass(jaxpr: Any, where: str) -> Any:
+    """Return a program whose `while` loops have a reverse pass, at any depth.
+
+    A loop inside a function with its own derivative rule stays. ``where``: the program, for errors.
+    """
+    if not has_plain_loop(jaxpr.eqns):
+        return jaxpr
+    return jaxpr.replace(
+        eqns=[
+            _with_reverse_pass(eqn, where) if has_plain_loop([eqn]) else eqn for eqn in jaxpr.eqns
+        ]
+    )
+
+
+def has_plain_loop(eqns: Sequence[Any]) -> bool:
+    """Whether there is a `while` loop that can be reversed, outside all derivative rules."""
+
+    def has_one(eqn: Any) -> bool:
+        if has_rule(eqn) or has_order(eqn) or any(map(is_ref, eqn.invars)):
+            return False
+        inside = any(has_plain_loop(jaxpr.eqns) for jaxpr in subprograms(eqn))
+        return eqn.primitive.name == "while" or inside
+
+    return any(map(has_one, eqns))
+
+
+def _with_reverse_pass(eqn: Any, where: str) -> Any:
+    eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, where=where))
+    if eqn.primitive.name != "while":
+        return eqn
+    site = f"{where}: while at {source_info_util.summarize(eqn.source_info)}"
+
+    def program(closed: Any) -> Callable[..., list[Any]]:
+        return lambda consts, *carry: evaluate(closed.jaxpr, closed.consts, *consts, *carry)
+
+    def loop(*values: Any) -> list[Any]:
+        *consts, init = split_loop(eqn, values)
+        programs = [program(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
+        return _loop(programs, (consts, init), _STORED, site, None)
+
+    traced = jax.make_jaxpr(loop)(*(v.aval for v in eqn.invars))
+    consts = [Literal(x, jax.typeof(x)) for x in traced.consts]
+    return call_of(eqn, [*consts, *eqn.invars], traced.jaxpr)
 
 
 def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, Any]:
@@ -165,7 +225,7 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
 
     They take what the condition and the body close over, and the first carry.
     """
-    cond, body = (functools.partial(evaluate, closed.jaxpr) for closed in programs)
+    cond, body = programs
 
     def plain(consts: Sequence[Any], init: list[Any]) -> tuple[Any, list[Any]]:
         def step(state: Any) -> Any:
@@ -179,7 +239,8 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
-        steps, carry = differentiable(*primals)  # of which there may be another derivative
+        # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
+        steps, carry = call_with_derivative_of(differentiable, plain, *primals)
         ((_, consts), init), ((_, of_consts), of_init) = primals, jax.tree.map(_or_none, tangents)
         live = [x for x, t in zip(consts, of_consts, strict=True) if t is not None]
         _check_axes(site, live, (steps, init))
