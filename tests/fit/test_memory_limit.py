@@ -272,13 +272,14 @@ def test_the_plan_says_why_there_is_no_gradient(fun, why):
     assert str(plan).endswith(f", gradient: none ({why})")
 
 
-def test_items_that_end_by_themselves_have_no_gradient():
+def test_items_that_end_by_themselves_have_a_gradient():
     def counted(x):
         return jax.lax.while_loop(lambda y: y[0] < 3, lambda y: jnp.sort(y) + 1, x)
 
     kernel = auto_vmap(1, memory_limit=MB, lockstep=False)(counted)
-    why = kernel.plan(shape(200, 64)).memory.no_gradient
-    assert re.match(rf"counted\(\) at .*: {LOOP}, and not for lockstep=False", why)
+    memory = kernel.plan(shape(200, 64)).memory
+    assert 0 < memory.gradient <= MB
+    assert memory.no_gradient == ""
 
 
 def test_a_gradient_that_is_not_measured_has_no_reason():
