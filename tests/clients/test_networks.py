@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: MIT
+"""Flax and Equinox: networks that take a batch themselves (``batched=True``)."""
+
+import equinox as eqx
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rankax import auto_vmap
+
+POINTS = jnp.cos(jnp.arange(5 * 4 * 3.0)).reshape(5, 4, 3)
+IMAGES = jnp.sin(jnp.arange(5 * 8 * 8 * 2.0)).reshape(5, 8, 8, 2)
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_size": 2}, {"chunk_size": 3, "jit": True}, {"memory_limit": "20 kB"}],
+    ids=lambda options: ", ".join(map(str, options)) or "whole",
+)
+
+
+class Perceptron(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.LayerNorm()(linen.gelu(linen.Dense(8)(x)))
+        return {"mean": linen.Dense(2)(x), "scale": linen.softplus(linen.Dense(1)(x))[..., 0]}
+
+
+class Convolutional(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.relu(linen.Conv(4, (3, 3))(x))
+        x = linen.max_pool(x, (2, 2), strides=(2, 2))
+        return linen.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+class NNXPerceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.last = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def weighed(tree):
+    """One number to which each element of ``tree`` adds with a weight of its own."""
+    return sum(
+        jnp.vdot(leaf, jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def check(apply, rank, params, x, options):
+    """Values and gradients of ``apply(params, x)`` in batches and item by item."""
+
+    def item_by_item(params, x):
+        one = lambda item: jax.tree.map(lambda out: out[0], apply(params, item[None]))  # noqa: E731
+        for _ in range(x.ndim - rank):
+            one = jax.vmap(one)
+        return one(x)
+
+    kernel = auto_vmap(x=rank, batched=True, **options)(apply)
+    assert_same(kernel(params, x), item_by_item(params, x))
+    gradients = [
+        jax.jit(jax.grad(lambda params, x, run=run: weighed(run(params, x)), (0, 1)))(params, x)
+        for run in (kernel, item_by_item)
+    ]
+    assert_same(*gradients)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradients[0]))
+
+
+@OPTIONS
+def test_flax_linen_perceptron(options):
+    model = Perceptron()
+    check(
+        lambda params, x: model.apply(params, x),
+        1,
+        model.init(jax.random.key(0), POINTS[0]),
+        POINTS,
+        options,
+    )
+
+
+@OPTIONS
+def test_flax_linen_convolution(options):
+    model = Convolutional()
+    check(
+        lambda params, x: model.apply(params, x),
+        3,
+        model.init(jax.random.key(1), IMAGES),
+        IMAGES,
+        options,
+    )
+
+
+@OPTIONS
+def test_flax_nnx(options):
+    graph, state = nnx.split(NNXPerceptron(nnx.Rngs(0)))
+    check(lambda state, x: nnx.merge(graph, state)(x), 1, state, POINTS, options)
+
+
+@OPTIONS
+def test_equinox(options):
+    model = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(2))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def apply(params, x):
+        return jax.vmap(eqx.combine(params, static))(x)
+
+    check(apply, 1, params, POINTS, options)
+
+
+def test_batch_norm_that_mixes_its_items_is_found():
+    model = linen.BatchNorm(use_running_average=False)
+    x = POINTS.reshape(20, 3)
+    variables = model.init(jax.random.key(3), x)
+    kernel = auto_vmap(x=1, batched=True)(
+        lambda variables, x: model.apply(variables, x, mutable=["batch_stats"])[0]
+    )
+    with pytest.raises(ValueError, match="but the kernel by itself gives"):
+        kernel.check(variables, x)
+    averaged = linen.BatchNorm(use_running_average=True)
+    trusted = auto_vmap(x=1, batched=True)(lambda variables, x: averaged.apply(variables, x))
+    assert len(trusted.check(variables, x).items) == 16
+
+
+def test_a_mean_loss_of_a_network():
+    model = Perceptron()
+    params = model.init(jax.random.key(4), POINTS[0])
+
+    def loss(params, x):
+        return jnp.sum(model.apply(params, x)["mean"] ** 2, -1)
+
+    chunked = auto_vmap(x=1, batched=True, chunk_size=3, reduce="mean")(loss)
+    got = jax.value_and_grad(chunked)(params, POINTS)
+    assert_same(got, jax.value_and_grad(lambda params, x: loss(params, x).mean())(params, POINTS))
