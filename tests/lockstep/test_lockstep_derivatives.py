@@ -128,8 +128,8 @@ def turned(n, x, a):
 def test_items_of_any_number_of_steps():
     mapped = free(turned, in_axes=(0, 0, None))
     with enable_x64():
-        n = jnp.array([33, 0, 1025, 1, 100_000, 32, 1023])
-        x = jnp.linspace(1.0, 2.0, 7)
+        n = jnp.array([33, 0, 1025, 1, 100_000, 32, 1023, 31, 32_769, 1024, 32_767, 32_768])
+        x = jnp.linspace(1.0, 2.0, n.size)
         got = jax.jit(jax.grad(lambda x, a: jnp.sum(x * mapped(n, x, a)), (0, 1)))(x, 0.9)
         plain = jax.vmap(lambda n, x: _by_forward_mode(n, x, 0.9))
         value, of_x, of_a = jax.jit(plain)(n, x)
