@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: MIT
+"""The first hour on a GPU: five questions, each with plain JAX beside rankax.
+
+    python benchmarks/gpu.py            # on the first device of JAX
+    python benchmarks/gpu.py --small    # sizes for a CPU: a minute, in which times say nothing
+
+1. What does a step of a loop cost, if it does nothing?
+2. From which chunk size on are eleven kernels as fast as `jax.vmap`?
+3. How fast are sums over pairs, beside a blocked loop written by hand?
+4. How many lanes do items need that end by themselves, and how long must they be?
+5. Does a call with ``memory_limit`` stay within it, as the allocator counts?
+
+Programs are compiled first and then take turns. Times are medians, each until the result is ready.
+Writes ``benchmarks/results/<platform>-first.md``, unless the sizes are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lockstep import oscillator
+from rankax import auto_vmap, chunked_vmap
+from report import machine
+from tile_kernels import CASES, drawn
+
+ROUNDS = 7
+Table = list[list[str]]
+
+
+def timed(programs: Mapping[str, Callable[..., Any]], arrays: Sequence[Any]) -> dict[str, float]:
+    """Return the median time of each program in seconds; nan if it did not fit the memory."""
+    compiled = {
+        name: jax.jit(program).lower(*arrays).compile() for name, program in programs.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    for _ in range(ROUNDS + 1):
+        for name, run in compiled.items():
+            begin = time.perf_counter()
+            try:
+                jax.block_until_ready(run(*arrays))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                times[name].append(float("nan"))
+            else:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(own[1:]) for name, own in times.items()}
+
+
+def empty_loop(small: bool) -> Iterator[list[str]]:
+    """What a step costs that does next to nothing, in a scan and in chunks of one item."""
+    yield ["steps", "`lax.scan`, us a step", "`chunked_vmap(f, 1)`, us a step"]
+    for steps in (1000,) if small else (1000, 10_000, 100_000):
+        programs = {
+            "scan": lambda x: lax.scan(lambda c, row: (c + 1, row), 0, x),
+            "chunks": chunked_vmap(lambda row: row + 1, 1),
+        }
+        took = timed(programs, (jnp.zeros(steps),))
+        yield [f"{steps:,}", *(f"{1e6 * seconds / steps:.2f}" for seconds in took.values())]
+
+
+def chunks(small: bool) -> Iterator[list[str]]:
+    """Eleven kernels, forward and gradient, in chunks of several sizes."""
+    sizes = (2**8, 2**10) if small else (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+    yield ["kernel", "mode", "items", "`jax.vmap`, ms", *(f"{size:,}" for size in sizes)]
+    for case in CASES[:2] if small else CASES:
+        items = 2**11 if small else min(2**24, 2**31 // (64 * case.inputs()[0][0].size))
+        arrays = [drawn(i, items, *core) for i, core in enumerate(case.cores)]
+        for mode in ("forward", "gradient"):
+            ways = {"vmap": jax.vmap(case.fun)}
+            ways |= {str(size): chunked_vmap(case.fun, size) for size in sizes if size < items}
+            programs = {name: in_mode(way, mode) for name, way in ways.items()}
+            took = timed(programs, arrays)
+            plain = took.pop("vmap")
+            shown = [f"{plain / seconds:.2f}" for seconds in took.values()]
+            shown += [""] * (len(sizes) - len(shown))
+            yield [case.name, mode, f"{items:,}", f"{1e3 * plain:.3g}", *shown]
+
+
+def in_mode(fun: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """Return a mapped kernel, or its gradient by the first argument."""
+    if mode == "forward":
+        return fun
+
+    def total(*arrays: Any) -> jax.Array:
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(*arrays)))
+
+    return jax.grad(total)
+
+
+def potential(x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+    return weight * jnp.exp(-jnp.sum((x - y) ** 2))
+
+
+def blocked(x: jax.Array, y: jax.Array, weight: jax.Array, size: int) -> jax.Array:
+    """The sum over ``y`` for each ``x``, as one writes it by hand: blocks of rows, checkpointed."""
+    row = jax.checkpoint(lambda own: jax.vmap(potential, (None, 0, 0))(own, y, weight).sum())
+    return lax.map(row, x, batch_size=size)
+
+
+def pairs(small: bool) -> Iterator[list[str]]:
+    """A Gaussian sum over all pairs, and its gradient by the first points."""
+    yield ["points", "mode", "way", "ms", "pairs a second"]
+    n = 1000 if small else 100_000
+    arrays = drawn(0, n, 3), drawn(1, n, 3), drawn(2, n)
+    for mode in ("forward", "gradient"):
+        ways = {
+            f"blocks of {size} rows": lambda x, y, w, size=size: blocked(x, y, w, size)
+            for size in ((64,) if small else (64, 1024))
+        }
+        for size in (2**14, 2**16) if small else (2**16, 2**20, 2**24):
+            kernel = auto_vmap(x=1, y=1, weight=0, reduce="sum", reduce_axis=-1, chunk_size=size)
+            call = kernel(potential)
+            ways[f"rankax, chunk_size={size:,}"] = lambda x, y, w, f=call: f(x[:, None], y, w)
+        took = timed({name: in_mode(way, mode) for name, way in ways.items()}, arrays)
+        for name, seconds in took.items():
+            yield [f"{n:,}", mode, name, f"{1e3 * seconds:.3g}", f"{n * n / seconds:.2e}"]
+
+
+def lanes(small: bool) -> Iterator[list[str]]:
+    """Oscillators whose numbers of steps differ: in lockstep, and in lanes."""
+    yield ["oscillators", "`jax.vmap`, ms", "lanes", "ms", "times as fast"]
+    for items in (64,) if small else (1000, 10_000, 100_000):
+        stiffness = jnp.exp(jnp.linspace(jnp.log(0.1), jnp.log(10.0 if small else 100.0), items))
+        counts = (16,) if small else (256, 1024, 4096, 16_384)
+        ways = {"vmap": jax.vmap(oscillator)}
+        ways |= {
+            str(count): chunked_vmap(oscillator, count, lockstep=False)
+            for count in counts
+            if count < items
+        }
+        took = timed(ways, (stiffness,))
+        plain = took.pop("vmap")
+        for count, seconds in took.items():
+            ratio = f"{plain / seconds:.2f}"
+            yield [f"{items:,}", f"{1e3 * plain:.3g}", count, f"{1e3 * seconds:.3g}", ratio]
+
+
+def limits(small: bool) -> Iterator[list[str]]:
+    """A memory limit, the bytes that the compiler reports, and the peak of the allocator."""
+    yield ["limit", "chunk_size", "reported, MB", "peak beyond inputs and outputs, MB"]
+    items = 2**12 if small else 2**20
+    (case,) = (case for case in CASES if case.name.startswith("Lennard-Jones"))
+    x = drawn(0, items, *case.cores[0])
+    for limit in ("4 MB",) if small else ("64 MB", "512 MB", "4 GB"):
+        kernel = auto_vmap(2, memory_limit=limit)(case.fun)
+        memory = kernel.plan(x).memory
+        run = jax.jit(jax.grad(lambda x, f=kernel: f(x).sum())).lower(x).compile()
+        before = peak()
+        jax.block_until_ready(run(x))
+        beyond = peak() - before - x.nbytes
+        # The peak never falls, so it tells something only where this call raised it.
+        seen = f"{beyond / 1e6:.3g}" if beyond > 0 else "not above that of earlier calls"
+        yield [limit, f"{memory.chunk_size:,}", f"{memory.gradient / 1e6:.3g}", seen]
+
+
+def peak() -> int:
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+# Limits first, because the peak of the allocator never falls.
+QUESTIONS: dict[str, Callable[[bool], Iterator[list[str]]]] = {
+    "A memory limit and the peak": limits,
+    "A step that does nothing": empty_loop,
+    "Chunks beside `jax.vmap`, which is as fast at 1.00": chunks,
+    "Sums over pairs": pairs,
+    "Items that end by themselves": lanes,
+}
+
+
+def table(rows: Table) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU; write nothing")
+    options = parser.parse_args()
+    ran = machine()
+    text = f"Measured by `python benchmarks/gpu.py` on {ran['device']}, JAX {jax.__version__}.\n"
+    for title, question in QUESTIONS.items():
+        text += f"\n## {title}\n\n{table(list(question(options.small)))}\n"
+        print(text.rpartition("\n## ")[2], flush=True)
+    if not options.small:
+        path = Path(__file__).parent / "results" / f"{ran['platform']}-first.md"
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: MIT
+"""``benchmarks/gpu.py``, which nobody can run without a GPU, at sizes for a CPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_gpu_at_small_sizes():
+    run = subprocess.run(
+        [sys.executable, str(PROGRAM), "--small"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    tables = run.stdout.split("\n\n| ")[1:]
+    assert run.stdout.startswith("A memory limit and the peak\n")
+    assert [len(re.findall(r"^\|", table, re.MULTILINE)) - 1 for table in tables] == [1, 1, 4, 6, 1]
+    # Every time is a positive number: all programs ran, and none was out of memory.
+    assert "nan" not in run.stdout
+    pairs = re.findall(
+        r"\| (blocks of 64 rows|rankax, chunk_size=[\d,]+) \| ([\d.]+) \|", tables[3]
+    )
+    assert len(pairs) == 6
+    assert all(float(milliseconds) > 0 for _, milliseconds in pairs)
