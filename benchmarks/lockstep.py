@@ -2,9 +2,10 @@
 """Items that differ in cost: ``lockstep=False`` against `jax.vmap` and the best `jax.lax.map`.
 
 Run with ``python benchmarks/lockstep.py``; names of cases choose some. ``diffrax`` and ``nuts``
-need the packages of the dependency group ``clients``, and run only if they are named. Every program
-is compiled first; then all take turns, so that a slow moment of the machine falls on each of them.
-It prints medians of the time, and in brackets of the processor time, in milliseconds, and how many
+need the packages of the dependency group ``clients``, and run only if they are named. ``gradient``
+is the oscillator's, beside `jax.vmap` of a `rankax.checkpoint_while_loop`. Every program is
+compiled first; then all take turns, so that a slow moment of the machine falls on each of them. It
+prints medians of the time, and in brackets of the processor time, in milliseconds, and how many
 times as long as the best number of lanes the others take.
 """
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax import chunked_vmap
+from rankax import checkpoint_while_loop, chunked_vmap
 
 ROUNDS = 7
 BATCHES = (16, 64, 256, 1024)  # of `jax.lax.map`
@@ -42,7 +43,7 @@ def escape(c):
     return lax.while_loop(goes_on, step, (jnp.zeros(2), 0))[1]
 
 
-def oscillator(mu):
+def oscillator(mu, while_loop=lax.while_loop):
     """Van der Pol's oscillator, by Bogacki and Shampine's method with adaptive steps."""
 
     def slope(y):
@@ -62,8 +63,13 @@ def oscillator(mu):
         return jnp.where(is_good, new, y), jnp.where(is_good, at + h, at), h * factor, n + 1
 
     start = jnp.array([2.0, 0.0]), jnp.float32(0), jnp.float32(1e-3), 0
-    y, *_, n = lax.while_loop(lambda s: (s[1] < 10.0) & (s[3] < 20_000), step, start)
+    y, *_, n = while_loop(lambda s: (s[1] < 10.0) & (s[3] < 20_000), step, start)
     return y, n
+
+
+def reversible(mu):
+    """The oscillator with a loop that `jax.vmap` can reverse, too."""
+    return oscillator(mu, checkpoint_while_loop)
 
 
 def sampler(key, x):
@@ -136,12 +142,25 @@ def cases():
     return {
         "escape": (escape, (jnp.asarray(grid, jnp.float32),)),
         "oscillator": (oscillator, (jnp.asarray(stiffness, jnp.float32),)),
+        "gradient": (oscillator, (jnp.asarray(stiffness[:2000], jnp.float32),)),
         "sampler": (sampler, (keys, jax.random.normal(jax.random.key(1), (500, WIDTH)))),
         "equal": (equal, (jnp.full(20_000, 200),)),
         "branch": (branch, (jnp.linspace(-1, 1, 20_000),)),
         "diffrax": (diffrax, (jnp.asarray(stiffness, jnp.float32),)),
         "nuts": (nuts, (keys[:128], jax.random.normal(jax.random.key(1), (128, WIDTH)))),
     }
+
+
+def gradients(kernel):
+    """Return the programs of the value and gradient: plain JAX refuses `jax.vmap` of the kernel."""
+
+    def of_sum(mapped):
+        # The number of steps has no derivative.
+        return jax.value_and_grad(lambda x: jnp.sum(mapped(x)[0]))
+
+    yield "vmap", of_sum(jax.vmap(reversible))
+    for size in LANES:
+        yield f"{size} lanes", of_sum(chunked_vmap(kernel, size, lockstep=False))
 
 
 def programs(kernel):
@@ -173,9 +192,8 @@ def main():
     found = cases()
     for name in sys.argv[1:] or [name for name in found if name not in ("diffrax", "nuts")]:
         kernel, arrays = found[name]
-        compiled = {
-            way: jax.jit(program).lower(*arrays).compile() for way, program in programs(kernel)
-        }
+        ways = gradients(kernel) if name == "gradient" else programs(kernel)
+        compiled = {way: jax.jit(program).lower(*arrays).compile() for way, program in ways}
         want = jax.tree.leaves(compiled["vmap"](*arrays))
         for way, run in compiled.items():
             for a, b in zip(jax.tree.leaves(run(*arrays)), want, strict=True):
