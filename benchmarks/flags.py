@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: MIT
+"""What two flags of XLA gain on a CPU with JAX 0.10: the eleven kernels of ``tiles.py``, in chunks.
+
+    python benchmarks/flags.py
+
+writes ``benchmarks/results/flags.md``. A flag belongs to a process, so each flag has one of its
+own. They take turns for each kernel, all on one core; medians of the processor time are compared.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from tile_kernels import CASES
+from tiles import CHUNK, compiled
+
+FLAGS = {
+    "none": "",
+    "loops": "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=262144",
+    "sums": "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT",
+}
+RESULTS = Path(__file__).parent / "results" / "flags.md"
+ROUNDS, TURNS = 5, 3
+
+
+def serve() -> None:
+    """Time the kernels whose names come in, one a line; print the milliseconds of each."""
+    from rankax import auto_vmap
+
+    os.sched_setaffinity(0, {0})
+    runs = {}
+    for line in sys.stdin:
+        name, mode = json.loads(line)
+        (case,) = (case for case in CASES if case.name == name)
+        inputs, is_gradient = case.inputs(), mode == "gradient"
+        if (name, mode) not in runs:
+            kernel = auto_vmap(*map(len, case.cores), chunk_size=CHUNK)(case.fun)
+            ways = {"jax.vmap": jax.vmap(case.fun), "rankax": kernel}
+            runs[name, mode] = {
+                way: compiled(fun, inputs, is_gradient) for way, fun in ways.items()
+            }
+        found = {way: [] for way in runs[name, mode]}
+        for _ in range(ROUNDS):
+            for way, run in runs[name, mode].items():
+                begin = time.process_time()
+                jax.block_until_ready(run(jnp.float32(1), *inputs))
+                found[way].append(1e3 * (time.process_time() - begin))
+        print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    servers = {
+        flag: subprocess.Popen(
+            [sys.executable, __file__, "serve"],
+            env=os.environ | {"XLA_FLAGS": text},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for flag, text in FLAGS.items()
+    }
+    columns = [f"{way}, {flag}" for way in ("jax.vmap", "rankax") for flag in FLAGS]
+    lines = [
+        "# Flags of XLA",
+        "",
+        f"Written by `python benchmarks/flags.py`. jax {jax.__version__}, cpu, one core, float32.",
+        "",
+        f"Milliseconds of processor time, medians; rankax in chunks of {CHUNK}. Flags: none; `loops` is "
+        f"`{FLAGS['loops']}`; `sums` is `{FLAGS['sums']}`. The fastest of a row is bold.",
+        "",
+        "| kernel |  | " + " | ".join(columns) + " |",
+        "| --- | --- |" + " ---: |" * len(columns),
+    ]
+    for case in CASES:
+        for mode in ("forward", "gradient"):
+            times: dict[str, list[float]] = {column: [] for column in columns}
+            for _ in range(TURNS):
+                for flag, server in servers.items():
+                    server.stdin.write(json.dumps([case.name, mode]) + "\n")
+                    server.stdin.flush()
+                    for way, found in json.loads(server.stdout.readline()).items():
+                        times[f"{way}, {flag}"] += found[1:]
+            row = [statistics.median(own) for own in times.values()]
+            cells = [f"**{x:.3g}**" if x == min(row) else f"{x:.3g}" for x in row]
+            lines.append(f"| {case.name} | {mode} | " + " | ".join(cells) + " |")
+            print(lines[-1], flush=True)
+    for server in servers.values():
+        server.stdin.close()
+        server.wait()
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else main()
