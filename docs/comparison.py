@@ -188,7 +188,7 @@ def lines():
 def table():
     """The table, which is also in the README."""
     found = lines()
-    readme = shown.README.read_text(encoding="utf-8").splitlines()
-    if missing := [line for line in found if line not in readme]:
-        raise ValueError("README.md needs these rows:\n" + "\n".join(found) + f"\n{missing}")
-    return Markdown("\n".join(found))
+    rows = "\n".join(found)
+    if f"\n\n{rows}\n\n" not in shown.README.read_text(encoding="utf-8"):
+        raise ValueError(f"README.md needs this table:\n{rows}")
+    return Markdown(rows)

@@ -134,6 +134,13 @@ def test_every_link_of_the_readme_leads_to_a_file_that_github_renders():
     assert {link.replace("-", " ") for link in re.findall(r"\]\(#([^)]+)", readme)} <= anchors
 
 
+def test_every_table_of_the_readme_has_a_head():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?m)(?:^\|.*\|\n)+", readme)
+    assert len(tables) >= 4
+    assert [table for table in tables if not re.match(r".*\n\|[-:|]+\|\n", table)] == []
+
+
 def test_the_citation_is_that_of_this_version():
     cff = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     bib = (ROOT / "docs/cite.bib").read_text(encoding="utf-8")
