@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 import shown
+import stamp
 from kernels import EIGH, PAIRS, SCAN
 from measure import MODES, Case, Measured, run_case, temporaries
 from report import Curves, curve_rows, write_json, write_markdown
@@ -69,8 +70,8 @@ def main() -> None:
 
     directory.mkdir(exist_ok=True)
     command = "python -m tox -e bench"
-    write_json(file, results, _curves(), command)
-    write_markdown(file.with_suffix(".md"), results, command)
+    measured = write_json(file, results, _curves(), command)
+    write_markdown(file.with_suffix(".md"), results, command, measured)
     if file.stem == "cpu":
         shown.main()
     print(f"Done in {time.perf_counter() - begin:.0f} s; see {file.with_suffix('.md').name}")
@@ -91,8 +92,14 @@ def _measure_memory(file: Path) -> None:
         fields = {field.name: row[field.name] for field in dataclasses.fields(Measured)}
         results.setdefault(case, []).append(Measured(**fields))
     document["memory"] = curve_rows(_curves())
+    document["measured"]["memory"] = dataclasses.asdict(stamp.now())
     file.write_text(json.dumps(document, indent=1) + "\n")
-    write_markdown(file.with_suffix(".md"), list(results.items()), document["command"])
+    write_markdown(
+        file.with_suffix(".md"),
+        list(results.items()),
+        document["command"],
+        document["measured"],
+    )
     shown.main()
 
 

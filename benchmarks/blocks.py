@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from distributed import Client, LocalCluster
 
+import stamp
 from rankax import auto_vmap
 from rankax._blocks import programs
 
@@ -59,7 +60,7 @@ def main():
     ]
     text = "\n".join(lines) + "\n"
     print(text)
-    (Path(__file__).parent / "results" / "blocks.md").write_text(text)
+    stamp.write(Path(__file__).parent / "results" / "blocks.md", text)
 
 
 def median(fun, *args, repeats=300):

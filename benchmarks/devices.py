@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import reductions
+import stamp
 from kernels import EIGH, PAIRS
 from rankax import auto_vmap
 
@@ -188,7 +189,7 @@ def main() -> None:
     print(text)
     if given.scale == 1:
         path = RESULTS.with_stem("devices-odd") if given.odd else RESULTS
-        path.write_text(text, encoding="utf-8")
+        stamp.write(path, text)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import netket
 from adv_jax_math import batch_jacfwd
 from jax.flatten_util import ravel_pytree
 
+import stamp
 from rankax import chunked_jacfwd, chunked_reduce, chunked_vmap
 
 jax.config.update("jax_enable_x64", False)  # which NetKet has enabled
@@ -143,7 +144,7 @@ def main():
         text += "".join(compare(cases, jnp.linspace(0, 1, N)))
     for cases in cases_of_network():
         text += "".join(compare(cases, parameters, samples))
-    RESULTS.write_text(text, encoding="utf-8")
+    stamp.write(RESULTS, text)
 
 
 if __name__ == "__main__":

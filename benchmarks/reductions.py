@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 import shown
+import stamp
 from rankax import auto_vmap
 
 CHUNK = 2**16
@@ -227,7 +228,7 @@ def main() -> None:
         rounds=options.rounds,
     )
     path = Path(__file__).parent / "results" / "reductions.md"
-    path.write_text(head + "\n".join(lines) + "\n")
+    stamp.write(path, head + "\n".join(lines))
     print(f"wrote {path.name}")
     shown.main()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+import stamp
 from measure import Case, Measured
 from peers import CHUNKED
 
@@ -50,8 +51,8 @@ def _version(name: str) -> str | None:
         return __import__("rankax").__version__ if name == "rankax" else None
 
 
-def write_json(path: Path, results: Results, curves: Curves, command: str) -> None:
-    """Write every number, unrounded."""
+def write_json(path: Path, results: Results, curves: Curves, command: str) -> dict[str, Any]:
+    """Write every number, unrounded, and return the stamps of times and of memory."""
     rows = [
         {
             "kernel": case.kernel.name,
@@ -64,8 +65,16 @@ def write_json(path: Path, results: Results, curves: Curves, command: str) -> No
         for measured in row
     ]
     memory = curve_rows(curves)
-    document = {"command": command, "machine": machine(), "cases": rows, "memory": memory}
+    measured = dict.fromkeys(("cases", "memory"), dataclasses.asdict(stamp.now()))
+    document = {
+        "command": command,
+        "machine": machine(),
+        "measured": measured,
+        "cases": rows,
+        "memory": memory,
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
+    return measured
 
 
 def curve_rows(curves: Curves) -> list[dict[str, Any]]:
@@ -76,7 +85,9 @@ def curve_rows(curves: Curves) -> list[dict[str, Any]]:
     ]
 
 
-def write_markdown(path: Path, results: Results, command: str) -> None:
+def write_markdown(
+    path: Path, results: Results, command: str, measured: dict[str, dict[str, str]]
+) -> None:
     """Write one table for the times, one for the temporaries, and one for compiling."""
     facts = machine()
     versions = ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if v)
@@ -104,6 +115,8 @@ def write_markdown(path: Path, results: Results, command: str) -> None:
         "",
         *_table(results, lambda row: _each(row, _compiling)),
         *[f"\n{peer} did not take part: {note}." for peer, note in _absent(results)],
+        "",
+        *(f"{part.capitalize()}. {stamp.Stamp(**measured[part])}" for part in ("cases", "memory")),
     ]
     path.write_text("\n".join(lines) + "\n")
 

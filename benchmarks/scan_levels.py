@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import stamp
 from rankax import checkpoint_chunked_scan
 
 RESULTS = Path(__file__).parent / "results" / "scan_levels.md"
@@ -115,7 +116,7 @@ def main():
         text += (
             f"| {levels} | {shown} | {evaluations(few):.1f} | {memory:.2f} | {milliseconds:.0f} |\n"
         )
-    RESULTS.write_text(text, encoding="utf-8")
+    stamp.write(RESULTS, text)
     print(text)
 
 

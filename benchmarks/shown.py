@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from stamp import Stamp, read
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
@@ -52,6 +54,26 @@ def table(name: str) -> list[dict[str, str]]:
     head = rows[0]
     body = [row for row in rows[1:] if len(row) == len(head) and not set(row[0]) <= set("-: ")]
     return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def stamps(platform: str = "cpu") -> dict[str, Stamp]:
+    """When each result was measured, and with which code."""
+    found = {
+        f"{platform}.json, {part}": Stamp(**s) for part, s in document(platform)["measured"].items()
+    }
+    for path in sorted(RESULTS.glob("*.md")):
+        if not path.with_suffix(".json").exists():
+            found[path.name] = read(path.read_text(encoding="utf-8"))
+    return found
+
+
+def older() -> list[str]:
+    """The results that are older than the code, in words.
+
+    The build prints them and goes on: to measure all takes hours of an idle machine, so that
+    otherwise no change of the code could be built. The pages say when each was measured.
+    """
+    return [f"{name}: {stamp}" for name, stamp in stamps().items() if stamp.is_older()]
 
 
 def command(name: str) -> str:
@@ -122,8 +144,8 @@ def benchmark() -> str:
             time = f"**{time}**" if one["median_seconds"] == fastest else time
             cells.append(f"{time}, {megabytes(one['temporary_bytes']).replace(' ', _SPACE)}")
         lines.append(f"| {words} | {length:,} | " + " | ".join(cells) + " |")
-    machine = document()["machine"]
-    return "\n".join([*lines, "", f"{machine['processor']}; JAX {machine['packages']['jax']}."])
+    stamp = stamps()["cpu.json, cases"]
+    return "\n".join([*lines, "", f"{document()['machine']['processor']}. {stamp}"])
 
 
 def curve(peer: str, *, divided: bool = True) -> list[tuple[int, int]]:
@@ -257,6 +279,7 @@ def main() -> None:
     README.write_text(with_parts(readme), encoding="utf-8")
     FIGURE.write_text(memory_svg(), encoding="utf-8")
     print("wrote README.md and docs/_static/memory.svg")
+    print(*(f"older than the code: {words}" for words in older()), sep="\n")
 
 
 if __name__ == "__main__":

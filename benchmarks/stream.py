@@ -27,6 +27,7 @@ import numpy as np
 import zarr
 
 import rankax.stream
+import stamp
 from rankax import auto_vmap
 from rankax.stream._job import prepared
 
@@ -64,7 +65,7 @@ def main():
         ]
     text = "\n".join(lines) + "\n"
     print(text)
-    (Path(__file__).parent / "results" / "stream.md").write_text(text)
+    stamp.write(Path(__file__).parent / "results" / "stream.md", text)
 
 
 def in_turns(contestants, out):

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import shown
+import stamp
 from rankax import auto_vmap
 
 if __name__ == "__main__":  # before the kernels make arrays
@@ -178,7 +179,7 @@ def main() -> None:
     print(text)
     if given.only:
         return
-    RESULTS.with_stem(given.results).write_text(text, encoding="utf-8")
+    stamp.write(RESULTS.with_stem(given.results), text)
     if given.results == RESULTS.stem:
         shown.main()
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter
 import shown
 
 __all__ = [
+    "ages",
     "chunk_sizes",
     "drawn",
     "every_row",
@@ -86,11 +87,30 @@ def machine(platform="cpu"):
     document = shown.document(platform)
     facts = document["machine"]
     versions = facts["packages"].items()
+    stamps = {name.split()[-1]: stamp for name, stamp in shown.stamps(platform).items()}
     packages = ", ".join(f"{name} {version}" for name, version in versions if version)
     return Markdown(
         f"`{document['command']}`, on {facts['device']}: {facts['processor']}; Python "
-        f"{facts['python']}; {packages}."
+        f"{facts['python']}; {packages}. Times: {_sentence(stamps['cases'])} Memory: "
+        f"{_sentence(stamps['memory'])}"
     )
+
+
+def _sentence(stamp):
+    return f"{str(stamp)[0].lower()}{str(stamp)[1:]}"
+
+
+def ages():
+    """When each result was measured, and whether the code has changed since."""
+    lines = [
+        "| result | measured on | commit | JAX | code has changed since |",
+        "|---|---|---|---|---|",
+    ]
+    for name, stamp in shown.stamps().items():
+        changed = "yes" if stamp.is_older() else "no"
+        cells = [f"`{name}`", stamp.date, f"`{stamp.commit}`", stamp.jax, changed]
+        lines.append(f"| {' | '.join(cells)} |")
+    return Markdown("\n".join(lines))
 
 
 def chunk_sizes(kernel="pairwise distances", length=400_003):

@@ -34,7 +34,7 @@ def test_other_results_make_another_readme(shown, monkeypatch):
     document = shown.document()
     for row in document["cases"]:
         row["temporary_bytes"] += 5e9
-    monkeypatch.setattr(shown, "document", lambda: document)
+    monkeypatch.setattr(shown, "document", lambda *platform: document)
     changed = shown.with_parts(readme)
     assert changed != readme
     assert "5.4\N{NO-BREAK SPACE}GB" in changed
@@ -43,7 +43,7 @@ def test_other_results_make_another_readme(shown, monkeypatch):
 def test_a_figure_is_refused_where_its_numbers_contradict_its_caption(shown, monkeypatch):
     shown.check()
     document = shown.document()
-    monkeypatch.setattr(shown, "document", lambda: document)
+    monkeypatch.setattr(shown, "document", lambda *platform: document)
     (row,) = (
         row
         for row in document["memory"]
@@ -81,6 +81,49 @@ def test_tables_of_results_are_read(shown):
     ]
 
 
+def test_every_result_says_when_and_at_which_commit_it_was_measured(shown):
+    stamps = shown.stamps()
+    tables = {path.name for path in shown.RESULTS.glob("*.md")} - {"cpu.md"}
+    assert stamps.keys() == tables | {"cpu.json, cases", "cpu.json, memory"}
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", stamp.date) for stamp in stamps.values())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert str(stamps["cpu.json, cases"]) in readme
+    assert set(shown.older()) == {
+        f"{name}: {stamp}" for name, stamp in stamps.items() if stamp.is_older()
+    }
+
+
+def test_a_result_is_older_once_the_code_is_another(shown, monkeypatch, tmp_path):
+    import stamp
+
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(stamp, "SOURCE", tmp_path)
+    file, table = tmp_path / "a.py", tmp_path / "results/tiles.md"
+    prints = []
+    for text in (
+        "x = 1\n",
+        '"""Docs.\n\nMore."""\n\n# Why.\nx = 1\n__version__ = "2"\n',
+        'def f():\n    """Docs."""\n    return 2\n',
+        'def f():\n    """Words."""\n\n    return 2  \n',
+        "def f():\n    return 3\n",
+    ):
+        file.write_text(text)
+        prints.append(stamp.fingerprint.__wrapped__(tmp_path))
+    assert prints[0] == prints[1] != prints[2] == prints[3] != prints[4]
+
+    stamp.write(table, "# Tiles\n\n| a |\n|---|\n| 1 |\n\n")
+    found = stamp.read(table.read_text())
+    assert found == stamp.now()
+    assert table.read_text().startswith("# Tiles\n\n| a |\n|---|\n| 1 |\n\nMeasured on 20")
+    monkeypatch.setattr(stamp, "fingerprint", lambda: found.source)
+    assert not found.is_older()
+    monkeypatch.setattr(stamp, "fingerprint", lambda: "another")
+    assert found.is_older()
+    text = "Measured on 2026-11-22 at commit 65b8fac with changes, with JAX 0.12.0.1."
+    old = stamp.read(f"# Tiles\n\n{text}\n")
+    assert (str(old), old.source, old.is_older()) == (text, None, True)
+
+
 def test_every_link_of_the_readme_leads_to_a_file_that_github_renders():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", readme)
@@ -89,6 +132,13 @@ def test_every_link_of_the_readme_leads_to_a_file_that_github_renders():
     assert [link for link in links if link.startswith("docs/") and link.endswith(".md")] == []
     anchors = {re.sub(r"[^\w ]", "", head).lower() for head in re.findall(r"(?m)^## (.*)$", readme)}
     assert {link.replace("-", " ") for link in re.findall(r"\]\(#([^)]+)", readme)} <= anchors
+
+
+def test_every_table_of_the_readme_has_a_head():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?m)(?:^\|.*\|\n)+", readme)
+    assert len(tables) >= 4
+    assert [table for table in tables if not re.match(r".*\n\|[-:|]+\|\n", table)] == []
 
 
 def test_the_citation_is_that_of_this_version():
@@ -149,6 +199,7 @@ def test_the_tables_of_the_benchmarks_have_all_cases(curves, shown):
         for row in shown.document()["cases"]
     }
     assert curves.every_row().count("\n") == len(cases) + 1
+    assert curves.ages().count("\n") == len(shown.stamps()) + 1
     lost = curves.slower()
     assert lost.startswith(f"{lost.count(chr(10)) - 3} of {len(cases)} cases:")
     assert curves.slower(margin=0.0).startswith(f"{len(cases)} of {len(cases)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Write a numerical kernel for one item; call it on any broadcastable batch, in bounded memory."""
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 __all__ = [
     "BatchShapeError",
     "CoreDimensionError",

@@ -149,7 +149,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         With ``jit=True``: compile one program for many batch lengths. Each batch axis is filled up
         to the next of these lengths with copies of the last item, and the results are cut. True: a
         series of lengths, each a quarter longer than the one before. Inside another ``jit`` it has
-        no effect, and with dask or cubed arrays it is refused. See Notes.
+        no effect, and with dask or cubed arrays it is an error. See Notes.
     batched : bool, default False
         The kernel takes a batch itself, as a network or a simulator may: in each argument with a
         rank, and in each output, it has one axis in front, that of the items of a chunk. Ranks are
@@ -194,7 +194,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     ValueError
         When called: an argument does not have the tree structure of its ranks.
     ValueError
-        When called: an axis to reduce is out of range, or an output cannot be reduced so.
+        When called: an axis to reduce is out of range, or an output cannot be reduced this way.
     ValueError
         When called: one item alone needs more than ``memory_limit``.
     RankError
@@ -235,18 +235,18 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     *What counts.* With ``where``, ``"mean"`` and ``Moments`` divide by the number of items that
     count. Indices number all items. If none counts, ``"argmin"`` and ``"argmax"`` are -1, ``"min"``
     and ``"max"`` the value that no item is worse than (``inf`` and ``-inf``, or the limit of the
-    integers), means and variances NaN, and all else is the identity. ``TopK`` and ``BottomK``
+    integers), means and variances NaN, and other results the identity. ``TopK`` and ``BottomK``
     fill the places of missing items with that worst value and the index -1; ``Best`` has it in the
     output that decides, and zeros in the others. A derivative makes one more pass over the items,
     which evaluates their masks.
 
     *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
     those of the call in lockstep, up to rounding, and so is the number of each item for reductions
-    and for keys that are split. All derivatives work but reverse mode of a gradient. They run in
+    and for split keys. All derivatives work, except reverse mode of a gradient. They run in
     lockstep, in chunks of items with similar numbers of steps; a ``while_loop`` or ``fori_loop``
-    stores 32 carries and computes the others again, if it is not inside a function with its own
-    derivative rule. Each device has its own lanes and waits for no other. The kernel must have no
-    ordered effects.
+    stores 32 carries and recomputes the others, unless it is inside a function with its own
+    derivative rule. Each device has its own lanes and does not wait for the others. The kernel must
+    have no ordered effects.
 
     *Buckets.* With ``bucket``, values, gradients and reductions are those of the call without it:
     copies are neither counted nor differentiated. One case differs: where the derivative of the

@@ -58,7 +58,7 @@ def chunked_reduce(
         CPU. ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
         The key, field or index of the output that says whether an item counts: one boolean. What
-        is left out adds nothing and sends nothing back. See `auto_vmap`.
+        is left out adds nothing to results and gradients. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, optional

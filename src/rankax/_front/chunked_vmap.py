@@ -46,8 +46,8 @@ def chunked_vmap(
         Takes and returns pytrees of arrays, for one item.
     chunk_size : int or None
         Maximum number of items evaluated at once. A smaller chunk is used where it divides the axis
-        (down to 4/5 of the bound) or evens out the chunks; and a much smaller one on a
-        CPU where ``fun`` sums few numbers at a time, because that is faster. ``None``, or a bound
+        (down to 4/5 of the bound) or evens out the chunks, and a much smaller one on a CPU where
+        that is faster, such as for sums of few numbers. ``None``, or a bound
         at least as large as the axis, is plain `jax.vmap` with exactly its program. ``1`` evaluates
         ``fun`` itself, item by item, without `jax.vmap`: a `jax.lax.cond` stays a branch, and
         ordered callbacks stay in order.
@@ -62,7 +62,7 @@ def chunked_vmap(
         Length of the mapped axis, needed only if no argument is mapped.
     checkpoint : bool, optional
         Recompute each chunk in the reverse pass instead of storing the intermediate values of
-        all chunks. ``False`` is one evaluation less and takes memory that grows with the axis.
+        all chunks. ``False`` saves one evaluation, but needs memory that grows with the axis.
         None: as in `auto_vmap`.
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit:

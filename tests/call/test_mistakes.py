@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: MIT
+"""Mistakes that new users made, and all that they read of them, word for word."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from rankax import auto_vmap, chunked_vmap
+from rankax.reductions import TopK
+
+V, M = np.ones((5, 3), "float32"), np.ones((4, 3, 3), "float32")
+
+
+def norm(x):
+    return jnp.sqrt(x @ x)
+
+
+def form(v, m):
+    return v @ m @ v
+
+
+def at(fun):
+    return f"{fun.__name__}() at {__file__}:{fun.__code__.co_firstlineno}"
+
+
+def text_of(call):
+    """Return what a user reads of the error of a call, without the note of JAX."""
+    with pytest.raises(Exception, match=r"\w") as caught:
+        call()
+    notes = getattr(caught.value, "__notes__", ())
+    return "\n".join(
+        [str(caught.value), *(note for note in notes if "JAX has removed" not in note)]
+    )
+
+
+DECLARED = {
+    "an option is misspelt": (
+        lambda: auto_vmap(x=1, chunksize=3)(norm),
+        "the kernel has no parameter 'chunksize'; did you mean the option 'chunk_size'?",
+    ),
+    "a parameter is misspelt": (
+        lambda: auto_vmap(y=1)(norm),
+        "the kernel has no parameter 'y'; it has x",
+    ),
+    "no rank": (
+        lambda: auto_vmap()(norm),
+        "no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the parameters with "
+        "jaxtyping",
+    ),
+    "a size to be found": (
+        lambda: auto_vmap(1, chunk_size="auto")(norm),
+        "chunk_size must be a positive int, got 'auto'; memory_limit='2 GB' picks a size that fits "
+        "the memory, and kernel.tune(...) the fastest one",
+    ),
+    "a size of none": (
+        lambda: auto_vmap(1, chunk_size=0)(norm),
+        "chunk_size must be a positive int, got 0",
+    ),
+    "a size in floats": (
+        lambda: auto_vmap(1, chunk_size=1e3)(norm),
+        "chunk_size must be a positive int, got float 1000.0",
+    ),
+    "a unit that is none": (
+        lambda: auto_vmap(1, memory_limit="2 GBs")(norm),
+        'memory_limit must be a positive number of bytes as an int, a string with a unit ("500 MB",'
+        ' "1.5 GiB"; B, kB, MB, GB, TB, KiB, MiB, GiB, TiB), or a share of the free memory '
+        "(\"50%\"), got '2 GBs'",
+    ),
+    "a kind of device": (
+        lambda: auto_vmap(1, devices="gpu")(norm),
+        "devices must be 'all', a positive int, a sequence of jax.Device, a "
+        "jax.sharding.PartitionSpec, False, or None, got 'gpu'; for all of this kind, pass 'all' "
+        "or jax.devices('gpu')",
+    ),
+    "an average": (
+        lambda: auto_vmap(1, reduce="average")(norm),
+        "no reduction is called 'average'; did you mean 'mean'?",
+    ),
+    "a median": (
+        lambda: auto_vmap(1, reduce="median")(norm),
+        "no reduction is called 'median'; a median needs all outputs at once, so it cannot be "
+        "folded; keep them, without reduce= or with None for this output, and call jnp.median",
+    ),
+    "a reduction that is unknown": (
+        lambda: auto_vmap(1, reduce="kurtosis")(norm),
+        "no reduction is called 'kurtosis'; available: sum, mean, prod, max, min, argmax, argmin, "
+        "any, all, logsumexp and gram",
+    ),
+    "an axis alone": (
+        lambda: auto_vmap(1, reduce_axis=0)(norm),
+        "reduce_axis=0 has no effect without reduce=, such as reduce='sum'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("declare", "text"), DECLARED.values(), ids=DECLARED)
+def test_a_mistake_in_a_declaration(declare, text):
+    # The name of a reduction is looked up when the kernel is called.
+    assert text_of(lambda: declare()(V)) == f"auto_vmap(norm): {text}"
+
+
+CALLED = {
+    "a rank is too small": (
+        lambda: auto_vmap(v=0, m=2)(form)(V, M),
+        f"""{at(form)}: the batch axes do not broadcast together
+
+    argument  shape      rank  batch axes
+  > v         (5, 3)     0     (5, 3)
+  > m         (4, 3, 3)  2     (4,)
+
+Batch axis -1 is 3 (v) and 4 (m).
+If one item of v is a vector, its rank is 1, not 0.""",
+    ),
+    "a rank is too large": (
+        lambda: auto_vmap(2)(norm)(V[0]),
+        f"""{at(norm)}: an argument has fewer axes than its rank
+
+    argument  shape  rank  batch axes
+  > x         (3,)   2     too few axes
+
+x has 1 axis, but its rank 2 needs 2; did you mean x[None]?""",
+    ),
+    "all pairs": (
+        lambda: auto_vmap(v=1, m=2)(form)(V, M),
+        f"""{at(form)}: the batch axes do not broadcast together
+
+    argument  shape      rank  batch axes
+  > v         (5, 3)     1     (5,)
+  > m         (4, 3, 3)  2     (4,)
+
+Batch axis -1 is 5 (v) and 4 (m).
+To combine every v with every m, pass v[:, None].""",
+    ),
+    "too few items": (
+        lambda: auto_vmap(1, reduce=TopK(10))(norm)(V),
+        f"{at(norm)}: TopK(10) needs at least 10 items; the reduced axes have 5",
+    ),
+    "an argument is missing": (
+        lambda: auto_vmap(v=1, m=2)(form)(V),
+        "form() missing a required argument: 'm'",
+    ),
+    "a list of numbers": (
+        lambda: auto_vmap(1)(norm)([1.0, 2.0]),
+        "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (A list of "
+        "scalars, each an argument of its own, has a rank for each in the declaration.)",
+    ),
+    "a string": (
+        lambda: auto_vmap(1)(norm)("x"),
+        "norm(): x has a rank, so it must be an array or a number, but it is str ('x'); a "
+        "parameter that takes other objects has rank None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), CALLED.values(), ids=CALLED)
+def test_a_mistake_in_a_call(call, text):
+    assert text_of(call) == text
+
+
+def forgetful(x):
+    jnp.sqrt(x @ x)
+
+
+def worded(x):
+    return "x"
+
+
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (
+            forgetful,
+            "returned None, but outputs must be arrays or numbers; add the missing return, or "
+            "return () from a kernel that is called for its effects",
+        ),
+        (
+            worded,
+            "returned a str at output, but outputs must be arrays or numbers; leave it out, or "
+            "wrap it in rankax.Static",
+        ),
+    ],
+)
+def test_a_mistake_in_what_is_returned(fun, text):
+    assert text_of(lambda: auto_vmap(1)(fun)(V)) == f"{at(fun)} {text}"
+    assert text_of(lambda: chunked_vmap(fun, 2)(V)) == f"{at(fun)} {text}"
+
+
+def in_place(x, scale):
+    x[0] = 7
+    return x
+
+
+def chosen(x, scale):
+    return x if x[0] > 0 else -x
+
+
+def scaled(x, scale):
+    return x.sum() * scale
+
+
+def squares(x, scale):
+    return x @ scale @ x
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    ("fun", "scale", "rows", "end"),
+    [
+        (in_place, 2.0, "scale     ()      0     ()", ""),
+        (chosen, 2.0, "scale     ()      0     ()", ""),
+        (scaled, None, "", "\n\nscale is None, which passes through whatever its rank."),
+        (squares, V[:, 0], "scale     (5,)    0     ()", ""),  # of another rank than the kernel's
+    ],
+)
+def test_a_mistake_in_the_kernel(fun, scale, rows, end, chunk_size):
+    text = text_of(lambda: auto_vmap(x=1, scale=0, chunk_size=chunk_size)(fun)(V, scale))
+    table = ["argument  shape   rank  one item", "x         (5, 3)  1     (3,)", rows]
+    lines = "".join(f"\n    {row}" for row in table if row)
+    assert text.endswith(f"\nThis error comes from {at(fun)}, called with\n{lines}{end}")
+    assert rankax.__name__ not in text.split("\nThis error")[0]
