@@ -27,11 +27,11 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
-from rankax._call.run import plan_of, run
+from rankax._call.run import plan_of
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
-from rankax._front.jit import JitSpec
+from rankax._front.jit import JitSpec, run_bound
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -67,7 +67,7 @@ class Kernel(Generic[P, R]):
         call = bind(spec, arguments, kwargs, takes_blocks=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
-        return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
+        return run_bound(call)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
