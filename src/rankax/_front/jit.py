@@ -78,18 +78,14 @@ class JitSpec(KernelSpec):
         frame, arrays, call = self._split(call, is_alone=not staged)
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
+        shown = frame.options.progress
         try:
-            return cut(self._compiled(frame, arrays), call, frame.options)
+            with wait_for_reports(shown, self.name), committed_elsewhere(call.where, frame.parts):
+                out = self._jitted(frame, *arrays)
+            return cut(out, call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
-
-    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        name, shown = self.name, frame.options.progress
-        if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
-            return self._jitted(frame, *arrays)
-        with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
-            return self._jitted(frame, *arrays)
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
@@ -164,15 +160,7 @@ class JitSpec(KernelSpec):
         count = frame.treedef.num_leaves
         others = frame.rest_tree.unflatten(leaves[count:])
         call = rebind(self, frame.names, leaves[:count], frame.treedef, others)
-        if not frame.filled:
-            return run(call, frame.options, frame.parts)
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
         out = run(call, marked(call, frame.options), frame.parts)
-        return with_places(out, call, frame.options)
-
-
-def run_bound(call: BoundKernel) -> Any:
-    """Evaluate a bound call of a decorated kernel, by a compiled program with ``jit=True``."""
-    spec = call.kernel
-    return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
+        return with_places(out, call, frame.options) if lengths else out

@@ -25,13 +25,13 @@ from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, Node
 from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
-from rankax._call.bind import bind
+from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, marked
-from rankax._call.run import plan_of
+from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
-from rankax._front.jit import JitSpec, run_bound
+from rankax._front.jit import JitSpec
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -67,7 +67,12 @@ class Kernel(Generic[P, R]):
         call = bind(spec, arguments, kwargs, takes_blocks=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
-        return run_bound(call)
+        return kernel.run_bound(call)
+
+    def run_bound(self, call: BoundKernel) -> Any:
+        """Evaluate a bound call, by a compiled program with ``jit=True``."""
+        spec = self.spec
+        return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
@@ -169,23 +174,20 @@ class Kernel(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<rankax kernel {_described(self.spec)}>"
 
-    def __copy__(self) -> Self:
+    def __deepcopy__(self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _is_found_by_name(self) and not _goes_by_value(self.__module__):
             return self.__qualname__
         return super().__reduce_ex__(protocol)
 
-    def __getstate__(self) -> Any:
-        return dict(vars(self)), self.spec, self.tuning
-
     def __setstate__(self, state: Any) -> None:
-        attributes, self.spec, self.tuning = state
+        attributes, slots = state
         vars(self).update(attributes)
+        self.spec, self.tuning = slots["spec"], slots["tuning"]
         if self.tuning is None:
             self.spec.members.find(frozenset(self.spec.explicit.items()), lambda: self)
 
@@ -214,9 +216,8 @@ class Method(Kernel[P, R]):
         return self  # which makes it a routine, too
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Method):
-            return False
-        return other.__self__ is self.__self__ and other.__func__ is self.__func__
+        is_method = isinstance(other, Method)
+        return is_method and (other.__self__ is self.__self__ and other.__func__ is self.__func__)
 
     def __hash__(self) -> int:
         return hash((self.__func__, id(self.__self__)))
@@ -312,8 +313,6 @@ def _goes_by_value(module: str) -> bool:
 
 # The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-
 
 def _described(spec: KernelSpec, skip: int = 0) -> str:
     """Return name, ranks and options; without the first parameters, which ``skip`` counts."""
@@ -321,7 +320,7 @@ def _described(spec: KernelSpec, skip: int = 0) -> str:
     parameters = [
         shown
         for name, parameter in [*spec.declaration.signature.parameters.items()][skip:]
-        for shown in _ranks(_STARS.get(parameter.kind, "") + name, ranks.get(name))
+        for shown in _ranks(str(inspect.Parameter(name, parameter.kind)), ranks.get(name))
     ]
     options = [f"{name}={value}" for name, value in spec.explicit.items()]
     return ", ".join([f"{spec.name}({', '.join(parameters)})", *options])

@@ -7,6 +7,7 @@ maps a kernel that returns whether an item is NaN or infinite, and reduces its o
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
-from rankax._front.jit import run_bound
 from rankax._loop.keys import PLACE
 from rankax._options import Options
 from rankax._reduce.run import find_mask, read_reductions
@@ -151,19 +151,23 @@ def check(
         one = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
         by_item = [one(them.inputs(index, call.leaves)) for index in chosen]
         wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
-        whole = run_bound(call)
+        whole = kernel.run_bound(call)
         names = [path for path, _ in leaves_with_names(whole, "output")]
-        for path, want, got in zip(names, wanted, them.gathered(whole, chosen), strict=True):
-            ulps, (number, *_) = _difference(want, got)
-            differences.append((path, ulps, chosen[number]))
-            item = them.arguments(chosen[number])
-            _check_rounding(site, differences[-1], want[number], got[number], item)
-        if gradient:
-            draws = [random.normal(size=want.shape) for want in wanted]
-            for path, want, got in _gradients(kernel, them, chosen, draws):
-                ulps, place = _difference(want, got)
-                differences.append((path, ulps, place))
-                _check_rounding(site, differences[-1], want[place], got[place])
+        values = zip(names, wanted, them.gathered(whole, chosen), strict=True)
+        draws = [random.normal(size=want.shape) for want in wanted]
+        gradients = _gradients(kernel, them, chosen, draws) if gradient else ()
+        for path, want, got in itertools.chain(values, gradients):
+            ulps, place = _difference(want, got)
+            is_value = len(differences) < len(names)
+            at, one = (chosen[place[0]], place[:1]) if is_value else (place, place)
+            differences.append((path, ulps, at))
+            # What may be rounding: a chunk adds in another order, and fuses other operations.
+            if ulps > (_eps(want.dtype) ** -0.5 if _has_gradient(want) else 0):
+                item = f"; the item has {_shown(them.arguments(at))}" if is_value else ""
+                raise ValueError(
+                    f"{site}: {path} at {list(at)} is {_text(got[one])}, but the kernel by itself "
+                    f"gives {_text(want[one])} ({ulps:.3g} ulps of the largest number){item}"
+                )
     return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences))
 
 
@@ -193,7 +197,7 @@ def _gradients(
         return sum(map(jnp.sum, terms), jnp.zeros(()))
 
     def of_call(values: Mapping[int, Any]) -> Any:
-        outs = run_bound(dataclasses.replace(call, leaves=merged(values)))
+        outs = kernel.run_bound(dataclasses.replace(call, leaves=merged(values)))
         return weighed(them.gathered(outs, chosen), draws)
 
     def of_item(values: Mapping[int, Any], number: int) -> Any:
@@ -237,23 +241,6 @@ def _difference(want: Any, got: Any) -> tuple[float, Index]:
         apart = jnp.where(jnp.isnan(want) & jnp.isnan(got), 0, jnp.minimum(apart, ulps))
     where = jnp.unravel_index(jnp.argmax(apart), want.shape)
     return float(jnp.max(apart)), tuple(map(int, where))
-
-
-def _check_rounding(
-    site: str,
-    difference: tuple[str, float, Index],
-    want: Any,
-    got: Any,
-    arguments: Mapping[str, Any] | None = None,
-) -> None:
-    """Refuse what is no rounding: a chunk adds in another order, and fuses other operations."""
-    path, ulps, at = difference
-    if ulps > (_eps(want.dtype) ** -0.5 if _has_gradient(want) else 0):
-        item = f"; the item has {_shown(arguments)}" if arguments else ""
-        raise ValueError(
-            f"{site}: {path} at {list(at)} is {_text(got)}, but the kernel by itself gives "
-            f"{_text(want)} ({ulps:.3g} ulps of the largest number){item}"
-        )
 
 
 def _numbers(value: Any) -> Any:
