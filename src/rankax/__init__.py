@@ -26,7 +26,7 @@ __all__ = [
 
 import rankax.plans as plans
 import rankax.reductions as reductions
-from rankax._declare.like import ranks_like
+from rankax._declare.ranks import ranks_like
 from rankax._declare.split_key import SplitKey
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._front.auto_vmap import auto_vmap
