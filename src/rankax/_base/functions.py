@@ -45,18 +45,13 @@ def function_location(fun: Callable[..., Any]) -> str:
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """Name positional arguments as ``fun`` does; by position if it has no signature."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    """Name positional arguments as ``fun`` does; by position if its signature has no names."""
     names: list[str] = []
-    for parameter in parameters:
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
-    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
+    with contextlib.suppress(TypeError, ValueError):
+        for name, value in inspect.signature(fun).bind_partial(*range(count)).arguments.items():
+            items = [f"{name}[{i}]" for i in range(len(value))] if type(value) is tuple else [name]
+            names += items
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..., Any]:
@@ -68,9 +63,8 @@ def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..
 
     def decorate(traced: Any) -> Any:
         traced = functools.wraps(fun, updated=())(traced)
-        signature = _signature(tuple(paths)) if paths else getattr(fun, "__signature__", None)
-        if signature is not None:
-            traced.__signature__ = signature
+        if paths:
+            traced.__signature__ = _signature(tuple(paths))
         return traced
 
     return decorate

@@ -71,33 +71,26 @@ def field_names(node: Any, children: list[Child]) -> list[str] | None:
     return None
 
 
-_SHARED = (int, float, complex, str, bytes, type(None))  # Python may share equal objects
-
-
 def _attributes_of(node: Any, children: list[Any]) -> list[str | None]:
     """Return the attribute that holds each child of a class registered without keys.
 
-    An attribute holds a child if it is the same object. If that is ambiguous (an object occurs
-    twice, or Python shares it, like small ints), the attributes of a copy of the node with distinct
-    children decide. A child without an unambiguous attribute has None.
+    An attribute holds a child if it is the same object, in a copy of the node with distinct
+    children if there can be one: an object may occur twice, and Python shares some, like small
+    ints. A child without an unambiguous attribute has None.
     """
     attributes = _attributes(node)
-    names = [{name for name, value in attributes.items() if value is child} for child in children]
-    if any(len(n) > 1 or isinstance(c, _SHARED) for n, c in zip(names, children, strict=True)):
-        marks = [object() for _ in children]
-        with contextlib.suppress(Exception):  # the class may not accept such children
-            copied = _attributes(flatten_once(node)[1].unflatten(marks))
-            names = [
-                {name for name in known if copied.get(name) is mark}
-                for known, mark in zip(names, marks, strict=True)
-            ]
-    single = [next(iter(known)) if len(known) == 1 else None for known in names]
+    with contextlib.suppress(Exception):  # the class may not accept such children
+        marks: list[Any] = [object() for _ in children]
+        attributes = _attributes(flatten_once(node)[1].unflatten(marks))
+        children = marks
+    names = [[name for name, value in attributes.items() if value is child] for child in children]
+    single = [known[0] if len(known) == 1 else None for known in names]
     return [name if single.count(name) == 1 else None for name in single]
 
 
 def _attributes(node: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, without its properties."""
-    state = object.__getstate__(node)
+    state: Any = object.__getstate__(node)
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     return {**(attributes or {}), **(slots or {})}
 
@@ -323,9 +316,7 @@ def check_leaves(site: str, tree: Any, name: str) -> None:
     """Refuse a leaf that is not an array or a scalar."""
     for path, leaf in leaves_with_names(tree, name):
         check_no_ref(leaf, site, path)
-        if isinstance(leaf, (jax.Array, int, float, complex)):
-            continue
-        if not _is_array_like(leaf):
+        if not (isinstance(leaf, (jax.Array, int, float, complex)) or _is_array_like(leaf)):
             raise TypeError(f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}")
 
 

@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, UnreadableError, parse_dims
 from rankax._declare.split_key import SplitKey, key_rank, marked
+
+Names = dict[str, Any]  # what the names in an annotation mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozen
     return frozenset(name for name in names if name in hints and _is_silent(hints[name], scope))
 
 
-def _is_silent(hint: Any, names: _Names) -> bool:
+def _is_silent(hint: Any, names: Names) -> bool:
     """Return whether a type is neither for arrays, nor for any value, nor a container of such."""
     try:
         hint = _resolved(hint, names)
@@ -131,7 +133,7 @@ class _Reader:
         # For each class being read, the variadics of the current field, and whether each is alone.
         self.variadics: list[list[tuple[str, bool]]] = []
 
-    def rank(self, hint: Any, names: _Names) -> Any:
+    def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None if it declares no rank."""
         hint = _resolved(hint, names)
         if hint is SplitKey or marked(hint):
@@ -157,7 +159,7 @@ class _Reader:
             return _unpacked(tree) if getattr(hint, "__unpacked__", False) else tree
         return None
 
-    def _split_key(self, hint: Any, names: _Names) -> Rank:
+    def _split_key(self, hint: Any, names: Names) -> Rank:
         """Read ``Annotated[PRNGKeyArray, SplitKey]``, also with `Any` in place of the key type."""
         if marked(hint):
             base = self.rank(typing.get_args(hint)[0], names)
@@ -177,7 +179,7 @@ class _Reader:
             return rank
         return dataclasses.replace(rank, is_key=True)
 
-    def _pytree(self, leaf: Any, names: _Names) -> Rank | None:
+    def _pytree(self, leaf: Any, names: Names) -> Rank | None:
         rank = self.rank(leaf, names)
         if rank is None or isinstance(rank, Rank):
             return rank
@@ -186,7 +188,7 @@ class _Reader:
             "are; give the parameter a rank tree explicitly"
         )
 
-    def _alias(self, alias: Any, args: tuple[Any, ...], names: _Names) -> Any:
+    def _alias(self, alias: Any, args: tuple[Any, ...], names: Names) -> Any:
         """Read a ``type X = ...`` statement."""
         if alias in self.aliases:
             raise UnreadableError(
@@ -198,7 +200,7 @@ class _Reader:
         self.aliases.discard(alias)
         return rank
 
-    def _union(self, members: Sequence[Any], names: _Names) -> Any:
+    def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Return the one rank of all array types of a union; other members are ignored."""
         members = [_resolved(member, names) for member in members]
         if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
@@ -214,7 +216,7 @@ class _Reader:
             ranks += [Rank(0) for member in members if _is_subclass(member, _NUMBERS)]
         return _common(ranks)
 
-    def _collection(self, origin: type, args: tuple[Any, ...], names: _Names) -> Any:
+    def _collection(self, origin: type, args: tuple[Any, ...], names: Names) -> Any:
         if issubclass(origin, tuple) and not (len(args) == 2 and args[1] is Ellipsis):
             items = tuple(self.rank(arg, names) for arg in args)
             return items if any(item is not None for item in items) else None
@@ -224,7 +226,7 @@ class _Reader:
         # One rank applies to all leaves below it, but a list under one rank means an array.
         return entry if entry is None or spreads else Items({}, entry)
 
-    def _class(self, cls: type, names: _Names, bound: dict[Any, Any]) -> ByKey | None:
+    def _class(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
         if cls in self.classes:
             return self.classes[cls]
@@ -232,7 +234,7 @@ class _Reader:
             return self._fields(cls, names, bound)
         return _class_trees.find(cls, lambda: self._fields(cls, names, bound))
 
-    def _fields(self, cls: type, names: _Names, bound: dict[Any, Any]) -> ByKey | None:
+    def _fields(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
         node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
@@ -271,7 +273,7 @@ def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> N
 
 def _fields_of_subclass(cls: type) -> dict[str, Any]:
     """Read a subclass that was passed for the annotated class; it may have more fields."""
-    tree = _Reader().rank(cls, _Names({}, {}, dict))
+    tree = _Reader().rank(cls, {})
     return {} if tree is None else dict(tree.entries)
 
 
@@ -340,27 +342,20 @@ class _UnresolvedError(Exception):
     """An annotation is a string that cannot be evaluated."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """The scopes in which the names of an annotation are looked up."""
-
-    module: dict[str, Any]
-    local: Mapping[str, Any]  # the class body and type parameters
-    enclosing: Callable[[], Mapping[str, Any]]  # the enclosing functions; called only when needed
-
-
-def _hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], _Names]:
-    """Return the annotations of a kernel as written, and the scopes of their names."""
+def _hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], Names]:
+    """Return the annotations of a kernel as written, and what their names mean."""
     target: Any = fun.func if isinstance(fun, functools.partial) else fun
     if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
         target = type(target).__call__
     written: Any = unwrapped(target)
-    names = _Names(
-        getattr(written, "__globals__", {}),
-        {parameter.__name__: parameter for parameter in getattr(written, "__type_params__", ())},
-        functools.cache(functools.partial(_enclosing_names, written)),
-    )
-    return getattr(target, "__annotations__", {}), names
+    if not (hints := getattr(target, "__annotations__", {})):
+        return {}, {}
+    names = {**_enclosing_names(written), **getattr(written, "__globals__", {})}
+    return hints, {**names, **_type_parameters(written)}
+
+
+def _type_parameters(generic: Any) -> dict[str, Any]:
+    return {parameter.__name__: parameter for parameter in getattr(generic, "__type_params__", ())}
 
 
 def _enclosing_names(fun: Any) -> dict[str, Any]:
@@ -410,15 +405,13 @@ def _value_of(alias: Any) -> Any:
         raise _UnresolvedError(f"the type {alias.__name__} cannot be resolved ({error})") from None
 
 
-def _field_hints(cls: Any, names: _Names) -> dict[str, tuple[Any, _Names]]:
-    """Return the annotation of each field of a class, with the scopes of its names."""
-    hints: dict[str, tuple[Any, _Names]] = {}
+def _field_hints(cls: Any, names: Names) -> dict[str, tuple[Any, Names]]:
+    """Return the annotation of each field of a class, and what its names mean."""
+    hints: dict[str, tuple[Any, Names]] = {}
     for base in reversed(cls.__mro__):
         if annotations := inspect.get_annotations(base):
-            module = sys.modules.get(base.__module__)
-            parameters = {p.__name__: p for p in getattr(base, "__type_params__", ())}
-            local = collections.ChainMap(dict(vars(base)), parameters)
-            scope = _Names(vars(module) if module else {}, local, names.enclosing)
+            module = getattr(sys.modules.get(base.__module__), "__dict__", {})
+            scope = {**names, **module, **_type_parameters(base), **vars(base)}
             hints.update({name: (hint, scope) for name, hint in annotations.items()})
     fields = getattr(cls, "_fields", hints)
     if dataclasses.is_dataclass(cls):
@@ -426,7 +419,7 @@ def _field_hints(cls: Any, names: _Names) -> dict[str, tuple[Any, _Names]]:
     return {name: hints[name] for name in fields if name in hints}
 
 
-def _resolved(hint: Any, names: _Names) -> Any:
+def _resolved(hint: Any, names: Names) -> Any:
     """Evaluate an annotation that is a string or a forward reference, as Python would.
 
     Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
@@ -440,10 +433,7 @@ def _resolved(hint: Any, names: _Names) -> Any:
     while isinstance(hint, (str, typing.ForwardRef)):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
         try:
-            try:
-                hint = eval(text, names.module, names.local)
-            except NameError:
-                hint = eval(text, names.module, {**names.enclosing(), **names.local})
+            hint = eval(text, names)
         except Exception as error:
             raise _UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
     while not marked(hint):

@@ -274,7 +274,8 @@ def _ranks_of(item: Any, name: str) -> Any:
     ranks = [_ranks_of(child.value, name + child.name) for child in children]
     with contextlib.suppress(Exception):  # a class may check its children, or convert them
         tree = flatten_once(item)[1].unflatten(ranks)
-        inside, given = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (tree, ranks))
+        inside = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+        given = jax.tree.leaves(ranks, is_leaf=lambda x: x is None)
         if list(map(id, inside)) == list(map(id, given)):
             return tree
     if (fields := field_names(item, children)) is not None:

@@ -5,7 +5,7 @@ Tools treat it as they treat a function, because it has ``__get__`` and no ``__s
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
 `functools.wraps` does, copies those of the user only. It is copied and pickled as a function is, by
-its name if that leads back to it; a bound method, by its object and its name.
+its name if that leads back to it; a bound method, by its kernel and its object.
 """
 
 from __future__ import annotations
@@ -55,9 +55,20 @@ class Kernel(Generic[P, R]):
     tuning: Tuning | None
 
     def __init__(self, spec: KernelSpec, tuning: Tuning | None = None) -> None:
-        _wrap_as(self, spec.fun)
-        self.spec = spec
-        self.tuning = tuning
+        self.spec, self.tuning = spec, tuning
+        # As `functools.wraps` does, also for a callable without a name.
+        if hasattr(spec.fun, "__name__"):
+            functools.update_wrapper(self, spec.fun)
+        else:
+            # A partial is named and described by its function, another callable by its class.
+            named = unwrapped(spec.fun)
+            named = named if hasattr(named, "__name__") else type(named)
+            described = ("__module__", "__name__", "__qualname__", "__doc__")
+            functools.update_wrapper(self, named, described, updated=())
+            self.__wrapped__ = spec.fun
+        for name in vars(self).keys() & vars(Kernel).keys():
+            if not name.startswith("__"):  # an attribute of the user's would hide a method
+                del vars(self)[name]
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
@@ -225,13 +236,10 @@ class Method(Kernel[P, R]):
     def __repr__(self) -> str:
         return f"<rankax method {_described(self.spec, skip=1)} of {self.__self__!r}>"
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any = None) -> Any:
         return Method(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        name = self.__func__.__name__
-        if getattr(self.__self__, name, None) == self:
-            return getattr, (self.__self__, name)
         return Method, (self.__func__, self.__self__)
 
 
@@ -268,22 +276,6 @@ def kernel_of(
         return Kernel(kind(fun, declaration, explicit, members))
 
     return members.find(frozenset(explicit.items()), make)
-
-
-def _wrap_as(kernel: Kernel[..., Any], fun: Callable[..., Any]) -> None:
-    """Do what `functools.wraps` does, also for a callable without a name."""
-    if hasattr(fun, "__name__"):
-        functools.update_wrapper(kernel, fun)
-    else:
-        # A partial is named and described by its function, another callable by its class.
-        named = unwrapped(fun)
-        named = named if hasattr(named, "__name__") else type(named)
-        described = ("__module__", "__name__", "__qualname__", "__doc__")
-        functools.update_wrapper(kernel, named, described, updated=())
-        kernel.__wrapped__ = fun
-    for name in vars(kernel).keys() & vars(Kernel).keys():
-        if not name.startswith("__"):  # an attribute of the user's would hide a method
-            del vars(kernel)[name]
 
 
 # Pickling.

@@ -24,6 +24,7 @@ from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
 from rankax._loop.keys import PLACE
 from rankax._options import Options
+from rankax._reduce.protocol import Several
 from rankax._reduce.run import find_mask, read_reductions
 from rankax._reduce.winners import TopK
 
@@ -272,29 +273,27 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     them = _CallItems(bind(spec, args, kwargs), options)
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
-        reduce = read_reductions({"count": "sum", "first": TopK(min(most, total))}, site)
+        reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
         declaration = dataclasses.replace(spec.declaration, outputs=None)
         odd = KernelSpec(_is_odd(spec, given.where, gradient), declaration, {}, spec.members)
-        found = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
-        count = int(found["count"])
-        flat = np.asarray(found["first"].indices)[:count]
+        found, first = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
+        count = int(found)
+        flat = np.asarray(first.indices)[:count]
     indices = np.stack(np.unravel_index(flat, them.shape or (1,)), -1)[:, : len(them.shape)]
     arguments = tuple(them.arguments(tuple(index)) for index in indices.tolist())
     what = "gradient" if gradient else "value"
     return NonFinite(spec.name, what, them.shape, count, indices, arguments)
 
 
-def _is_odd(
-    spec: KernelSpec, mask: str | int | None, gradient: bool
-) -> Callable[..., dict[str, jax.Array]]:
-    """Return a kernel that says whether an item is not finite: as a number, and to be ranked."""
+def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callable[..., jax.Array]:
+    """Return a kernel that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
         leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _has_gradient(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
     @functools.wraps(spec.fun)
-    def is_odd(*args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+    def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
         call = bind(spec, args, kwargs)
         places = [i for i, leaf in enumerate(call.leaves) if gradient and _has_gradient(leaf)]
 
@@ -312,6 +311,6 @@ def _is_odd(
             is_bad = ~is_bad & ~is_finite(pull([jnp.ones_like(x) for x in outs]))
         if mask is not None:
             is_bad &= find_mask(out, mask)[1]
-        return {"count": is_bad.astype(jnp.int32), "first": is_bad.astype(jnp.int32)}
+        return is_bad.astype(jnp.int32)
 
     return is_odd
