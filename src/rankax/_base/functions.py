@@ -63,8 +63,9 @@ def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..
 
     def decorate(traced: Any) -> Any:
         traced = functools.wraps(fun, updated=())(traced)
-        if paths:
-            traced.__signature__ = _signature(tuple(paths))
+        signature = _signature(tuple(paths)) if paths else getattr(fun, "__signature__", None)
+        if signature is not None:
+            traced.__signature__ = signature
         return traced
 
     return decorate

@@ -88,7 +88,13 @@ def declare(
         The names of all options, to recognize misspelled ones.
     """
     site = f"auto_vmap({function_name(fun)})"
-    signature = _signature(fun, site)
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # as many builtins
+        raise TypeError(
+            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
+            "be bound to them; wrap it in a function that names its own"
+        ) from None
     by_parameter = checked_ranks(ranks, signature, site)
     if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
         if named or by_parameter:
@@ -134,16 +140,6 @@ def declare(
         bound.outputs if bound.outputs is not None else annotated.get("return"),
         silent_parameters(fun, unranked) if implicit else frozenset(),
     )
-
-
-def _signature(fun: Callable[..., Any], site: str) -> inspect.Signature:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # as many builtins
-        raise TypeError(
-            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
-            "be bound to them; wrap it in a function that names its own"
-        ) from None
 
 
 def subtrees_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:

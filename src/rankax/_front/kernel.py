@@ -5,7 +5,7 @@ Tools treat it as they treat a function, because it has ``__get__`` and no ``__s
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
 `functools.wraps` does, copies those of the user only. It is copied and pickled as a function is, by
-its name if that leads back to it; a bound method, by its kernel and its object.
+its name if that leads back to it; a bound method, by its object and its name.
 """
 
 from __future__ import annotations
@@ -240,6 +240,9 @@ class Method(Kernel[P, R]):
         return Method(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        name = self.__func__.__name__
+        if getattr(self.__self__, name, None) == self:
+            return getattr, (self.__self__, name)
         return Method, (self.__func__, self.__self__)
 
 

@@ -301,7 +301,7 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
             leaves = list(call.leaves)
             for i, value in zip(places, values, strict=True):
                 leaves[i] = value
-            out = run(dataclasses.replace(call, leaves=leaves), Options())
+            out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
             return [x for x in jax.tree.leaves(out) if _has_gradient(x)], out
 
