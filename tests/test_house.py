@@ -45,7 +45,7 @@ MOST_LINES_OF_CODE = {
     "_errors": 4,
     "_static": 17,
     "_base": 460,
-    "_declare": 715,
+    "_declare": 709,
     "_trace": 1135,
     "_plan": 905,
     "_progress": 210,

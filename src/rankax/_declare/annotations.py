@@ -18,7 +18,6 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.cache import Kept
 from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
@@ -115,7 +114,6 @@ _ARRAYS = (jax.Array, np.ndarray)
 _ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
 _KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
 _ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
-_class_trees: Kept[ByKey | None] = Kept(256)  # shared by all kernels that take a class
 
 
 class _Reader:
@@ -230,11 +228,6 @@ class _Reader:
         """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
         if cls in self.classes:
             return self.classes[cls]
-        if self.classes or bound:  # inside a recursive class a tree may be incomplete
-            return self._fields(cls, names, bound)
-        return _class_trees.find(cls, lambda: self._fields(cls, names, bound))
-
-    def _fields(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
         node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
