@@ -59,7 +59,7 @@ MOST_LINES_OF_CODE = {
     "_call": 1520,
     "_tune": 467,
     "_blocks": 785,
-    "_front": 942,
+    "_front": 947,
     "reductions": 31,
     "plans": 19,
     "xarray": 365,
