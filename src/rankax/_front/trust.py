@@ -149,8 +149,8 @@ def check(
     chosen = _chosen(them.shape, items, random)
     differences: list[tuple[str, float, Index]] = []
     if chosen:
-        one = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
-        by_item = [one(them.inputs(index, call.leaves)) for index in chosen]
+        alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
+        by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
         wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
         whole = kernel.run_bound(call)
         names = [path for path, _ in leaves_with_names(whole, "output")]
