@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+import stamp
 from tile_kernels import CASES
 from tiles import CHUNK, compiled
 
@@ -72,8 +73,9 @@ def main() -> None:
         "",
         f"Written by `python benchmarks/flags.py`. jax {jax.__version__}, cpu, one core, float32.",
         "",
-        f"Milliseconds of processor time, medians; rankax in chunks of {CHUNK}. Flags: none; `loops` is "
-        f"`{FLAGS['loops']}`; `sums` is `{FLAGS['sums']}`. The fastest of a row is bold.",
+        "Milliseconds of processor time, medians; rankax in chunks of "
+        f"{CHUNK}. Flags: none; `loops` is `{FLAGS['loops']}`; `sums` is `{FLAGS['sums']}`. "
+        "The fastest of a row is bold.",
         "",
         "| kernel |  | " + " | ".join(columns) + " |",
         "| --- | --- |" + " ---: |" * len(columns),
@@ -94,7 +96,7 @@ def main() -> None:
     for server in servers.values():
         server.stdin.close()
         server.wait()
-    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    stamp.write(RESULTS, "\n".join(lines))
 
 
 if __name__ == "__main__":

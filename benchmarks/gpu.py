@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import stamp
 from lockstep import oscillator
 from rankax import auto_vmap, chunked_vmap
 from report import machine
@@ -193,8 +194,7 @@ def main() -> None:
         text += f"\n## {title}\n\n{table(list(question(options.small)))}\n"
         print(text.rpartition("\n## ")[2], flush=True)
     if not options.small:
-        path = Path(__file__).parent / "results" / f"{ran['platform']}-first.md"
-        path.write_text(text, encoding="utf-8")
+        stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
 
 
 if __name__ == "__main__":

@@ -157,14 +157,14 @@ MUTANTS = [
     ),
     Mutant(
         "a Gram matrix of columns is not conjugated",
-        "_front/basis.py",
+        "_front/jacobians.py",
         "jnp.conj(leaf) * weight",
         "leaf * weight",
         "jacobians::the_gram_matrix_of_a_complex_jacobian",
     ),
     Mutant(
         "the basis of a Jacobian begins one number late",
-        "_front/basis.py",
+        "_front/jacobians.py",
         "_size(self.basis)) == number",
         "_size(self.basis)) == number + 1",
         "jacobians::as_in_jax",

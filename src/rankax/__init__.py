@@ -26,12 +26,11 @@ __all__ = [
 
 import rankax.plans as plans
 import rankax.reductions as reductions
-from rankax._declare.like import ranks_like
+from rankax._declare.ranks import ranks_like
 from rankax._declare.split_key import SplitKey
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._front.auto_vmap import auto_vmap
-from rankax._front.chunked_reduce import chunked_reduce
-from rankax._front.chunked_vmap import chunked_vmap
+from rankax._front.chunked import chunked_reduce, chunked_vmap
 from rankax._front.jacobians import chunked_hessian, chunked_jacfwd, chunked_jacrev
 from rankax._options import options
 from rankax._scan.checkpointed import checkpoint_chunked_scan

@@ -48,8 +48,6 @@ from typing_extensions import TypeAliasType
 
 from helpers import assert_same
 from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
-from rankax._base.cache import Kept
-from rankax._declare import annotations
 
 Vector = Float[Array, "3"]
 Meters = NewType("Meters", Float[Array, ""])
@@ -647,6 +645,7 @@ def test_a_type_statement_that_cannot_be_evaluated(value, why):
     assert str(caught.value) == message
     plan = auto_vmap(x=None)(namespace["kernel"]).plan(object(), matrix)
     assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("y", 1)]
+    assert auto_vmap(y=None)(namespace["kernel"]).plan(object(), matrix).leaves == ()
 
 
 Endless = TypeAliasType("Endless", list["Endless"])
@@ -664,13 +663,6 @@ def test_type_aliases_of_typing_extensions():
         "auto_vmap(kernel): the annotation of x: the type Endless contains itself, so it does not "
         "say at which depth the arrays are; give the parameter a rank or a rank tree explicitly"
     )
-
-
-def test_classes_that_left_the_cache_are_read_again(monkeypatch):
-    monkeypatch.setattr(annotations, "_class_trees", Kept(1))
-    for _ in range(2):
-        assert ranks(Pose, Pose(matrix, matrix)) == {"x.rotation": 2, "x.translation": 1}
-        assert ranks(Tree, Tree([], matrix)) == {"x.at": 1}
 
 
 # Where a name cannot be found.

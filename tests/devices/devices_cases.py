@@ -1367,6 +1367,15 @@ def stretched_axes_of_any_length(mesh):
     same(jax.grad(own, (0, 1))(x, y), jax.grad(one, (0, 1))(x, y))
 
 
+@case
+def all_items_are_finite(mesh):
+    fun = auto_vmap(x=1, w=2, chunk_size=2)(scalar)
+    with inside(mesh):
+        for gradient in (False, True):
+            found = fun.nonfinite(put(mesh, X, "d"), put(mesh, W), gradient=gradient)
+            assert found.count == 0
+
+
 # Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it. One
 # kernel has an output for each, and an argument, for a gradient is then that of one kind.
 

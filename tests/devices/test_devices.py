@@ -56,6 +56,7 @@ def process(devices):
         ("the_plan_says_it", "Auto", 4),
         slow("shard_map_checks_what_varies", "Auto", 4),
         ("errors", "Auto", 4),
+        enters_mesh("all_items_are_finite", "Explicit", 4),
         ("kernels_that_take_a_batch", "Auto", 4),
         enters_mesh("kernels_that_take_a_batch", "Explicit", 4, also=[pytest.mark.slow]),
         ("maps_of_any_length_send_nothing_inside", "Auto", 4),

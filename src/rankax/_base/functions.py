@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from types import TracebackType
+import traceback
+import types
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from rankax._base.words import table
@@ -43,18 +45,13 @@ def function_location(fun: Callable[..., Any]) -> str:
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """Name positional arguments as ``fun`` does; by position if it has no signature."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    """Name positional arguments as ``fun`` does; by position if its signature has no names."""
     names: list[str] = []
-    for parameter in parameters:
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
-    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
+    with contextlib.suppress(TypeError, ValueError):
+        for name, value in inspect.signature(fun).bind_partial(*range(count)).arguments.items():
+            items = [f"{name}[{i}]" for i in range(len(value))] if type(value) is tuple else [name]
+            names += items
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 def traced_as(fun: Callable[..., Any], paths: Sequence[str] = ()) -> Callable[..., Any]:
@@ -84,8 +81,12 @@ def _signature(paths: tuple[str, ...]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
-class NotedErrors:
-    """A ``with`` block around the call of a kernel: a note at its errors names its arguments.
+@contextlib.contextmanager
+def noted_errors(
+    fun: Callable[..., Any],
+    describe: Callable[[], tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]],
+) -> Generator[None]:
+    """Note at the errors of a kernel, which is called in the ``with`` block, its arguments.
 
     Of kernels inside each other, the innermost one is named. Errors of this library have no note,
     because they name the place themselves: they are raised by a function inside the block that is
@@ -98,41 +99,26 @@ class NotedErrors:
     describe : callable
         Returns the header of a table, its rows, and more sentences.
     """
-
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        describe: Callable[[], tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]],
-    ) -> None:
-        self.fun, self.describe = fun, describe
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: Any, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or _is_own(traceback):
-            return
+    try:
+        yield
+    except Exception as error:
         begin = "This error comes from "
-        if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
-            return
-        header, rows, sentences = self.describe()
-        note = f"{begin}{function_location(self.fun)}"
-        if rows:
-            note += ", called with\n\n" + table(header, rows[:_MOST_ROWS], ())
-        if len(rows) > _MOST_ROWS:
-            note += f"\n    ... {len(rows) - _MOST_ROWS} more"
-        error.add_note("\n\n".join([note, *sentences]))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # The first two are those of this function and of the block.
+        is_own = len(frames) > 2 and _package(frames[-1]) == "rankax"
+        if not (is_own or any(n.startswith(begin) for n in getattr(error, "__notes__", ()))):
+            header, rows, sentences = describe()
+            note = f"{begin}{function_location(fun)}"
+            if rows:
+                note += ", called with\n\n" + table(header, rows[:_MOST_ROWS], ())
+            if len(rows) > _MOST_ROWS:
+                note += f"\n    ... {len(rows) - _MOST_ROWS} more"
+            error.add_note("\n\n".join([note, *sentences]))
+        raise
 
 
-def _is_own(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised by a function of this library that a kernel called."""
-    if traceback is None or traceback.tb_next is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "rankax"
+def _package(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 # JAX may stand between the caller and this library, as in `jax.vmap(kernel)`.
@@ -142,6 +128,6 @@ _BETWEEN = ("rankax", "jax", "contextlib")
 def caller_level() -> int:
     """Return the ``stacklevel`` with which a warning shows the line that called this library."""
     frame, level = inspect.currentframe(), 0
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while frame and _package(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level  # this function's frame takes the place of that of `warnings.warn`

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
@@ -70,44 +71,28 @@ def field_names(node: Any, children: list[Child]) -> list[str] | None:
     return None
 
 
-_SHARED = (int, float, complex, str, bytes, type(None))  # Python may share equal objects
-
-
 def _attributes_of(node: Any, children: list[Any]) -> list[str | None]:
     """Return the attribute that holds each child of a class registered without keys.
 
-    An attribute holds a child if it is the same object. If that is ambiguous (an object occurs
-    twice, or Python shares it, like small ints), the attributes of a copy of the node with distinct
-    children decide. A child without an unambiguous attribute has None.
+    An attribute holds a child if it is the same object, in a copy of the node with distinct
+    children if there can be one: an object may occur twice, and Python shares some, like small
+    ints. A child without an unambiguous attribute has None.
     """
     attributes = _attributes(node)
-    names = [{name for name, value in attributes.items() if value is child} for child in children]
-    if any(len(n) > 1 or isinstance(c, _SHARED) for n, c in zip(names, children, strict=True)):
-        marks = [object() for _ in children]
-        try:
-            copied = _attributes(flatten_once(node)[1].unflatten(marks))
-        except Exception:  # the class does not accept such children
-            copied = None
-        if copied is not None:
-            names = [
-                {name for name in known if copied.get(name) is mark}
-                for known, mark in zip(names, marks, strict=True)
-            ]
-    single = [next(iter(known)) if len(known) == 1 else None for known in names]
+    with contextlib.suppress(Exception):  # the class may not accept such children
+        marks: list[Any] = [object() for _ in children]
+        attributes = _attributes(flatten_once(node)[1].unflatten(marks))
+        children = marks
+    names = [[name for name, value in attributes.items() if value is child] for child in children]
+    single = [known[0] if len(known) == 1 else None for known in names]
     return [name if single.count(name) == 1 else None for name in single]
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, without running any code of its class."""
-    slots = [vars(cls).get("__slots__", ()) for cls in type(node).__mro__]
-    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
-    attributes: dict[str, Any] = dict(getattr(node, "__dict__", {}))
-    for name in names:
-        try:
-            attributes.setdefault(name, object.__getattribute__(node, name))
-        except AttributeError:  # never assigned
-            continue
-    return attributes
+    """Return the attributes of an object by name, without its properties."""
+    state: Any = object.__getstate__(node)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 # Prefixes. Their entries have keys as JAX prints them in a path: "[0]", "['mass']", ".rotation".
@@ -146,16 +131,12 @@ def entries(prefix: Any) -> Iterator[Any]:
     seen: set[int] = set()
     waiting = [prefix]
     while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ByKey, Items, Node)):
-            if id(node) not in seen:
-                waiting += node.entries.values()
-                waiting += [node.rest] if isinstance(node, Items) else []
-            seen.add(id(node))
-        elif node is None or is_leaf(node):
-            yield node
-        else:
-            waiting += [child for _, child in flatten_once(node)[0]]
+        for node in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: x is None):
+            if not isinstance(node, (ByKey, Items, Node)):
+                yield node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                waiting += [*node.entries.values(), getattr(node, "rest", None)]
 
 
 def leaves_with_names(
@@ -184,23 +165,20 @@ def check_returned(fun: Callable[..., Any], out: Any) -> None:
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
     """Refuse outputs of a kernel other than arrays and numbers."""
     check_returned(fun, out)
-    if all(isinstance(leaf, jax.Array) or _is_value(leaf) for leaf in jax.tree.leaves(out)):
-        return
-    name, leaf = next(pair for pair in leaves_with_names(out, "output") if not _is_value(pair[1]))
-    raise TypeError(
-        f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, but "
-        "outputs must be arrays or numbers; leave it out, or wrap it in rankax.Static"
-    )
+    for i, leaf in enumerate(jax.tree.leaves(out)):
+        if not _is_value(leaf):
+            name = leaves_with_names(out, "output")[i][0]
+            raise TypeError(
+                f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, "
+                "but outputs must be arrays or numbers; leave it out, or wrap it in rankax.Static"
+            )
 
 
 def _is_value(leaf: Any) -> bool:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return False
-    try:
+    with contextlib.suppress(TypeError):
         jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
+        return not isinstance(leaf, jax.ShapeDtypeStruct)
+    return False
 
 
 def spread_prefix(
@@ -308,53 +286,45 @@ def _misfit(prefix: Node, tree: Any, children: list[Child], name: str, what: str
     keys = {child.key for child in children}
     missing = [name + key for key in prefix.entries if key not in keys]
     extra = [name + child.name for child in children if child.key not in prefix.entries]
-    sentences = _no_entry(extra, name, what)
-    if missing:
-        absent = f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
-        sentences = [absent, *sentences]
-    return "; ".join(sentences)
-
-
-def _no_entry(extra: list[str], name: str, what: str) -> list[str]:
-    if not extra:
-        return []
-    return [f"the {what} of {name} has no entry for {listed(extra)} (None would leave it as it is)"]
+    absent = f"the {what} of {name} has an entry for {listed(missing)}, which is absent"
+    return _joined([absent] if missing else [], extra, name, what)
 
 
 def _other_fields(
     by_name: Mapping[str, Any], tree: Any, fields: list[str], name: str, what: str
 ) -> str:
     sentences: list[str] = []
-    for field in by_name:
-        if field not in fields:
-            close = difflib.get_close_matches(field, fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(fields)}"
-            sentences.append(
-                f"the {what} of {name} has an entry for {field!r}, which is no field of "
-                f"{_kind(tree)} that holds arrays; {hint}"
-            )
+    for field in [field for field in by_name if field not in fields]:
+        close = difflib.get_close_matches(field, fields, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(fields)}"
+        sentences.append(
+            f"the {what} of {name} has an entry for {field!r}, which is no field of "
+            f"{_kind(tree)} that holds arrays; {hint}"
+        )
     extra = [f"{name}.{field}" for field in fields if field not in by_name]
-    return "; ".join([*sentences, *_no_entry(extra, name, what)])
+    return _joined(sentences, extra, name, what)
+
+
+def _joined(sentences: list[str], extra: list[str], name: str, what: str) -> str:
+    no_entry = (
+        f"the {what} of {name} has no entry for {listed(extra)} (None would leave it as it is)"
+    )
+    return "; ".join([*sentences, *([no_entry] if extra else [])])
 
 
 def check_leaves(site: str, tree: Any, name: str) -> None:
     """Refuse a leaf that is not an array or a scalar."""
     for path, leaf in leaves_with_names(tree, name):
         check_no_ref(leaf, site, path)
-        if isinstance(leaf, (jax.Array, int, float, complex)):
-            continue
-        if not _is_array_like(leaf):
+        if not (isinstance(leaf, (jax.Array, int, float, complex)) or _is_array_like(leaf)):
             raise TypeError(f"{site}: {path} must be an array or a scalar, got {type_name(leaf)}")
 
 
 def _is_array_like(leaf: Any) -> bool:
-    if isinstance(leaf, str):  # JAX reads "a" and "b" as the names of dtypes
-        return False
-    try:
+    with contextlib.suppress(TypeError):
         jax.eval_shape(lambda: jnp.asarray(leaf))
-    except TypeError:
-        return False
-    return True
+        return not isinstance(leaf, str)  # JAX reads "a" and "b" as the names of dtypes
+    return False
 
 
 def type_name(value: Any) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
-from rankax._base.functions import NotedErrors, function_location
+from rankax._base.functions import function_location, noted_errors
 from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
     KernelSpec,
@@ -116,7 +116,7 @@ class BoundKernel(Bound):
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
         arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
-        with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
+        with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
             return self.fun(*arguments.args, **arguments.kwargs)
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:

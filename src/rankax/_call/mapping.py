@@ -14,7 +14,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.checks import common_length, positive_int
-from rankax._base.functions import NotedErrors, argument_names, function_name
+from rankax._base.functions import argument_names, function_name, noted_errors
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._call.bound import Bound, planned_reduction
@@ -88,7 +88,7 @@ class BoundAxes(Bound):
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
         args, kwargs = self.treedef.unflatten(leaves)
-        with NotedErrors(self.fun, self._described):
+        with noted_errors(self.fun, self._described):
             return self.fun(*args, **kwargs)
 
     def _described(self) -> tuple[Any, ...]:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
+import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -15,20 +18,13 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.cache import Kept
+from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, UnreadableError, parse_dims
-from rankax._declare.hints import (
-    Names,
-    UnresolvedError,
-    alias_of,
-    field_hints,
-    hints_and_names,
-    resolved,
-    value_of,
-)
 from rankax._declare.split_key import SplitKey, key_rank, marked
+
+Names = dict[str, Any]  # what the names in an annotation mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +60,23 @@ def annotated_ranks(
         If a parameter's annotation cannot be resolved. With any explicit ranks, such an annotation
         declares no rank instead.
     """
-    hints, names = hints_and_names(fun)
+    hints, names = _hints_and_names(fun)
     ranks: dict[str, Any] = {}
     for name, hint in hints.items():
         if name in skip:
             continue
         try:
             rank = _Reader().rank(hint, names)
-        except UnresolvedError as error:
-            if skip or name not in signature.parameters:
+        except (_UnresolvedError, UnreadableError) as error:
+            is_read = isinstance(error, UnreadableError)
+            if name not in signature.parameters or (skip and not is_read):
                 continue
+            text = f"{site}: the annotation of {name}: {error}"
+            if is_read:
+                raise ValueError(text) from None
             raise TypeError(
-                f"{site}: the annotation of {name}: {error}; give the parameter its rank "
-                f"explicitly ({name}=None leaves it untouched)"
+                f"{text}; give the parameter its rank explicitly ({name}=None leaves it untouched)"
             ) from None
-        except UnreadableError as error:
-            if name == "return":
-                continue
-            raise ValueError(f"{site}: the annotation of {name}: {error}") from None
         if rank is not None:
             ranks[name] = rank
     return ranks
@@ -94,24 +89,23 @@ def silent_parameters(fun: Callable[..., Any], names: Collection[str]) -> frozen
     without dimensions, ``...``, ``Any``, a `jaxtyping.PyTree`, a function, or no annotation at all
     mean what they say: no rank.
     """
-    hints, scope = hints_and_names(fun)
+    hints, scope = _hints_and_names(fun)
     return frozenset(name for name in names if name in hints and _is_silent(hints[name], scope))
 
 
 def _is_silent(hint: Any, names: Names) -> bool:
     """Return whether a type is neither for arrays, nor for any value, nor a container of such."""
     try:
-        hint = resolved(hint, names)
-    except UnresolvedError:
+        hint = _resolved(hint, names)
+        if (alias := _alias_of(hint)) is not None:
+            return _is_silent(_value_of(alias), names)
+    except _UnresolvedError:
         return False
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar):
-        return False
+    is_open = hint in _ANYTHING or origin in _ANYTHING or isinstance(hint, typing.TypeVar)
     is_array = _is_subclass(origin or hint, (*_ARRAYS, np.generic, jaxtyping.AbstractArray))
-    if is_array or hasattr(hint, "leaftype"):  # of a PyTree[...]
+    if is_open or is_array or hasattr(hint, "leaftype"):  # of a PyTree[...]
         return False
-    if (alias := alias_of(hint)) is not None:
-        return _is_silent(value_of(alias), names)
     return all(_is_silent(arg, names) for arg in args if arg is not Ellipsis)
 
 
@@ -120,7 +114,6 @@ _ARRAYS = (jax.Array, np.ndarray)
 _ANYTHING = (Any, object, jaxtyping.PyTree, typing.Callable, collections.abc.Callable)
 _KEYS = typing.get_args(jaxtyping.PRNGKeyArray)
 _ONE_KEY: Any = jaxtyping.Key[jax.Array, ""]
-_class_trees: Kept[ByKey | None] = Kept(256)  # shared by all kernels that take a class
 
 
 class _Reader:
@@ -140,7 +133,7 @@ class _Reader:
 
     def rank(self, hint: Any, names: Names) -> Any:
         """Return the rank tree of an annotation; None if it declares no rank."""
-        hint = resolved(hint, names)
+        hint = _resolved(hint, names)
         if hint is SplitKey or marked(hint):
             return self._split_key(hint, names)
         if _is_subclass(hint, jaxtyping.AbstractArray):
@@ -148,7 +141,7 @@ class _Reader:
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
             return self._pytree(hint.leaftype, names)
         origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if (alias := alias_of(hint)) is not None:
+        if (alias := _alias_of(hint)) is not None:
             return self._alias(alias, args, names)
         if isinstance(hint, typing.TypeVar):
             return self._union(hint.__constraints__ or (hint.__bound__,), names)
@@ -201,13 +194,13 @@ class _Reader:
                 "arrays are; give the parameter a rank or a rank tree explicitly"
             )
         self.aliases.add(alias)
-        rank = self.rank(_substituted(value_of(alias), _arguments(alias, args)), names)
+        rank = self.rank(_substituted(_value_of(alias), _arguments(alias, args)), names)
         self.aliases.discard(alias)
         return rank
 
     def _union(self, members: Sequence[Any], names: Names) -> Any:
         """Return the one rank of all array types of a union; other members are ignored."""
-        members = [resolved(member, names) for member in members]
+        members = [_resolved(member, names) for member in members]
         if all(key in members for key in _KEYS):  # not as a set: some types are not hashable
             # PRNGKeyArray is a union: a typed key, which is one item, or a raw uint32[2].
             members = [m for m in members if m not in _KEYS] + [_ONE_KEY]
@@ -235,23 +228,16 @@ class _Reader:
         """Read a NamedTuple, TypedDict, dataclass or Equinox module by its fields."""
         if cls in self.classes:
             return self.classes[cls]
-        if self.classes or bound:  # inside a recursive class a tree may be incomplete
-            return self._fields(cls, names, bound)
-        return _class_trees.find(cls, lambda: self._fields(cls, names, bound))
-
-    def _fields(self, cls: type, names: Names, bound: dict[Any, Any]) -> ByKey | None:
         fields: dict[str, Any] = {}
         is_dict = typing.is_typeddict(cls)
         node = ByKey(dict if is_dict else cls, fields, _fields_of_subclass)
         self.classes[cls] = node
-        hints = field_hints(cls, names)
         variadics: list[tuple[str, str, bool]] = []
-        for name in _field_names(cls, hints):
-            hint, scope = hints[name]
+        for name, (hint, scope) in _field_hints(cls, names).items():
             self.variadics.append([])
             try:
-                entry = self.rank(_substituted(resolved(hint, scope), bound), scope)
-            except (UnresolvedError, UnreadableError) as error:
+                entry = self.rank(_substituted(_resolved(hint, scope), bound), scope)
+            except (_UnresolvedError, UnreadableError) as error:
                 raise type(error)(f"{cls.__name__}.{name}: {error}") from None
             if entry is not None:
                 fields[f"['{name}']" if is_dict else f".{name}"] = entry
@@ -280,7 +266,7 @@ def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> N
 
 def _fields_of_subclass(cls: type) -> dict[str, Any]:
     """Read a subclass that was passed for the annotated class; it may have more fields."""
-    tree = _Reader().rank(cls, Names({}, {}, dict))
+    tree = _Reader().rank(cls, {})
     return {} if tree is None else dict(tree.entries)
 
 
@@ -307,17 +293,9 @@ def _substituted(hint: Any, bound: dict[Any, Any]) -> Any:
 
 
 def _has_fields(cls: Any) -> bool:
-    is_named_tuple = _is_subclass(cls, tuple) and hasattr(cls, "_fields")
-    is_dataclass = isinstance(cls, type) and dataclasses.is_dataclass(cls)
-    return is_named_tuple or is_dataclass or typing.is_typeddict(cls)
-
-
-def _field_names(cls: Any, hints: Collection[str]) -> list[str]:
-    if dataclasses.is_dataclass(cls):
-        fields = dataclasses.fields(cls)
-        return [f.name for f in fields if f.name in hints and not f.metadata.get("static", False)]
-    known = getattr(cls, "_fields", hints)
-    return [name for name in known if name in hints]
+    if typing.is_typeddict(cls) or (_is_subclass(cls, tuple) and hasattr(cls, "_fields")):
+        return True
+    return isinstance(cls, type) and dataclasses.is_dataclass(cls)
 
 
 def _common(ranks: list[Any]) -> Any:
@@ -338,3 +316,124 @@ def _common(ranks: list[Any]) -> Any:
         )
     same = all(rank == ranks[0] for rank in ranks)
     return ranks[0] if same else Rank(ranks[0].rank)  # "n" | "m": one axis of unknown name
+
+
+# The annotations as written; those that are strings are evaluated.
+
+
+_QUALIFIERS = {
+    typing.Annotated,
+    typing.Final,
+    typing.ClassVar,
+    typing.Required,
+    typing.NotRequired,
+    getattr(typing, "ReadOnly", typing.Required),  # since Python 3.13
+}
+
+
+class _UnresolvedError(Exception):
+    """An annotation is a string that cannot be evaluated."""
+
+
+def _hints_and_names(fun: Callable[..., Any]) -> tuple[dict[str, Any], Names]:
+    """Return the annotations of a kernel as written, and what their names mean."""
+    target: Any = fun.func if isinstance(fun, functools.partial) else fun
+    if not (inspect.isroutine(target) or hasattr(target, "__wrapped__")):
+        target = type(target).__call__
+    written: Any = unwrapped(target)
+    if not (hints := getattr(target, "__annotations__", {})):
+        return {}, {}
+    names = {**_enclosing_names(written), **getattr(written, "__globals__", {})}
+    return hints, {**names, **_type_parameters(written)}
+
+
+def _type_parameters(generic: Any) -> dict[str, Any]:
+    return {parameter.__name__: parameter for parameter in getattr(generic, "__type_params__", ())}
+
+
+def _enclosing_names(fun: Any) -> dict[str, Any]:
+    """Collect the local names of the functions that enclose ``fun``.
+
+    Python keeps those that the body of ``fun`` uses. While a decorator is applied, the others are
+    still in the frame of each enclosing function or class body. These frames are searched so that a
+    kernel defined inside a function can annotate with a local class under ``from __future__ import
+    annotations``.
+    """
+    code = getattr(fun, "__code__", None)
+    names: dict[str, Any] = {}
+    cells = getattr(fun, "__closure__", None) or ()
+    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            names[name] = cell.cell_contents
+    frame = inspect.currentframe()
+    while frame is not None and code is not None:
+        if code in frame.f_code.co_consts:
+            names = {**frame.f_locals, **names}
+            code = frame.f_code
+        frame = frame.f_back
+    return names
+
+
+def _alias_of(hint: Any) -> Any:
+    """Return the ``type X = ...`` statement that a hint names, or None.
+
+    The name of its class tells, because `typing_extensions` has a class of its own. Accessing the
+    value would evaluate the statement, which may fail.
+    """
+    alias = typing.get_origin(hint) or hint
+    return alias if type(alias).__name__ == "TypeAliasType" else None
+
+
+def _value_of(alias: Any) -> Any:
+    """Evaluate a ``type X = ...`` statement.
+
+    Raises
+    ------
+    _UnresolvedError
+        If it cannot be evaluated.
+    """
+    try:
+        return alias.__value__
+    except Exception as error:
+        raise _UnresolvedError(f"the type {alias.__name__} cannot be resolved ({error})") from None
+
+
+def _field_hints(cls: Any, names: Names) -> dict[str, tuple[Any, Names]]:
+    """Return the annotation of each field of a class, and what its names mean."""
+    hints: dict[str, tuple[Any, Names]] = {}
+    for base in reversed(cls.__mro__):
+        if annotations := inspect.get_annotations(base):
+            module = getattr(sys.modules.get(base.__module__), "__dict__", {})
+            scope = {**names, **module, **_type_parameters(base), **vars(base)}
+            hints.update({name: (hint, scope) for name, hint in annotations.items()})
+    fields = getattr(cls, "_fields", hints)
+    if dataclasses.is_dataclass(cls):
+        fields = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static", False)]
+    return {name: hints[name] for name in fields if name in hints}
+
+
+def _resolved(hint: Any, names: Names) -> Any:
+    """Evaluate an annotation that is a string or a forward reference, as Python would.
+
+    Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
+    ``Annotated[..., SplitKey]`` stays.
+
+    Raises
+    ------
+    _UnresolvedError
+        If it cannot be evaluated.
+    """
+    while isinstance(hint, (str, typing.ForwardRef)):
+        text = hint if isinstance(hint, str) else hint.__forward_arg__
+        try:
+            hint = eval(text, names)
+        except Exception as error:
+            raise _UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
+    while not marked(hint):
+        if typing.get_origin(hint) in _QUALIFIERS:
+            hint = typing.get_args(hint)[0]
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        else:
+            break
+    return hint

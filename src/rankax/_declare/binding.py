@@ -6,13 +6,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from rankax._base.words import plural
 from rankax._declare.dims import Dim, Rank, parse_dims
 
 Parameter = inspect.Parameter
+_BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
 
 class BoundRanks(NamedTuple):
@@ -27,24 +28,20 @@ class BoundRanks(NamedTuple):
     outputs: Any = None
 
 
-def positional_names(parameters: Sequence[Parameter], count: int) -> list[str]:
-    """Return the names of positional parameters; ``*args`` is repeated to make ``count`` names."""
-    kinds = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    positional = [parameter for parameter in parameters if parameter.kind not in kinds]
-    names = [parameter.name for parameter in positional]
-    if positional and positional[-1].kind is Parameter.VAR_POSITIONAL:
-        names += names[-1:] * (count - len(names))
-    return names
+def _by_position(ranks: inspect.BoundArguments) -> BoundRanks:
+    """Return ranks that were bound as arguments.
 
-
-def _by_position(names: Sequence[str], ranks: Sequence[Any]) -> BoundRanks:
-    """Pair names and ranks; if ``*args`` occurs more than once, each of its items has a rank."""
-    whole = dict(zip(names, ranks, strict=True))
-    first = names.index(names[-1]) if names else 0
-    if len(names) - first <= 1:
-        return BoundRanks(whole, {})
-    del whole[names[-1]]
-    return BoundRanks(whole, {names[-1]: {f"[{i}]": r for i, r in enumerate(ranks[first:])}})
+    One rank for ``*args`` is that of all its items, of several each is that of one.
+    """
+    bound = BoundRanks({}, {})
+    for name, rank in ranks.arguments.items():
+        if ranks.signature.parameters[name].kind is not Parameter.VAR_POSITIONAL:
+            bound.whole[name] = rank
+        elif len(rank) == 1:
+            (bound.whole[name],) = rank
+        else:
+            bound.items[name] = {f"[{i}]": one for i, one in enumerate(rank)}
+    return bound
 
 
 def bind_ranks(
@@ -61,14 +58,15 @@ def bind_ranks(
     ``by_parameter`` in ``ranks=``.
     """
     parameters = signature.parameters
-    positional = positional_names(list(parameters.values()), len(ranks))
-    if len(ranks) > len(positional):
+    try:
+        bound = _by_position(signature.bind_partial(*ranks))
+    except TypeError:
+        positional = [name for name, p in parameters.items() if p.kind not in _BY_NAME]
         raise TypeError(
             f"{site}: too many ranks; {plural(len(ranks), 'rank')} for "
             f"{plural(len(positional), 'positional parameter')}"
             + (f" ({', '.join(positional)})" if positional else "")
-        )
-    bound = _by_position(positional[: len(ranks)], ranks)
+        ) from None
     several = {name: tuple(by_key.values()) for name, by_key in bound.items.items()}
     given = {name: (rank, "by position") for name, rank in {**bound.whole, **several}.items()}
     many = next((p.name for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD), None)
@@ -165,22 +163,17 @@ def from_gufunc(text: str, signature: inspect.Signature, site: str) -> BoundRank
         )
     ranks = [_core_dims(group, text, site) for group in _GROUP.findall(inputs)]
     results = [_core_dims(group, text, site) for group in _GROUP.findall(outputs)]
-    parameters = list(signature.parameters.values())
+    parameters = [p for p in signature.parameters.values() if p.kind not in _BY_NAME]
     if parameters and parameters[0].name in ("self", "cls"):
         parameters = parameters[1:]
-    names = positional_names(parameters, len(ranks))
-    required = [
-        p.name
-        for p in parameters
-        if p.name in names and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
-    ]
-    if not len(required) <= len(ranks) <= len(names):
+    try:
+        bound = _by_position(inspect.Signature(parameters).bind(*ranks))
+    except TypeError:
         raise TypeError(
             f"{site}: {text!r} has {plural(len(ranks), 'input')}, which does not fit the "
             f"parameters {signature}"
-        )
-    outputs = results[0] if len(results) == 1 else tuple(results)
-    return _by_position(names[: len(ranks)], ranks)._replace(outputs=outputs)
+        ) from None
+    return bound._replace(outputs=results[0] if len(results) == 1 else tuple(results))
 
 
 def _core_dims(group: str, text: str, site: str) -> Rank:

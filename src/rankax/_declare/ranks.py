@@ -11,10 +11,15 @@ elsewhere. Otherwise the call would be ambiguous.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from rankax._base.checks import checked_int
 from rankax._base.functions import function_name
@@ -23,6 +28,8 @@ from rankax._base.trees import (
     Node,
     children_of,
     entries,
+    field_names,
+    flatten_once,
     is_leaf,
     spread_prefix,
     subtrees_with_entries,
@@ -81,7 +88,13 @@ def declare(
         The names of all options, to recognize misspelled ones.
     """
     site = f"auto_vmap({function_name(fun)})"
-    signature = _signature(fun, site)
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # as many builtins
+        raise TypeError(
+            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
+            "be bound to them; wrap it in a function that names its own"
+        ) from None
     by_parameter = checked_ranks(ranks, signature, site)
     if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
         if named or by_parameter:
@@ -90,18 +103,15 @@ def declare(
     else:
         bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
     explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
-    items = {
-        name: {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
-        for name, by_key in bound.items.items()
-    }
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
     # Those of a kernel that takes a batch itself describe the batch.
     is_batched = options.get("batched") is True
     annotated = {} if is_batched else annotated_ranks(fun, overridden, signature, site)
-    for name, by_key in items.items():
+    for name, by_key in bound.items.items():
+        items = {key: _normal(rank, f"{site}: {name}{key}") for key, rank in by_key.items()}
         rest = explicit.get(name, annotated.get(name))
         # Unpack[...] declares all items together, so explicit ranks override it as a whole.
-        explicit[name] = Items(by_key, None if isinstance(rest, Unpacked) else rest)
+        explicit[name] = Items(items, None if isinstance(rest, Unpacked) else rest)
     declared = {**annotated, **explicit}
     trees = {
         name: _for_parameter(declared.get(name), parameter)
@@ -130,16 +140,6 @@ def declare(
         bound.outputs if bound.outputs is not None else annotated.get("return"),
         silent_parameters(fun, unranked) if implicit else frozenset(),
     )
-
-
-def _signature(fun: Callable[..., Any], site: str) -> inspect.Signature:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # as many builtins
-        raise TypeError(
-            f"{site}: Python cannot tell the parameters of {function_name(fun)}, so ranks cannot "
-            "be bound to them; wrap it in a function that names its own"
-        ) from None
 
 
 def subtrees_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
@@ -216,3 +216,75 @@ def _check_names(explicit: Mapping[str, Any], trees: Mapping[str, Any], site: st
 def _dims_in(tree: Any) -> list[Dim]:
     ranks = [rank for rank in entries(tree) if isinstance(rank, Rank)]
     return [dim for rank in ranks for dim in rank.dims or ()]
+
+
+def ranks_like(item: Any) -> Any:
+    """Return the ranks of an example of one item, as `auto_vmap` takes them.
+
+    Equivalent to ::
+
+        jax.tree.map(lambda leaf: leaf.ndim, item)
+
+    with rank 0 for a Python number, and None for any other leaf, which passes through untouched.
+
+    Parameters
+    ----------
+    item : pytree
+        One item without batch axes, of arrays or `jax.ShapeDtypeStruct`. Only their numbers of
+        axes count.
+
+    Returns
+    -------
+    pytree of int and None
+        In the containers of ``item``. A class that does not accept ints as its children is
+        replaced by a dict of its fields, which means the same to `auto_vmap`.
+
+    Raises
+    ------
+    ValueError
+        If ``item`` holds an instance of a class that does not accept ints and whose children have
+        no names, neither in JAX nor as attributes.
+
+    Examples
+    --------
+    >>> from typing import NamedTuple
+    >>> import jax, jax.numpy as jnp
+    >>> from rankax import auto_vmap, ranks_like
+    >>> class Pose(NamedTuple):
+    ...     rotation: jax.Array
+    ...     translation: jax.Array
+    >>> pose = Pose(jnp.eye(3), jnp.zeros(3))
+    >>> ranks_like(pose)
+    Pose(rotation=2, translation=1)
+    >>> move = auto_vmap(ranks_like(pose), 1)(lambda pose, x: pose.rotation @ x + pose.translation)
+    >>> move(Pose(jnp.eye(3), jnp.ones((6, 1, 3))), jnp.ones((1000, 3))).shape
+    (6, 1000, 3)
+    """
+    return _ranks_of(item, "item")
+
+
+def _ranks_of(item: Any, name: str) -> Any:
+    if item is None or is_leaf(item):
+        return _rank_of(item)
+    children = children_of(item)
+    ranks = [_ranks_of(child.value, name + child.name) for child in children]
+    with contextlib.suppress(Exception):  # a class may check its children, or convert them
+        tree = flatten_once(item)[1].unflatten(ranks)
+        inside = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+        given = jax.tree.leaves(ranks, is_leaf=lambda x: x is None)
+        if list(map(id, inside)) == list(map(id, given)):
+            return tree
+    if (fields := field_names(item, children)) is not None:
+        return dict(zip(fields, ranks, strict=True))
+    raise ValueError(
+        f"ranks_like: {name} is {type(item).__name__}, which accepts no ints in place of its "
+        "arrays and has no field names; give one rank for all of it, or None"
+    )
+
+
+def _rank_of(leaf: Any) -> int | None:
+    if isinstance(leaf, (int, float, complex)):
+        return 0
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        return len(leaf.shape)
+    return jnp.ndim(leaf) if hasattr(leaf, "__jax_array__") else None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -20,7 +21,7 @@ from rankax._base.functions import function_name
 from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
 from rankax._front.kernel import ClassMethod, Kernel, kernel_of
-from rankax._options import DEFAULTS, checked_options, keyword_only
+from rankax._options import DEFAULTS, checked_options
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -34,11 +35,11 @@ class Decorator(Protocol):
     def __call__(self, fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
-@overload
+@typing.overload
 def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
 
 
-@overload
+@typing.overload
 def auto_vmap(
     *positional_ranks: Any,
     ranks: Mapping[str, Any] | None = None,
@@ -307,15 +308,11 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     return functools.partial(_decorate, positional=positional_ranks, ranks=ranks, named=named)
 
 
-def _shown_signature() -> inspect.Signature:
-    """Return the signature for `help`: `auto_vmap` takes options and ranks in one ``**named``."""
-    kind = inspect.Parameter
-    positional = kind("positional_ranks", kind.VAR_POSITIONAL)
-    named = kind("named_ranks", kind.VAR_KEYWORD)
-    return inspect.Signature([positional, *keyword_only({"ranks": None, **DEFAULTS}), named])
-
-
-vars(auto_vmap)["__signature__"] = _shown_signature()
+# What `help` shows: `auto_vmap` itself takes options and ranks in one ``**named``.
+_shown = inspect.signature(typing.get_overloads(auto_vmap)[-1]).parameters.values()
+vars(auto_vmap)["__signature__"] = inspect.Signature(
+    [p.replace(annotation=p.empty) for p in _shown]
+)
 
 
 def _is_function(value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,8 +39,7 @@ class _Frame(NamedTuple):
     names: tuple[str, ...]  # of the arguments with a rank
     treedef: Any
     rest_tree: Any  # of the other arguments
-    traced: tuple[bool, ...]  # of each leaf, those of the others last
-    static: tuple[_Fixed, ...]
+    static: tuple[_Fixed | None, ...]  # of each leaf, those of the others last; None if traced
     options: Options
     parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
     filled: tuple[int, ...]  # the batch axes that are filled up; their true lengths come last
@@ -64,10 +64,8 @@ class JitSpec(KernelSpec):
             return self._run(frame, arrays)
 
         call.__name__ = self.name  # as shown by profilers and HLO dumps
-        compiler = self.preset.compiler_options
-        return jax.jit(
-            call, static_argnums=0, compiler_options=None if compiler is None else dict(compiler)
-        )
+        compiler_options = dict(self.preset.compiler_options or ()) or None
+        return jax.jit(call, static_argnums=0, compiler_options=compiler_options)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -87,10 +85,10 @@ class JitSpec(KernelSpec):
             raise
 
     def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        name, shown = self.name, frame.options.progress
+        shown = frame.options.progress
         if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
             return self._jitted(frame, *arrays)
-        with wait_for_reports(shown, name), committed_elsewhere(f"{name}()", frame.parts):
+        with wait_for_reports(shown, self.name), committed_elsewhere(f"{self.name}()", frame.parts):
             return self._jitted(frame, *arrays)
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
@@ -119,25 +117,27 @@ class JitSpec(KernelSpec):
             axes = cut_axes(call, options, parts)
             leaves = [put(x, axes.get(i), parts[0]) for i, x in enumerate(leaves)]
             rest = [put(x, None, parts[0]) for x in rest]
+        ranks = itertools.chain(call.structure.ranks, itertools.repeat(None))
         inputs = [
-            _as_input(leaf, shapes_only) if rank is None else leaf
-            for leaf, rank in zip(leaves, call.structure.ranks, strict=True)
+            leaf if rank is not None else self._as_input(leaf, call, i, shapes_only)
+            for i, (leaf, rank) in enumerate(zip([*leaves, *rest], ranks, strict=False))
         ]
-        inputs += [_as_input(leaf, shapes_only) for leaf in rest]
-        traced = tuple([x is not None for x in inputs])
-        arrays = [x for x in inputs if x is not None]
+        static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
+        arrays = [x for x in inputs if not isinstance(x, _Fixed)]
         arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
-        static: tuple[_Fixed, ...] = ()
-        if len(arrays) < len(inputs):
-            places = [i for i, is_traced in enumerate(traced) if not is_traced]
-            values = [*leaves, *rest]
-            static = tuple([self._fixed(values[i], call, i) for i in places])
-        of_arrays = call.names, call.treedef, rest_tree, traced, static
+        of_arrays = call.names, call.treedef, rest_tree, static
         of_batch = options, parts, tuple(call.lengths), call.cut, weak
         return _Frame(*of_arrays, *of_batch), arrays, call
 
-    def _fixed(self, value: Any, call: BoundKernel, place: int) -> _Fixed:
-        """Distinguish equal values: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN."""
+    def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
+        """Return the array to trace, or the static value, for a leaf without a rank.
+
+        Equal values are distinguished: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN.
+        """
+        if is_array(value) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
+            return value
+        if hasattr(value, "__jax_array__"):
+            return jnp.asarray(value)
         kind = type(value)
         if isinstance(value, (float, complex)):
             return _Fixed(value, (kind, value.real.hex(), value.imag.hex()))
@@ -157,23 +157,14 @@ class JitSpec(KernelSpec):
         return _Fixed(value, (kind, value))
 
     def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        traced, static = iter(arrays), iter(frame.static)
-        leaves = [next(traced) if is_traced else next(static).value for is_traced in frame.traced]
+        traced = iter(arrays)
+        leaves = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
         for i in frame.weak:
             leaves[i] = weakened(leaves[i])
         count = frame.treedef.num_leaves
         others = frame.rest_tree.unflatten(leaves[count:])
         call = rebind(self, frame.names, leaves[:count], frame.treedef, others)
-        if not frame.filled:
-            return run(call, frame.options, frame.parts)
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
         out = run(call, marked(call, frame.options), frame.parts)
-        return with_places(out, call, frame.options)
-
-
-def _as_input(leaf: Any, shapes_only: bool) -> Any:
-    """Return the array to trace for a leaf without a rank; None if the leaf is static."""
-    if is_array(leaf) or (shapes_only and isinstance(leaf, jax.ShapeDtypeStruct)):
-        return leaf
-    return jnp.asarray(leaf) if hasattr(leaf, "__jax_array__") else None
+        return with_places(out, call, frame.options) if lengths else out

@@ -25,7 +25,7 @@ from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, Node
 from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
-from rankax._call.bind import bind
+from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, marked
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
@@ -55,9 +55,20 @@ class Kernel(Generic[P, R]):
     tuning: Tuning | None
 
     def __init__(self, spec: KernelSpec, tuning: Tuning | None = None) -> None:
-        _wrap_as(self, spec.fun)
-        self.spec = spec
-        self.tuning = tuning
+        self.spec, self.tuning = spec, tuning
+        # As `functools.wraps` does, also for a callable without a name.
+        if hasattr(spec.fun, "__name__"):
+            functools.update_wrapper(self, spec.fun)
+        else:
+            # A partial is named and described by its function, another callable by its class.
+            named = unwrapped(spec.fun)
+            named = named if hasattr(named, "__name__") else type(named)
+            described = ("__module__", "__name__", "__qualname__", "__doc__")
+            functools.update_wrapper(self, named, described, updated=())
+            self.__wrapped__ = spec.fun
+        for name in vars(self).keys() & vars(Kernel).keys():
+            if not name.startswith("__"):  # an attribute of the user's would hide a method
+                del vars(self)[name]
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
@@ -67,6 +78,11 @@ class Kernel(Generic[P, R]):
         call = bind(spec, arguments, kwargs, takes_blocks=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
+        return kernel.run_bound(call)
+
+    def run_bound(self, call: BoundKernel) -> Any:
+        """Evaluate a bound call, by a compiled program with ``jit=True``."""
+        spec = self.spec
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
@@ -169,23 +185,20 @@ class Kernel(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<rankax kernel {_described(self.spec)}>"
 
-    def __copy__(self) -> Self:
+    def __deepcopy__(self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _is_found_by_name(self) and not _goes_by_value(self.__module__):
             return self.__qualname__
         return super().__reduce_ex__(protocol)
 
-    def __getstate__(self) -> Any:
-        return dict(vars(self)), self.spec, self.tuning
-
     def __setstate__(self, state: Any) -> None:
-        attributes, self.spec, self.tuning = state
+        attributes, slots = state
         vars(self).update(attributes)
+        self.spec, self.tuning = slots["spec"], slots["tuning"]
         if self.tuning is None:
             self.spec.members.find(frozenset(self.spec.explicit.items()), lambda: self)
 
@@ -214,9 +227,8 @@ class Method(Kernel[P, R]):
         return self  # which makes it a routine, too
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Method):
-            return False
-        return other.__self__ is self.__self__ and other.__func__ is self.__func__
+        is_method = isinstance(other, Method)
+        return is_method and (other.__self__ is self.__self__ and other.__func__ is self.__func__)
 
     def __hash__(self) -> int:
         return hash((self.__func__, id(self.__self__)))
@@ -224,7 +236,7 @@ class Method(Kernel[P, R]):
     def __repr__(self) -> str:
         return f"<rankax method {_described(self.spec, skip=1)} of {self.__self__!r}>"
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any = None) -> Any:
         return Method(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -269,22 +281,6 @@ def kernel_of(
     return members.find(frozenset(explicit.items()), make)
 
 
-def _wrap_as(kernel: Kernel[..., Any], fun: Callable[..., Any]) -> None:
-    """Do what `functools.wraps` does, also for a callable without a name."""
-    if hasattr(fun, "__name__"):
-        functools.update_wrapper(kernel, fun)
-    else:
-        # A partial is named and described by its function, another callable by its class.
-        named = unwrapped(fun)
-        named = named if hasattr(named, "__name__") else type(named)
-        described = ("__module__", "__name__", "__qualname__", "__doc__")
-        functools.update_wrapper(kernel, named, described, updated=())
-        kernel.__wrapped__ = fun
-    for name in vars(kernel).keys() & vars(Kernel).keys():
-        if not name.startswith("__"):  # an attribute of the user's would hide a method
-            del vars(kernel)[name]
-
-
 # Pickling.
 
 
@@ -312,8 +308,6 @@ def _goes_by_value(module: str) -> bool:
 
 # The text that shows a kernel: ``energy(s: 0, v: 1, m: 2), chunk_size=100``.
 
-_STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-
 
 def _described(spec: KernelSpec, skip: int = 0) -> str:
     """Return name, ranks and options; without the first parameters, which ``skip`` counts."""
@@ -321,7 +315,7 @@ def _described(spec: KernelSpec, skip: int = 0) -> str:
     parameters = [
         shown
         for name, parameter in [*spec.declaration.signature.parameters.items()][skip:]
-        for shown in _ranks(_STARS.get(parameter.kind, "") + name, ranks.get(name))
+        for shown in _ranks(str(inspect.Parameter(name, parameter.kind)), ranks.get(name))
     ]
     options = [f"{name}={value}" for name, value in spec.explicit.items()]
     return ", ".join([f"{spec.name}({', '.join(parameters)})", *options])

@@ -7,7 +7,9 @@ maps a kernel that returns whether an item is NaN or infinite, and reduces its o
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +19,12 @@ import numpy as np
 
 from rankax._base.checks import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
-from rankax._call.arguments import KernelSpec, rebind_arguments
+from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
-from rankax._declare.ranks import Declaration
 from rankax._loop.keys import PLACE
 from rankax._options import Options
+from rankax._reduce.protocol import Several
 from rankax._reduce.run import find_mask, read_reductions
 from rankax._reduce.winners import TopK
 
@@ -102,35 +104,26 @@ class _CallItems:
         self.call, self.plan = call, call.plan(options.unchunked)
         self.shape = self.plan.plan.batch_shape
 
-    def window(self, leaf: int, index: Index) -> tuple[Any, ...]:
-        """Return where a leaf has what an item takes of it."""
-        window: list[Any] = [slice(None)] * len(np.shape(self.call.leaves[leaf]))
-        if leaf in self.plan.mapped:
-            axes = self.plan.batch_axes[self.plan.mapped.index(leaf)]
+    def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
+        """Return the item of each mapped leaf, then its numbers for keys that are split."""
+        plan, items = self.plan, list[Any]()
+        for i, axes, core in zip(plan.mapped, plan.batch_axes, plan.cores, strict=True):
+            window: list[Any] = [slice(None)] * np.ndim(leaves[i])
             for axis, place in zip(axes, index, strict=True):
                 if axis is not None:
                     window[axis] = place
-        return tuple(window)
-
-    def inputs(self, index: Index) -> list[Any]:
-        """Return the item of each mapped leaf, then its numbers for keys that are split."""
-        pairs = zip(self.plan.mapped, self.plan.cores, strict=True)
-        items = [
-            jnp.reshape(jnp.asarray(self.call.leaves[i])[self.window(i, index)], core)
-            for i, core in pairs
-        ]
-        numbers = [sum(map(int.__mul__, s.strides, index)) for s in self.plan.splits]
+            items.append(jnp.reshape(jnp.asarray(leaves[i])[tuple(window)], core))
+        numbers = [sum(map(operator.mul, split.strides, index)) for split in plan.splits]
         return [*items, *(jnp.asarray(number, PLACE.dtype) for number in numbers)]
 
     def arguments(self, index: Index) -> dict[str, Any]:
         """Return what an item is evaluated from, by path."""
-        own = dict(zip(self.plan.mapped, self.inputs(index), strict=False))
-        paths = self.call.structure.paths
-        return {path: own.get(i, self.call.leaves[i]) for i, path in enumerate(paths)}
+        leaves = self.call.leaves
+        own = dict(zip(self.plan.mapped, self.inputs(index, leaves), strict=False))
+        return {path: own.get(i, leaves[i]) for i, path in enumerate(self.call.structure.paths)}
 
-    def evaluate(self, inputs: Sequence[Any], others: Mapping[int, Any] | None = None) -> list[Any]:
-        """Evaluate one item; ``others`` take the places of leaves that are not mapped."""
-        leaves = [(others or {}).get(i, leaf) for i, leaf in enumerate(self.call.leaves)]
+    def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
+        """Evaluate one item."""
         item = dataclasses.replace(self.call, leaves=leaves).on_item(self.plan)
         return jax.tree.leaves(item(*inputs))
 
@@ -144,35 +137,39 @@ def check(
     kernel: Any, args: Any, kwargs: Any, items: int, seed: int, *, gradient: bool
 ) -> CheckReport:
     """Compare some items of a call with the kernel by itself; see ``kernel.check``."""
-    spec: KernelSpec = kernel.spec
-    site = f"{spec.name}.check"
+    site = f"{kernel.spec.name}.check"
     positive_int(items, site, "items")
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
     # The items themselves, since a reduction of some of them says nothing about that of all.
-    mapped = kernel.with_options(reduce=None, reduce_axis=None, where=None)
-    them = _CallItems(bind(mapped.spec, args, kwargs), mapped.spec.options())
+    kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
+    call = bind(kernel.spec, args, kwargs)
+    them = _CallItems(call, kernel.spec.options())
     random = np.random.default_rng(seed)
     chosen = _chosen(them.shape, items, random)
-    if not chosen:
-        return CheckReport(spec.name, them.shape, (), ())
-    one = jax.jit(them.evaluate)
-    by_item = [one(them.inputs(index)) for index in chosen]
-    wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
-    whole = mapped(*args, **kwargs)
-    names = [path for path, _ in leaves_with_names(whole, "output")]
     differences: list[tuple[str, float, Index]] = []
-    for path, want, got in zip(names, wanted, them.gathered(whole, chosen), strict=True):
-        ulps, (number, *_) = _difference(want, got)
-        index = chosen[number]
-        differences.append((path, ulps, index))
-        if ulps > _most_ulps(want.dtype):
-            item = f"; the item has {_shown(them.arguments(index))}"
-            raise _disagreement(site, path, index, ulps, want[number], got[number], item)
-    if gradient:
+    if chosen:
+        alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
+        by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
+        wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
+        whole = kernel.run_bound(call)
+        names = [path for path, _ in leaves_with_names(whole, "output")]
+        values = zip(names, wanted, them.gathered(whole, chosen), strict=True)
         draws = [random.normal(size=want.shape) for want in wanted]
-        differences += _gradients(mapped, them, chosen, draws, site)
-    return CheckReport(spec.name, them.shape, tuple(chosen), tuple(differences))
+        gradients = _gradients(kernel, them, chosen, draws) if gradient else ()
+        for path, want, got in itertools.chain(values, gradients):
+            ulps, place = _difference(want, got)
+            is_value = len(differences) < len(names)
+            at, one = (chosen[place[0]], place[:1]) if is_value else (place, place)
+            differences.append((path, ulps, at))
+            # What may be rounding: a chunk adds in another order, and fuses other operations.
+            if ulps > (_eps(want.dtype) ** -0.5 if _has_gradient(want) else 0):
+                item = f"; the item has {_shown(them.arguments(at))}" if is_value else ""
+                raise ValueError(
+                    f"{site}: {path} at {list(at)} is {_text(got[one])}, but the kernel by itself "
+                    f"gives {_text(want[one])} ({ulps:.3g} ulps of the largest number){item}"
+                )
+    return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences))
 
 
 def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> list[Index]:
@@ -186,11 +183,14 @@ def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> li
 
 
 def _gradients(
-    kernel: Any, them: _CallItems, chosen: Sequence[Index], draws: Sequence[Any], site: str
-) -> Iterator[tuple[str, float, Index]]:
-    """Compare the gradient of a random sum of the chosen items with the sum of their own."""
-    call, mapped = them.call, them.plan.mapped
-    floats = [i for i, leaf in enumerate(call.leaves) if _has_gradient(leaf)]
+    kernel: Any, them: _CallItems, chosen: Sequence[Index], draws: Sequence[Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the gradient of a random sum of the chosen items: of themselves, and of the call."""
+    call = them.call
+    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if _has_gradient(leaf)}
+
+    def merged(values: Mapping[int, Any]) -> list[Any]:
+        return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
@@ -198,44 +198,25 @@ def _gradients(
         return sum(map(jnp.sum, terms), jnp.zeros(()))
 
     def of_call(values: Mapping[int, Any]) -> Any:
-        leaves = [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
-        named = dict(zip(call.names, call.treedef.unflatten(leaves), strict=True))
-        given = rebind_arguments(kernel.spec, {**call.arguments.arguments, **named})
-        return weighed(them.gathered(kernel(*given.args, **given.kwargs), chosen), draws)
+        outs = kernel.run_bound(dataclasses.replace(call, leaves=merged(values)))
+        return weighed(them.gathered(outs, chosen), draws)
 
-    got = jax.grad(of_call)({i: jnp.asarray(call.leaves[i]) for i in floats})
-    wanted = {i: np.zeros(grad.shape, grad.dtype) for i, grad in got.items()}
-    for number, index in enumerate(chosen):
-        inputs = them.inputs(index)
+    def of_item(values: Mapping[int, Any], number: int) -> Any:
+        leaves = merged(values)
+        outs = them.evaluate(them.inputs(chosen[number], leaves), leaves)
+        return weighed(outs, [draw[number] for draw in draws])
 
-        def of_item(values: Mapping[int, Any], inputs: Any = inputs, number: int = number) -> Any:
-            own = [values.get(i, item) for i, item in zip(mapped, inputs, strict=False)]
-            outs = them.evaluate([*own, *inputs[len(mapped) :]], values)
-            return weighed(outs, [draw[number] for draw in draws])
-
-        items = dict(zip(mapped, inputs, strict=False))
-        own = jax.grad(of_item)({i: items.get(i, jnp.asarray(call.leaves[i])) for i in floats})
-        for i in floats:
-            window = them.window(i, index)
-            wanted[i][window] += np.reshape(own[i], wanted[i][window].shape)
+    got = jax.grad(of_call)(floats)
+    by_item = (jax.grad(of_item)(floats, number) for number in range(len(chosen)))
+    wanted = functools.reduce(functools.partial(jax.tree.map, jnp.add), by_item)
     lost = {i: jnp.isnan(got[i]) & ~jnp.isnan(wanted[i]) for i in floats}
-    if any(map(jnp.any, lost.values())) and _others_are_odd(kernel, call):
-        # A cotangent of 0 times a derivative that is not finite is NaN, as in plain JAX.
-        got = {i: jnp.where(lost[i], wanted[i], got[i]) for i in floats}
+    if any(map(jnp.any, lost.values())):
+        args, kwargs = call.arguments.args, call.arguments.kwargs
+        if any(nonfinite(kernel, args, kwargs, 1, gradient=g).count for g in (False, True)):
+            # A cotangent of 0 times a derivative that is not finite is NaN, as in plain JAX.
+            got = {i: jnp.where(lost[i], wanted[i], got[i]) for i in floats}
     for i in floats:
-        path, want = f"gradient of {call.structure.paths[i]}", jnp.asarray(wanted[i])
-        ulps, place = _difference(want, got[i])
-        yield path, ulps, place
-        if ulps > _most_ulps(want.dtype):
-            raise _disagreement(site, path, place, ulps, want[place], got[i][place])
-
-
-def _others_are_odd(kernel: Any, call: BoundKernel) -> bool:
-    given = call.arguments
-    return any(
-        nonfinite(kernel, given.args, given.kwargs, 1, gradient=gradient).count
-        for gradient in (False, True)
-    )
+        yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -248,47 +229,34 @@ def _eps(dtype: Any) -> float:
     return eps if jax.default_backend() == "cpu" else max(eps, 2**-10)
 
 
-def _most_ulps(dtype: Any) -> float:
-    """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
-    return _eps(dtype) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
-
-
 def _difference(want: Any, got: Any) -> tuple[float, Index]:
     """Return the largest difference, in ulps of the largest number, and where it is."""
-    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
-        want, got = jax.random.key_data(want), jax.random.key_data(got)
+    want, got = _numbers(want), _numbers(got)
     if not want.size:
         return 0.0, (0,) * max(1, want.ndim)
-    if not jnp.issubdtype(want.dtype, jnp.inexact):
-        apart = jnp.where(want == got, 0, jnp.inf)
-    else:
+    apart = jnp.where(want == got, 0, jnp.inf)
+    if jnp.issubdtype(want.dtype, jnp.inexact):
         largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(want), want, 0)))
         ulp = _eps(want.dtype) * jnp.maximum(largest, jnp.finfo(want.dtype).tiny)
-        same = (want == got) | (jnp.isnan(want) & jnp.isnan(got))
-        apart = jnp.where(same, 0, jnp.abs(want - got) / ulp)
-        apart = jnp.where(jnp.isnan(apart), jnp.inf, apart)
+        ulps = jnp.nan_to_num(jnp.abs(want - got) / ulp, nan=jnp.inf, posinf=jnp.inf)
+        apart = jnp.where(jnp.isnan(want) & jnp.isnan(got), 0, jnp.minimum(apart, ulps))
     where = jnp.unravel_index(jnp.argmax(apart), want.shape)
     return float(jnp.max(apart)), tuple(map(int, where))
 
 
-def _disagreement(
-    site: str, path: str, at: Index, ulps: float, want: Any, got: Any, item: str = ""
-) -> ValueError:
-    return ValueError(
-        f"{site}: {path} at {list(at)} is {_text(got)}, but the kernel by itself gives "
-        f"{_text(want)} ({ulps:.3g} ulps of the largest number){item}"
-    )
+def _numbers(value: Any) -> Any:
+    is_key = jnp.issubdtype(getattr(value, "dtype", type(value)), jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else value
 
 
 def _text(value: Any) -> str:
-    if jnp.issubdtype(getattr(value, "dtype", type(value)), jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
     formatter: Any = dict.fromkeys(("float_kind", "complex_kind"), "{:.6g}".format)
-    text = np.array2string(np.asarray(value), threshold=8, separator=", ", formatter=formatter)
+    array = np.asarray(_numbers(value))
+    text = np.array2string(array, threshold=8, separator=", ", formatter=formatter)
     return " ".join(text.split())
 
 
-def _shown(arguments: dict[str, Any]) -> str:
+def _shown(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} = {_text(value)}" for path, value in arguments.items())
 
 
@@ -298,63 +266,51 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     site = f"{spec.name}.nonfinite"
     positive_int(most, site, "most")
     check_bool(gradient, site, "gradient")
-    own = {"reduce", "reduce_axis", "where", "bucket", "jit", "compiler_options", "batched"}
-    explicit = {name: value for name, value in spec.explicit.items() if name not in own}
-    call = bind(spec, args, kwargs)
-    them = _CallItems(call, dataclasses.replace(spec.preset, reduce=None, where=None))
-    what, total = "gradient" if gradient else "value", math.prod(them.shape)
-    if not total:
-        none = np.zeros((0, len(them.shape)), int)
-        return NonFinite(spec.name, what, them.shape, 0, none, ())
-    reduce = read_reductions({"count": "sum", "first": TopK(min(most, total))}, site)
-    declaration = dataclasses.replace(spec.declaration, outputs=None)
-    explicit["reduce"] = reduce
-    odd = KernelSpec(_is_odd(spec, gradient), declaration, explicit, spec.members)
-    found = run(bind(odd, args, kwargs), odd.options())
-    count = int(found["count"])
-    flat = np.asarray(found["first"].indices)[:count]
+    given = spec.options()
+    options = dataclasses.replace(
+        given, reduce=None, reduce_axis=None, where=None, compiler_options=None, batched=False
+    )
+    them = _CallItems(bind(spec, args, kwargs), options)
+    total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
+    if total:
+        reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
+        declaration = dataclasses.replace(spec.declaration, outputs=None)
+        odd = KernelSpec(_is_odd(spec, given.where, gradient), declaration, {}, spec.members)
+        found, first = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
+        count = int(found)
+        flat = np.asarray(first.indices)[:count]
     indices = np.stack(np.unravel_index(flat, them.shape or (1,)), -1)[:, : len(them.shape)]
     arguments = tuple(them.arguments(tuple(index)) for index in indices.tolist())
+    what = "gradient" if gradient else "value"
     return NonFinite(spec.name, what, them.shape, count, indices, arguments)
 
 
-def _is_odd(spec: KernelSpec, gradient: bool) -> Callable[..., dict[str, jax.Array]]:
-    """Return a kernel that says whether an item is not finite: as a number, and to be ranked."""
-    declaration: Declaration = spec.declaration
-    mask = spec.options().where
+def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callable[..., jax.Array]:
+    """Return a kernel that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
         leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _has_gradient(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
     @functools.wraps(spec.fun)
-    def is_odd(*args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        arguments = declaration.signature.bind(*args, **kwargs)
-        ranked = {n: v for n, v in arguments.arguments.items() if n in declaration.ranks}
-        leaves, tree = jax.tree.flatten(ranked)
-        places = [i for i, leaf in enumerate(leaves) if gradient and _has_gradient(leaf)]
+    def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
+        call = bind(spec, args, kwargs)
+        places = [i for i, leaf in enumerate(call.leaves) if gradient and _has_gradient(leaf)]
 
         def of(values: list[Any]) -> tuple[list[Any], Any]:
-            whole = list(leaves)
+            leaves = list(call.leaves)
             for i, value in zip(places, values, strict=True):
-                whole[i] = value
-            given = rebind_arguments(spec, {**arguments.arguments, **tree.unflatten(whole)})
-            if spec.preset.batched:
-                out = run(bind(spec, given.args, given.kwargs), Options())
-            else:
-                out = spec.fun(*given.args, **given.kwargs)
+                leaves[i] = value
+            out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
             return [x for x in jax.tree.leaves(out) if _has_gradient(x)], out
 
-        values = [jnp.asarray(leaves[i]) for i in places]
+        outs, pull, out = jax.vjp(of, [jnp.asarray(call.leaves[i]) for i in places], has_aux=True)
+        is_bad = ~is_finite(out)
         if gradient:
-            outs, pull, out = jax.vjp(of, values, has_aux=True)
-            is_bad = is_finite(outs) & ~is_finite(pull([jnp.ones_like(x) for x in outs]))
-        else:
-            out = of(values)[1]
-            is_bad = ~is_finite(out)
+            is_bad = ~is_bad & ~is_finite(pull([jnp.ones_like(x) for x in outs]))
         if mask is not None:
             is_bad &= find_mask(out, mask)[1]
-        return {"count": is_bad.astype(jnp.int32), "first": is_bad.astype(jnp.int32)}
+        return is_bad.astype(jnp.int32)
 
     return is_odd

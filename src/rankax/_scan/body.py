@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.functions import NotedErrors, function_location, traced_as
+from rankax._base.functions import function_location, noted_errors, traced_as
 from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed, table
 from rankax._scan.arguments import ScanCall
@@ -76,7 +76,7 @@ def trace_body(call: ScanCall) -> tuple[Body, ScanArrays]:
 
     @traced_as(call.f)
     def on_leaves(carry: list[Any], x: list[Any]) -> list[Any]:
-        with NotedErrors(call.f, described):
+        with noted_errors(call.f, described):
             out = call.f(tree.unflatten(carry), x_tree.unflatten(x))
         _check_pair(call, out)
         check_leaves(call.site, out[0], "the returned carry")
