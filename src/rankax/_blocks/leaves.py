@@ -16,7 +16,6 @@ from rankax._base.words import listed
 from rankax._blocks.programs import Leaf
 from rankax._call.arguments import KernelSpec, check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
-from rankax._plan.shapes import leaf_plan
 
 
 def package_of_call(kernel: KernelSpec, call: BoundKernel) -> str:
@@ -50,66 +49,47 @@ def package_of_call(kernel: KernelSpec, call: BoundKernel) -> str:
     return next(iter(first))
 
 
-def block_leaves(
-    kernel: KernelSpec, call: BoundKernel, package: str
-) -> tuple[list[Leaf], list[Any], list[Any]]:
-    """Return how a block receives each leaf; also its value, and its whole shape and dtype."""
-    leaves: list[Leaf] = []
-    values: list[Any] = []
-    avals: list[Any] = []
+def checked_leaves(kernel: KernelSpec, call: BoundKernel, package: str) -> list[Any]:
+    """Return the leaves of a call; those with a rank are arrays or numbers that JAX can take."""
+    leaves = list(call.leaves)
     structure = call.structure
-    for i, (value, path, rank) in enumerate(
-        zip(call.leaves, structure.paths, structure.ranks, strict=True)
-    ):
-        kind, impl, aval, item = "array", None, value, None
+    for i, (path, rank) in enumerate(zip(structure.paths, structure.ranks, strict=True)):
         if rank is None:
-            kind = "static"
-        elif blocks_of(value):
-            aval = _aval_in_blocks(kernel, value, path, package)
-        else:
-            if not (is_array(value) or is_number(value)):
-                value = converted(kernel, value, path, shapes_only=False)
-            kind, impl, value, aval = _resolved(value)
-        if i in structure.keys and impl is None:
-            check_key(kernel, value, path, rank)
-        if rank is not None:
-            core = leaf_plan(path, aval.shape, rank).core_shape
-            item = jax.ShapeDtypeStruct(core, aval.dtype, weak_type=bool(aval.weak_type))
-            item = item if impl is None else jax.eval_shape(jax.random.key_data, item)
-        leaves.append(Leaf(kind, value if rank is None else None, impl, item))
-        values.append(value)
-        avals.append(aval)
-    return leaves, values, avals
+            continue
+        if blocks_of(leaves[i]):
+            _check_blocks(leaves[i], f"{kernel.name}(): {path} is a {package} array", path)
+        elif not (is_array(leaves[i]) or is_number(leaves[i])):
+            leaves[i] = converted(kernel, leaves[i], path, shapes_only=False)
+        if i in structure.keys:
+            check_key(kernel, leaves[i], path, rank)
+    return leaves
 
 
-def _resolved(value: Any) -> tuple[str, Any, Any, jax.ShapeDtypeStruct]:
-    """Return the kind of a JAX array, NumPy array or number; its key type, value and aval."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        aval = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return "array", jax.random.key_impl(value), np.asarray(jax.random.key_data(value)), aval
-    if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
-        value = value.item()
-    # A NumPy float64 is a Python float too, but not weakly typed.
-    if is_number(value) and not isinstance(value, np.generic):
-        aval = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
-        return "number", None, value, aval
-    value = np.asarray(value)
-    dtype = jax.dtypes.canonicalize_dtype(value.dtype.newbyteorder("="))
-    return "array", None, value, jax.ShapeDtypeStruct(value.shape, dtype)
-
-
-def _aval_in_blocks(
-    kernel: KernelSpec, value: Any, path: str, package: str
-) -> jax.ShapeDtypeStruct:
-    subject = f"{kernel.name}(): {path} is a {package} array"
-    dtype = checked_dtype(value.dtype, subject, path)
+def _check_blocks(value: Any, subject: str, path: str) -> None:
+    checked_dtype(value.dtype, subject, path)
     for axis, size in enumerate(value.shape):
         if size != size:  # dask has nan for an unknown length
             raise ValueError(
                 f"{subject} of unknown length along axis {axis}; call "
                 f"{path}.compute_chunk_sizes() first"
             )
-    return jax.ShapeDtypeStruct(value.shape, dtype)
+
+
+def as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[Leaf, Any]:
+    """Return how a block receives a checked leaf; and the number, or the array that is cut."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        item = jax.ShapeDtypeStruct((*core, *data.shape[value.ndim :]), data.dtype)
+        return Leaf(place, item, jax.random.key_impl(value)), data
+    if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
+        value = value.item()
+    # A NumPy float64 is a Python float too, but not weakly typed.
+    if is_number(value) and not isinstance(value, np.generic):
+        item = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
+        return Leaf(place, item), value
+    value = value if blocks_of(value) else np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
+    return Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
 
 
 def checked_dtype(dtype: Any, subject: str, path: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankax._base.blocks import OwnBlocks
-from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
+from rankax._blocks.backend import Batch, BatchChunks, Input
 from rankax._blocks.programs import OnBlocks, Packing
 from rankax._plan.levels import Shape
 
@@ -86,14 +86,18 @@ class _ToStages:
             stage.outputs.append(Streamed((*stage.shape, *item.shape), item.dtype, stage=stage))
         return list(stage.outputs)
 
-    def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:
-        state, merge, axes, size = reduction
+    def positions(self, lengths: tuple[int, ...], like: Any) -> Streamed:
+        del like
+        return Streamed((sum(lengths),), np.dtype(np.int64), range(sum(lengths)))
+
+    def reduce(
+        self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]
+    ) -> Streamed:
         shape = tuple(map(sum, batch.chunks))
-        indices = [Streamed((shape[a],), np.dtype(np.int64), range(shape[a])) for a in axes]
-        inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
-        stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
-        kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-        stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage, path=STATES)]
+        stage = Stage(state, batch.inputs, shape, reduced=axes, merge=merge)
+        kept = (n for axis, n in enumerate(shape) if axis not in axes)
+        whole = *kept, sum(state.program.layout.sizes)
+        stage.outputs = [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
         return stage.outputs[0]
 
 

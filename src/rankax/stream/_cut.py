@@ -73,10 +73,10 @@ class Cuts:
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
         read, stage = 0, self.stage
-        for array, axes, core in stage.inputs:
+        for array, axes, item in stage.inputs:
             steps = grain(array)
             items = [max(self.block[axis], steps[i]) for i, axis in self._mapped(array, axes)]
-            read += math.prod(items) * math.prod(core) * array.dtype.itemsize
+            read += math.prod(items) * math.prod(item.shape) * array.dtype.itemsize
         kept = [n for axis, n in enumerate(self.block) if axis not in stage.reduced]
         cores = [math.prod(x.shape[len(kept) :]) * x.dtype.itemsize for x in stage.outputs]
         written = math.prod(kept) * sum(cores)

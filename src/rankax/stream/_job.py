@@ -15,6 +15,7 @@ import jax
 
 import rankax
 from rankax._base.words import plural
+from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten
@@ -129,15 +130,12 @@ def _name(tree: Any, name: str, where: str) -> None:
 
 def _programs(stage: Stage) -> list[str]:
     """Return digests of the programs of a stage."""
-    if stage.reads_states:
-        return [stage.fun.digest(stage.fun.layout.items)]
-    blocks: list[Any] = []
-    for array, axes, core in stage.inputs:
-        sizes = [min(2, n) for n in array.shape[: len(axes)]]
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))  # of indices, too
-        blocks.append(jax.ShapeDtypeStruct((*sizes, *core), dtype))
-    merges = [] if stage.merge is None else [stage.merge.digest(stage.merge.layout.items * 2)]
-    return [stage.fun.digest(blocks), *merges]
+    of_states = stage.reads_states
+    blocks = stage.fun.program.layout.items if of_states else small_blocks(stage.inputs)
+    digests = [stage.fun.digest(blocks)]
+    if stage.merge is not None:
+        digests.append(stage.merge.digest(stage.merge.program.layout.items * 2))
+    return digests
 
 
 def _about(value: Any) -> str:

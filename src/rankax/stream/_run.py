@@ -202,7 +202,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else stage.merge.layout.unpacked(out)
+        parts = [out] if stage.merge is None else stage.merge.program.layout.unpacked(out)
         if any(np.isnan(part).any() for part in parts):
             raise FloatingPointError(f"{no_nan}: {_items(stage, block, inputs, array.path, out)}")
     return outs
