@@ -32,7 +32,6 @@ from typing import Any
 import jax
 
 from rankax._base.checks import check_bool
-from rankax._call.arguments import KernelSpec
 from rankax._call.run import plan_of
 from rankax._fit.memory import free_bytes
 from rankax._options import Options
@@ -50,41 +49,30 @@ _WORTH = 0.97  # what is chosen takes less than this share of the time of the fi
 
 
 def tuned(
-    kernel: KernelSpec,
-    fun: Callable[..., Any],
+    kernel: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     memory_limit: int | str | None,
     gradient: bool,
     seconds: Any,
 ) -> Tuning:
-    """Measure the candidates.
-
-    Parameters
-    ----------
-    kernel : KernelSpec
-    fun : callable
-        The decorated kernel.
-    memory_limit, gradient, seconds
-        As ``kernel.tune`` takes them.
-    """
+    """Measure the candidates for a decorated kernel; ``kernel.tune`` says what the others are."""
     begin = time.perf_counter()
-    where = f"{kernel.name}.tune"
+    where, options = f"{kernel.spec.name}.tune", kernel.spec.options()
     explicit = checked_limit(memory_limit, where)
-    limit = explicit or kernel.options().memory_limit
-    limit = None if limit is None else limit_in_bytes(limit, free_bytes)
     check_bool(gradient, where, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
-    bound = kernel.options().chunk_size if explicit is None else None
-    workload = Workload(kernel, args, kwargs, bound, gradient, where)
+    limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
+    bound = options.chunk_size if explicit is None else None
+    workload = Workload(kernel.spec, args, kwargs, bound, gradient, where)
     search = _Search(workload, limit, begin, seconds)
     chosen = search.chosen()
     if chosen is None:
         least = min((t.temporaries for t in search.trials if t.temporaries is not None), default=0)
         raise ValueError(
-            f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(search.limit)}; the "
+            f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit)}; the "
             f"smallest one tried needs {shown_bytes(least)} besides arguments and results"
         )
     candidates: list[Candidate] = []
@@ -92,7 +80,7 @@ def tuned(
         seconds = trial.seconds if trial.times else None
         changes = workload.changes(trial.options)
         candidates.append(Candidate(changes, trial.tile, seconds, trial.temporaries, trial.note))
-    facts = measured_for(fun, args, kwargs, gradient=gradient)
+    facts = measured_for(kernel, args, kwargs, gradient=gradient)
     return Tuning(facts, tuple(candidates), search.trials.index(chosen))
 
 
@@ -114,18 +102,17 @@ class _Trial:
         return statistics.median(self.times)
 
     @property
-    def variant(self) -> tuple[Any, ...]:
-        options = self.options
-        lanes = None if options.lockstep else options.chunk_size  # which levels do not say
-        return options.compiler_options, options.checkpoint, options.devices, lanes
+    def variant(self) -> Options:
+        """What levels do not say: that includes how many lanes there are."""
+        return self.options.unchunked if self.options.lockstep else self.options
 
 
 class _Search:
     """The candidates for one workload, tried until time is up."""
 
-    def __init__(self, workload: Workload, limit: int | None, begin: float, seconds: float) -> None:
-        self.workload, self.begin, self.seconds = workload, begin, seconds
-        self.limit = free_bytes() if limit is None else limit
+    def __init__(self, workload: Workload, limit: int, begin: float, seconds: float) -> None:
+        self.workload, self.limit = workload, limit
+        self.begin, self.seconds = begin, seconds
         self.compile_seconds = 0.0  # of the last program
         self.program = functools.cache(self._compiled)
         self.trials = [_Trial(o, o.chunk_size or workload.items) for o in workload.candidates()]

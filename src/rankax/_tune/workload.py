@@ -77,7 +77,8 @@ class Workload:
         self.floating = [
             i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
         ]
-        self.batch = call.plan(self.with_chunk(None)).plan.batch_shape
+        self.plan = call.plan(self.with_chunk(None))
+        self.batch = self.plan.plan.batch_shape
         self.items = math.prod(self.batch)
         if not self.items or not self.batch:
             what = "no batch axes" if not self.batch else "an empty batch"
@@ -120,8 +121,7 @@ class Workload:
 
     def _has_ends(self) -> bool:
         """Whether items differ in cost: a loop or an expensive branch depends on the item."""
-        plan = self.call.plan(self.with_chunk(None))
-        return bool(cut_program(self.call.trace(plan).closed).ends)
+        return bool(cut_program(self.call.trace(self.plan).closed).ends)
 
     def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
         return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
@@ -144,17 +144,13 @@ class Workload:
 
     def sliced(self, items: int) -> tuple[list[Any], tuple[int, ...]]:
         """Return the leaves of a slice, and its batch shape; ``items`` is `rounded`."""
-        length = max(self.batch)
-        axis = self.batch.index(length) - len(self.batch)
-        first = slice(items * length // self.items)
-        shape = list(self.batch)
-        shape[axis] = first.stop
-        leaves: list[Any] = []
-        for leaf, rank in zip(self.call.leaves, self.call.structure.ranks, strict=True):
-            batch = () if rank is None else jnp.shape(leaf)[: jnp.ndim(leaf) - rank.rank]
-            if items < self.items and -axis <= len(batch) and batch[axis] == length:
-                leaf = leaf[(slice(None),) * (len(batch) + axis) + (first,)]
-            leaves.append(leaf)
+        leaves, shape = list(self.call.leaves), list(self.batch)
+        longest = shape.index(max(shape))
+        shape[longest] = items * shape[longest] // self.items
+        if items < self.items:
+            part = self.call.part(self.plan, tuple(shape))
+            for i in self.plan.mapped:
+                leaves[i] = leaves[i][tuple(map(slice, part.leaves[i].shape))]
         return leaves, tuple(shape)
 
     def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
@@ -182,7 +178,7 @@ class Workload:
 
         # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
         inputs = jnp.float32(1), {i: values[i] for i in self.traced}
-        compiler = None if options.compiler_options is None else dict(options.compiler_options)
+        compiler = dict(options.compiler_options or ())
         compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
         return compiled, lambda: compiled(*inputs)
 
