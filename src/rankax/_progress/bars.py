@@ -91,29 +91,26 @@ def progress_of_call(option: bool | Target, name: str) -> Generator[Progress | N
         return
     token = _has_progress.set(True)
     try:
-        with wait_for_reports(option, name):
-            yield Progress(_target(option, name))
+        with wait_for_reports(option, name) as progress:
+            yield progress
     finally:
         _has_progress.reset(token)
 
 
 @contextlib.contextmanager
-def wait_for_reports(option: bool | Target, name: str) -> Generator[None]:
+def wait_for_reports(option: bool | Target, name: str) -> Generator[Progress | None]:
     """Wait for the last report of an eager call; if the call fails, close its bar."""
     if option is False:
-        yield
+        yield None
         return
+    target = name if isinstance(option, bool) else option
     try:
-        yield
+        yield Progress(target)
         if not is_staged():
             jax.effects_barrier()
     except BaseException:
-        _close(_target(option, name))
+        _close(target)
         raise
-
-
-def _target(option: bool | Target, name: str) -> Target:
-    return name if isinstance(option, bool) else option
 
 
 class _Display:

@@ -8,14 +8,17 @@ those of the outputs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from rankax._call.bind import flatten, rebind
+from rankax._call.bind import bind, flatten, rebind
+from rankax._call.run import run
 from rankax._front.kernel import Kernel
+from rankax._options import Options
 from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
 from rankax.xarray._outputs import assembled, dims_of_outputs
 
@@ -108,37 +111,32 @@ def apply(
     leaves = named_leaves(declared, call, core_dims, where)
     batch = batch_dims(leaves, where)
     reduced = reduced_dims(declared, reduce_dims, batch, where)
-    mapped = kernel
-    if declared.preset.reduce is not None:
-        mapped = mapped.with_options(reduce_axis=tuple(range(-len(reduced), 0)))
+    axes = tuple(range(-len(reduced), 0)) if declared.preset.reduce else None
+    mapped = kernel.with_options(reduce_axis=axes) if axes is not None else kernel
 
-    def called(mapped: Any, values: list[Any]) -> Any:
-        again = rebind(declared, call.names, values, call.treedef, call.others)
-        return mapped(*again.arguments.args, **again.arguments.kwargs)
+    def arguments(values: list[Any]) -> inspect.BoundArguments:
+        return rebind(declared, call.names, values, call.treedef, call.others).arguments
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
         arrays = iter(data)
-        values = [
-            leaf.value if leaf.core is None else leaf.aligned(next(arrays), reduced, where)
-            for leaf in leaves
-        ]
-        outs = jax.tree.leaves(called(mapped, values))
+        given = arguments(
+            [
+                leaf.value if leaf.core is None else leaf.aligned(next(arrays), reduced, where)
+                for leaf in leaves
+            ]
+        )
+        outs = jax.tree.leaves(mapped(*given.args, **given.kwargs))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
-    plain = mapped.with_options(
-        jit=False,
-        bucket=False,
-        compiler_options=None,
-        chunk_size=None,
-        memory_limit=None,
-        progress=False,
-    )
-    out = jax.eval_shape(  # without the batch dimensions that remain
-        lambda known: called(plain, [known.get(i, leaf.value) for i, leaf in enumerate(leaves)]),
-        {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None},
-    )
+    def on_shapes(known: dict[int, Any]) -> Any:  # without the batch dimensions that remain
+        given = arguments([known.get(i, leaf.value) for i, leaf in enumerate(leaves)])
+        plain = Options(reduce=declared.preset.reduce, reduce_axis=axes)
+        return run(bind(declared, given.args, given.kwargs), plain)
+
+    shapes = {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None}
+    out = jax.eval_shape(on_shapes, shapes)
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
         raise TypeError(f"{where}: the kernel returns no array")

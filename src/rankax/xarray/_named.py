@@ -80,15 +80,11 @@ def named_leaves(
     kernel: KernelSpec, call: BoundKernel, core_dims: Any, where: str
 ) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
-    ranks = [*zip(call.structure.paths, call.leaves, call.structure.ranks, strict=True)]
-    others = [(n, v, None) for n, v in call.others.items()]
-    for path, value, rank in [*others, *ranks]:
-        if rank is None and blocks_of(value) == "xarray":
-            raise TypeError(
-                f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
-                "its values"
-            )
-    leaves = [_leaf(value, path, rank, core_dims, where) for path, value, rank in ranks]
+    structure = call.structure
+    triples = zip(call.leaves, structure.paths, structure.ranks, strict=True)
+    for name, value in call.others.items():
+        _leaf(value, name, None, core_dims, where)
+    leaves = [_leaf(*triple, core_dims, where) for triple in triples]
     if all(leaf.core is None for leaf in leaves):
         raise TypeError(
             f"{where}: no argument with a rank is a DataArray or a Dataset; call {kernel.name} "
@@ -98,10 +94,14 @@ def named_leaves(
 
 
 def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) -> NamedLeaf:
-    if rank is None:
-        return NamedLeaf(value, path, rank)
-    if blocks_of(value) != "xarray":
-        if not is_number(value) and jnp.ndim(value) != rank.rank:
+    is_named = blocks_of(value) == "xarray"
+    if rank is None and is_named:
+        raise TypeError(
+            f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
+            "its values"
+        )
+    if rank is None or not is_named:
+        if rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
             raise TypeError(
                 f"{where}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
                 "axes, but they have no names; pass an xarray.DataArray"
@@ -175,9 +175,10 @@ def _core_dims(
             f"name the core dimensions in order: {advice}"
         )
     if absent := [name for name in core if name not in dims]:
-        closest = [_closest(name, dims) for name in core]
-        if None not in closest and len({*closest}) == len(closest):
-            advice = f"core_dims={{{parameter!r}: {tuple(closest)!r}}}"
+        known = [dim for dim in dims if isinstance(dim, str)]
+        close = [dim for name in core for dim in difflib.get_close_matches(name, known, 1)]
+        if len({*close}) == len(core):
+            advice = f"core_dims={{{parameter!r}: {tuple(close)!r}}}"
         declares = "core_dims names" if explicit is not None else f"rank {rank} declares"
         raise ValueError(
             f"{where}: for {at}, {declares} the core dimension {absent[0]!r}, which is absent: "
@@ -189,13 +190,6 @@ def _core_dims(
             f"name; name the core dimensions: {advice}"
         )
     return core
-
-
-def _closest(name: str, dims: Sequence[Any]) -> str | None:
-    """Return the dimension of this name, or of a similar one."""
-    return next(
-        iter(difflib.get_close_matches(name, [d for d in dims if isinstance(d, str)], 1)), None
-    )
 
 
 def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
