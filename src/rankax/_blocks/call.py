@@ -12,6 +12,7 @@ imported for it. A decorated kernel passes the calls that are marked to `call_on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -24,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.blocks import blocks_of
+from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.functions import traced_as
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import plural
+from rankax._base.words import listed, plural
 from rankax._blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
-from rankax._blocks.leaves import as_input, checked_leaves, package_of_call
 from rankax._blocks.programs import (
     CONFIG,
+    Leaf,
     MapBlock,
     MergeStates,
     OnBlocks,
@@ -40,7 +41,7 @@ from rankax._blocks.programs import (
     Setup,
     StateOfBlock,
 )
-from rankax._call.arguments import is_number
+from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._options import DEFAULTS, Options
 from rankax._plan.batch import BatchPlan
@@ -52,7 +53,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
     kernel = call.kernel
     where = f"{kernel.name}()"
-    package = package_of_call(kernel, call)
+    package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
     refused = {
         "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the "
@@ -68,7 +69,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
                 f"{where}: {name}={value!r} {why}, and "
                 f"{kernel.name}.with_options({name}={DEFAULTS[name]})"
             )
-    call = dataclasses.replace(call, leaves=checked_leaves(kernel, call, package))
+    call = dataclasses.replace(call, leaves=leaves)
     nesting = call.plan(options)
     plan = nesting.plan
     if nesting.splits:
@@ -79,12 +80,12 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
     inputs = [
-        (planned, *as_input(call.leaves[place], place, planned.core_shape))
+        (planned, *_as_input(call.leaves[place], place, planned.core_shape))
         for planned, place in zip(plan.leaves, call.ranked, strict=True)
     ]
     backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
-    in_blocks = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
-    chunks = _batch_chunks(plan, in_blocks, where, None if backend.can_rechunk else package)
+    lazy = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
+    chunks = _batch_chunks(plan, lazy, where, None if backend.can_rechunk else package)
     # Numbers first. Of the arrays, those with core axes: cubed 0.27 unwraps blocks along axes that
     # the output lacks only if the first array has such axes.
     inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
@@ -101,11 +102,106 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     )
     numbers = [value for _, _, value in inputs if is_number(value)]
     arrays = [
-        _input(backend, chunks, planned, leaf.item, value, like=in_blocks[0][1])
+        _input(backend, chunks, planned, leaf.item, value, like=lazy[0][1])
         for planned, leaf, value in inputs[len(numbers) :]
     ]
     on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, where)
     return on_blocks.reduced(options.reduce) if options.reduce else on_blocks.mapped()
+
+
+def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
+    """Return the package that evaluates a call, and the leaves, which JAX or the package can take.
+
+    Arrays of two packages are refused, and so are arrays in blocks without a rank.
+    """
+    kernel, structure = call.kernel, call.structure
+    triples = list(zip(structure.paths, call.leaves, structure.ranks, strict=True))
+    for name, value in call.others.items():
+        with contextlib.suppress(TypeError, ValueError):  # not a pytree
+            triples += [(path, leaf, None) for path, leaf in leaves_with_names(value, name)]
+    first: dict[str, str] = {}  # the first array of each package
+    leaves: list[Any] = []
+    for path, leaf, rank in triples:
+        package = blocks_of(leaf)
+        subject = f"{kernel.name}(): {path} is a {package} array"
+        if package and rank is None:
+            raise TypeError(
+                f"{subject}, but it has no rank, so every item would receive all of it; give it a "
+                "rank, or compute it first"
+            )
+        if package == "xarray":
+            raise in_blocks(package, kernel.name, path)
+        if package:
+            first.setdefault(package, f"{path} is a {package} array")
+            _check_blocks(leaf, subject, path)
+        elif rank is not None and not (is_array(leaf) or is_number(leaf)):
+            leaf = converted(kernel, leaf, path, shapes_only=False)
+        if rank is not None and rank.is_key:
+            check_key(kernel, leaf, path, rank)
+        leaves.append(leaf)
+    if len(first) > 1:
+        raise TypeError(
+            f"{kernel.name}(): {listed(list(first.values()))}, but one package has to evaluate the "
+            "call; convert one"
+        )
+    return next(iter(first)), leaves[: len(call.leaves)]
+
+
+def _check_blocks(value: Any, subject: str, path: str) -> None:
+    checked_dtype(value.dtype, subject, path)
+    for axis, size in enumerate(value.shape):
+        if size != size:  # dask has nan for an unknown length
+            raise ValueError(
+                f"{subject} of unknown length along axis {axis}; call "
+                f"{path}.compute_chunk_sizes() first"
+            )
+
+
+def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[Leaf, Any]:
+    """Return how a block receives a checked leaf; and the number, or the array that is cut."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        item = jax.ShapeDtypeStruct((*core, *data.shape[value.ndim :]), data.dtype)
+        return Leaf(place, item, jax.random.key_impl(value)), data
+    if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
+        value = value.item()
+    # A NumPy float64 is a Python float too, but not weakly typed.
+    if is_number(value) and not isinstance(value, np.generic):
+        item = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
+        return Leaf(place, item), value
+    value = value if blocks_of(value) else np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
+    return Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
+
+
+def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
+    """Return a dtype in native byte order, or say why JAX cannot compute with it.
+
+    JAX narrows the arrays that it is given, and so does a call with arrays of JAX or NumPy. An
+    array in blocks holds data from a store, and nothing would show that its digits are cut off.
+
+    Parameters
+    ----------
+    dtype : dtype
+    subject : str
+        How an error message begins: what arrived where.
+    path : str
+        The array, as the caller knows it.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.kind in "OSTUMm" or dtype.type is np.void:
+        raise TypeError(
+            f"{subject} of dtype {dtype}, which JAX does not support; convert it to numbers"
+        )
+    native = dtype.newbyteorder("=")
+    narrow = jax.dtypes.canonicalize_dtype(native)
+    if narrow != native:
+        raise TypeError(
+            f"{subject} of dtype {native}, but JAX computes with {narrow} by default, which would "
+            'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or '
+            f"convert {path} to {narrow}"
+        )
+    return native
 
 
 def _batch_chunks(

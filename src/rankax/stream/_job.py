@@ -23,8 +23,7 @@ from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._trace.fingerprint import checksum
-from rankax.stream._cut import Cuts, cut
-from rankax.stream._sources import digest, grain, streamed
+from rankax.stream._cut import Cuts, cut, digest, grain, streamed
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
@@ -66,8 +65,9 @@ def prepared(
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, args, dict(kwargs))
-    triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
-    leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
+    leaves, paths = list(call.leaves), call.structure.paths
+    for i in call.ranked:
+        leaves[i] = streamed(leaves[i], paths[i], where)
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         raise TypeError(f"{where}: no argument with a rank is an array with axes")
     options = kernel.options()
@@ -89,15 +89,11 @@ def prepared(
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
-    for leaf, path, rank in zip(leaves, call.structure.paths, call.structure.ranks, strict=True):
-        if rank is not None:  # an argument may be called "program"
-            record[f"argument {path}" if path in record else path] = _about(leaf)
-    different = [
-        f"{key} was {found.get(key)} and is {record.get(key)}"
-        for key in sorted(found | record)
-        if found and found.get(key) != record.get(key)
-    ]
-    if different:
+    for i in call.ranked:  # an argument may be called "program"
+        record[f"argument {paths[i]}" if paths[i] in record else paths[i]] = _about(leaves[i])
+    keys = [key for key in sorted(found | record) if found.get(key) != record.get(key)]
+    if found and keys:
+        different = [f"{key} was {found.get(key)} and is {record.get(key)}" for key in keys]
         raise ValueError(
             f"{where}: out was written by another call: {'; '.join(different)}; repeat that call, "
             "or give another out"
