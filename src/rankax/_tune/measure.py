@@ -116,9 +116,8 @@ class _Search:
         self.compile_seconds = 0.0  # of the last program
         self.program = functools.cache(self._compiled)
         self.trials = [_Trial(o, o.chunk_size or workload.items) for o in workload.candidates()]
-        self.default = self.trials[0]
         plain = workload.with_chunk(workload.bound)
-        self.baselines = [t for t in self.trials if t is self.default or t.options == plain]
+        self.baselines = [t for i, t in enumerate(self.trials) if i == 0 or t.options == plain]
         self._choose_slice()
         for trial in tuple(self.trials):
             if trial in self.baselines or self._is_worth_trying(trial):
@@ -131,8 +130,7 @@ class _Search:
             alive = [t for t in measured if not t.note] or measured
             best = min(alive, key=lambda t: t.seconds)
             finalists = [t for t in alive if t is best or t in self.baselines]
-            self._compare(finalists)
-            finalists = [t for t in finalists if t.times]
+            finalists = self._compared(finalists)
             if not finalists:
                 continue
             shortest = min(t.seconds for t in finalists)
@@ -153,28 +151,28 @@ class _Search:
 
     def _compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         before = time.perf_counter()
-        compiled = self.workload.compiled(self._in_slice(options, items), items)
+        options = dataclasses.replace(options, chunk_size=self._chunk_size(options, items))
+        compiled = self.workload.compiled(options, items)
         self.compile_seconds = time.perf_counter() - before
         return compiled
 
-    def _in_slice(self, options: Options, items: int) -> Options:
-        """Return the options for so many items; if all have several chunks, a slice has two."""
-        if items == self.workload.items or options.chunk_size is None or options.chunk_size < items:
-            return options
-        return dataclasses.replace(options, chunk_size=max(1, items // 2))
+    def _chunk_size(self, options: Options, items: int) -> int | None:
+        """Return the chunk size for so many items; if all have several chunks, a slice has two."""
+        size = options.chunk_size
+        if items == self.workload.items or size is None or size < items:
+            return size
+        return max(1, items // 2)
 
     def _choose_slice(self) -> None:
         """Choose how many items are run: all, or as many as take a small share of the time."""
-        self.items, seconds, self.few_seconds = 0, math.inf, math.inf
+        self.items, self.few_seconds = 0, math.inf
         items: float = _FEW_ITEMS
         while self.items < self.workload.items:
             items = self.workload.rounded(int(items))
-            compiled, run = self.program(self.default.options, items)
+            compiled, run = self.program(self.trials[0].options, items)
             if self.items and compiled.memory_analysis().temp_size_in_bytes > free_bytes():
                 break
-            self.items, seconds = items, _timed(run)
-            if seconds < _RUN * self.seconds:
-                seconds = _timed(run)  # a first run may take longer
+            self.items, seconds = items, _timed(run, patience=_RUN * self.seconds)
             self.few_seconds = min(self.few_seconds, seconds)
             growth = _RUN * self.seconds / max(seconds, 1e-9)
             if growth < 4 or self._elapsed() + 2 * self.compile_seconds / self.seconds > 1:
@@ -204,17 +202,15 @@ class _Search:
             elif needed > share * self.limit and not self._fits(trial, self.workload.items):
                 return False
             elif run:
-                trial.items, trial.times = items, [_timed(call) / items]
-                if self._elapsed() + trial.seconds * items / self.seconds < 1:
-                    trial.times = [_timed(call) / items]  # a first run may take longer
+                patience = (1 - self._elapsed()) / 2 * self.seconds
+                trial.items, trial.times = items, [_timed(call, patience) / items]
         except jax.errors.JaxRuntimeError as error:
             trial.note = f"failed: {textwrap.shorten(str(error), 80)}"
         return not trial.note
 
     def _size(self, trial: _Trial) -> int:
-        """Return the chunk size of a candidate in a slice."""
-        size = self._in_slice(trial.options, self.items).chunk_size
-        return min(size or self.items, self.items)
+        """Return how many items of a slice a candidate evaluates at once."""
+        return min(self._chunk_size(trial.options, self.items) or self.items, self.items)
 
     def _is_worth_trying(self, trial: _Trial) -> bool:
         """Whether a slice can tell a candidate from others, and enough time is left."""
@@ -242,8 +238,8 @@ class _Search:
                 trial.note = "given up early"
             others, turns = others[: len(others) // 2], 2 * turns
 
-    def _compare(self, finalists: list[_Trial]) -> None:
-        """Run the last few in turns, on all items if there is time."""
+    def _compared(self, finalists: list[_Trial]) -> list[_Trial]:
+        """Run the last few in turns, on all items if there is time; return those that did run."""
         whole = self.workload.items
         cost = sum(self.compile_seconds + 3 * whole * t.seconds for t in finalists)
         if self._elapsed() + cost / self.seconds < 1:
@@ -255,7 +251,9 @@ class _Search:
         # The memory that a slice needs does not say what all items need.
         compiling = self.compile_seconds / self.seconds * (self.items < whole)
         until = max(1 - compiling, self._elapsed() + _COMPARISON)
-        self._take_turns([t for t in finalists if t.times], 8 * _TURNS, until)
+        finalists = [t for t in finalists if t.times]
+        self._take_turns(finalists, 8 * _TURNS, until)
+        return finalists
 
     def _take_turns(self, trials: Sequence[_Trial], turns: int, until: float) -> None:
         """Run candidates in turns, so that slow moments of the machine affect all."""
@@ -268,7 +266,9 @@ class _Search:
             trial.times = list(own)
 
 
-def _timed(run: Callable[[], Any]) -> float:
+def _timed(run: Callable[[], Any], patience: float = 0) -> float:
+    """Return the seconds of a run. If they are few, of a second one: a first may take longer."""
     begin = time.perf_counter()
     jax.block_until_ready(run())
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return _timed(run) if seconds < patience else seconds

@@ -68,15 +68,9 @@ class Workload:
         call = filled(call, fill_up(call, kernel.options()))
         self.call = call = dataclasses.replace(call, lengths={})  # copies cost what items cost
         self.defaults = dataclasses.replace(kernel.options(), memory_limit=None)
-        ranks = call.structure.ranks
-        self.traced = [
-            i
-            for i, leaf in enumerate([*call.leaves, *self.others])
-            if (i < len(ranks) and ranks[i] is not None) or (kernel.preset.jit and is_array(leaf))
-        ]
-        self.floating = [
-            i for i, rank in enumerate(ranks) if rank is not None and _is_floating(call.leaves[i])
-        ]
+        values = [*call.leaves, *self.others] if kernel.preset.jit else []
+        self.traced = {*call.ranked, *(i for i, value in enumerate(values) if is_array(value))}
+        self.floating = [i for i in call.ranked if _is_floating(call.leaves[i])]
         self.plan = call.plan(self.with_chunk(None))
         self.batch = self.plan.plan.batch_shape
         self.items = math.prod(self.batch)
