@@ -13,14 +13,12 @@ The arrays need ``shape``, ``dtype`` and ``chunks`` (a tuple of block lengths fo
 shapes and the programs (`_blocks/programs.py`) are the same for every package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from rankax._blocks.programs import OnBlocks, Packing
+from rankax._blocks.programs import Items, OnBlocks
 
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
@@ -64,7 +62,7 @@ class Backend(Protocol):
         """
         ...
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
         """Apply ``fun`` to each block, once.
 
         Parameters
@@ -72,7 +70,7 @@ class Backend(Protocol):
         fun : callable
             Takes one block of each input. Returns one array, or a tuple of several.
         batch : Batch
-        layout : Packing
+        items : sequence of jax.ShapeDtypeStruct
             The shape and dtype of one item of each output, after the batch axes.
         """
         ...
@@ -90,7 +88,7 @@ class Backend(Protocol):
         ----------
         state : callable
             Takes one block of each input. Returns states: the batch axes, of which the reduced ones
-            have length 1, and an axis of bytes, as many as ``state.program.layout`` has.
+            have length 1, and an axis of bytes, those of a `record` of ``state.program.items``.
         merge : callable
             Takes the states of adjacent blocks as one array, with ``axis`` and ``keepdims`` as in
             `numpy.sum`, and merges them along these axes in order.

@@ -10,8 +10,6 @@ imported for it. A decorated kernel passes the calls that are marked to `call_on
 `rankax.stream`, which knows its arrays, all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -36,10 +34,10 @@ from rankax._blocks.programs import (
     MapBlock,
     MergeStates,
     OnBlocks,
-    Packing,
     ResultOfStates,
     Setup,
     StateOfBlock,
+    record,
 )
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
@@ -283,7 +281,7 @@ class _BlockCall:
         if not only:
             return []
         fun = OnBlocks.of(MapBlock(self.setup, only), self.numbers)
-        return self.backend.map(fun, self.batch, Packing.of([outs[i] for i in only]))
+        return self.backend.map(fun, self.batch, [outs[i] for i in only])
 
     def reduced(self, reductions: Reductions) -> Any:
         """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
@@ -305,12 +303,13 @@ class _BlockCall:
         place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
         positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
         batch = Batch([*self.batch.inputs, *positions], chunks)
-        block = StateOfBlock(self.setup, axes, runs, None, Packing(())).unbounded()
+        block = StateOfBlock(self.setup, axes, runs, None, ()).unbounded()
         values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
         states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
-        layout = Packing.of(states, len(chunks) - len(axes))
+        kept = len(chunks) - len(axes)
+        leaves = tuple(jax.ShapeDtypeStruct(x.shape[kept:], x.dtype) for x in states)
         results, treedef = jax.tree.flatten(
-            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), layout.items)
+            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), leaves)
         )
 
         entries = enumerate(reductions.of_outputs(out))
@@ -322,14 +321,14 @@ class _BlockCall:
         if not results:
             return runs.assemble(treedef.unflatten([]), whole)
 
-        fields = self.setup, axes, runs, states_tree, layout
+        fields = self.setup, axes, runs, states_tree, leaves
         state = OnBlocks.of(StateOfBlock(*fields), self.numbers)
         packed = self.backend.reduce(state, OnBlocks.of(MergeStates(*fields)), batch, axes)
         chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
-        item = jax.ShapeDtypeStruct((sum(layout.sizes),), np.dtype(np.uint8))
+        item = jax.ShapeDtypeStruct((record(leaves).itemsize,), np.dtype(np.uint8))
         merged = Input(packed, tuple(range(len(chunks))), item)
         finish = OnBlocks.of(ResultOfStates(*fields))
-        values = self.backend.map(finish, Batch([merged], chunks), Packing.of(results))
+        values = self.backend.map(finish, Batch([merged], chunks), results)
         return runs.assemble(treedef.unflatten(values), whole)
 
     def _check_order(self, reductions: Reductions, axes: Sequence[int]) -> None:

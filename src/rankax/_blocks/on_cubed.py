@@ -6,8 +6,6 @@ Besides the blocks themselves, which cubed counts, these are the copies of them 
 the ``memory_limit`` of the kernel.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math
@@ -17,7 +15,7 @@ import jax
 import numpy as np
 
 from rankax._blocks.backend import Batch, BatchChunks, Input, blockwise_arguments
-from rankax._blocks.programs import OnBlocks, Packing
+from rankax._blocks.programs import Items, OnBlocks, packed, record, unpacked
 
 # Imported by name because a type checker need not have cubed installed.
 cubed: Any = importlib.import_module("cubed")
@@ -38,20 +36,20 @@ class _Cubed:
         convert = cubed.asarray if value.nbytes <= _MOST_IN_PLAN else cubed.from_array
         return convert(value, chunks=tuple(lengths[0] for lengths in chunks), spec=like.spec)
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
-        items = math.prod(map(max, batch.chunks))
-        memory = _copies(batch) + items * sum(layout.sizes) + fun.limit
-        if len(layout.items) == 1:
-            return [_blockwise(fun, batch, layout.items[0], memory)]
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
+        count = math.prod(map(max, batch.chunks))
+        memory = _copies(batch) + count * record(items).itemsize + fun.limit
+        if len(items) == 1:
+            return [_blockwise(fun, batch, items[0], memory)]
         # An operation has one output. The packed outputs are stored, so that each block is
         # evaluated once.
-        item = jax.ShapeDtypeStruct((sum(layout.sizes),), _BYTES)
-        array = _blockwise(functools.partial(_packed, fun, layout), batch, item, memory)
-        packed = Input(array, tuple(range(len(batch.chunks))), item)
+        item = jax.ShapeDtypeStruct((record(items).itemsize,), _BYTES)
+        array = _blockwise(functools.partial(_packed, fun, items), batch, item, memory)
+        whole = Batch([Input(array, tuple(range(len(batch.chunks))), item)], batch.chunks)
         outs: list[Any] = []
-        for n, (out, size) in enumerate(zip(layout.items, layout.sizes, strict=True)):
-            unpack = functools.partial(_unpacked, layout, n)
-            outs.append(_blockwise(unpack, Batch([packed], batch.chunks), out, items * 2 * size))
+        for n, out in enumerate(items):
+            unpack = functools.partial(_unpacked, items, n)
+            outs.append(_blockwise(unpack, whole, out, count * 2 * record([out]).itemsize))
         return outs
 
     def positions(self, lengths: tuple[int, ...], like: Any) -> Any:
@@ -59,7 +57,7 @@ class _Cubed:
 
     def reduce(self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]) -> Any:
         kept = math.prod(max(n) for axis, n in enumerate(batch.chunks) if axis not in axes)
-        item = jax.ShapeDtypeStruct((sum(state.program.layout.sizes),), _BYTES)
+        item = jax.ShapeDtypeStruct((record(state.program.items).itemsize,), _BYTES)
         memory = _copies(batch) + 2 * kept * item.shape[0] + state.limit
         states = _blockwise(state, batch, item, memory, axes)
         dtypes = {"intermediate_dtype": _BYTES, "dtype": _BYTES}
@@ -87,14 +85,14 @@ def _blockwise(
     )
 
 
-def _packed(fun: OnBlocks, layout: Packing, *blocks: Any) -> Any:
+def _packed(fun: OnBlocks, items: Items, *blocks: Any) -> Any:
     """Call a function of several outputs, and pack them into bytes."""
-    return layout.packed(fun(*blocks))
+    return packed(items, fun(*blocks))
 
 
-def _unpacked(layout: Packing, number: int, packed: Any) -> Any:
+def _unpacked(items: Items, number: int, data: Any) -> Any:
     """Return one of the packed outputs."""
-    return layout.unpacked(packed)[number]
+    return unpacked(items, data)[number]
 
 
 BACKEND = _Cubed()

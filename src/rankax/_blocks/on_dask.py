@@ -5,8 +5,6 @@ Maps use `apply_gufunc`; reductions use a state for each block (`blockwise`) and
 (`da.reduction`).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import ChainMap
 from typing import Any
@@ -15,7 +13,7 @@ import jax
 import numpy as np
 
 from rankax._blocks.backend import Batch, BatchChunks, blockwise_arguments
-from rankax._blocks.programs import OnBlocks, Packing
+from rankax._blocks.programs import Items, OnBlocks, record
 
 # Imported by name because a type checker need not have dask installed.
 da: Any = importlib.import_module("dask.array")
@@ -30,11 +28,11 @@ class _Dask:
             return da.from_array(value, chunks=chunks)
         return value if value.chunks == chunks else value.rechunk(chunks)
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
         ins = [_core_axes(f"i{n}", i.item) for n, i in enumerate(batch.inputs)]
-        sizes = [_core_axes(f"o{n}", item) for n, item in enumerate(layout.items)]
+        sizes = [_core_axes(f"o{n}", item) for n, item in enumerate(items)]
         sides = [",".join(f"({','.join(names)})" for names in side) for side in (ins, sizes)]
-        dtypes = [item.dtype for item in layout.items]
+        dtypes = [item.dtype for item in items]
         outs = da.apply_gufunc(
             fun,
             "->".join(sides),
@@ -56,7 +54,7 @@ class _Dask:
             (*range(count), bytes_axis),
             *arguments,
             adjust_chunks={axis: (1,) * len(batch.chunks[axis]) for axis in axes},
-            new_axes={bytes_axis: sum(state.program.layout.sizes)},
+            new_axes={bytes_axis: record(state.program.items).itemsize},
             concatenate=True,
             dtype=np.uint8,
             meta=np.empty((0,) * (count + 1), np.uint8),

@@ -16,7 +16,7 @@ import numpy as np
 
 from rankax._base.blocks import OwnBlocks
 from rankax._blocks.backend import Batch, BatchChunks, Input
-from rankax._blocks.programs import OnBlocks, Packing
+from rankax._blocks.programs import Items, OnBlocks, record
 from rankax._plan.levels import Shape
 
 STATES = "_rankax/states"  # the array of a store that is not a result
@@ -80,9 +80,9 @@ class _ToStages:
         del chunks, like
         return value if isinstance(value, Streamed) else Streamed(value.shape, value.dtype, value)
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
         stage = Stage(fun, batch.inputs, tuple(map(sum, batch.chunks)))
-        for item in layout.items:
+        for item in items:
             stage.outputs.append(Streamed((*stage.shape, *item.shape), item.dtype, stage=stage))
         return list(stage.outputs)
 
@@ -96,7 +96,7 @@ class _ToStages:
         shape = tuple(map(sum, batch.chunks))
         stage = Stage(state, batch.inputs, shape, reduced=axes, merge=merge)
         kept = (n for axis, n in enumerate(shape) if axis not in axes)
-        whole = *kept, sum(state.program.layout.sizes)
+        whole = *kept, record(state.program.items).itemsize
         stage.outputs = [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
         return stage.outputs[0]
 

@@ -6,14 +6,11 @@ Each task unpickles a copy of it, and a copy must not compile the kernel again. 
 function therefore belongs to a `Program`, and each process keeps one program per pickle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
-import math
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
@@ -34,6 +31,7 @@ from rankax._reduce.merge import RunStates
 from rankax._trace.fingerprint import checksum
 
 Array = np.ndarray[Any, Any]
+Items = Sequence[jax.ShapeDtypeStruct]  # one item of each of several arrays
 
 _MOST_KEPT = 128  # programs
 
@@ -43,46 +41,30 @@ def in_native_order(array: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Several arrays over one batch as one array of bytes: the shape and dtype of one item of each.
+def record(items: Items) -> Any:
+    """Return the dtype of one item of several arrays in one.
 
-    The states of a reduction travel as bytes too. A reduction has states of many kinds, some with
-    indices, some with user-defined trees. Cubed stores one array for each operation, and its
-    ``apply_gufunc`` has one output; every scheduler, store and tree reduction takes an array of
-    bytes.
+    States of reductions, which are of many kinds, and the outputs of an operation of cubed, which
+    returns one array, travel as the bytes of such records: every scheduler, store and tree
+    reduction takes an array of bytes.
     """
+    fields = [(f"{n}", item.dtype, item.shape) for n, item in enumerate(items)]
+    return np.dtype(fields if np.dtype(fields).itemsize else [*fields, ("none", np.uint8)])
 
-    items: tuple[jax.ShapeDtypeStruct, ...]
 
-    @classmethod
-    def of(cls, avals: Sequence[Any], batch: int = 0) -> Packing:
-        """Return the layout of arrays whose first ``batch`` axes are batch axes."""
-        return cls(tuple(jax.ShapeDtypeStruct(x.shape[batch:], np.dtype(x.dtype)) for x in avals))
+def packed(items: Items, arrays: Sequence[Any]) -> Array:
+    """Return the bytes of arrays along a new last axis, after their batch axes."""
+    batch = arrays[0].shape[: arrays[0].ndim - len(items[0].shape)]
+    records: Any = np.empty(batch, record(items))
+    for n, array in enumerate(arrays):
+        records[f"{n}"] = array
+    return records[..., None].view(np.uint8)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The bytes of one item of each array."""
-        return tuple(math.prod(item.shape) * item.dtype.itemsize for item in self.items)
 
-    def batch_shape(self, arrays: Sequence[Any]) -> tuple[int, ...]:
-        """Return the batch axes of these arrays."""
-        return arrays[0].shape[: arrays[0].ndim - len(self.items[0].shape)]
-
-    def packed(self, arrays: Sequence[Any]) -> Array:
-        """Return the bytes of arrays along a new last axis, after their batch axes."""
-        batch = self.batch_shape(arrays)
-        rows = [
-            np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(*batch, size)
-            for x, size in zip(arrays, self.sizes, strict=True)
-        ]
-        return np.concatenate(rows, axis=-1)
-
-    def unpacked(self, packed: Array) -> list[Array]:
-        """Return the arrays that `packed` was given."""
-        batch, parts = packed.shape[:-1], np.split(packed, np.cumsum(self.sizes)[:-1], axis=-1)
-        pairs = zip((np.ascontiguousarray(x).reshape(-1) for x in parts), self.items, strict=True)
-        return [x.view(item.dtype).reshape(batch + item.shape) for x, item in pairs]
+def unpacked(items: Items, data: Array) -> list[Array]:
+    """Return the arrays that `packed` was given."""
+    records = data.view(record(items))[..., 0]
+    return [records[f"{n}"].copy() for n in range(len(items))]  # aligned
 
 
 class Leaf(NamedTuple):
@@ -184,7 +166,7 @@ class StateProgram(Program):
     axes: tuple[int, ...]  # the reduced axes of the batch
     runs: RunStates  # the operations on states of blocks
     treedef: Any  # of the states
-    layout: Packing  # of their leaves
+    items: Items  # their leaves
 
 
 class StateOfBlock(StateProgram):
@@ -205,7 +187,7 @@ class StateOfBlock(StateProgram):
         return [() if entry.is_kept else state for entry, state in pairs]
 
     def __call__(self, *values: Any) -> Any:
-        return np.expand_dims(self.layout.packed(self.evaluated(*values)), self.axes)
+        return np.expand_dims(packed(self.items, self.evaluated(*values)), self.axes)
 
 
 class MergeStates(StateProgram):
@@ -215,18 +197,15 @@ class MergeStates(StateProgram):
         count = len(values) // 2
         pairs = zip(values[:count], values[count:], strict=True)
         both = self.treedef.unflatten([jnp.stack(pair) for pair in pairs])
-        return self.runs.merge(both, len(self.layout.batch_shape(values)))
+        return self.runs.merge(both, values[0].ndim - len(self.items[0].shape))
 
-    def __call__(self, packed: Array, axis: Sequence[int] = (), keepdims: bool = True) -> Any:
+    def __call__(self, *values: Any, axis: Sequence[int] = (), keepdims: bool = True) -> Any:
         axes = tuple(axis)
-        in_front = np.moveaxis(packed, axes, range(len(axes)))
+        in_front = np.moveaxis(values[0], axes, range(len(axes)))
         rows = in_front.reshape(-1, *in_front.shape[len(axes) :])
-        whole = self.layout.packed(
-            functools.reduce(
-                lambda first, second: self.evaluated(*first, *second),
-                map(self.layout.unpacked, rows),
-            )
-        )
+        states = (unpacked(self.items, row) for row in rows)
+        merged = functools.reduce(lambda a, b: self.evaluated(*a, *b), states)
+        whole = packed(self.items, merged)
         return np.expand_dims(whole, axes) if keepdims else whole
 
 
@@ -235,10 +214,10 @@ class ResultOfStates(StateProgram):
 
     def traced(self, *values: Any) -> Any:
         states = self.treedef.unflatten(values)
-        return self.runs.finish(states, len(self.layout.batch_shape(values)))
+        return self.runs.finish(states, values[0].ndim - len(self.items[0].shape))
 
-    def __call__(self, packed: Array) -> Any:
-        return super().__call__(*self.layout.unpacked(packed))
+    def __call__(self, *values: Any) -> Any:
+        return super().__call__(*unpacked(self.items, *values))
 
 
 _programs: Kept[Program] = Kept(_MOST_KEPT)
@@ -254,7 +233,7 @@ class OnBlocks:
         self.__name__ = program.setup.mapped.spec.name
 
     @classmethod
-    def of(cls, program: Program, numbers: Sequence[Any] = ()) -> OnBlocks:
+    def of(cls, program: Program, numbers: Sequence[Any] = ()) -> Self:
         """Find the program that an equal call has compiled, and pickle it."""
         try:
             payload = _pickled(program)

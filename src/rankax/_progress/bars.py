@@ -7,8 +7,6 @@ call has failed. So there is one display per target: a report of 0 opens it and 
 before it, and reports without an open display are dropped.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
@@ -117,8 +115,8 @@ class _Display:
     """The bar or function that shows one pass over the items of a loop."""
 
     def __init__(self, target: Target, total: int) -> None:
-        self._target, self._total, self._done = target, total, 0
-        self._updated = time.monotonic()
+        self._total, self._done, self._updated = total, 0, time.monotonic()
+        self._target: Any = target
         self._bar: Any = None
         if isinstance(target, str):
             # `update` decides instead of `mininterval` when to show a number.

@@ -13,32 +13,46 @@ Everything counts towards ``seconds``: tracing, compiling and running.
 4. They and the fastest candidate take turns once more, on all items if there is time. The options
    that the kernel has win a tie, and `jax.vmap` against others.
 
+Programs are compiled with `jax.jit` whether or not the kernel has ``jit=True``, because that is how
+a fast program runs it.
+
 A tuned kernel is an object of its own, which shares its compiled programs with the kernel that
 `with_options` returns for the same options. So its measurements are not seen by code that merely
 asks for equal options.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import core
 
+from rankax._base.arrays import is_staged
 from rankax._base.checks import check_bool
-from rankax._call.run import plan_of
+from rankax._call.arguments import KernelSpec, is_array
+from rankax._call.bind import bind, rebind
+from rankax._call.fill import fill_up, filled
+from rankax._call.run import plan_of, run
+from rankax._fit.cpu import LIBRARY_OPTION, tiles_matter
 from rankax._fit.memory import free_bytes
+from rankax._lockstep.machine import cut_program
 from rankax._options import Options
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.levels import Level
 from rankax._tune.table import Candidate, Tuning, measured_for
-from rankax._tune.workload import Workload
+
+# Chunk sizes, the most promising first: small ones and large ones in turn.
+_SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
+_LARGE = (256, 4096, 1024)  # of chunks that a gradient stores, or on several devices
+_LANES = (256, 64, 1024)  # where items end by themselves
 
 _FEW_ITEMS = 16  # of the first slice
 _RUN = 1 / 60  # the share of the time that one run may take
@@ -75,13 +89,164 @@ def tuned(
             f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit)}; the "
             f"smallest one tried needs {shown_bytes(least)} besides arguments and results"
         )
-    candidates: list[Candidate] = []
-    for trial in search.trials:
-        seconds = trial.seconds if trial.times else None
-        changes = workload.changes(trial.options)
-        candidates.append(Candidate(changes, trial.tile, seconds, trial.temporaries, trial.note))
+    candidates = tuple(
+        Candidate(workload.changes(t.options), t.tile, t.seconds, t.temporaries, t.note)
+        for t in search.trials
+    )
     facts = measured_for(kernel, args, kwargs, gradient=gradient)
-    return Tuning(facts, tuple(candidates), search.trials.index(chosen))
+    return Tuning(facts, candidates, search.trials.index(chosen))
+
+
+@dataclasses.dataclass(eq=False)
+class Workload:
+    """A kernel and the arguments that it is tuned for.
+
+    Parameters
+    ----------
+    kernel : KernelSpec
+    args, kwargs
+        Of the call.
+    bound : int, optional
+        The largest chunk that may be used.
+    gradient : bool
+        Whether the value is differentiated.
+    where : str
+        How an error message begins.
+    """
+
+    kernel: KernelSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    bound: int | None
+    gradient: bool
+    where: str
+
+    def __post_init__(self) -> None:
+        call, options = bind(self.kernel, self.args, self.kwargs), self.kernel.options()
+        self.others, self.others_tree = jax.tree.flatten(call.others)
+        if is_staged() or any(isinstance(x, core.Tracer) for x in [*call.leaves, *self.others]):
+            raise TypeError(
+                f"{self.where}: it runs the kernel to time it, so it cannot be called inside "
+                "jax.jit, jax.vmap, jax.grad or a scan; call it before, and use the kernel that it "
+                "returns"
+            )
+        call = filled(call, fill_up(call, options))
+        self.call = call = dataclasses.replace(call, lengths={})  # copies cost what items cost
+        self.defaults = dataclasses.replace(options, memory_limit=None)
+        self.values = [*call.leaves, *self.others]
+        arrays = [i for i, value in enumerate(self.values) if options.jit and is_array(value)]
+        self.traced = {*call.ranked, *arrays}
+        self.floating = [i for i in call.ranked if _is_floating(call.leaves[i])]
+        self.plan = call.plan(self.with_chunk(None))
+        self.batch = self.plan.plan.batch_shape
+        self.items = math.prod(self.batch)
+        if not self.items or not self.batch:
+            what = "no batch axes" if not self.batch else "an empty batch"
+            raise ValueError(
+                f"{self.where}: the arguments have {what}, so there is nothing to tune; pass "
+                "arguments as large as those of the calls that should be fast"
+            )
+        if self.gradient and not self.floating:
+            raise TypeError(
+                f"{self.where}: gradient=True, but no argument with a rank holds floating-point "
+                "numbers"
+            )
+
+    def candidates(self) -> list[Options]:
+        """Return the options to compare, the most promising first; the kernel's own come first."""
+        bound, given = self.bound, self.defaults
+        most = min(bound or self.items, self.items - 1)
+
+        def chunks(*sizes: int | None, **changes: Any) -> list[Options]:
+            tried = [n for n in sizes if n == bound or (n is not None and 0 < n <= most)]
+            return [self.with_chunk(size, **changes) for size in tried]
+
+        kinds = [chunks(*_SIZES)]
+        compiler_options = dict(given.compiler_options or ())
+        if given.jit and tiles_matter(compiler_options):
+            pairs = {**compiler_options, LIBRARY_OPTION: "LIBRARY_FUSION_TYPE_DOT"}.items()
+            kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
+        # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
+        if self.gradient and given.checkpoint is not False and bound is None:
+            kinds.append(chunks(*_LARGE, checkpoint=False))
+        # What is committed to one device is meant to stay there.
+        is_free = not any(getattr(x, "committed", False) for x in self.values)
+        if given.devices is None and jax.local_device_count() > 1 and is_free:
+            kinds.append(chunks(bound, *_LARGE, devices="all"))
+        if not self.gradient and not given.batched and self._has_ends():
+            kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
+        if not given.lockstep:
+            kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
+        return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
+
+    def _has_ends(self) -> bool:
+        """Whether items differ in cost: a loop or an expensive branch depends on the item."""
+        return bool(cut_program(self.call.trace(self.plan).closed).ends)
+
+    def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
+        return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
+
+    def changes(self, options: Options) -> dict[str, Any]:
+        """Return the options in which a candidate may differ, as `with_options` takes them."""
+        changes: dict[str, Any] = {"chunk_size": options.chunk_size}
+        for name in ("checkpoint", "devices", "lockstep", "compiler_options"):
+            if (value := getattr(options, name)) != getattr(self.defaults, name):
+                changes[name] = dict(value) if name == "compiler_options" else value
+        return changes
+
+    def rounded(self, items: int) -> int:
+        """Return the number of items of a slice, which has at least ``items`` if possible.
+
+        A slice is the first part of the longest batch axis.
+        """
+        others = self.items // max(self.batch)
+        return min(self.items, -(-items // others) * others)
+
+    def sliced(self, items: int) -> tuple[list[Any], tuple[int, ...]]:
+        """Return the leaves of a slice, and its batch shape; ``items`` is `rounded`."""
+        leaves, shape = list(self.call.leaves), list(self.batch)
+        longest = shape.index(max(shape))
+        shape[longest] = items * shape[longest] // self.items
+        if items < self.items:
+            part = self.call.part(self.plan, tuple(shape))
+            for i in self.plan.mapped:
+                leaves[i] = leaves[i][tuple(map(slice, part.leaves[i].shape))]
+        return leaves, tuple(shape)
+
+    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
+        """Compile the program for a slice; return it, and a function that runs it."""
+        leaves, shape = self.sliced(items)
+        values = [*leaves, *self.others]
+        count = len(self.call.leaves)
+
+        def outputs(arrays: Mapping[int, Any]) -> Any:
+            full = [arrays.get(i, value) for i, value in enumerate(values)]
+            others = self.others_tree.unflatten(full[count:])
+            call = rebind(self.kernel, self.call.names, full[:count], self.call.treedef, others)
+            return run(dataclasses.replace(call, cut=shape), options)
+
+        def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
+            outs = jax.tree.leaves(outputs({**arrays, **floats}))
+            sums = [jnp.sum(x).astype(scale.dtype) * scale for x in outs if _is_floating(x)]
+            return sum(sums, scale * 0)
+
+        def program(scale: jax.Array, arrays: Mapping[int, Any]) -> Any:
+            if not self.gradient:
+                return outputs(arrays)
+            floats = {i: arrays[i] for i in self.floating}
+            return jax.value_and_grad(value)(floats, arrays, scale)
+
+        # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
+        inputs = jnp.float32(1), {i: values[i] for i in self.traced}
+        compiler = dict(options.compiler_options or ())
+        compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
+        return compiled, lambda: compiled(*inputs)
+
+
+def _is_floating(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.floating)
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,9 +262,9 @@ class _Trial:
     times: list[float] = dataclasses.field(default_factory=list)  # per item
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Any:
         """The time per item. Not the shortest, which hides what memory costs a large step."""
-        return statistics.median(self.times)
+        return statistics.median(self.times) if self.times else None
 
     @property
     def variant(self) -> Options:

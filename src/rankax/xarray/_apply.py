@@ -5,8 +5,6 @@ xarray aligns the arguments and puts the core dimensions last; reduced dimension
 dimensions there, in front of the others. `_named` finds the dimensions.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The dimensions of a call with named arrays: those of the arguments, and those of the outputs."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -307,12 +306,10 @@ def _declared_dims(kernel: KernelSpec, leaves: Sequence[NamedLeaf], out: Any) ->
     A name that stands for different dimensions of the arguments decides nothing.
     """
     all_dims: list[Dims | None] = [None if x.shape else () for x in jax.tree.leaves(out)]
-    if kernel.declaration.outputs is None:
-        return all_dims
-    try:
-        ranks = ranks_of_leaves(kernel.declaration.outputs, out, "output")
-    except ValueError:  # a reduction returns another tree
-        return all_dims
+    ranks: Sequence[Rank | None] = ()
+    if kernel.declaration.outputs is not None:
+        with contextlib.suppress(ValueError):  # a reduction returns another tree
+            ranks = ranks_of_leaves(kernel.declaration.outputs, out, "output")
     dims_of: dict[str | None, set[str]] = {}
     for leaf in leaves:
         if leaf.core is not None and leaf.rank is not None:
