@@ -58,7 +58,7 @@ MOST_LINES_OF_CODE = {
     "_options": 175,
     "_call": 1520,
     "_tune": 431,
-    "_blocks": 654,
+    "_blocks": 659,
     "_front": 1035,
     "reductions": 31,
     "plans": 19,

@@ -146,7 +146,7 @@ def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
 
 
 def _check_blocks(value: Any, subject: str, path: str) -> None:
-    checked_dtype(value.dtype, subject, path)
+    check_dtype(value.dtype, subject, path)
     for axis, size in enumerate(value.shape):
         if size != size:  # dask has nan for an unknown length
             raise ValueError(
@@ -172,8 +172,8 @@ def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[Leaf, Any]
     return Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
 
 
-def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
-    """Return a dtype in native byte order, or say why JAX cannot compute with it.
+def check_dtype(dtype: Any, subject: str, path: str) -> None:
+    """Say why JAX cannot compute with a dtype.
 
     JAX narrows the arrays that it is given, and so does a call with arrays of JAX or NumPy. An
     array in blocks holds data from a store, and nothing would show that its digits are cut off.
@@ -199,7 +199,6 @@ def checked_dtype(dtype: Any, subject: str, path: str) -> Any:
             'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or '
             f"convert {path} to {narrow}"
         )
-    return native
 
 
 def _batch_chunks(
@@ -303,7 +302,7 @@ class _BlockCall:
         place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
         positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
         batch = Batch([*self.batch.inputs, *positions], chunks)
-        block = StateOfBlock(self.setup, axes, runs, None, ()).unbounded()
+        block = StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
         values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
         states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
         kept = len(chunks) - len(axes)
@@ -321,7 +320,7 @@ class _BlockCall:
         if not results:
             return runs.assemble(treedef.unflatten([]), whole)
 
-        fields = self.setup, axes, runs, states_tree, leaves
+        fields = self.setup, axes, sizes, runs.outputs, states_tree, leaves
         state = OnBlocks.of(StateOfBlock(*fields), self.numbers)
         packed = self.backend.reduce(state, OnBlocks.of(MergeStates(*fields)), batch, axes)
         chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)

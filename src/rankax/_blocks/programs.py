@@ -28,6 +28,7 @@ from rankax._call.bind import BoundKernel, rebind
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.merge import RunStates
+from rankax._reduce.protocol import Outputs
 from rankax._trace.fingerprint import checksum
 
 Array = np.ndarray[Any, Any]
@@ -120,10 +121,13 @@ class Program:
 
     setup: Setup
 
-    @functools.cached_property
-    def _compiled(self) -> Any:
+    def __post_init__(self) -> None:
         options = dict(self.setup.options.compiler_options or ())
-        return jax.jit(self.traced, compiler_options=options)
+        self.compiled = jax.jit(self.traced, compiler_options=options)  # one for all threads
+
+    def __reduce__(self) -> Any:
+        # The compiled form belongs to this process.
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def traced(self, *values: Any) -> Any:
         """Return the outputs as JAX arrays."""
@@ -135,7 +139,7 @@ class Program:
         with contextlib.ExitStack() as stack:
             for name, value in self.setup.config.items():
                 stack.enter_context(CONFIG[name](value))
-            return [np.array(out) for out in jax.tree.leaves(self._compiled(*values))]
+            return [np.array(out) for out in jax.tree.leaves(self.compiled(*values))]
 
     def __call__(self, *values: Any) -> Any:
         """Evaluate one block; return an array, or a tuple of several."""
@@ -164,9 +168,15 @@ class StateProgram(Program):
     """One step of a reduction whose states are packed."""
 
     axes: tuple[int, ...]  # the reduced axes of the batch
-    runs: RunStates  # the operations on states of blocks
+    sizes: tuple[int, ...]  # their lengths in the whole batch
+    outputs: tuple[Outputs, ...]  # of one item
     treedef: Any  # of the states
     items: Items  # their leaves
+
+    @property
+    def runs(self) -> RunStates:
+        """The operations on states of blocks; the kernel has the reductions."""
+        return RunStates(self.setup.mapped.spec.preset.reduce, self.outputs, self.sizes)
 
 
 class StateOfBlock(StateProgram):

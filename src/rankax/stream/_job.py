@@ -226,15 +226,15 @@ def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
 
 def digest(source: Streamed) -> str:
     """Return a digest of the numbers of an array; of a large one on disk, of some of them."""
-    checksum, shape = hashlib.sha256(), source.shape
+    numbers, shape = hashlib.sha256(), source.shape
     in_memory = type(source.value) is np.ndarray and _mapping(source.value)[0] is None
     is_whole = in_memory or math.prod(shape) * source.dtype.itemsize <= _WHOLE
     for i in range(1 if is_whole else _SAMPLES):
         starts = [(n - 1) * i // (_SAMPLES - 1) for n in shape]
         lengths = shape if is_whole else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
         region = tuple(slice(i, i + length) for i, length in zip(starts, lengths, strict=True))
-        checksum.update(np.ascontiguousarray(read(source, region)).tobytes())
-    return checksum.hexdigest()[:16]
+        numbers.update(np.ascontiguousarray(read(source, region)).tobytes())
+    return numbers.hexdigest()[:16]
 
 
 # The call.

@@ -16,7 +16,7 @@ import numpy as np
 from rankax._base.blocks import blocks_of
 from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
-from rankax._blocks.call import checked_dtype
+from rankax._blocks.call import check_dtype
 from rankax._blocks.programs import in_native_order
 from rankax._call.arguments import KernelSpec, is_number
 from rankax._call.bind import BoundKernel
@@ -110,7 +110,7 @@ def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) 
     core: Dims = ()
     for at, variable in NamedLeaf(value, path, rank, core).variables:
         core = _core_dims(rank, explicit, variable.dims, at, path, where)
-        checked_dtype(variable.dtype, f"{where}: {at} is an array", at)
+        check_dtype(variable.dtype, f"{where}: {at} is an array", at)
         for dim in core:
             if (number := len(variable.chunksizes.get(dim, ()))) > 1:
                 raise ValueError(
