@@ -104,7 +104,7 @@ def apply(
             "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
         )
     call = flatten(declared, args, kwargs)
-    leaves = _named.named_leaves(declared, call, core_dims, where)
+    leaves = _named.named_leaves(call, core_dims, where)
     batch = _named.batch_dims(leaves, where)
     reduced = _named.reduced_dims(declared, reduce_dims, batch, where)
     axes = tuple(range(-len(reduced), 0)) if declared.preset.reduce else None

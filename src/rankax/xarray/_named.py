@@ -75,9 +75,7 @@ class NamedLeaf:
         return jax.ShapeDtypeStruct(self.value.shape, dtype)
 
 
-def named_leaves(
-    kernel: KernelSpec, call: BoundKernel, core_dims: Any, where: str
-) -> list[NamedLeaf]:
+def named_leaves(call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
     structure = call.structure
     triples = zip(call.leaves, structure.paths, structure.ranks, strict=True)
@@ -86,8 +84,7 @@ def named_leaves(
     leaves = [_leaf(*triple, core_dims, where) for triple in triples]
     if all(leaf.core is None for leaf in leaves):
         raise TypeError(
-            f"{where}: no argument with a rank is a DataArray or a Dataset; call {kernel.name} "
-            "itself"
+            f"{where}: no argument with a rank is a DataArray or a Dataset; call {call.name} itself"
         )
     return leaves
 
