@@ -288,6 +288,12 @@ def test_empty_blocks_and_empty_batches():
     assert_same(computed(total(da.from_array(x[:0]))), total(x[:0]))
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_outputs_without_numbers(package):
+    none = auto_vmap(v=1, reduce="sum")(lambda v: v[:0])
+    assert_same(computed(none(in_blocks(package, V, (2, 3)))), none(V))
+
+
 def test_dask_arrays_that_are_cut_differently_are_cut_where_any_is():
     add = auto_vmap(x=0, y=0)(lambda x, y: x + y)
     x = np.arange(10.0, dtype="float32")

@@ -156,7 +156,7 @@ def check(names, out):
 def few_blocks(monkeypatch):
     """Let the 30 items of a stream be 8 blocks, not 30."""
     if importlib.util.find_spec("zarr"):
-        monkeypatch.setattr("rankax.stream._cut._LEAST", 6)
+        monkeypatch.setattr("rankax.stream._job._LEAST", 6)
 
 
 def with_others(*names, quick):

@@ -104,7 +104,7 @@ def stopped(step, number, stop, *, after):
 
 
 def run_killed(kind, out, least, step, number, after):
-    rankax.stream._cut._LEAST = least
+    rankax.stream._job._LEAST = least
     with stopped(step, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after):
         run(kind, out)
 

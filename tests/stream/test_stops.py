@@ -16,7 +16,7 @@ import rankax.stream
 import stream_child
 from helpers import assert_same, slow
 from rankax._blocks.on_streamed import STATES
-from rankax.stream import _cut
+from rankax.stream import _job
 from stream_child import KERNELS, STEPS
 
 LEAST = 12
@@ -24,7 +24,7 @@ LEAST = 12
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
-    monkeypatch.setattr(_cut, "_LEAST", LEAST)
+    monkeypatch.setattr(_job, "_LEAST", LEAST)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
     runs = {}
     x, y = stream_child.points()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cut, "_LEAST", LEAST)
+        patch.setattr(_job, "_LEAST", LEAST)
         for kind, kernel in KERNELS.items():
             out = tmp_path_factory.mktemp("whole") / "a.zarr"
             with contextlib.ExitStack() as stack:

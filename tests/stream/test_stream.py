@@ -32,7 +32,7 @@ from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax._blocks.programs import CONFIG
 from rankax.reductions import BottomK, Fold, Moments
-from rankax.stream import _cut, _job, _run
+from rankax.stream import _job, _run
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 1, 3)).astype("float32")
@@ -43,7 +43,7 @@ M = RNG.normal(size=(300, 7, 3, 3)).astype("float32")
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     """Let 300 items be 16 blocks of 19, not 100 of 3."""
-    monkeypatch.setattr(_cut, "_LEAST", 12)
+    monkeypatch.setattr(_job, "_LEAST", 12)
 
 
 class Recorded:
@@ -198,7 +198,7 @@ def test_reductions_and_maps_of_no_items(tmp_path):
 
 
 def test_blocks_follow_the_chunks_of_a_source_and_read_little_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(_cut, "_LEAST", 100)
+    monkeypatch.setattr(_job, "_LEAST", 100)
     tall = zarr.create_array(tmp_path / "t", shape=(1000, 1000), chunks=(10, 1000), dtype="f4")
     wide = zarr.create_array(tmp_path / "w", shape=(1000, 1000), chunks=(1000, 10), dtype="f4")
     each = auto_vmap(0)(jnp.tanh)
@@ -433,7 +433,7 @@ def processes():
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(_cut, "_LEAST", 100)  # as in the other processes
+    monkeypatch.setattr(_job, "_LEAST", 100)  # as in the other processes
 
     def kill(kind):
         chance = random.Random(28)

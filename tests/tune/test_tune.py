@@ -12,7 +12,7 @@ import pytest
 
 from helpers import assert_same, slow
 from rankax import auto_vmap, load_tuning, options
-from rankax._tune import measure, workload
+from rankax._tune import measure
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `Clock`, enough for everything
@@ -111,7 +111,7 @@ def test_where_jit_is_ours_sums_are_tried_without_the_library_of_xla(clock):
 
 @needs_library
 def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
-    monkeypatch.setattr(workload, "LIBRARY_OPTION", "xla_no_such_option")
+    monkeypatch.setattr(measure, "LIBRARY_OPTION", "xla_no_such_option")
     tuning = kernel.with_options(jit=True).tune(X, seconds=ENOUGH).tuning
     notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
     assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}

@@ -13,12 +13,12 @@ The arrays need ``shape``, ``dtype`` and ``chunks`` (a tuple of block lengths fo
 shapes and the programs (`_blocks/programs.py`) are the same for every package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rankax._blocks.programs import OnBlocks, Packing
+import jax
+
+from rankax._blocks.programs import Items, OnBlocks
 
 BatchChunks = tuple[tuple[int, ...], ...]  # the block lengths along each batch axis
 
@@ -28,7 +28,7 @@ class Input(NamedTuple):
 
     array: Any
     axes: tuple[int, ...]  # the axes of the batch that it has
-    core: tuple[int, ...]  # its core shape, including the axes of the data of a PRNG key
+    item: jax.ShapeDtypeStruct  # one item, such as the data of a PRNG key
 
 
 class Batch(NamedTuple):
@@ -36,29 +36,6 @@ class Batch(NamedTuple):
 
     inputs: Sequence[Input]
     chunks: BatchChunks
-
-
-class BlockReduction(NamedTuple):
-    """A reduction over blocks, whose states are bytes.
-
-    Attributes
-    ----------
-    state : callable
-        Takes one block of each input, then one array of ints for each reduced axis: the positions
-        in the batch of the items of the block. Returns states: the batch axes, of which the reduced
-        ones have length 1, and an axis of ``size`` bytes.
-    merge : callable
-        Takes the states of adjacent blocks as one array, with ``axis`` and ``keepdims`` as in
-        `numpy.sum`, and merges them along these axes in order.
-    axes : tuple of int
-        The reduced axes of the batch.
-    size : int
-    """
-
-    state: OnBlocks
-    merge: OnBlocks
-    axes: tuple[int, ...]
-    size: int
 
 
 class Backend(Protocol):
@@ -85,7 +62,7 @@ class Backend(Protocol):
         """
         ...
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
         """Apply ``fun`` to each block, once.
 
         Parameters
@@ -93,33 +70,34 @@ class Backend(Protocol):
         fun : callable
             Takes one block of each input. Returns one array, or a tuple of several.
         batch : Batch
-        layout : Packing
+        items : sequence of jax.ShapeDtypeStruct
             The shape and dtype of one item of each output, after the batch axes.
         """
         ...
 
-    def reduce(self, reduction: BlockReduction, batch: Batch) -> Any:
-        """Reduce the batch along some axes, by a tree of merges.
-
-        Returns bytes, that is an array of uint8: the batch axes that are kept, and the state.
-        """
+    def positions(self, lengths: tuple[int, ...], like: Any) -> Any:
+        """Return the numbers from 0 as an array of the package, in chunks of these lengths."""
         ...
 
+    def reduce(self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]) -> Any:
+        """Reduce the batch along some axes, by a tree of merges, to states, which are bytes.
 
-def gufunc_signature(inputs: Sequence[Input], layout: Packing) -> tuple[str, dict[str, int]]:
-    """Return a gufunc signature that names each core axis differently, and the output sizes.
+        Returns an array of uint8: the batch axes that are kept, and the state.
 
-    Whether core axes of one name agree has been checked before, with a better message.
-    """
-    cores = [[f"i{n}_{axis}" for axis in range(len(i.core))] for n, i in enumerate(inputs)]
-    outs: list[list[str]] = []
-    sizes: dict[str, int] = {}
-    for n, item in enumerate(layout.items):
-        named = {f"o{n}_{axis}": size for axis, size in enumerate(item.shape)}
-        outs.append([*named])
-        sizes |= named
-    sides = [",".join(f"({','.join(names)})" for names in side) for side in (cores, outs)]
-    return "->".join(sides), sizes
+        Parameters
+        ----------
+        state : callable
+            Takes one block of each input. Returns states: the batch axes, of which the reduced ones
+            have length 1, and an axis of bytes, those of a `record` of ``state.program.items``.
+        merge : callable
+            Takes the states of adjacent blocks as one array, with ``axis`` and ``keepdims`` as in
+            `numpy.sum`, and merges them along these axes in order.
+        batch : Batch
+            The last inputs are the positions of the items along each reduced axis.
+        axes : tuple of int
+            The reduced axes of the batch.
+        """
+        ...
 
 
 def blockwise_arguments(batch: Batch) -> tuple[list[Any], int]:
@@ -129,7 +107,14 @@ def blockwise_arguments(batch: Batch) -> tuple[list[Any], int]:
     """
     arguments: list[Any] = []
     unused = len(batch.chunks)
-    for array, axes, core in batch.inputs:
-        arguments += [array, (*axes, *range(unused, unused + len(core)))]
-        unused += len(core)
+    for array, axes, item in batch.inputs:
+        arguments += [array, (*axes, *range(unused, unused + len(item.shape)))]
+        unused += len(item.shape)
     return arguments, unused
+
+
+def small_blocks(inputs: Sequence[Input]) -> list[jax.ShapeDtypeStruct]:
+    """Return a block of each input, as shape and dtype: two items along an axis, if it has two."""
+    sizes = [[min(2, n) for n in array.shape[: len(axes)]] for array, axes, _ in inputs]
+    pairs = zip(sizes, (item for *_, item in inputs), strict=True)
+    return [jax.ShapeDtypeStruct((*size, *item.shape), item.dtype) for size, item in pairs]

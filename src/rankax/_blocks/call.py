@@ -10,65 +10,65 @@ imported for it. A decorated kernel passes the calls that are marked to `call_on
 `rankax.stream`, which knows its arrays, all of them.
 """
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.blocks import blocks_of
+from rankax._base.blocks import blocks_of, in_blocks
+from rankax._base.functions import traced_as
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import plural
-from rankax._blocks.backend import Backend, Batch, BatchChunks, BlockReduction, Input
-from rankax._blocks.leaves import block_leaves, package_of_call
+from rankax._base.words import listed, plural
+from rankax._blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
 from rankax._blocks.programs import (
     CONFIG,
+    Leaf,
     MapBlock,
     MergeStates,
     OnBlocks,
-    Packing,
     ResultOfStates,
     Setup,
     StateOfBlock,
+    record,
 )
+from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
-from rankax._options import Options
+from rankax._options import DEFAULTS, Options
 from rankax._plan.batch import BatchPlan
-from rankax._reduce.run import Reductions
+from rankax._reduce.merge import RunStates
+from rankax._reduce.run import Reductions, trace_reduced
 
 
-def call_on_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Options) -> Any:
+def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
     kernel = call.kernel
     where = f"{kernel.name}()"
-    package = package_of_call(kernel, call)
+    package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
-    if options.progress is not False:
-        raise TypeError(
-            f"{where}: progress={options.progress!r} cannot be reported from blocks, which are "
-            "evaluated elsewhere; use the progress bar or the dashboard of the scheduler, and "
-            f"{kernel.name}.with_options(progress=False)"
-        )
-    if options.batch_shape is not None:
-        raise TypeError(
-            f"{where}: batch_shape={options.batch_shape} has no chunks, by which {evaluator} would "
-            f"evaluate it; pass a {package} array that has these axes, and "
-            f"{kernel.name}.with_options(batch_shape=None)"
-        )
-    if options.bucket:
-        raise TypeError(
-            f"{where}: bucket={options.bucket} fills up the arrays of a call, but {package} "
-            "evaluates blocks, each as long as it is; give chunks few lengths, and "
-            f"{kernel.name}.with_options(bucket=False)"
-        )
-    leaves, values, avals = block_leaves(kernel, call, package)
-    nesting = dataclasses.replace(call, leaves=avals).plan(options)
+    refused = {
+        "progress": "cannot be reported from blocks, which are evaluated elsewhere; use the "
+        "progress bar or the dashboard of the scheduler",
+        "batch_shape": f"has no chunks, by which {evaluator} would evaluate it; pass a {package} "
+        "array that has these axes",
+        "bucket": f"fills up the arrays of a call, but {package} evaluates blocks, each as long as "
+        "it is; give chunks few lengths",
+    }
+    for name, why in refused.items():
+        if (value := getattr(options, name)) != DEFAULTS[name]:
+            raise TypeError(
+                f"{where}: {name}={value!r} {why}, and "
+                f"{kernel.name}.with_options({name}={DEFAULTS[name]})"
+            )
+    call = dataclasses.replace(call, leaves=leaves)
+    nesting = call.plan(options)
     plan = nesting.plan
     if nesting.splits:
         path = call.structure.paths[nesting.splits[0].position]
@@ -77,25 +77,128 @@ def call_on_blocks(mapped: Callable[..., Any], call: BoundKernel, options: Optio
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
+    inputs = [
+        (planned, *_as_input(call.leaves[place], place, planned.core_shape))
+        for planned, place in zip(plan.leaves, call.ranked, strict=True)
+    ]
+    backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
+    lazy = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
+    chunks = _batch_chunks(plan, lazy, where, None if backend.can_rechunk else package)
+    # Numbers first. Of the arrays, those with core axes: cubed 0.27 unwraps blocks along axes that
+    # the output lacks only if the first array has such axes.
+    inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
+    ranks = zip(call.leaves, call.structure.ranks, strict=True)
     setup = Setup(
         mapped,
-        {**vars(options), "reduce": None, "reduce_axis": None, "jit": False},
+        dataclasses.replace(options, reduce=None, reduce_axis=None, jit=False),
         {name: getattr(jax.config, name) for name in CONFIG},
         call.names,
         call.treedef,
         call.others,
-        tuple(leaves),
+        tuple(leaf if rank is None else None for leaf, rank in ranks),
+        tuple(leaf for _, leaf, _ in inputs),
     )
-    backend: Backend = importlib.import_module(f"rankax._blocks.on_{package}").BACKEND
-    ranked = [pair for pair in zip(leaves, values, strict=True) if pair[0].kind != "static"]
-    numbers = [v for leaf, v in ranked if leaf.kind == "number"]
-    planned = zip(plan.leaves, ranked, strict=True)
-    arrays = [(p, leaf.item, v) for p, (leaf, v) in planned if leaf.kind == "array"]
-    in_blocks = [(p, v) for p, _, v in arrays if blocks_of(v)]
-    chunks = _batch_chunks(plan, in_blocks, where, None if backend.can_rechunk else package)
-    inputs = [_input(backend, chunks, p, item, v, like=in_blocks[0][1]) for p, item, v in arrays]
-    on_blocks = _BlockCall(setup, plan, backend, Batch(inputs, chunks), numbers, where)
-    return on_blocks.mapped() if options.reduce is None else on_blocks.reduced(options.reduce)
+    numbers = [value for _, _, value in inputs if is_number(value)]
+    arrays = [
+        _input(backend, chunks, planned, leaf.item, value, like=lazy[0][1])
+        for planned, leaf, value in inputs[len(numbers) :]
+    ]
+    on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, where)
+    return on_blocks.reduced(options.reduce) if options.reduce else on_blocks.mapped()
+
+
+def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
+    """Return the package that evaluates a call, and the leaves, which JAX or the package can take.
+
+    Arrays of two packages are refused, and so are arrays in blocks without a rank.
+    """
+    kernel, structure = call.kernel, call.structure
+    triples = list(zip(structure.paths, call.leaves, structure.ranks, strict=True))
+    for name, value in call.others.items():
+        with contextlib.suppress(TypeError, ValueError):  # not a pytree
+            triples += [(path, leaf, None) for path, leaf in leaves_with_names(value, name)]
+    first: dict[str, str] = {}  # the first array of each package
+    leaves: list[Any] = []
+    for path, leaf, rank in triples:
+        package = blocks_of(leaf)
+        subject = f"{kernel.name}(): {path} is a {package} array"
+        if package and rank is None:
+            raise TypeError(
+                f"{subject}, but it has no rank, so every item would receive all of it; give it a "
+                "rank, or compute it first"
+            )
+        if package == "xarray":
+            raise in_blocks(package, kernel.name, path)
+        if package:
+            first.setdefault(package, f"{path} is a {package} array")
+            _check_blocks(leaf, subject, path)
+        elif rank is not None and not (is_array(leaf) or is_number(leaf)):
+            leaf = converted(kernel, leaf, path, shapes_only=False)
+        if rank is not None and rank.is_key:
+            check_key(kernel, leaf, path, rank)
+        leaves.append(leaf)
+    if len(first) > 1:
+        raise TypeError(
+            f"{kernel.name}(): {listed(list(first.values()))}, but one package has to evaluate the "
+            "call; convert one"
+        )
+    return next(iter(first)), leaves[: len(call.leaves)]
+
+
+def _check_blocks(value: Any, subject: str, path: str) -> None:
+    check_dtype(value.dtype, subject, path)
+    for axis, size in enumerate(value.shape):
+        if size != size:  # dask has nan for an unknown length
+            raise ValueError(
+                f"{subject} of unknown length along axis {axis}; call "
+                f"{path}.compute_chunk_sizes() first"
+            )
+
+
+def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[Leaf, Any]:
+    """Return how a block receives a checked leaf; and the number, or the array that is cut."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        item = jax.ShapeDtypeStruct((*core, *data.shape[value.ndim :]), data.dtype)
+        return Leaf(place, item, jax.random.key_impl(value)), data
+    if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
+        value = value.item()
+    # A NumPy float64 is a Python float too, but not weakly typed.
+    if is_number(value) and not isinstance(value, np.generic):
+        item = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
+        return Leaf(place, item), value
+    value = value if blocks_of(value) else np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
+    return Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
+
+
+def check_dtype(dtype: Any, subject: str, path: str) -> None:
+    """Say why JAX cannot compute with a dtype.
+
+    JAX narrows the arrays that it is given, and so does a call with arrays of JAX or NumPy. An
+    array in blocks holds data from a store, and nothing would show that its digits are cut off.
+
+    Parameters
+    ----------
+    dtype : dtype
+    subject : str
+        How an error message begins: what arrived where.
+    path : str
+        The array, as the caller knows it.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.kind in "OSTUMm" or dtype.type is np.void:
+        raise TypeError(
+            f"{subject} of dtype {dtype}, which JAX does not support; convert it to numbers"
+        )
+    native = dtype.newbyteorder("=")
+    narrow = jax.dtypes.canonicalize_dtype(native)
+    if narrow != native:
+        raise TypeError(
+            f"{subject} of dtype {native}, but JAX computes with {narrow} by default, which would "
+            'silently lose digits; call jax.config.update("jax_enable_x64", True) first, or '
+            f"convert {path} to {narrow}"
+        )
 
 
 def _batch_chunks(
@@ -127,16 +230,10 @@ def _batch_chunks(
                 f"{one[0]} and {second} of {other[0]}, and {storing} would have to store one of "
                 "them again; rechunk one of them"
             )
-        chunks.append(_refined(list(cuts)) if cuts else (size,))
+        ends = sorted({end for cut in cuts for end in itertools.accumulate(cut)} - {0})
+        ways = [(size,), *cuts]  # one way of cutting may have chunks of length 0
+        chunks.append(ways[-1] if len(cuts) < 2 else tuple(np.diff(ends, prepend=0).tolist()))
     return tuple(chunks)
-
-
-def _refined(cuts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the chunks that end wherever any of these do."""
-    if len(cuts) == 1:
-        return cuts[0]  # which may have chunks of length 0
-    ends = {0, *(end for chunks in cuts for end in itertools.accumulate(chunks))}
-    return tuple(np.diff(sorted(ends)).tolist())
 
 
 def _input(
@@ -148,7 +245,7 @@ def _input(
         for size, axis in zip(leaf.batch_axes, axes, strict=True)
     ]
     core = [(size,) for size in item.shape]
-    return Input(backend.cut(value, (*cuts, *core), like), axes, item.shape)
+    return Input(backend.cut(value, (*cuts, *core), like), axes, item)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +266,7 @@ class _BlockCall:
 
     def outputs_of_item(self) -> Any:
         """Return what the kernel returns for one item, as shapes and dtypes."""
-        out = jax.eval_shape(self.setup.on_item, *self.setup.shapes_of_item())
+        out = jax.eval_shape(self.setup.on_item, *(leaf.item for leaf in self.setup.inputs))
         for path, leaf in leaves_with_names(out, "output"):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise TypeError(
@@ -183,7 +280,7 @@ class _BlockCall:
         if not only:
             return []
         fun = OnBlocks.of(MapBlock(self.setup, only), self.numbers)
-        return self.backend.map(fun, self.batch, Packing.of([outs[i] for i in only]))
+        return self.backend.map(fun, self.batch, [outs[i] for i in only])
 
     def reduced(self, reductions: Reductions) -> Any:
         """Return the reduced outputs: states of blocks, merged in a tree, and the result of these.
@@ -193,16 +290,25 @@ class _BlockCall:
         between those of another.
         """
         axes = self.plan.reduced
-        sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
         self._check_order(reductions, axes)
         out = self.outputs_of_item()
-        runs = self.setup.runs(sizes)
+        sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
+        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_item))
+        items = [leaf.item for leaf in self.setup.inputs]
+        traced = trace_reduced(on_item, items, reductions, math.prod(sizes))
+        runs = RunStates(reductions, traced.outputs, sizes)
 
-        avals = self._states_of_one_block(axes, sizes)
-        states, states_tree = jax.tree.flatten(avals)
-        layout = Packing.of(states, len(self.plan.batch_shape) - len(axes))
+        chunks, first = self.batch.chunks, self.batch.inputs[0].array
+        place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
+        positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
+        batch = Batch([*self.batch.inputs, *positions], chunks)
+        block = StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
+        values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
+        states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
+        kept = len(chunks) - len(axes)
+        leaves = tuple(jax.ShapeDtypeStruct(x.shape[kept:], x.dtype) for x in states)
         results, treedef = jax.tree.flatten(
-            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), layout.items)
+            jax.eval_shape(lambda x: runs.finish(states_tree.unflatten(x)), leaves)
         )
 
         entries = enumerate(reductions.of_outputs(out))
@@ -214,15 +320,14 @@ class _BlockCall:
         if not results:
             return runs.assemble(treedef.unflatten([]), whole)
 
-        fields = self.setup, axes, sizes, states_tree, layout
+        fields = self.setup, axes, sizes, runs.outputs, states_tree, leaves
         state = OnBlocks.of(StateOfBlock(*fields), self.numbers)
-        merge = OnBlocks.of(MergeStates(*fields), ())
-        size = sum(layout.sizes)
-        packed = self.backend.reduce(BlockReduction(state, merge, axes, size), self.batch)
-        chunks = tuple(c for axis, c in enumerate(self.batch.chunks) if axis not in axes)
-        batch = Batch([Input(packed, tuple(range(len(chunks))), (size,))], chunks)
-        finish = OnBlocks.of(ResultOfStates(*fields), ())
-        values = self.backend.map(finish, batch, Packing.of(results))
+        packed = self.backend.reduce(state, OnBlocks.of(MergeStates(*fields)), batch, axes)
+        chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
+        item = jax.ShapeDtypeStruct((record(leaves).itemsize,), np.dtype(np.uint8))
+        merged = Input(packed, tuple(range(len(chunks))), item)
+        finish = OnBlocks.of(ResultOfStates(*fields))
+        values = self.backend.map(finish, Batch([merged], chunks), results)
         return runs.assemble(treedef.unflatten(values), whole)
 
     def _check_order(self, reductions: Reductions, axes: Sequence[int]) -> None:
@@ -237,15 +342,3 @@ class _BlockCall:
                     f"the first can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )
-
-    def _states_of_one_block(self, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-        """Return the states of a block of one item, as shapes and dtypes."""
-        setup = self.setup.unbounded()
-        items, numbers = setup.shapes_of_item()
-        arrays = [
-            jax.ShapeDtypeStruct((1,) * len(i.axes) + item.shape, item.dtype)
-            for i, item in zip(self.batch.inputs, items, strict=True)
-        ]
-        arrays += [jax.ShapeDtypeStruct((1,), np.dtype(np.int32)) for _ in axes]
-        program = StateOfBlock(setup, axes, sizes, None, Packing(()))
-        return jax.eval_shape(program.traced, arrays, numbers)

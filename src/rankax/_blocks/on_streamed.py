@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rankax._base.blocks import OwnBlocks
-from rankax._blocks.backend import Batch, BatchChunks, BlockReduction, Input
-from rankax._blocks.programs import OnBlocks, Packing
+from rankax._blocks.backend import Batch, BatchChunks, Input
+from rankax._blocks.programs import Items, OnBlocks, record
 from rankax._plan.levels import Shape
 
 STATES = "_rankax/states"  # the array of a store that is not a result
@@ -80,20 +80,24 @@ class _ToStages:
         del chunks, like
         return value if isinstance(value, Streamed) else Streamed(value.shape, value.dtype, value)
 
-    def map(self, fun: OnBlocks, batch: Batch, layout: Packing) -> list[Any]:
+    def map(self, fun: OnBlocks, batch: Batch, items: Items) -> list[Any]:
         stage = Stage(fun, batch.inputs, tuple(map(sum, batch.chunks)))
-        for item in layout.items:
+        for item in items:
             stage.outputs.append(Streamed((*stage.shape, *item.shape), item.dtype, stage=stage))
         return list(stage.outputs)
 
-    def reduce(self, reduction: BlockReduction, batch: Batch) -> Streamed:
-        state, merge, axes, size = reduction
+    def positions(self, lengths: tuple[int, ...], like: Any) -> Streamed:
+        del like
+        return Streamed((sum(lengths),), np.dtype(np.int64), range(sum(lengths)))
+
+    def reduce(
+        self, state: OnBlocks, merge: OnBlocks, batch: Batch, axes: tuple[int, ...]
+    ) -> Streamed:
         shape = tuple(map(sum, batch.chunks))
-        indices = [Streamed((shape[a],), np.dtype(np.int64), range(shape[a])) for a in axes]
-        inputs = [Input(array, (axis,), ()) for array, axis in zip(indices, axes, strict=True)]
-        stage = Stage(state, [*batch.inputs, *inputs], shape, reduced=axes, merge=merge)
-        kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-        stage.outputs = [Streamed((*kept, size), np.dtype(np.uint8), stage=stage, path=STATES)]
+        stage = Stage(state, batch.inputs, shape, reduced=axes, merge=merge)
+        kept = (n for axis, n in enumerate(shape) if axis not in axes)
+        whole = *kept, record(state.program.items).itemsize
+        stage.outputs = [Streamed(whole, np.dtype(np.uint8), stage=stage, path=STATES)]
         return stage.outputs[0]
 
 

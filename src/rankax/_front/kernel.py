@@ -119,7 +119,7 @@ class Kernel(Generic[P, R]):
     ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
         kernel, args = self.unbound(args)
-        result = tuned(self.spec, kernel, args, kwargs, memory_limit, gradient, seconds)
+        result = tuned(kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
         return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 

@@ -7,13 +7,10 @@ call has failed. So there is one display per target: a report of 0 opens it and 
 before it, and reports without an open display are dropped.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
-import functools
-import importlib
+import importlib.util
 import inspect
 import threading
 import time
@@ -37,13 +34,11 @@ def checked_progress(value: Any, site: str) -> bool | Target:
     if value is True or isinstance(value, str):
         if value == "":
             raise ValueError(f"{site}: progress must not be an empty label; True shows the name")
-        try:
-            importlib.import_module("tqdm.auto")
-        except ImportError:
+        if importlib.util.find_spec("tqdm") is None:
             raise ImportError(
                 f"{site}: progress={value!r} shows a bar by tqdm, which is not installed; "
                 "pip install tqdm, or give a function of (done, total)"
-            ) from None
+            )
         return value
     expected = "True, False, a label, or a function of (done, total)"
     if not callable(value):
@@ -58,15 +53,15 @@ def checked_progress(value: Any, site: str) -> bool | Target:
             f"{site}: progress must be hashable because it is part of the key of a compiled "
             f"program, but {name} is not"
         ) from None
-    try:
-        inspect.signature(value).bind(0, 1)
-    except TypeError:
-        raise TypeError(
-            f"{site}: progress must be {expected}, but {name}{inspect.signature(value)} cannot be "
-            "called with two numbers"
-        ) from None
-    except ValueError:  # a builtin without a signature
-        pass
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        signature = inspect.signature(value)
+        try:
+            signature.bind(0, 1)
+        except TypeError:
+            raise TypeError(
+                f"{site}: progress must be {expected}, but {name}{signature} cannot be called with "
+                "two numbers"
+            ) from None
     return value
 
 
@@ -94,74 +89,67 @@ def progress_of_call(option: bool | Target, name: str) -> Generator[Progress | N
         return
     token = _has_progress.set(True)
     try:
-        with wait_for_reports(option, name):
-            yield Progress(_target(option, name))
+        with wait_for_reports(option, name) as progress:
+            yield progress
     finally:
         _has_progress.reset(token)
 
 
 @contextlib.contextmanager
-def wait_for_reports(option: bool | Target, name: str) -> Generator[None]:
+def wait_for_reports(option: bool | Target, name: str) -> Generator[Progress | None]:
     """Wait for the last report of an eager call; if the call fails, close its bar."""
     if option is False:
-        yield
+        yield None
         return
+    target = name if isinstance(option, bool) else option
     try:
-        yield
+        yield Progress(target)
         if not is_staged():
             jax.effects_barrier()
     except BaseException:
-        _close(_target(option, name))
+        _close(target)
         raise
-
-
-def _target(option: bool | Target, name: str) -> Target:
-    return name if isinstance(option, bool) else option
 
 
 class _Display:
     """The bar or function that shows one pass over the items of a loop."""
 
     def __init__(self, target: Target, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._updated = time.monotonic()
+        self._total, self._done, self._updated = total, 0, time.monotonic()
+        self._target: Any = target
+        self._bar: Any = None
         if isinstance(target, str):
             # `update` decides instead of `mininterval` when to show a number.
             options = {"unit": " items", "unit_scale": True, "mininterval": 0}
-            bar: Any = importlib.import_module("tqdm.auto").tqdm(
-                desc=target, total=total, **options
-            )
-            self._show = lambda done: bar.update(done - self._done)
-            self.close = bar.close
+            bars = importlib.import_module("tqdm.auto")
+            self._bar = bars.tqdm(desc=target, total=total, **options)
         else:
             target(0, total)
-            self._show = lambda done: target(done, total)
-            self.close = lambda: None
 
     def update(self, done: int) -> None:
         """Show a larger number than before, unless the last update was a moment ago."""
-        if done <= self._done:
-            return
         now = time.monotonic()
-        if now - self._updated < _SECONDS and done < self._total:
+        if done <= self._done or (done < self._total and now - self._updated < _SECONDS):
             return
-        self._show(done)
+        if self._bar is None:
+            self._target(done, self._total)
+        else:
+            self._bar.update(done - self._done)
         self._done, self._updated = done, now
+
+    def close(self) -> None:
+        """Leave a bar as it is; a function needs nothing."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 _lock = threading.RLock()
 _displays: dict[Target, _Display] = {}
 
 
-@functools.cache
-def _is_first_process() -> bool:
-    return jax.process_index() == 0
-
-
 def show(target: Target, done: int, total: int) -> None:
     """Show one report, in the first process only."""
-    if not _is_first_process():
+    if jax.process_index():
         return
     with _lock:
         try:

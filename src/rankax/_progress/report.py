@@ -19,8 +19,6 @@ transposed program, which takes a second primitive with rules for batching, tang
 and dead code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

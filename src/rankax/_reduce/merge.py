@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rankax._base.arrays import index_dtype, scalar
 from rankax._reduce.extrema import no_index
 from rankax._reduce.protocol import Outputs, Reduction
-from rankax._reduce.run import Reduced, Reductions, trace_reduced
+from rankax._reduce.run import Reduced, Reductions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +34,6 @@ class RunStates:
     reductions: Reductions
     outputs: tuple[Outputs, ...]
     sizes: tuple[int, ...]  # the lengths of the reduced axes
-
-    @classmethod
-    def traced(
-        cls,
-        fun: Callable[..., Any],
-        items: Sequence[Any],
-        reductions: Reductions,
-        sizes: Sequence[int],
-    ) -> RunStates:
-        """Trace ``fun`` for one item, given as tracers, to learn its outputs."""
-        total = math.prod(sizes) if reductions.of_run is None else reductions.of_run
-        item = trace_reduced(fun, items, reductions, total)
-        return cls(reductions, item.outputs, tuple(sizes))
 
     @property
     def size(self) -> int:

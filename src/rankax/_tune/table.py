@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from rankax._base.functions import unwrapped
 from rankax._base.trees import leaves_with_names
 from rankax._base.words import table
 from rankax._plan.budget import shown_bytes
@@ -73,7 +72,7 @@ class Tuning:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add this to a JSON file, in place of an earlier measurement of the same call."""
         file = Path(path)
-        entries = read_tunings(file) if file.exists() else ()
+        entries = load_tuning(file) if file.exists() else ()
         entries = [*(e for e in entries if e.measured_for != self.measured_for), self]
         content = {"format": _FORMAT, "tunings": [dataclasses.asdict(e) for e in entries]}
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -128,10 +127,8 @@ def measured_for(
     arguments: dict[str, str] = {}
     for name, value in bound.arguments.items():
         arguments |= {path: _kind(leaf) for path, leaf in leaves_with_names(value, name)}
-    named = unwrapped(kernel)
-    named = named if hasattr(named, "__qualname__") else type(named)
     return {
-        "kernel": f"{named.__module__}.{named.__qualname__}",
+        "kernel": f"{kernel.__module__}.{kernel.__qualname__}",
         "arguments": arguments,
         "gradient": gradient,
         "device": jax.devices()[0].device_kind,
@@ -165,20 +162,53 @@ class Tunings(tuple[Tuning, ...]):
         return next((t for t in self if t.measured_for == facts), None)
 
 
-def read_tunings(path: Path) -> tuple[Tuning, ...]:
-    """Return what `Tuning.save` wrote into a file."""
+def load_tuning(path: str | os.PathLike[str]) -> Tunings:
+    """Read a file that `rankax.plans.Tuning.save` wrote.
+
+    Equivalent to ``json.load``, with a check of the contents. Nothing in the file is executed.
+
+    Parameters
+    ----------
+    path : str or path
+        The file.
+
+    Returns
+    -------
+    Tunings
+        ``find(kernel, *args)`` returns the `rankax.plans.Tuning` for this kernel, arguments like
+        these, this kind of device and this version of JAX, or None.
+
+    Raises
+    ------
+    FileNotFoundError
+        The file does not exist.
+    ValueError
+        The file holds anything else.
+
+    Examples
+    --------
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from rankax import auto_vmap, load_tuning
+    >>> norm = auto_vmap(1, jit=True)(lambda v: jnp.sqrt(v @ v))
+    >>> x = jnp.ones((1000, 3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "tuning.json")
+    ...     norm.tune(x, seconds=0.1).tuning.save(path)
+    ...     saved = load_tuning(path)
+    >>> fast = norm.with_options(**saved.find(norm, x).options)
+    >>> saved.find(norm, x[:500]) is None
+    True
+    """
     refusal = f"{path}: not a file that Tuning.save wrote"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"{refusal} (its format is {content['format']!r}, not {_FORMAT!r})")
-        return tuple(
-            Tuning(
-                entry["measured_for"],
-                tuple(Candidate(**candidate) for candidate in entry["candidates"]),
-                entry["chosen"],
-            )
-            for entry in content["tunings"]
-        )
+        tunings: list[Tuning] = []
+        for entry in content["tunings"]:
+            facts, chosen = entry["measured_for"], entry["chosen"]
+            candidates = tuple(Candidate(**candidate) for candidate in entry["candidates"])
+            tunings.append(Tuning(facts, candidates, chosen))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{refusal} ({type(error).__name__}: {error})") from None
+    return Tunings(tunings)

@@ -3,30 +3,241 @@
 
 The call is checked and evaluated as with arrays of dask (`_blocks/call.py`), but its arrays are
 stand-ins (`_blocks/on_streamed.py`), and it returns arrays that name the stages that write them.
+
+Of the memory limit, one half is for what the kernel needs beyond its inputs and outputs, and one
+half is for the blocks in flight: one that is read, one that is evaluated, one that is written. Of
+inputs there are at most four copies at a time, and of outputs five:
+
+* read: the block, and what the source decodes to make it;
+* evaluated: the block, and its copy on the device; outputs there, and their copy on the host;
+* written: the outputs, their copy in the shape of a chunk, and the compressed chunk.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import hashlib
+import itertools
+import math
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import rankax
 from rankax._base.words import plural
+from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
 from rankax._call.bind import flatten
 from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
+from rankax._plan.levels import Shape
 from rankax._trace.fingerprint import checksum
-from rankax.stream._cut import Cuts, cut
-from rankax.stream._sources import digest, grain, streamed
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
+_COPIES_IN, _COPIES_OUT = 4, 5
+_WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
+_SAMPLES = 16
+_IN_A_SAMPLE = 256  # items along the last axis
+_LEAST = 100  # blocks, so that a run that is killed loses a few percent at most
+
+
+# Blocks.
+
+
+class Block(NamedTuple):
+    """A block of a stage."""
+
+    place: Shape  # in the grid of blocks
+    region: tuple[slice, ...]  # of the batch
+
+    @property
+    def items(self) -> int:
+        """The number of its items."""
+        return math.prod(part.stop - part.start for part in self.region)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """The blocks of a stage, all of one shape except at the ends of axes."""
+
+    stage: Stage
+    block: Shape
+
+    @property
+    def grid(self) -> Shape:
+        """The number of blocks along each axis; a reduction of no items has one."""
+        sizes, least = zip(self.stage.shape, self.block, strict=True), len(self.stage.reduced[:1])
+        return tuple(max(-(-size // length), least) for size, length in sizes)
+
+    def __iter__(self) -> Iterator[Block]:
+        for place in itertools.product(*map(range, self.grid)):
+            ends = zip(place, self.block, self.stage.shape, strict=True)
+            yield Block(place, tuple(slice(i * n, min(i * n + n, size)) for i, n, size in ends))
+
+    def read(self, block: Block) -> list[Any]:
+        """Read a block of each input; an axis of length 1 is stretched."""
+        regions = [[slice(0, n) for n in array.shape] for array, *_ in self.stage.inputs]
+        for region, (array, axes, _) in zip(regions, self.stage.inputs, strict=True):
+            for i, axis in self._mapped(array, axes):
+                region[i] = block.region[axis]
+        pairs = zip(self.stage.inputs, regions, strict=True)
+        return [read(array, tuple(region)) for (array, *_), region in pairs]
+
+    def _mapped(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
+        """Return each axis of an array that the blocks cut, and that of the batch."""
+        return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.shape[a]]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
+        read, stage = 0, self.stage
+        for array, axes, item in stage.inputs:
+            steps = grain(array)
+            items = [max(self.block[axis], steps[i]) for i, axis in self._mapped(array, axes)]
+            read += math.prod(items) * math.prod(item.shape) * array.dtype.itemsize
+        kept = [n for axis, n in enumerate(self.block) if axis not in stage.reduced]
+        cores = [math.prod(x.shape[len(kept) :]) * x.dtype.itemsize for x in stage.outputs]
+        written = math.prod(kept) * sum(cores)
+        return read, written, _COPIES_IN * read + _COPIES_OUT * written
+
+    def halved(self, axis: int) -> Self:
+        """Return twice as many blocks along an axis, of whole chunks of the sources."""
+        inputs = self.stage.inputs
+        steps = [
+            grain(x)[i] for x, axes, _ in inputs for i, a in self._mapped(x, axes) if a == axis
+        ]
+        length, step = -(-self.block[axis] // 2), max(steps, default=1)
+        length -= length % step if step < length else 0
+        block = *self.block[:axis], length, *self.block[axis + 1 :]
+        return dataclasses.replace(self, block=block)
+
+
+def cut(stage: Stage, limit: int, where: str) -> Cuts:
+    """Return blocks that stay within a limit, and read as little as possible more than once.
+
+    Of equal choices the outermost axis is cut, along which arrays are stored one after another.
+    """
+    cuts = Cuts(stage, tuple(max(1, n) for n in stage.shape))
+    least = 1 if stage.reads_states else _LEAST
+    reduced = [axis for axis in stage.reduced if stage.shape[axis] > 1]
+    fixed = reduced[1:] if any(each.is_ordered for each in stage.fun.reductions) else []
+    while (held := cuts.sizes()[2]) > limit // 2 or math.prod(cuts.grid) < least:
+        axes = [axis for axis, n in enumerate(cuts.block) if n > 1 and axis not in fixed]
+        if not axes:
+            break
+        cuts = min(map(cuts.halved, axes), key=lambda c: math.prod(c.grid) * c.sizes()[0])
+    if held > limit // 2:
+        raise ValueError(
+            f"{where}: the smallest block, of shape {cuts.block}, needs {shown_bytes(held)} in "
+            f"flight, more than half of memory_limit={shown_bytes(limit)}; raise it to at least "
+            f"{2 * held} bytes"
+        )
+    return cuts
+
+
+# Reading.
+
+
+def streamed(value: Any, path: str, where: str) -> Any:
+    """Return an array as one to be read in blocks, and any other value as it is."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where}: {path} is a masked array, whose mask would be lost; pass {path}.filled(...) "
+            "and the mask as an argument of its own"
+        )
+    shape: Any = getattr(value, "shape", None) if hasattr(value, "__getitem__") else None
+    if shape is None or isinstance(value, np.generic):
+        return value
+    if isinstance(value, jax.Array):
+        if not shape or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        value = np.asarray(value)
+    return Streamed(tuple(shape), np.dtype(value.dtype), value, path=path)
+
+
+def grain(source: Streamed) -> tuple[int, ...]:
+    """Return the shape of what is read at once, such as a chunk of zarr."""
+    chunks: Any = getattr(source.value, "chunks", None)
+    is_grid = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
+    return chunks if is_grid else (1,) * len(source.shape)
+
+
+def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    """Return a block in memory. The last one is kept, because the next may need the same."""
+    if source.last is None or source.last[0] != region:
+        source.last = None  # freed before another is read
+        source.last = region, _read(source, region)
+    return source.last[1]
+
+
+def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    value = source.value
+    if source.stage is not None:
+        return _merged(value, source.stage, region)
+    mapping, size = _mapping(value)
+    if mapping is not None and mapping.size() < size:
+        raise OSError(
+            f"the file of {source.path} has {mapping.size()} bytes now, and had at least {size}"
+        )
+    block = value[region[0] if isinstance(value, range) else region]
+    if np.ma.is_masked(block):  # as netCDF4 does for missing values
+        raise TypeError(f"{source.path} has a block with masked items, whose mask would be lost")
+    block = np.asarray(block) if mapping is None else np.array(block)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        # Pages that were read count as memory of this process until it lets go of them.
+        mapping.madvise(mmap.MADV_DONTNEED)
+    shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
+    if block.shape != shape:
+        raise OSError(f"{source.path} has a block of shape {block.shape}, where {shape} was due")
+    return block
+
+
+def _merged(states: Any, stage: Any, region: tuple[slice, ...]) -> Any:
+    """Return the states of all blocks along the reduced axes, merged in their order."""
+    merged: list[Any] = []
+    for place in itertools.product(*(range(states.shape[axis]) for axis in stage.reduced)):
+        index: list[Any] = [*region]
+        for axis, i in zip(stage.reduced, place, strict=True):
+            index.insert(axis, i)
+        merged = [stage.merge(np.stack([*merged, states[*index]]), axis=(0,), keepdims=False)]
+    return merged[0]
+
+
+def _mapping(array: Any) -> tuple[mmap.mmap | None, int]:
+    """Return the mapped file of an array, and how long it should be.
+
+    Reading beyond the end of a file that has become shorter would kill the process. What was
+    changed in a private mapping is in memory only, so that is an array like others.
+    """
+    begin = 0
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            offset = array.offset or 0  # None in a copy, which is in memory
+            begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+            if array.mode == "c":
+                return None, 0
+        array = array.base
+    return (array, begin + len(array)) if isinstance(array, mmap.mmap) else (None, 0)
+
+
+def digest(source: Streamed) -> str:
+    """Return a digest of the numbers of an array; of a large one on disk, of some of them."""
+    numbers, shape = hashlib.sha256(), source.shape
+    in_memory = type(source.value) is np.ndarray and _mapping(source.value)[0] is None
+    is_whole = in_memory or math.prod(shape) * source.dtype.itemsize <= _WHOLE
+    for i in range(1 if is_whole else _SAMPLES):
+        starts = [(n - 1) * i // (_SAMPLES - 1) for n in shape]
+        lengths = shape if is_whole else (*(1 for _ in shape[1:]), _IN_A_SAMPLE)
+        region = tuple(slice(i, i + length) for i, length in zip(starts, lengths, strict=True))
+        numbers.update(np.ascontiguousarray(read(source, region)).tobytes())
+    return numbers.hexdigest()[:16]
+
+
+# The call.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +276,9 @@ def prepared(
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, args, dict(kwargs))
-    triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
-    leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
+    leaves, paths = list(call.leaves), call.structure.paths
+    for i in call.ranked:
+        leaves[i] = streamed(leaves[i], paths[i], where)
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         raise TypeError(f"{where}: no argument with a rank is an array with axes")
     options = kernel.options()
@@ -88,15 +300,11 @@ def prepared(
         "rankax": rankax.__version__,
         "jax": jax.__version__,
     }
-    for leaf, path, rank in zip(leaves, call.structure.paths, call.structure.ranks, strict=True):
-        if rank is not None:  # an argument may be called "program"
-            record[f"argument {path}" if path in record else path] = _about(leaf)
-    different = [
-        f"{key} was {found.get(key)} and is {record.get(key)}"
-        for key in sorted(found | record)
-        if found and found.get(key) != record.get(key)
-    ]
-    if different:
+    for i in call.ranked:  # an argument may be called "program"
+        record[f"argument {paths[i]}" if paths[i] in record else paths[i]] = _about(leaves[i])
+    keys = [key for key in sorted(found | record) if found.get(key) != record.get(key)]
+    if found and keys:
+        different = [f"{key} was {found.get(key)} and is {record.get(key)}" for key in keys]
         raise ValueError(
             f"{where}: out was written by another call: {'; '.join(different)}; repeat that call, "
             "or give another out"
@@ -129,15 +337,12 @@ def _name(tree: Any, name: str, where: str) -> None:
 
 def _programs(stage: Stage) -> list[str]:
     """Return digests of the programs of a stage."""
-    if stage.reads_states:
-        return [stage.fun.digest(stage.fun.layout.items)]
-    blocks: list[Any] = []
-    for array, axes, core in stage.inputs:
-        sizes = [min(2, n) for n in array.shape[: len(axes)]]
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))  # of indices, too
-        blocks.append(jax.ShapeDtypeStruct((*sizes, *core), dtype))
-    merges = [] if stage.merge is None else [stage.merge.digest(stage.merge.layout.items * 2)]
-    return [stage.fun.digest(blocks), *merges]
+    of_states = stage.reads_states
+    blocks = stage.fun.program.items if of_states else small_blocks(stage.inputs)
+    digests = [stage.fun.digest(blocks)]
+    if stage.merge is not None:
+        digests.append(stage.merge.digest(stage.merge.program.items * 2))
+    return digests
 
 
 def _about(value: Any) -> str:

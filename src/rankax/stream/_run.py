@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: MIT
 """``run``: a kernel on data larger than memory, block by block, from disk to disk.
 
-`_job` checks the call, `_cut` cuts it into blocks, and `_store` keeps what is written. While a
+`_job` checks the call and cuts it into blocks, and `_store` keeps what is written. While a
 block is evaluated, one thread reads the next one, and another one writes the one before.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -24,10 +22,10 @@ from filelock import Timeout
 from rankax._base.checks import check_bool
 from rankax._base.words import first_of
 from rankax._blocks.on_streamed import Stage
+from rankax._blocks.programs import unpacked
 from rankax._front.trust import nonfinite
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
-from rankax.stream._cut import Block
-from rankax.stream._job import Job, prepared
+from rankax.stream._job import Block, Job, prepared
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 
 
@@ -202,7 +200,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
-        parts = [out] if stage.merge is None else stage.merge.layout.unpacked(out)
+        parts = [out] if stage.merge is None else unpacked(stage.merge.program.items, out)
         if any(np.isnan(part).any() for part in parts):
             raise FloatingPointError(f"{no_nan}: {_items(stage, block, inputs, array.path, out)}")
     return outs

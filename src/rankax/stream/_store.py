@@ -17,8 +17,6 @@ store that is made elsewhere and renamed would need no such rule, but a folder t
 always be replaced: it may be mounted, linked, or the current one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -33,7 +31,7 @@ from filelock import FileLock, Timeout
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax.stream._cut import Block, Cuts
+from rankax.stream._job import Block, Cuts
 
 _LOCK = "lock"
 

@@ -2,22 +2,21 @@
 """``apply``: a kernel on named arrays, through `xarray.apply_ufunc`.
 
 xarray aligns the arguments and puts the core dimensions last; reduced dimensions count as core
-dimensions there, in front of the others. `_named` finds the dimensions of the arguments, `_outputs`
-those of the outputs.
+dimensions there, in front of the others. `_named` finds the dimensions.
 """
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from rankax._call.bind import flatten, rebind
+from rankax._call.bind import bind, flatten, rebind
+from rankax._call.run import run
 from rankax._front.kernel import Kernel
-from rankax.xarray._named import batch_dims, named_leaves, reduced_dims, xr
-from rankax.xarray._outputs import assembled, dims_of_outputs
+from rankax._options import Options
+from rankax.xarray import _named
 
 
 def apply(
@@ -105,50 +104,42 @@ def apply(
             "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
         )
     call = flatten(declared, args, kwargs)
-    leaves = named_leaves(declared, call, core_dims, where)
-    batch = batch_dims(leaves, where)
-    reduced = reduced_dims(declared, reduce_dims, batch, where)
-    mapped = kernel
-    if declared.preset.reduce is not None:
-        mapped = mapped.with_options(reduce_axis=tuple(range(-len(reduced), 0)))
+    leaves = _named.named_leaves(call, core_dims, where)
+    batch = _named.batch_dims(leaves, where)
+    reduced = _named.reduced_dims(declared, reduce_dims, batch, where)
+    axes = tuple(range(-len(reduced), 0)) if declared.preset.reduce else None
+    mapped = kernel.with_options(reduce_axis=axes) if axes is not None else kernel
 
-    def called(mapped: Any, values: list[Any]) -> Any:
-        again = rebind(declared, call.names, values, call.treedef, call.others)
-        return mapped(*again.arguments.args, **again.arguments.kwargs)
+    named = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.core is not None]
+
+    def arguments(arrays: dict[int, Any]) -> inspect.BoundArguments:
+        values = [arrays.get(i, leaf.value) for i, leaf in enumerate(leaves)]
+        return rebind(declared, call.names, values, call.treedef, call.others).arguments
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
-        arrays = iter(data)
-        values = [
-            leaf.value if leaf.core is None else leaf.aligned(next(arrays), reduced, where)
-            for leaf in leaves
-        ]
-        outs = jax.tree.leaves(called(mapped, values))
+        pairs = zip(named, data, strict=True)
+        given = arguments({i: leaf.aligned(x, reduced, where) for (i, leaf), x in pairs})
+        outs = jax.tree.leaves(mapped(*given.args, **given.kwargs))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
-    plain = mapped.with_options(
-        jit=False,
-        bucket=False,
-        compiler_options=None,
-        chunk_size=None,
-        memory_limit=None,
-        progress=False,
-    )
-    out = jax.eval_shape(  # without the batch dimensions that remain
-        lambda known: called(plain, [known.get(i, leaf.value) for i, leaf in enumerate(leaves)]),
-        {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None},
-    )
+    def on_shapes(shapes: dict[int, Any]) -> Any:  # without the batch dimensions that remain
+        given = arguments(shapes)
+        plain = Options(reduce=declared.preset.reduce, reduce_axis=axes)
+        return run(bind(declared, given.args, given.kwargs), plain)
+
+    shapes = {i: s for i, leaf in enumerate(leaves) if (s := leaf.shape(reduced)) is not None}
+    out = jax.eval_shape(on_shapes, shapes)
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
         raise TypeError(f"{where}: the kernel returns no array")
-    dims = dims_of_outputs(declared, leaves, out, output_dims, batch, reduced, where)
-    named = [(leaf, leaf.core) for leaf in leaves if leaf.core is not None]
-    results = xr.apply_ufunc(
+    dims = _named.dims_of_outputs(declared, leaves, out, output_dims, batch, reduced, where)
+    results = _named.xr.apply_ufunc(
         on_data,
-        *(leaf.value for leaf, _ in named),
-        input_core_dims=[[*leaf.present(reduced, where), *core] for leaf, core in named],
+        *(leaf.value for _, leaf in named),
+        input_core_dims=[leaf.dims(reduced, where) for _, leaf in named],
         output_core_dims=dims,
         dask="allowed",
     )
-    return assembled(treedef.unflatten([results] if len(dims) == 1 else results))
+    return _named.assembled(treedef.unflatten([results] if len(dims) == 1 else results))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The arguments of a call with named arrays: their core, batch and reduced dimensions."""
+"""The dimensions of a call with named arrays: those of the arguments, and those of the outputs."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -15,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of
+from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
 from rankax._base.words import listed, plural
-from rankax._blocks.leaves import checked_dtype
+from rankax._blocks.call import check_dtype
 from rankax._blocks.programs import in_native_order
 from rankax._call.arguments import KernelSpec, is_number
 from rankax._call.bind import BoundKernel
 from rankax._declare.dims import Dim, Rank
+from rankax._declare.ranks import ranks_of_leaves
 
 Dims = tuple[str, ...]
 
@@ -44,8 +45,8 @@ class NamedLeaf:
             return [(f"{self.path}[{name!r}]", v) for name, v in self.value.data_vars.items()]
         return [] if self.core is None else [(self.path, self.value)]
 
-    def present(self, reduced: Dims, where: str) -> Dims:
-        """Return the reduced dimensions that all variables have; they must be the same in all."""
+    def dims(self, reduced: Dims, where: str) -> Dims:
+        """Return the reduced dimensions that all variables have, the same in all, and the core."""
         every = [tuple(d for d in reduced if d in v.dims) for _, v in self.variables]
         for dims, (path, _) in zip(every, self.variables, strict=True):
             if dims != every[0]:
@@ -53,22 +54,20 @@ class NamedLeaf:
                     f"{where}: the reduced dimensions of {path} are {listed(dims) or 'none'}, but "
                     f"those of the other variables are {listed(every[0]) or 'none'}"
                 )
-        return every[0] if every else ()
+        return *(every[0] if every else ()), *(self.core or ())
 
     def aligned(self, data: Any, reduced: Dims, where: str) -> Any:
         """Return the data of a named array with an axis for each reduced dimension it lacks."""
         if isinstance(data, np.ndarray):
             data = in_native_order(data)
-        present = self.present(reduced, where)
-        index = [slice(None) if dim in present else None for dim in reduced]
-        return data[(..., *index, *(slice(None) for _ in self.core or ()))]
+        dims, core = self.dims(reduced, where), self.core or ()
+        return data[(..., *(slice(None) if dim in dims else None for dim in (*reduced, *core)))]
 
     def shape(self, reduced: Dims) -> jax.ShapeDtypeStruct | None:
         """Return shape and dtype with the reduced and core axes only; None for other objects."""
         if self.core is not None:
             _, variable = self.variables[0]
-            sizes = [variable.sizes.get(dim, 1) for dim in reduced]
-            sizes += [variable.sizes[dim] for dim in self.core]
+            sizes = [variable.sizes.get(dim, 1) for dim in (*reduced, *self.core)]
             return jax.ShapeDtypeStruct(sizes, variable.dtype.newbyteorder("="))
         if self.rank is None or is_number(self.value):
             return None
@@ -76,32 +75,29 @@ class NamedLeaf:
         return jax.ShapeDtypeStruct(self.value.shape, dtype)
 
 
-def named_leaves(
-    kernel: KernelSpec, call: BoundKernel, core_dims: Any, where: str
-) -> list[NamedLeaf]:
+def named_leaves(call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
-    ranks = [*zip(call.structure.paths, call.leaves, call.structure.ranks, strict=True)]
-    others = [(n, v, None) for n, v in call.others.items()]
-    for path, value, rank in [*others, *ranks]:
-        if rank is None and blocks_of(value) == "xarray":
-            raise TypeError(
-                f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
-                "its values"
-            )
-    leaves = [_leaf(value, path, rank, core_dims, where) for path, value, rank in ranks]
+    structure = call.structure
+    triples = zip(call.leaves, structure.paths, structure.ranks, strict=True)
+    for name, value in call.others.items():
+        _leaf(value, name, None, core_dims, where)
+    leaves = [_leaf(*triple, core_dims, where) for triple in triples]
     if all(leaf.core is None for leaf in leaves):
         raise TypeError(
-            f"{where}: no argument with a rank is a DataArray or a Dataset; call {kernel.name} "
-            "itself"
+            f"{where}: no argument with a rank is a DataArray or a Dataset; call {call.name} itself"
         )
     return leaves
 
 
 def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) -> NamedLeaf:
-    if rank is None:
-        return NamedLeaf(value, path, rank)
-    if blocks_of(value) != "xarray":
-        if not is_number(value) and jnp.ndim(value) != rank.rank:
+    is_named = blocks_of(value) == "xarray"
+    if rank is None and is_named:
+        raise TypeError(
+            f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
+            "its values"
+        )
+    if rank is None or not is_named:
+        if rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
             raise TypeError(
                 f"{where}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
                 "axes, but they have no names; pass an xarray.DataArray"
@@ -111,7 +107,7 @@ def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) 
     core: Dims = ()
     for at, variable in NamedLeaf(value, path, rank, core).variables:
         core = _core_dims(rank, explicit, variable.dims, at, path, where)
-        checked_dtype(variable.dtype, f"{where}: {at} is an array", at)
+        check_dtype(variable.dtype, f"{where}: {at} is an array", at)
         for dim in core:
             if (number := len(variable.chunksizes.get(dim, ()))) > 1:
                 raise ValueError(
@@ -175,9 +171,10 @@ def _core_dims(
             f"name the core dimensions in order: {advice}"
         )
     if absent := [name for name in core if name not in dims]:
-        closest = [_closest(name, dims) for name in core]
-        if None not in closest and len({*closest}) == len(closest):
-            advice = f"core_dims={{{parameter!r}: {tuple(closest)!r}}}"
+        known = [dim for dim in dims if isinstance(dim, str)]
+        close = [dim for name in core for dim in difflib.get_close_matches(name, known, 1)]
+        if len({*close}) == len(core):
+            advice = f"core_dims={{{parameter!r}: {tuple(close)!r}}}"
         declares = "core_dims names" if explicit is not None else f"rank {rank} declares"
         raise ValueError(
             f"{where}: for {at}, {declares} the core dimension {absent[0]!r}, which is absent: "
@@ -189,13 +186,6 @@ def _core_dims(
             f"name; name the core dimensions: {advice}"
         )
     return core
-
-
-def _closest(name: str, dims: Sequence[Any]) -> str | None:
-    """Return the dimension of this name, or of a similar one."""
-    return next(
-        iter(difflib.get_close_matches(name, [d for d in dims if isinstance(d, str)], 1)), None
-    )
 
 
 def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
@@ -240,3 +230,104 @@ def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, where: str) 
             f"{listed([repr(dim) for dim in batch]) or 'none'}"
         )
     return names
+
+
+# Outputs.
+
+
+def dims_of_outputs(
+    kernel: KernelSpec,
+    leaves: Sequence[NamedLeaf],
+    out: Any,
+    output_dims: Any,
+    batch: Dims,
+    reduced: Dims,
+    where: str,
+) -> list[list[str]]:
+    """Return the names of the axes of each output: the explicit ones, or those declared.
+
+    Outputs that the kernel keeps whole have the ``reduced`` dimensions in front.
+    """
+    reductions = kernel.preset.reduce
+    kept: list[int] = []
+    if reductions is not None and any(entry.is_kept for entry in reductions.entries):
+        kept = [i for i, entry in enumerate(reductions.of_outputs(out)) if entry.is_kept]
+    explicit = _explicit_dims(output_dims, out, where)
+    declared = _declared_dims(kernel, leaves, out)
+    all_dims: list[list[str]] = []
+    for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
+        front = reduced if i in kept else ()
+        count = len(leaf.shape) - len(front)
+        dims = declared[i] if explicit[i] is None else explicit[i]
+        axes = f"{where}: {path} has {plural(count, 'core axis')}"
+        if dims is None or (explicit[i] is None and len(dims) != count):
+            example = tuple(f"dim{axis}" for axis in range(count))
+            raise ValueError(f"{axes}, but no names; write output_dims={example}")
+        if len(dims) != count:
+            raise ValueError(
+                f"{axes}, but output_dims names {plural(len(dims), 'dimension')}: {listed(dims)}"
+            )
+        if taken := [name for name in dims if name in batch]:
+            raise ValueError(
+                f"{where}: {path} has the core dimension {taken[0]!r}, which is a batch dimension "
+                "of the arguments; give it another name by output_dims"
+            )
+        all_dims.append([*front, *dims])
+    return all_dims
+
+
+def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
+    """Return the entry of ``output_dims`` for each output."""
+    if output_dims is None:
+        return [None] * len(jax.tree.leaves(out))
+    if is_leaf(out):
+        return [read_dims(output_dims, f"{where}: output_dims")]
+
+    def is_entry(node: Any) -> bool:
+        is_tuple = type(node) in (tuple, list) and all(isinstance(name, str) for name in node)
+        return node is None or isinstance(node, str) or is_tuple
+
+    try:
+        entries = spread_prefix(output_dims, out, "output", is_entry=is_entry, what="output_dims")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return [
+        None if entry is None else read_dims(entry, f"{where}: output_dims for {path}")
+        for entry, (path, _) in zip(entries, leaves_with_names(out, "output"), strict=True)
+    ]
+
+
+def _declared_dims(kernel: KernelSpec, leaves: Sequence[NamedLeaf], out: Any) -> list[Dims | None]:
+    """Return the declared names of each output, as the dimensions that the arguments have.
+
+    A name that stands for different dimensions of the arguments decides nothing.
+    """
+    all_dims: list[Dims | None] = [None if x.shape else () for x in jax.tree.leaves(out)]
+    ranks: Sequence[Rank | None] = ()
+    if kernel.declaration.outputs is not None:
+        with contextlib.suppress(ValueError):  # a reduction returns another tree
+            ranks = ranks_of_leaves(kernel.declaration.outputs, out, "output")
+    dims_of: dict[str | None, set[str]] = {}
+    for leaf in leaves:
+        if leaf.core is not None and leaf.rank is not None:
+            for name, dim in zip(declared_names(leaf.rank), leaf.core, strict=True):
+                dims_of.setdefault(name, set()).add(dim)
+    for i, rank in enumerate(ranks):
+        names = (None,) if rank is None else declared_names(rank)
+        dims = [dims_of.get(name, {name}) for name in names if name is not None]
+        if len(dims) == len(names) and all(len(each) == 1 for each in dims):
+            all_dims[i] = tuple(dim for (dim,) in dims)
+    return all_dims
+
+
+def assembled(tree: Any) -> Any:
+    """Return a Dataset for a tree of named arrays whose nodes have field names, else tuples."""
+    if isinstance(tree, (xr.DataArray, xr.Dataset, xr.Variable)):
+        return tree
+    children = children_of(tree)
+    if field_names(tree, children) is None:
+        return tuple(assembled(child.value) for child in children)
+    named = {"_".join(re.findall(r"\w+", path)): leaf for path, leaf in leaves_with_names(tree, "")}
+    if all(isinstance(leaf, xr.DataArray) for leaf in named.values()):
+        return xr.Dataset(named)
+    return named
