@@ -59,7 +59,7 @@ MOST_LINES_OF_CODE = {
     "_call": 1520,
     "_tune": 431,
     "_blocks": 659,
-    "_front": 947,
+    "_front": 950,
     "reductions": 31,
     "plans": 19,
     "xarray": 337,
