@@ -29,7 +29,8 @@ from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, rebind
 from rankax._call.run import run
 from rankax._options import Options
-from rankax._reduce.merge import RunStates
+from rankax._reduce.passes import RunStates
+from rankax._reduce.run import trace_reduced
 from rankax._trace.fingerprint import checksum
 
 Array = np.ndarray[Any, Any]
@@ -142,13 +143,15 @@ class Setup:
         """Return the operations on states of blocks; this traces the kernel."""
         runs: list[RunStates] = []
         reductions: Any = self.kernel.preset.reduce
+        total = math.prod(sizes)
 
         def trace(arrays: list[Any], numbers: list[Any]) -> None:
             @functools.wraps(self.kernel.fun, updated=())
             def fun(*items: Any) -> Any:
                 return self.on_item(items, numbers)
 
-            runs.append(RunStates.traced(fun, arrays, reductions, sizes))
+            outputs = trace_reduced(fun, arrays, reductions, total).outputs
+            runs.append(RunStates(reductions, outputs, tuple(sizes)))
 
         jax.eval_shape(trace, *self.shapes_of_item())
         return runs[0]

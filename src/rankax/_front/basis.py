@@ -25,10 +25,10 @@ from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
 from rankax._front.chunked_reduce import chunked_reduce
 from rankax._options import Options
-from rankax._reduce.gram import Gram, WeightedGram
 from rankax._reduce.protocol import EachLeaf, Reduction
 from rankax._reduce.run import read_reductions
 from rankax._reduce.states import fill
+from rankax._reduce.sums import Gram, WeightedGram
 from rankax._trace.programs import evaluate_wide
 
 Leaves = list[Any]

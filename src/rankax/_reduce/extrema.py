@@ -289,7 +289,7 @@ def in_tiles(step: Accumulation, *, is_expensive: bool, again: bool) -> Accumula
     if isinstance(accumulator, Arg) and not accumulator.some:
         if is_expensive:
             kind = DelayedArg
-        elif again and not step.core:
+        elif again and not accumulator.core:
             kind = BlockArg
     elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_LANES:
         kind = TopOfLanes

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Reduce a row: in the pass that is evaluated, or in the one that is differentiated.
 
+A run is some items of a row, such as one device's part or one dask block; for a reduction that
+depends on their order, they are consecutive. For `Reductions` with ``of_run``, `RowReduction`
+returns states instead of results, and `RunStates` merges the states of all runs.
+
 With ``where``, items count for which one output of the kernel, the mask, is true. What is left out
 adds nothing and sends nothing back, even where its value or derivative is NaN:
 
@@ -17,25 +21,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.arrays import has_tangent, index_dtype, too_many
-from rankax._loop.keys import PLACE
+from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
 from rankax._loop.loop import apart_from_constants
 from rankax._loop.spec import LoopSpec
-from rankax._reduce.extrema import Arg
+from rankax._reduce.extrema import Arg, no_index
 from rankax._reduce.protocol import Outputs, Reduction, counting
-from rankax._reduce.row import Mask, Row
-from rankax._reduce.run import Reduced, Reductions
+from rankax._reduce.row import Row
+from rankax._reduce.run import Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram, with_axis, with_shape
-from rankax._trace.work import evaluates_functions
+from rankax._trace.item import ItemProgram, with_shape
 
 
 def masked_row(
@@ -83,7 +86,7 @@ def masked_row(
         triples = zip(leaves, others, is_mapped, strict=True)
         return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
 
-    return dataclasses.replace(safe, item=item, mask=Mask(counts, number))
+    return dataclasses.replace(safe, item=item, counts=counts, number=number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +158,8 @@ class RowReduction:
         return list(zip(self.reductions.entries, self.outputs, strict=True))
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
-        count, is_expensive = len(self.jaxpr.outvars), evaluates_functions(self.jaxpr)
-        pure = not self.jaxpr.effects
-        item = self.item_of(consts)
-        return Row(item, tuple(leaves), self.levels, count, is_expensive, pure, back)
+        count = len(self.jaxpr.outvars)
+        return Row(self.item_of(consts), tuple(leaves), self.levels, self.jaxpr, count, back)
 
     def _fold_each(
         self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool
@@ -168,12 +169,16 @@ class RowReduction:
             reduction.accumulations(outputs, row.size) if reduction.is_linear or not back else None
             for reduction, outputs in pairs
         ]
-        in_loop = [group for group in groups if group is not None]
-        folded = iter(row.fold(list(itertools.chain(*in_loop))) if in_loop else ())
+        in_loop = list(itertools.chain(*filter(None, groups)))
+        kept = [i for entry, outputs in pairs if entry.is_kept for i in outputs.positions]
+        states = row.fold(in_loop, kept) if in_loop or kept else []
+        folded, whole = iter(states[: len(in_loop)]), iter(states[len(in_loop) :])
         values: list[Any] = []
         for (reduction, outputs), group in zip(pairs, groups, strict=True):
             if group is None:
                 state = reduction.differentiable(outputs, row)
+            elif reduction.is_kept:
+                state = [next(whole) for _ in outputs.positions]
             else:
                 state = reduction.partial(outputs, row, [next(folded) for _ in group])
             if self.reductions.of_run is None:
@@ -184,12 +189,13 @@ class RowReduction:
 
 def reduce_row(
     item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
-) -> Reduced:
+) -> list[Any]:
     """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
 
     This has its derivative; `rankax._call.nest` has one for a whole call.
     """
-    evaluate = apart_from_constants(item.closed, item_types(leaves, levels))
+    types = [with_shape(aval, aval.shape) for aval in item.closed.in_avals]
+    evaluate = apart_from_constants(item.closed, types)
     row = RowReduction(
         lambda consts: lambda *items: evaluate(consts, items),
         tuple(levels),
@@ -200,21 +206,103 @@ def reduce_row(
     evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
     arrays = list(item.closed.consts), list(leaves)
     if row.is_linear:
-        values = evaluated(*arrays)
-    else:
-        values = call_with_derivative_of(differentiated, evaluated, *arrays)
-    return Reduced.of(values, reductions, item.outputs)
+        return evaluated(*arrays)
+    return call_with_derivative_of(differentiated, evaluated, *arrays)
 
 
-def item_types(leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
-    """Return the types of one item of each leaf, and of its place along each numbered level."""
-    avals = [_item_aval(leaf, i, levels) for i, leaf in enumerate(leaves)]
-    return avals + [with_shape(PLACE, ()) for level in levels if level.numbered]
+@dataclasses.dataclass(frozen=True)
+class RunStates:
+    """The states of several runs of items, which together are a whole row.
 
+    A state is a list with an entry for each reduction. Kept outputs are not part of it: their
+    entries are ignored, and returned as they are.
+    """
 
-def _item_aval(leaf: Any, number: int, levels: Sequence[LoopSpec]) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    for level in levels:
-        axis = level.in_axes[number]
-        aval = aval if axis is None else with_axis(aval, axis)
-    return with_shape(aval, aval.shape)
+    reductions: Reductions
+    outputs: tuple[Outputs, ...]
+    sizes: tuple[int, ...]  # the lengths of the reduced axes
+
+    @property
+    def size(self) -> int:
+        """The number of items in all runs."""
+        return math.prod(self.sizes)
+
+    def _each(self, *values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        return zip(self.reductions.entries, self.outputs, *values, strict=True)
+
+    def renumber(self, states: Sequence[Any], shape: Sequence[int], starts: Sequence[Any]) -> Any:
+        """Replace the indices of items in one run by those in the whole row.
+
+        Parameters
+        ----------
+        states : sequence
+        shape : sequence of int
+            The lengths of the run along the reduced axes.
+        starts : sequence of scalars
+            Where the run begins along them.
+        """
+
+        def place(index: jax.Array) -> jax.Array:
+            dtype = index_dtype(self.size)
+            if not math.prod(shape):  # the state of no items holds no valid index
+                return jnp.full_like(index, no_index(dtype), dtype=dtype)
+            rest, stride, total = index.astype(dtype), 1, scalar(0, dtype)
+            for size, length, start in reversed(list(zip(self.sizes, shape, starts, strict=True))):
+                position = rest % scalar(length, dtype) + jnp.asarray(start, dtype)
+                total = total + position * scalar(stride, dtype)
+                rest, stride = rest // scalar(length, dtype), stride * size
+            return total
+
+        return [
+            state if reduction.is_kept else reduction.renumber(outputs, state, place)
+            for reduction, outputs, state in self._each(states)
+        ]
+
+    def merge(
+        self,
+        states: Sequence[Any],
+        batch: int = 0,
+        gather: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None,
+    ) -> list[Any]:
+        """Merge states that have the runs on axis 0 and ``batch`` axes of rows after it.
+
+        ``gather`` makes arrays whose runs are on several devices available to each device.
+        """
+
+        def merge(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
+            if gather is not None and not reduction.is_sum:
+                arrays, structure = jax.tree.flatten(state)
+                state = structure.unflatten(gather(arrays))
+            return reduction.merge_states(outputs, state)
+
+        return self._mapped(merge, states, batch, 1)
+
+    def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
+        """Return the results from the state of all items, with ``batch`` axes of rows in front."""
+
+        def finish(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
+            return reduction.finish_state(outputs, state, self.size)
+
+        return self._mapped(finish, states, batch, 0)
+
+    def _mapped(
+        self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
+    ) -> list[Any]:
+        values: list[Any] = []
+        for reduction, outputs, state in self._each(states):
+            if reduction.is_kept:
+                values.append(state)
+                continue
+            of_row = functools.partial(fun, reduction, outputs)
+            for _ in range(batch):
+                of_row = jax.vmap(of_row, in_axes=axis)
+            values.append(of_row(state))
+        return values
+
+    def assemble(self, values: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """Put results and kept outputs together; both have an entry for each reduction."""
+        arrays = [
+            whole if reduction.is_kept else value
+            for reduction, _, value, whole in self._each(values, kept)
+        ]
+        return self.reductions.assembled(self.outputs, arrays)

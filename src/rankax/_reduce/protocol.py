@@ -12,7 +12,7 @@ One row of items is folded tile by tile (`Row.fold`)::
     result = reduction.finish_state(outputs, state, size)
 
 If no single program sees all items, each run of them is folded into a state, and the states are
-merged (`merge.py`). Calls over several devices, or over blocks of dask and cubed, do this::
+merged (`passes.py`). Calls over several devices, or over blocks of dask and cubed, do this::
 
     states = [reduction.renumber(partial(run), place) for run, place in runs]
     state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
@@ -52,7 +52,7 @@ from jax import lax
 
 from rankax._base.arrays import index_dtype
 from rankax._reduce.row import Row
-from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Whole, in_a_row
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
@@ -64,14 +64,9 @@ class Outputs(NamedTuple):
     names: tuple[str, ...]  # of the leaves
     structure: Any
     avals: tuple[Any, ...]  # of the leaves
-    first: int  # the position of the first leaf among all outputs
+    positions: tuple[int, ...]  # of the leaves among all outputs
     mask: int | None = None  # the position of the output that says whether an item counts
     total: int = 0  # how many items there are, in all runs
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions of the leaves among all outputs."""
-        return tuple(range(self.first, self.first + len(self.avals)))
 
 
 FILL = "\0fill"  # in place of ``where``: items count if they are no copies that fill the batch up
@@ -106,8 +101,8 @@ class Reduction:
     #: Whether the outputs are kept, not reduced.
     is_kept = False
 
-    #: Whether the result contains indices of items, or their number.
-    numbers_items = False
+    #: Whether the result contains indices of items.
+    finds_items = False
 
     #: How many items it needs.
     least_items = 0
@@ -144,11 +139,10 @@ class Reduction:
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         """Reduce axis 0 of the leaves, as `jax.numpy` does."""
-        raise NotImplementedError
 
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         """Return what a loop over ``size`` items accumulates."""
-        raise NotImplementedError
+        return ()
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the state of a row from those of its accumulations."""
@@ -156,35 +150,33 @@ class Reduction:
 
     def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
         """Replace each index in a state by its ``place``."""
-        if not self.numbers_items:
-            return state
         pairs = zip(self._accumulators(outputs), state, strict=True)
         return [accumulator.renumber(own, place) for accumulator, own in pairs]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
         """Merge the states of several runs, which are on axis 0 of each array."""
-        lanes = jax.tree.map(in_a_row, states)
-        pairs = zip(self._accumulators(outputs), lanes, strict=True)
-        return [accumulator.join(state) for accumulator, state in pairs]
+        pairs = zip(self._accumulators(outputs), states, strict=True)
+        return [accumulator.join_runs(own) for accumulator, own in pairs]
 
     def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
         # Any size will do: only `start` uses it, for the dtype of indices.
-        steps = self.accumulations(outputs, 0)
-        return [step.accumulator for step in steps if isinstance(step, Accumulation)]
+        return [step.accumulator for step in self.accumulations(outputs, 0)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
         """Return the result of all items, one value for each leaf, from their state.
 
         ``size`` is an array if windows of a scan differ in length.
         """
-        raise NotImplementedError
+        return state
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         """Return the state of a row in terms that have the right derivative.
 
-        Not called if ``is_linear``, for then the fold has it.
+        By default, a derivative stores a state for each tile. Unused with ``is_linear``: the fold
+        itself has the derivative then.
         """
-        raise NotImplementedError
+        steps = self.accumulations(outputs, row.size)
+        return self.partial(outputs, row, row.fold(steps, linear=False))
 
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         """Return the result as the user sees it."""
@@ -204,12 +196,6 @@ class Keep(Reduction):
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [row.split(out) for out in outs]
-
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
-        return [Whole(position) for position in outputs.positions]
-
-    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        return state
 
 
 class Several:
@@ -272,14 +258,13 @@ class EachLeaf(Reduction):
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         """Return the result of one leaf."""
-        raise NotImplementedError
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [type(self).function(out, axis=0) for out in outs]
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Accumulation(position, self.accumulator(aval, size), aval.shape, outputs.mask)
+            Accumulation(position, self.accumulator(aval, size), outputs.mask)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 
@@ -295,6 +280,6 @@ class EachLeaf(Reduction):
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         """Return the state of one leaf in terms that have the right derivative."""
-        step = Accumulation(position, self.accumulator(aval, row.size), aval.shape)
+        step = Accumulation(position, self.accumulator(aval, row.size))
         (state,) = row.fold_constants([step])
         return state

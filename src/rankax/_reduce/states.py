@@ -9,7 +9,7 @@ more than 16 numbers are joined in every step, because their lanes would not fit
 (`Accumulation.is_wide`).
 
 The lanes are the last axis of each array of a state; the other axes are the core axes of an output.
-The states of several runs of items are lanes, too: `join` merges them (`merge.py`).
+The states of several runs of items are lanes, too: `join_runs` merges them (`passes.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +32,23 @@ State = Any  # a pytree of arrays, each with the lanes on the last axis
 _MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together
 
 
-class Accumulator:
+class Accumulator(Protocol):
     """The fold of one output, or of all outputs of one reduction (`Ordered`)."""
+
+    #: The shape of the output, if each lane has such a state.
+    core: tuple[int, ...]
 
     #: Whether an item may be added twice.
     may_repeat = False
 
     def start(self, lanes: int) -> State:
         """Return the state of no items."""
-        raise NotImplementedError
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         """Add one tile; ``index`` holds the flat index of its item in each lane.
 
         ``counts``: which items count; `nothing` is already in place of the others.
         """
-        raise NotImplementedError
 
     def nothing(self) -> Any:
         """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
@@ -55,11 +56,13 @@ class Accumulator:
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states lane by lane; the items of the first precede those of the second."""
-        raise NotImplementedError
 
     def join(self, state: State) -> State:
         """Merge the lanes of a state into one. Only the lanes of `Ordered` must be in order."""
-        raise NotImplementedError
+
+    def join_runs(self, states: State) -> State:
+        """Merge the states of runs, which are on axis 0 of each array, into one."""
+        return self.join(jax.tree.map(_in_a_row, states))
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         """Replace each index in a state by its ``place``."""
@@ -75,13 +78,12 @@ class Accumulation(Sink):
 
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
-    core: tuple[int, ...] = ()  # the shape of the largest output
     mask: int | None = None  # the output that says whether the item counts
 
     @property
     def is_wide(self) -> bool:
         """Whether the lanes of each tile are joined at once because their states are large."""
-        return math.prod(self.core) > _MOST_PER_LANE
+        return math.prod(self.accumulator.core) > _MOST_PER_LANE
 
     def taken(self, outs: Callable[[int], Any], counts: jax.Array | None) -> Any:
         """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
@@ -131,15 +133,8 @@ class Merged(Sink):
         return held
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """An output that is stored whole beside those that are accumulated."""
-
-    output: int
-
-
-def in_a_row(rows: jax.Array) -> jax.Array:
-    """Move axis 0, of rows or runs, into the lanes."""
+def _in_a_row(rows: jax.Array) -> jax.Array:
+    """Move axis 0 into the lanes."""
     return lax.collapse(jnp.moveaxis(rows, 0, -2), rows.ndim - 2)
 
 
@@ -321,9 +316,7 @@ class Ordered(Accumulator):
     identity: Any  # a pytree of NumPy arrays
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
 
-    def __hash__(self) -> int:
-        # A user-defined function may change between calls and stay the same object.
-        raise TypeError("unhashable: it holds a user-defined function")
+    core = ()
 
     def start(self, lanes: int) -> State:
         return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)
@@ -333,24 +326,23 @@ class Ordered(Accumulator):
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         lanes_first = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), tile)
-        return self.merge(state, merge_neighbours(self.combine, lanes_first, index.shape[0]))
+        return self.merge(state, self.join(lanes_first))
 
     def merge(self, first: State, second: State) -> State:
         return self.combine(first, second)
 
     def join(self, state: State) -> State:
-        return merge_neighbours(self.combine, state, jax.tree.leaves(state)[0].shape[0])
+        count = jax.tree.leaves(state)[0].shape[0]
+        while count > 1:
+            even = count // 2 * 2
+            pairs = [_slice(state, start, even, 2) for start in range(2)]
+            merged, rest = self.combine(*pairs), _slice(state, even, count)
+            state = jax.tree.map(lambda a, b: lax.concatenate([a, b], 0), merged, rest)
+            count -= count // 2
+        return state
 
-
-def merge_neighbours(combine: Callable[[Any, Any], Any], states: Any, count: int) -> Any:
-    """Merge ``count`` states on axis 0 into one, in order."""
-    while count > 1:
-        even = count // 2 * 2
-        pairs = [_slice(states, start, even, 2) for start in range(2)]
-        merged, rest = combine(*pairs), _slice(states, even, count)
-        states = jax.tree.map(lambda a, b: lax.concatenate([a, b], 0), merged, rest)
-        count -= count // 2
-    return states
+    def join_runs(self, states: State) -> State:
+        return self.join(jax.tree.map(lambda x: lax.collapse(x, 0, 2), states))
 
 
 def _slice(tree: Any, start: int, stop: int, step: int = 1) -> Any:

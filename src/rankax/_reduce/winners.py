@@ -9,7 +9,7 @@ differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winn
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,10 @@ from rankax._reduce.extrema import (
     sort_key,
     worst_value,
 )
-from rankax._reduce.protocol import (
-    EachLeaf,
-    MisfitError,
-    Outputs,
-    Place,
-    Reduction,
-    dtype_of,
-)
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 from rankax._trace.derivatives import call_with_derivative_of
-
-
-def _check_places(count: int) -> None:
-    if words := too_many(count):
-        raise MisfitError(words)
 
 
 class _Compared(EachLeaf):
@@ -57,13 +45,11 @@ class _Compared(EachLeaf):
                 raise MisfitError(
                     f"{name} has dtype {aval.dtype}, and complex numbers have no order"
                 )
-        if self.numbers_items:
-            _check_places(count)
 
 
 class _ArgExtremum(_Compared):
     largest = False
-    numbers_items = True
+    finds_items = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         some = self.where is not None
@@ -165,17 +151,16 @@ class FirstK(_Compared):
     """The first ``k`` items in descending or ascending order: what `TopK` and `BottomK` share."""
 
     k: int
-    largest: ClassVar[bool]
-    _word: ClassVar[str]
 
-    numbers_items = True
+    largest = True
+    finds_items = True
 
     def __post_init__(self) -> None:
-        positive_int(self.k, self._word, "k")
+        positive_int(self.k, type(self).__name__, "k")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{self._word}({self.k})"
+        return f"{type(self).__name__}({self.k})"
 
     @property
     def least_items(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -198,13 +183,11 @@ class FirstK(_Compared):
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
 
-        def result(state: Any, aval: Any, position: int) -> TopKResult:
+        def result(state: Any, position: int) -> TopKResult:
             indices = jnp.moveaxis(state[1], -1, 0)
-            if not row.size:
-                return TopKResult(jnp.zeros(indices.shape, aval.dtype), indices)
             return TopKResult(jax.vmap(lambda index: row.pick(index, position))(indices), indices)
 
-        return list(map(result, states, outputs.avals, outputs.positions))
+        return list(map(result, states, outputs.positions))
 
     def renumber(self, outputs: Outputs, state: list[TopKResult], place: Place) -> Any:
         return [TopKResult(values, renumbered(indices, place)) for values, indices in state]
@@ -248,9 +231,6 @@ class TopK(FirstK):
     the place of the reduced ones.
     """
 
-    largest = True
-    _word = "TopK"
-
 
 @dataclasses.dataclass(frozen=True)
 class BottomK(FirstK):
@@ -260,7 +240,6 @@ class BottomK(FirstK):
     """
 
     largest = False
-    _word = "BottomK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +263,7 @@ class Best(Reduction):
     by: str | int
     largest: bool = False
 
-    numbers_items = True
+    finds_items = True
     least_items = 1
 
     def __post_init__(self) -> None:
@@ -307,7 +286,6 @@ class Best(Reduction):
                 f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
                 f"and dtype {aval.dtype}"
             )
-        _check_places(count)
 
     def _number(self, outputs: Outputs) -> int:
         """Return which leaf decides."""
@@ -335,8 +313,6 @@ class Best(Reduction):
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the winner's index and outputs."""
         ((_, index),) = states
-        if not row.size:
-            return index[0], [jnp.zeros(aval.shape, aval.dtype) for aval in outputs.avals]
         outs = row.at(index[0])
         return index[0], [outs[i] for i in outputs.positions]
 
