@@ -20,9 +20,8 @@ What is the same in all lanes, because it depends only on arrays that the kernel
 computed once, before all states (`Machine.once`).
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -114,8 +113,7 @@ class State:
         return {slot for op in self.ops for slot in op.outs}
 
 
-@dataclasses.dataclass(eq=False)
-class Machine:
+class Machine(NamedTuple):
     """The states of a program. The first takes its inputs, the last has its outputs."""
 
     consts: list[Slot]
@@ -330,7 +328,8 @@ class _Cutter:
         def body() -> None:
             self.here.add(lambda i: [length - 1 - i if is_reversed else i], [step], [place])
             items = self.slots(body_ins[len(consts) + len(carry) :])
-            self.here.add(take_rows, [place, *rows], items)
+            read = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+            self.here.add(lambda i, *rows: [read(x, i) for x in rows], [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
             ys = zip(buffers, new[len(carry) :], strict=True)
             self.here.writes += [Stored(buffer, place, y) for buffer, y in ys]
@@ -427,7 +426,3 @@ def harmed(eqn: Any) -> bool:
         or name in ("while", "call_hi_primitive")  # JAX 0.12 hides a program in the second
         or any(harmed(inner) for program in subprograms(eqn) for inner in program.eqns)
     )
-
-
-def take_rows(place: Any, *rows: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(x, place, keepdims=False) for x in rows]

@@ -13,16 +13,14 @@ adds nothing and sends nothing back, even where its value or derivative is NaN:
   So a first pass over the row, which computes only the mask, finds an item that counts, and the
   inputs of this item take the place of those of each item that is left out. They are constants
   there: the transpose of the choice drops the cotangent. If no item counts, the cotangents of what
-  all items share are dropped, too (`masked_row`).
+  all items share are dropped, too (`_masked_row`).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,63 +28,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
-from rankax._loop.loop import apart_from_constants
+from rankax._lockstep.call import items_at
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg, no_index
-from rankax._reduce.protocol import Outputs, Reduction, counting
+from rankax._reduce.protocol import Outputs, Reduction
 from rankax._reduce.row import Row
 from rankax._reduce.run import Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram, with_shape
-
-
-def masked_row(
-    row_of: Callable[[Sequence[Any], Sequence[Any]], Row],
-    consts: Sequence[Any],
-    leaves: Sequence[Any],
-    outputs: Outputs,
-) -> Row:
-    """Return a row whose items that are left out can be differentiated as if they counted.
-
-    Parameters
-    ----------
-    row_of : callable
-        Makes a row from constants and leaves.
-    consts, leaves : sequences of arrays
-    outputs : Outputs
-        Some that the mask is for.
-    """
-    mask: Any = outputs.mask
-    row = row_of([lax.stop_gradient(x) for x in consts], leaves)
-
-    def counts(*leaves: Any) -> jax.Array:
-        return row.item(*map(lax.stop_gradient, leaves))[mask]
-
-    arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
-    if words := too_many(row.size):
-        raise ValueError(f"a reduction with where or bucket has no derivative: {words}")
-    steps = Accumulation(mask, arg), counting(outputs)
-    (_, (index,)), (number,) = row.fold_constants(steps)
-
-    def if_any(x: Any) -> Any:
-        if not has_tangent(jax.typeof(x)):
-            return x
-        return jnp.where(number > 0, x, lax.stop_gradient(x))
-
-    by_leaf = [[level.in_axes[i] for level in row.levels] for i in range(len(leaves))]
-    is_mapped = [any(axis is not None for axis in axes) for axes in by_leaf]
-    pairs = zip(leaves, is_mapped, strict=True)
-    safe = row_of(list(map(if_any, consts)), [x if own else if_any(x) for x, own in pairs])
-    others = [lax.stop_gradient(x) for x in safe.leaves_at(index)]
-    is_mapped += [True] * (len(others) - len(is_mapped))  # the numbers of items
-
-    def item(*leaves: Any) -> list[jax.Array]:
-        is_own = counts(*leaves)
-        triples = zip(leaves, others, is_mapped, strict=True)
-        return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
-
-    return dataclasses.replace(safe, item=item, counts=counts, number=number)
+from rankax._trace.item import ItemProgram
+from rankax._trace.programs import evaluate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,26 +65,24 @@ class RowReduction:
 
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
         """Return one value for each reduction: its result, or its state."""
-        row = self._row(consts, leaves, back=back)
+        row, every = self._row(consts, leaves, back=back), self.reductions.each(self.outputs)
         if self.is_at_once or (not row.size and self._is_plain):
             outs = row.whole()
             return [
                 reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
-                for reduction, outputs in self._each()
+                for reduction, outputs in every
             ]
         # A row of no items has no winner to take a derivative from.
         if not back or not row.size:
-            return self._fold_each(row, self._each(), back=False)
+            return self._fold_each(row, every, back=False)
         # One loop for each mask folds the linear ones; the others are folded one by one.
-        values: list[Any] = [None] * len(self.outputs)
+        values: dict[int, Any] = {}
         for mask in dict.fromkeys(outputs.mask for outputs in self.outputs):
-            numbers = [i for i, outputs in enumerate(self.outputs) if outputs.mask == mask]
-            each = [self._each()[i] for i in numbers]
-            row_of = functools.partial(self._row, back=True)
-            own = row if mask is None else masked_row(row_of, consts, leaves, each[0][1])
-            for i, value in zip(numbers, self._fold_each(own, each, back=True), strict=True):
-                values[i] = value
-        return values
+            each = {i: pair for i, pair in enumerate(every) if pair[1].mask == mask}
+            pairs = list(each.values())
+            own = row if mask is None else self._masked_row(consts, leaves, pairs[0][1])
+            values.update(zip(each, self._fold_each(own, pairs, back=True), strict=True))
+        return [values[i] for i in range(len(values))]
 
     @property
     def is_linear(self) -> bool:
@@ -154,16 +103,48 @@ class RowReduction:
     def _is_masked(self) -> bool:
         return any(outputs.mask is not None for outputs in self.outputs)
 
-    def _each(self) -> list[tuple[Reduction, Outputs]]:
-        return list(zip(self.reductions.entries, self.outputs, strict=True))
-
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
         count = len(self.jaxpr.outvars)
         return Row(self.item_of(consts), tuple(leaves), self.levels, self.jaxpr, count, back)
 
-    def _fold_each(
-        self, row: Row, pairs: Sequence[tuple[Reduction, Outputs]], *, back: bool
-    ) -> list[Any]:
+    def _masked_row(self, consts: Sequence[Any], leaves: Sequence[Any], outputs: Outputs) -> Row:
+        """Return a row whose items that are left out can be differentiated as if they counted.
+
+        ``outputs`` are some that the mask is for.
+        """
+        mask: Any = outputs.mask
+        row = self._row([lax.stop_gradient(x) for x in consts], leaves, back=True)
+
+        def counts(*leaves: Any) -> jax.Array:
+            return row.item(*map(lax.stop_gradient, leaves))[mask]
+
+        arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
+        if words := too_many(row.size):
+            raise ValueError(f"a reduction with where or bucket has no derivative: {words}")
+        steps = Accumulation(mask, arg), outputs.counting()
+        (_, (index,)), (number,) = row.fold_constants(steps)
+
+        def if_any(x: Any) -> Any:
+            if not has_tangent(jax.typeof(x)):
+                return x
+            return jnp.where(number > 0, x, lax.stop_gradient(x))
+
+        by_leaf = [[level.in_axes[i] for level in row.levels] for i in range(len(leaves))]
+        is_mapped = [any(axis is not None for axis in axes) for axes in by_leaf]
+        pairs = zip(leaves, is_mapped, strict=True)
+        shared = [x if own else if_any(x) for x, own in pairs]
+        safe = self._row(list(map(if_any, consts)), shared, back=True)
+        others = [lax.stop_gradient(x) for x in items_at(safe.leaves, index, safe.levels)]
+        is_mapped += [True] * (len(others) - len(is_mapped))  # the numbers of items
+
+        def item(*leaves: Any) -> list[jax.Array]:
+            is_own = counts(*leaves)
+            triples = zip(leaves, others, is_mapped, strict=True)
+            return safe.item(*(lax.select(is_own, x, y) if own else x for x, y, own in triples))
+
+        return dataclasses.replace(safe, item=item, counts=counts, number=number)
+
+    def _fold_each(self, row: Row, pairs: Sequence[tuple[Any, ...]], *, back: bool) -> list[Any]:
         """Fold reductions in one loop, except those that have a derivative of their own."""
         groups = [
             reduction.accumulations(outputs, row.size) if reduction.is_linear or not back else None
@@ -194,15 +175,10 @@ def reduce_row(
 
     This has its derivative; `rankax._call.nest` has one for a whole call.
     """
-    types = [with_shape(aval, aval.shape) for aval in item.closed.in_avals]
-    evaluate = apart_from_constants(item.closed, types)
-    row = RowReduction(
-        lambda consts: lambda *items: evaluate(consts, items),
-        tuple(levels),
-        item.outputs,
-        reductions,
-        item.closed.jaxpr,
-    )
+    # Without the constants, which may be tracers: from JAX 0.12 on, a jaxpr holds them.
+    jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+    item_of = functools.partial(functools.partial, evaluate, jaxpr)
+    row = RowReduction(item_of, tuple(levels), item.outputs, reductions, jaxpr)
     evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
     arrays = list(item.closed.consts), list(leaves)
     if row.is_linear:
@@ -226,9 +202,6 @@ class RunStates:
     def size(self) -> int:
         """The number of items in all runs."""
         return math.prod(self.sizes)
-
-    def _each(self, *values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        return zip(self.reductions.entries, self.outputs, *values, strict=True)
 
     def renumber(self, states: Sequence[Any], shape: Sequence[int], starts: Sequence[Any]) -> Any:
         """Replace the indices of items in one run by those in the whole row.
@@ -255,14 +228,11 @@ class RunStates:
 
         return [
             state if reduction.is_kept else reduction.renumber(outputs, state, place)
-            for reduction, outputs, state in self._each(states)
+            for reduction, outputs, state in self.reductions.each(self.outputs, states)
         ]
 
     def merge(
-        self,
-        states: Sequence[Any],
-        batch: int = 0,
-        gather: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None,
+        self, states: Sequence[Any], batch: int = 0, gather: Callable[..., Any] | None = None
     ) -> list[Any]:
         """Merge states that have the runs on axis 0 and ``batch`` axes of rows after it.
 
@@ -279,17 +249,14 @@ class RunStates:
 
     def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
         """Return the results from the state of all items, with ``batch`` axes of rows in front."""
-
-        def finish(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
-            return reduction.finish_state(outputs, state, self.size)
-
-        return self._mapped(finish, states, batch, 0)
+        size = self.size
+        return self._mapped(lambda entry, *own: entry.finish_state(*own, size), states, batch, 0)
 
     def _mapped(
         self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
     ) -> list[Any]:
         values: list[Any] = []
-        for reduction, outputs, state in self._each(states):
+        for reduction, outputs, state in self.reductions.each(self.outputs, states):
             if reduction.is_kept:
                 values.append(state)
                 continue
@@ -303,6 +270,6 @@ class RunStates:
         """Put results and kept outputs together; both have an entry for each reduction."""
         arrays = [
             whole if reduction.is_kept else value
-            for reduction, _, value, whole in self._each(values, kept)
+            for reduction, _, value, whole in self.reductions.each(self.outputs, values, kept)
         ]
         return self.reductions.assembled(self.outputs, arrays)

@@ -21,8 +21,9 @@ merged (`passes.py`). Calls over several devices, or over blocks of dask and cub
 A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
 `finish_state`. The other methods have defaults:
 
-* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override all
-  three: their winners are evaluated once more, and the outputs of the winners join the state.
+* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override
+  `partial`, which evaluates their winners once more and puts these outputs into the state in place
+  of what the accumulator compared, and `merge_states`.
 * `differentiable` returns the state of a row by a program that has the right derivative in bounded
   memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
   reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
@@ -37,8 +38,6 @@ derivative: the default returns constants, so gradients in chunks are zero. The 
 reduction takes three files: `sums.py` or `winners.py` defines it, and its accumulator unless one of
 `states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
 """
-
-from __future__ import annotations
 
 import copy
 import dataclasses
@@ -57,6 +56,12 @@ from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
 
 
+def count_dtype(total: int) -> Any:
+    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
+    dtype = index_dtype(total)
+    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
+
+
 class Outputs(NamedTuple):
     """The outputs of one item that one reduction takes."""
 
@@ -67,6 +72,13 @@ class Outputs(NamedTuple):
     positions: tuple[int, ...]  # of the leaves among all outputs
     mask: int | None = None  # the position of the output that says whether an item counts
     total: int = 0  # how many items there are, in all runs
+
+    def counting(self) -> Accumulation:
+        """Return what counts the items that count."""
+        assert self.mask is not None
+        return Accumulation(
+            self.mask, Elementwise((), count_dtype(self.total), 0, lax.add, jnp.sum)
+        )
 
 
 FILL = "\0fill"  # in place of ``where``: items count if they are no copies that fill the batch up
@@ -221,25 +233,6 @@ class Several:
         self.where = where
 
 
-def wide(dtype: Any) -> Any:
-    """Return the dtype in which floats of less than 32 bits are accumulated."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype
-
-
-def counting(outputs: Outputs) -> Accumulation:
-    """Return what counts the items that count."""
-    assert outputs.mask is not None
-    dtype = count_dtype(outputs.total)
-    return Accumulation(outputs.mask, Elementwise((), dtype, 0, lax.add, jnp.sum))
-
-
-def count_dtype(total: int) -> Any:
-    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
-    dtype = index_dtype(total)
-    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
-
-
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
     """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
     like = jax.ShapeDtypeStruct((1,), aval.dtype)
@@ -251,6 +244,15 @@ class EachLeaf(Reduction):
 
     #: The equivalent function of `jax.numpy`.
     function: Callable[..., Any]
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
+            if reason := self.misfit(aval):
+                raise MisfitError(f"{name} has dtype {aval.dtype}, and {reason}")
+
+    def misfit(self, aval: Any) -> str:
+        """Return why numbers of this type cannot be reduced, if so."""
+        return ""
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         """Return the accumulator of one leaf, for a row of ``size`` items."""

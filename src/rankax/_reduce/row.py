@@ -11,12 +11,10 @@ and send nothing back (`rankax._loop.store.without_repeated`). A smaller tile fo
 be a second copy of the kernel: it would double the time to trace and compile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +22,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, index_dtype, scalar, zeros
-from rankax._lockstep.call import in_lockstep, walk_in_lanes
-from rankax._loop.keys import PLACE, vmap_level
+from rankax._lockstep.call import in_lockstep, items_at, walk_in_lanes
+from rankax._loop.keys import vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
-from rankax._loop.spec import LoopSpec, places_of
+from rankax._loop.spec import LoopSpec
 from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, steps_of
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import BlockArg, in_tiles
 from rankax._reduce.states import Accumulation, Merged, Ordered
-from rankax._trace.work import evaluates_functions
 
 Steps = Sequence[Accumulation]
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
@@ -71,12 +68,7 @@ class Row:
         """The number of items that count: all, but see `passes.py`."""
         return self.size if self.counts is None else self.number
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the row fits one tile."""
-        return not any(level.is_loop or level.lanes for level in self.levels)
-
-    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Row:
+    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Self:
         """Return the row whose items have one output, ``fun`` of the outputs that they have now."""
         item = self.item
         return dataclasses.replace(
@@ -87,19 +79,7 @@ class Row:
         """Evaluate the item with this flat index; zeros stand for one of none."""
         if not self.size:
             return [zeros(v.aval.shape, v.aval.dtype) for v in self.jaxpr.outvars]
-        return self.item(*self.leaves_at(index))
-
-    def leaves_at(self, index: Any) -> list[Any]:
-        """Return what the item with this flat index is evaluated from."""
-        leaves = list(self.leaves)
-        # From the outermost level inwards: axes are counted without those of the outer levels.
-        for level, place in zip(self.levels, places_of(index, self.levels), strict=True):
-            for i, axis in enumerate(level.in_axes):
-                if axis is not None:
-                    leaves[i] = lax.dynamic_index_in_dim(leaves[i], place, axis, keepdims=False)
-            if level.numbered:
-                leaves.append(place.astype(PLACE.dtype))
-        return leaves
+        return self.item(*items_at(self.leaves, index, self.levels))
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:
         """Return one output, each number of it from the item at the same position of ``index``.
@@ -146,12 +126,12 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        row = dataclasses.replace(self, item=constant, back=False)
+        levels = self.levels
         if getattr(jax.config, "jax_remat3", False):
             # A checkpoint makes tangents of zeros there, and a maximum of lanes makes NaN of those.
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
-            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in self.levels)
-            row = dataclasses.replace(row, levels=levels)
+            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in levels)
+        row = dataclasses.replace(self, item=constant, levels=levels, back=False)
         states = row.fold(steps)
         return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), states)
 
@@ -164,7 +144,7 @@ class Row:
         if self.counts is not None:
             row, steps = _that_count(self, self.counts, steps)
             return row.fold(steps, kept, linear=linear)
-        if self.is_whole or not self.size:
+        if not self.size or not any(level.is_loop or level.lanes for level in self.levels):
             return self._at_once(steps, kept)
         if self.levels[0].lanes is not None:
             if self.back:
@@ -195,11 +175,7 @@ class Row:
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
-        settings = {
-            "is_expensive": evaluates_functions(self.jaxpr),
-            "again": again and not self.jaxpr.effects,
-        }
-        own = [in_tiles(step, **settings) for step in steps]
+        own = [in_tiles(step, self.jaxpr, again=again) for step in steps]
         folds = _sinks_of(own, kept, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
@@ -211,17 +187,9 @@ class Row:
             for place, inner in enumerate(reversed(below), start=1):
                 size, numbered = inner.chunks.length, inner.numbered
                 item = vmap_level(item, inner.in_axes, size, axes(place), numbered=numbered)
-            sizes, dtype = tuple(inner.chunks.length for inner in below), index_dtype(self.size)
-            states = run_loop(
-                item,
-                leaves,
-                level,
-                axes(len(below) + 1),
-                folds,
-                back=self.back,
-                below=sizes,
-                index_dtype=dtype,
-            )
+            place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
+            lanes = {"below": sizes, "index_dtype": index_dtype(self.size)}
+            states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **lanes)
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
             found = [_found(row, *pair) for pair in zip(own, states, strict=False)]
             return [*found, *states[len(own) :]]

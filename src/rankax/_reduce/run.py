@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The argument ``reduce``: how it is read, and the program of one item that it asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +66,11 @@ class Reductions:
         triples = self.subtrees(out)
         return [self.entries[at.start] for _, tree, at in triples for _ in jax.tree.leaves(tree)]
 
-    def for_runs(self, size: int) -> Reductions:
+    def for_runs(self, size: int) -> Self:
         """Return the same for runs of ``size`` items."""
         return dataclasses.replace(self, of_run=size)
 
-    def of_items(self, where: str | int) -> Reductions:
+    def of_items(self, where: str | int) -> Self:
         """Return the same for the items that count."""
         entries = tuple(entry.of_items(where) for entry in self.entries)
         return dataclasses.replace(self, entries=entries)
@@ -82,11 +80,14 @@ class Reductions:
         """Whether one of them takes the items in order."""
         return any(entry.is_ordered for entry in self.entries)
 
+    def each(self, outputs: Sequence[Outputs], *values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return each entry with its outputs and its values."""
+        return list(zip(self.entries, outputs, *values, strict=True))
+
     def assembled(self, outputs: Sequence[Outputs], values: Sequence[Any]) -> Any:
         """Return the result, once all maps are done. States are returned as they are."""
         if self.of_run is None:
-            triples = zip(self.entries, outputs, values, strict=True)
-            values = [entry.assemble(own, value) for entry, own, value in triples]
+            values = [entry.assemble(*own) for entry, *own in self.each(outputs, values)]
         return self.structure.unflatten(values)
 
     def __str__(self) -> str:

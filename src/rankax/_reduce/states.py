@@ -12,8 +12,6 @@ The lanes are the last axis of each array of a state; the other axes are the cor
 The states of several runs of items are lanes, too: `join_runs` merges them (`passes.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -52,7 +50,6 @@ class Accumulator(Protocol):
 
     def nothing(self) -> Any:
         """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
-        return None
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states lane by lane; the items of the first precede those of the second."""
@@ -168,11 +165,21 @@ _IDEMPOTENT = (lax.max, lax.min, lax.bitwise_or, lax.bitwise_and)
 
 
 @dataclasses.dataclass(frozen=True)
-class Elementwise(Accumulator):
-    """One associative and commutative function of two arrays, such as `jax.numpy.maximum`."""
+class InLanes(Accumulator):
+    """An accumulator that has a state of the shape of its output in each lane."""
 
     core: tuple[int, ...]
     dtype: Any  # of the computation
+
+    def full(self, value: Any, dtype: Any, lanes: int) -> jax.Array:
+        """Return an array of one number."""
+        return fill(value, dtype, (*self.core, lanes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise(InLanes):
+    """One associative and commutative function of two arrays, such as `jax.numpy.maximum`."""
+
     identity: Any
     combine: Callable[[Any, Any], Any]
     reduce: Callable[..., Any]  # the same along an axis, such as `jax.numpy.max`
@@ -182,7 +189,7 @@ class Elementwise(Accumulator):
         return self.combine in _IDEMPOTENT
 
     def start(self, lanes: int) -> State:
-        return fill(self.identity, self.dtype, (*self.core, lanes))
+        return self.full(self.identity, self.dtype, lanes)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         return self.combine(state, tile.astype(self.dtype))
@@ -197,36 +204,28 @@ class Elementwise(Accumulator):
         return self.reduce(state, axis=-1, keepdims=True).astype(self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class LogSumExpOf(Accumulator):
+class LogSumExpOf(InLanes):
     """The largest real part so far, and the sum of the exponentials relative to it."""
-
-    core: tuple[int, ...]
-    dtype: Any
 
     def start(self, lanes: int) -> State:
         # The smallest number instead of -inf, because -inf - -inf is NaN.
-        shape, real = (*self.core, lanes), jnp.finfo(self.dtype)
-        return fill(real.min, real.dtype, shape), fill(0, self.dtype, shape)
+        real = jnp.finfo(self.dtype)
+        return self.full(real.min, real.dtype, lanes), self.full(0, self.dtype, lanes)
 
     def nothing(self) -> jax.Array:
         return scalar(-jnp.inf, self.dtype)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        largest, total = state
         x = tile.astype(self.dtype)
+        scaled = jnp.ones_like(x)  # the exponential of an item relative to its real part
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
-            is_nothing = x.real == -jnp.inf
-            return self.merge(state, (x.real, jnp.where(is_nothing, jnp.zeros_like(x), turned)))
-        # One exponential serves both cases, because that of the larger is 1.
-        ratio = jnp.exp(-jnp.abs(_difference(x, largest)))
-        grew = x > largest
-        total = jnp.where(grew, total * ratio + 1, total + ratio)
-        return jnp.where(grew, x, largest), total
+            scaled = jnp.where(x.real == -jnp.inf, jnp.zeros_like(x), turned)
+        return self.merge(state, (x.real, scaled))
 
     def merge(self, first: State, second: State) -> State:
         (m, a), (n, b) = first, second
+        # One exponential serves both cases, because that of the larger is 1.
         ratio = jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
         return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
 
@@ -242,8 +241,7 @@ def _difference(x: Any, y: Any) -> Any:
     return jnp.where(x == y, jnp.zeros_like(x), x - y)
 
 
-@dataclasses.dataclass(frozen=True)
-class MomentsOf(Accumulator):
+class MomentsOf(InLanes):
     """Count, mean, and the sum of squared distances from it.
 
     They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
@@ -252,13 +250,10 @@ class MomentsOf(Accumulator):
     changes nothing.
     """
 
-    core: tuple[int, ...]
-    dtype: Any
-
     def start(self, lanes: int) -> State:
-        shape = (*self.core, lanes)
         real = jnp.finfo(self.dtype).dtype
-        return fill(0, real, (lanes,)), fill(0, self.dtype, shape), fill(0, real, shape)
+        count = fill(0, real, (lanes,))
+        return count, self.full(0, self.dtype, lanes), self.full(0, real, lanes)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         count, mean, squares = state
@@ -303,6 +298,32 @@ class MomentsOf(Accumulator):
 def _finite(x: Any) -> Any:
     """Return 0 in place of an infinite number, from which a distance would be NaN."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Accumulator):
+    """The sum of outer products of two vectors of each item. Its state has one lane."""
+
+    length: int
+    dtype: Any
+
+    core = ()
+
+    def start(self, lanes: int) -> State:
+        return fill(0, self.dtype, (self.length, self.length, 1))
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        first, second = (x.astype(self.dtype) for x in tile)
+        return state + lax.expand_dims(first @ second.T, (2,))
+
+    def nothing(self) -> Any:
+        return (scalar(0, self.dtype),) * 2
+
+    def merge(self, first: State, second: State) -> State:
+        return first + second
+
+    def join(self, state: State) -> State:
+        return jnp.sum(state, axis=-1, keepdims=True)
 
 
 @dataclasses.dataclass(frozen=True)

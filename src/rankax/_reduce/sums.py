@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Reductions to which every item contributes: sums and the like, and any monoid."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,27 +14,15 @@ from jax.flatten_util import ravel_pytree
 from rankax._base.arrays import has_tangent, scalar
 from rankax._base.checks import check_callable
 from rankax._base.trees import check_leaves, leaves_with_names
-from rankax._reduce.protocol import (
-    EachLeaf,
-    MisfitError,
-    Outputs,
-    Reduction,
-    count_dtype,
-    counting,
-    dtype_of,
-    wide,
-)
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype, dtype_of
 from rankax._reduce.row import Row
-from rankax._reduce.states import (
-    Accumulation,
-    Accumulator,
-    Elementwise,
-    LogSumExpOf,
-    MomentsOf,
-    Ordered,
-    State,
-    fill,
-)
+from rankax._reduce.states import Accumulation, Elementwise, LogSumExpOf, MomentsOf, Ordered, Outer
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which floats of less than 32 bits are accumulated."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
@@ -49,7 +35,7 @@ class _Average(EachLeaf):
     """A reduction that divides by the number of items; with a mask, that is its last state."""
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
-        count = [] if outputs.mask is None else [counting(outputs)]
+        count = [] if outputs.mask is None else [outputs.counting()]
         return [*super().accumulations(outputs, size), *count]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
@@ -73,7 +59,7 @@ class _Accumulated(EachLeaf):
         """Return the dtype of the result, which is that of `jax.numpy`."""
         return dtype_of(type(self).function, aval)
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Elementwise:
         dtype = wide(self.dtype(aval))
         return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
 
@@ -141,13 +127,8 @@ class All(_Accumulated):
 
 
 class _Continuous(EachLeaf):
-    def check(self, outputs: Outputs, count: int) -> None:
-        for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if not has_tangent(aval):
-                raise MisfitError(
-                    f"{name} has dtype {aval.dtype}, and {self.name} needs floats; return it as "
-                    "a float"
-                )
+    def misfit(self, aval: Any) -> str:
+        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +138,7 @@ class LogSumExp(_Continuous):
     name = "logsumexp"
     function = staticmethod(jax.nn.logsumexp)
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
         return LogSumExpOf(aval.shape, wide(aval.dtype))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
@@ -196,15 +177,13 @@ class Moments(_Average, _Continuous):
         count = _count(row.size)
         return [MomentsResult(count, jnp.mean(out, axis=0), jnp.var(out, axis=0)) for out in outs]
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> MomentsOf:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        if isinstance(size, int):
-            mean = mean if size else jnp.full_like(mean, jnp.nan)
-        elif self.where is not None:
-            mean = jnp.where(size == scalar(0, size.dtype), jnp.full_like(mean, jnp.nan), mean)
+        is_empty = size == 0 if isinstance(size, int) else size == scalar(0, size.dtype)
+        mean = jnp.where(is_empty, jnp.full_like(mean, jnp.nan), mean)
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
@@ -212,7 +191,7 @@ class Moments(_Average, _Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: outs[position].astype(dtype))
-        count, number = row.count, fill(row.size, real, (1,))
+        count, number = row.count, lax.expand_dims(scalar(row.size, real), (0,))
         if self.where is not None:
             # The mean of no items is 0 in a state, as at the start of a loop.
             number = lax.expand_dims(count.astype(real), (0,))
@@ -233,32 +212,6 @@ def _count(size: int | jax.Array) -> jax.Array:
 
 def _number(size: int | jax.Array, dtype: Any) -> Any:
     return float(size) if isinstance(size, int) else size.astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ProductOf(Accumulator):
-    """The product of two matrices, whose lanes are items. Its state has one lane."""
-
-    length: int
-    dtype: Any
-
-    core = ()  # its state has one lane anyway
-
-    def start(self, lanes: int) -> State:
-        return fill(0, self.dtype, (self.length, self.length, 1))
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        first, second = (x.astype(self.dtype) for x in tile)
-        return state + lax.expand_dims(first @ second.T, (2,))
-
-    def nothing(self) -> Any:
-        return (scalar(0, self.dtype),) * 2
-
-    def merge(self, first: State, second: State) -> State:
-        return first + second
-
-    def join(self, state: State) -> State:
-        return jnp.sum(state, axis=-1, keepdims=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +252,7 @@ class Gram(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         aval = outputs.avals[1]
-        product = _ProductOf(aval.size, wide(aval.dtype))
+        product = Outer(aval.size, wide(aval.dtype))
         return [Accumulation(outputs.positions, product, mask=outputs.mask)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:

@@ -6,9 +6,9 @@ state needs their outputs, which no other run can evaluate. `Max` and `Min` do s
 differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,16 +18,7 @@ from jax import lax
 from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
-from rankax._reduce.extrema import (
-    Arg,
-    Top,
-    first_k,
-    if_found,
-    no_index,
-    renumbered,
-    sort_key,
-    worst_value,
-)
+from rankax._reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
 from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
@@ -39,12 +30,9 @@ class _Compared(EachLeaf):
 
     least_items = 1
 
-    def check(self, outputs: Outputs, count: int) -> None:
-        for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-                raise MisfitError(
-                    f"{name} has dtype {aval.dtype}, and complex numbers have no order"
-                )
+    def misfit(self, aval: Any) -> str:
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        return "complex numbers have no order" if is_complex else ""
 
 
 class _ArgExtremum(_Compared):
@@ -52,8 +40,8 @@ class _ArgExtremum(_Compared):
     finds_items = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
-        some = self.where is not None
-        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest, some)
+        settings = aval.shape, aval.dtype, index_dtype(size), self.largest
+        return Arg(*settings, some=self.where is not None)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
         index = state[1][..., 0]
@@ -93,9 +81,7 @@ class _Extremum(_Compared):
         return state[..., 0]
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        def extreme(out: jax.Array) -> jax.Array:
-            return type(self).function(out, axis=0)
-
+        extreme = functools.partial(type(self).function, axis=0)
         return [call_with_derivative_of(self._first, extreme, out) for out in outs]
 
     def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
@@ -177,8 +163,8 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        settings = self.k, self.largest, self.where is not None
-        return Top(aval.shape, dtype, index_dtype(size), *settings)
+        settings = aval.shape, dtype, index_dtype(size), True, self.k, self.largest
+        return Top(*settings, some=self.where is not None)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
@@ -189,31 +175,25 @@ class FirstK(_Compared):
 
         return list(map(result, states, outputs.positions))
 
-    def renumber(self, outputs: Outputs, state: list[TopKResult], place: Place) -> Any:
-        return [TopKResult(values, renumbered(indices, place)) for values, indices in state]
+    def merge_states(self, outputs: Outputs, states: list[Any]) -> Any:
+        def merge(runs: Sequence[jax.Array]) -> TopKResult:
+            values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in runs)
+            keys = sort_key(lax.stop_gradient(values), largest=self.largest)
+            is_empty = indices == no_index(indices.dtype)
+            keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
+            at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+            _, indices, at = first_k(self.k, keys, indices, at)
+            values = jnp.take_along_axis(values, at, axis=-1)
+            return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
 
-    def merge_states(self, outputs: Outputs, states: list[TopKResult]) -> Any:
-        return list(map(self._merge_leaf, states))
+        return list(map(merge, states))
 
-    def _merge_leaf(self, states: TopKResult) -> TopKResult:
-        values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in states)
-        keys = sort_key(lax.stop_gradient(values), largest=self.largest)
-        is_empty = indices == no_index(indices.dtype)
-        keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
-        at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-        _, indices, at = first_k(self.k, keys, indices, at)
-        values = jnp.take_along_axis(values, at, axis=-1)
-        return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
-
-    def finish_state(self, outputs: Outputs, state: list[TopKResult], size: int) -> Any:
-        if outputs.mask is None:
-            return state
-
-        def result(values: Any, indices: Any) -> TopKResult:
-            worst = worst_value(values.dtype, largest=self.largest)
-            return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
-
-        return [result(*own) for own in state]
+    def result(self, state: Any, aval: Any, size: Any) -> TopKResult:
+        values, indices = state
+        if self.where is None:
+            return TopKResult(values, indices)
+        worst = worst_value(aval.dtype, largest=self.largest)
+        return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
 
     def with_places(self, result: Any, place: Place) -> Any:
         def placed(top: TopKResult) -> TopKResult:
@@ -306,31 +286,27 @@ class Best(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
-        some = outputs.mask is not None
-        arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest, some)
+        settings = (), outputs.avals[number].dtype, index_dtype(size), self.largest
+        arg = Arg(*settings, some=outputs.mask is not None)
         return [Accumulation(outputs.positions[number], arg, mask=outputs.mask)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
-        """Return the winner's index and outputs."""
-        ((_, index),) = states
-        outs = row.at(index[0])
-        return index[0], [outs[i] for i in outputs.positions]
-
-    def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
-        index, outs = state
-        return renumbered(index, place), outs
+        """Return the winner's outputs and index."""
+        ((_, (index,)),) = states
+        outs = row.at(index)
+        return [([outs[i] for i in outputs.positions], index)]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
-        index, outs = states
+        ((outs, index),) = states
         by = lax.stop_gradient(outs[self._number(outputs)])
         arg = Arg((), by.dtype, index.dtype, self.largest)
         worst = scalar(worst_value(by.dtype, largest=self.largest), by.dtype)
         _, (best,) = arg.join((jnp.where(index == no_index(index.dtype), worst, by), index))
         at = jnp.argmax(index == best)
-        return best, [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs]
+        return [([lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in outs], best)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        index, outs = state
+        ((outs, index),) = state
         if outputs.mask is None:
             return outs
         number = self._number(outputs)
