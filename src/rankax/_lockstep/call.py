@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._base.arrays import counted, is_ref, scalar, zeros
+from rankax._base.arrays import counted, index_dtype, is_ref, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
@@ -67,7 +67,6 @@ def walk_in_lanes(
     like: ItemProgram | None = None,
     folds: Callable[[Sequence[Any], Chunks], Sequence[Sink]] | None = None,
     tile: int = 1,
-    index_dtype: Any = jnp.int32,
 ) -> list[Any]:
     """Evaluate ``fun``, which takes arrays and returns a list of them, for the items of all levels.
 
@@ -80,8 +79,8 @@ def walk_in_lanes(
         Where the items are in the outputs, and how errors name ``fun``.
     folds : callable, optional
         What becomes of tiles of outputs, as in `run_loop`. By default, the outputs are returned.
-    tile, index_dtype
-        Of ``folds``.
+    tile : int
+        How many outputs ``folds`` take at a time.
     """
     closed, spec, count = _numbered(fun, leaves, levels), levels[0], _count(levels)
     avals, lanes = closed.out_avals, min(spec.lanes or 1, count)
@@ -90,7 +89,7 @@ def walk_in_lanes(
         tiles = Chunks(count, tile, -(-count // tile))
         outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
         own = tuple(folds(outs, tiles))
-        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype), avals)
+        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype(count)), avals)
     reports = spec.progress and Reports(spec.progress, count, 1, 1)
     return Engine(cut_program(closed), closed.consts, count, lanes, output, reports).run()
 
@@ -99,14 +98,10 @@ def _count(levels: Sequence[LoopSpec]) -> int:
     return math.prod(level.chunks.length for level in levels)
 
 
-def _number_dtype(levels: Sequence[LoopSpec]) -> Any:
-    return jnp.int32 if _count(levels) < 2**31 else jnp.int64
-
-
 def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
     """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
     trace = jax.make_jaxpr(lambda number: fun(*items_at(leaves, number, levels)))
-    number = with_shape(jax.ShapeDtypeStruct((), _number_dtype(levels)), ())
+    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(_count(levels))), ())
     closed = trace(number)
     # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
     same = scalar(0, number.dtype)
@@ -166,14 +161,14 @@ def in_lockstep(
     Leaves that all levels map are put in this order, and the others are read item by item. The
     order takes memory. If no leaf is as long, many items stay in their own.
     """
-    count, dtype = _count(levels), _number_dtype(levels)
+    count = _count(levels)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
     order = _by_steps(fun, leaves, levels) if sort else None
 
     def on_item(*inputs: Any) -> Any:
         *leaves, place = inputs
-        number = place.astype(dtype)
+        number = place.astype(index_dtype(count))
         if order is not None:
             number = lax.dynamic_index_in_dim(order, number, keepdims=False)
         places = places_of(number, levels)
@@ -182,7 +177,7 @@ def in_lockstep(
         return fun(*items, *_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
-        numbers = counted(count, dtype) if order is None else order
+        numbers = counted(count, index_dtype(count)) if order is None else order
         return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(numbers)
 
     pairs = enumerate(zip(leaves, is_whole, strict=True))
@@ -205,7 +200,7 @@ def _by_steps(
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
     lanes = min(levels[0].lanes or 1, count)
     (steps,) = Engine(machine, closed.consts, count, lanes, output).run()
-    return jnp.argsort(steps).astype(_number_dtype(levels))
+    return jnp.argsort(steps).astype(index_dtype(count))
 
 
 def map_in_lockstep(

@@ -22,6 +22,7 @@ computed once, before all states (`Machine.once`).
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ class _Cutter:
         self.ends: list[str] = []
         self.together = _ELSEWHERE
         self.depth = 0  # of loops and branches that were cut
-        self.count = 0
+        self.numbers = itertools.count()
 
     @property
     def here(self) -> State:
@@ -200,8 +201,7 @@ class _Cutter:
         return [self.slot(v.aval, is_lane=is_lane) for v in variables]
 
     def slot(self, aval: Any, *, is_lane: bool = True) -> Slot:
-        self.count += 1
-        return Slot(self.count, aval, is_lane)
+        return Slot(next(self.numbers), aval, is_lane)
 
     def program(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
         """Add a program; return its outputs."""

@@ -212,8 +212,8 @@ class Row:
     def _in_lanes(self, steps: Steps, kept: Sequence[int], lanes: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
         folds, tile = _sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
-        tile, dtype = min(tile, most_lanes() or tile), index_dtype(self.size)
-        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
+        tile = min(tile, most_lanes() or tile)
+        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile)
         return [*states[: len(steps)], *map(self.split, states[len(steps) :])]
 
     def _in_lockstep(self, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
