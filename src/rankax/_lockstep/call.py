@@ -138,28 +138,20 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
     return lax.squeeze(window, list(starts))
 
 
-class InLockstep(NamedTuple):
-    """A function of items, what it takes, and the level that they are on, in another order."""
-
-    fun: Callable[..., Any]
-    leaves: list[Any]
-    level: LoopSpec
-    order: jax.Array | None  # None: their own
-
-    def stored(self, x: jax.Array) -> jax.Array:
-        """Return an output, which has the items on axis 0, in their own order."""
-        if self.order is None:
-            return x
-        return lax.stop_gradient(x).at[self.order].set(x, unique_indices=True)
-
-
 def in_lockstep(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], *, sort: bool = True
-) -> InLockstep:
+) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array]]:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
     Leaves that all levels map are put in this order, and the others are read item by item. The
     order takes memory. If no leaf is as long, many items stay in their own.
+
+    Returns
+    -------
+    fun, leaves, level
+        The function of an item, what it takes, and the level.
+    stored : callable
+        Puts an output, which has the items on axis 0, in their own order.
     """
     count = _count(levels)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
@@ -186,7 +178,13 @@ def in_lockstep(
     changes = {"in_axes": axes, "is_loop": True, "lanes": None, "numbered": True}
     chunks = split_into_chunks(count, levels[0].lanes or 1)
     level = dataclasses.replace(levels[0], chunks=chunks, **changes)
-    return InLockstep(on_item, ordered, level, order)
+
+    def stored(x: jax.Array) -> jax.Array:
+        if order is None:
+            return x
+        return lax.stop_gradient(x).at[order].set(x, unique_indices=True)
+
+    return on_item, ordered, level, stored
 
 
 def _by_steps(
@@ -207,11 +205,11 @@ def map_in_lockstep(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], like: ItemProgram
 ) -> list[Any]:
     """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
-    loop = in_lockstep(fun, leaves, levels)
+    on_item, ordered, level, stored = in_lockstep(fun, leaves, levels)
     axes = [None if axis is None else 0 for axis in like.out_axes]
-    outs = map_level(loop.fun, loop.level, axes, back=True)(*loop.leaves)
+    outs = map_level(on_item, level, axes, back=True)(*ordered)
     pairs = zip(outs, like.out_axes, strict=True)
-    return [x if a is None else jnp.moveaxis(loop.stored(x), 0, a) for x, a in pairs]
+    return [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class RowReduction:
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
         """Return one value for each reduction: its result, or its state."""
         row, every = self._row(consts, leaves, back=back), self.reductions.each(self.outputs)
-        if self.is_at_once or (not row.size and self._is_plain):
+        if self.is_at_once:
             outs = row.whole()
             return [
                 reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
@@ -93,11 +93,7 @@ class RowReduction:
     def is_at_once(self) -> bool:
         """Whether all items are evaluated at once, and reduced as `jax.numpy` does."""
         has_loop = any(level.is_loop or level.lanes for level in self.levels)
-        return self._is_plain and not has_loop
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.reductions.of_run is None and not self._is_masked
+        return self.reductions.of_run is None and not (has_loop or self._is_masked)
 
     @property
     def _is_masked(self) -> bool:
@@ -112,16 +108,15 @@ class RowReduction:
 
         ``outputs`` are some that the mask is for.
         """
-        mask: Any = outputs.mask
         row = self._row([lax.stop_gradient(x) for x in consts], leaves, back=True)
 
         def counts(*leaves: Any) -> jax.Array:
-            return row.item(*map(lax.stop_gradient, leaves))[mask]
+            return row.item(*map(lax.stop_gradient, leaves))[outputs.mask]
 
         arg = Arg((), jnp.bool_, index_dtype(row.size), largest=True)
         if words := too_many(row.size):
             raise ValueError(f"a reduction with where or bucket has no derivative: {words}")
-        steps = Accumulation(mask, arg), outputs.counting()
+        steps = Accumulation(outputs.mask, arg), outputs.counting()
         (_, (index,)), (number,) = row.fold_constants(steps)
 
         def if_any(x: Any) -> Any:

@@ -70,12 +70,11 @@ class Outputs(NamedTuple):
     structure: Any
     avals: tuple[Any, ...]  # of the leaves
     positions: tuple[int, ...]  # of the leaves among all outputs
-    mask: int | None = None  # the position of the output that says whether an item counts
+    mask: Any = None  # the position of the output that says whether an item counts, if one does
     total: int = 0  # how many items there are, in all runs
 
     def counting(self) -> Accumulation:
         """Return what counts the items that count."""
-        assert self.mask is not None
         return Accumulation(
             self.mask, Elementwise((), count_dtype(self.total), 0, lax.add, jnp.sum)
         )

@@ -220,10 +220,10 @@ class Row:
         """Fold a row whose items end by themselves, to be differentiated."""
         is_ordered = any(isinstance(step.accumulator, Ordered) for step in steps)
         loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
-        leaves, levels = tuple(loop.leaves), (loop.level,)
-        row = dataclasses.replace(self, item=loop.fun, leaves=leaves, levels=levels)
+        item, leaves, level, stored = loop
+        row = dataclasses.replace(self, item=item, leaves=tuple(leaves), levels=(level,))
         states = row.fold(steps, kept, linear=linear)
-        return [*states[: len(steps)], *map(self.split, map(loop.stored, states[len(steps) :]))]
+        return [*states[: len(steps)], *map(self.split, map(stored, states[len(steps) :]))]
 
 
 def _found(row: Row, step: Accumulation, state: Any) -> Any:
