@@ -53,7 +53,7 @@ MOST_LINES_OF_CODE = {
     "_loop": 645,
     "_devices": 370,
     "_lockstep": 680,
-    "_reduce": 1491,
+    "_reduce": 1489,
     "_scan": 1160,
     "_options": 175,
     "_call": 1520,

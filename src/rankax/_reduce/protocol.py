@@ -270,9 +270,8 @@ class EachLeaf(Reduction):
         ]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        return [
-            self.result(own, aval, size) for own, aval in zip(state, outputs.avals, strict=True)
-        ]
+        pairs = zip(state, outputs.avals, strict=True)
+        return [self.result(own, aval, size) for own, aval in pairs]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         pairs = zip(outputs.avals, outputs.positions, strict=True)

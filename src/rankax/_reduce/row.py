@@ -112,9 +112,8 @@ class Row:
 
     def split(self, array: jax.Array) -> jax.Array:
         """Cut axis 0, the row, into the axes of its levels."""
-        return lax.reshape(
-            array, (*(level.chunks.length for level in self.levels), *array.shape[1:])
-        )
+        shape = [level.chunks.length for level in self.levels]
+        return lax.reshape(array, (*shape, *array.shape[1:]))
 
     def fold_constants(self, steps: Steps) -> list[Any]:
         """Return the states as constants, for results that have no derivative.
