@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "axes of a run are renumbered from the outermost",
-        "_reduce/merge.py",
+        "_reduce/passes.py",
         "reversed(list(zip(self.sizes, shape, starts, strict=True)))",
         "zip(self.sizes, shape, starts, strict=True)",
         "blocks",

@@ -43,7 +43,7 @@ from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._options import DEFAULTS, Options
 from rankax._plan.batch import BatchPlan
-from rankax._reduce.merge import RunStates
+from rankax._reduce.passes import RunStates
 from rankax._reduce.run import Reductions, trace_reduced
 
 

@@ -27,7 +27,7 @@ from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel, rebind
 from rankax._call.run import run
 from rankax._options import Options
-from rankax._reduce.merge import RunStates
+from rankax._reduce.passes import RunStates
 from rankax._reduce.protocol import Outputs
 from rankax._trace.fingerprint import checksum
 

@@ -43,7 +43,7 @@ from rankax._devices.place import put, warn_of_hang
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Shape
-from rankax._reduce.merge import RunStates
+from rankax._reduce.passes import RunStates
 from rankax._reduce.run import Reductions
 from rankax._trace.item import ItemProgram
 

@@ -48,7 +48,6 @@ from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes, unparted
 from rankax._progress.bars import Progress, progress_of_call
-from rankax._reduce.run import Reduced
 from rankax._scan.while_loop import has_plain_loop
 from rankax._trace.item import ItemProgram, has_order
 
@@ -114,7 +113,7 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
         return _in_one_piece(bound, whole)
     if reductions is None:
         return item.out_tree.unflatten(out)
-    return Reduced.of(out, reductions, item.outputs).assembled()
+    return reductions.assembled(item.outputs, out)
 
 
 def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now: bool) -> Program:

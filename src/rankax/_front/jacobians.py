@@ -28,10 +28,10 @@ from rankax._call.run import run
 from rankax._fit.memory import shape_of
 from rankax._front.chunked import chunked_reduce
 from rankax._options import Options, options_of
-from rankax._reduce.gram import Gram, WeightedGram
 from rankax._reduce.protocol import EachLeaf, Reduction
 from rankax._reduce.run import read_reductions
 from rankax._reduce.states import fill
+from rankax._reduce.sums import Gram, WeightedGram
 from rankax._trace.programs import evaluate_wide
 
 Leaves = list[Any]

@@ -11,8 +11,6 @@ takes as long as its slowest item, so a first pass, in lanes, counts the steps o
 tiles take the items in the order of their steps (`in_lockstep`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax._base.arrays import counted, is_ref, scalar, zeros
+from rankax._base.arrays import counted, index_dtype, is_ref, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
@@ -33,9 +31,8 @@ from rankax._loop.spec import LoopSpec, places_of
 from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
 from rankax._plan.chunks import Chunks, split_into_chunks
 from rankax._progress.report import Reports
-from rankax._trace.item import ItemProgram, has_order, trace_item, with_shape
+from rankax._trace.item import ItemProgram, has_order, with_shape
 
-_REPORTS = 50
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
 
@@ -47,22 +44,20 @@ def most_lanes() -> int:
 
 def check_lanes(item: ItemProgram) -> None:
     """Refuse a kernel whose items must run together, or in order."""
-    if has_order(item.closed):
-        raise ValueError(
-            f"{item.where}: it has an ordered effect, as a callback with ordered=True, but with "
-            "lockstep=False items end in any order; use lockstep=True, or ordered=False"
-        )
-    if any(map(is_ref, item.closed.jaxpr.constvars)):
-        raise ValueError(
-            f"{item.where}: it uses a jax.Ref, but with lockstep=False items end in any order; use "
-            "lockstep=True, or read it before the call"
-        )
     names = [effect.name for effect in item.closed.effects if hasattr(effect, "name")]
-    if names:
-        raise ValueError(
-            f"{item.where}: it uses a collective over {names[0]!r}, but with lockstep=False items "
-            "do not run together; use lockstep=True, or take the collective out of the kernel"
-        )
+    order = "items end in any order"
+    if has_order(item.closed):
+        cause = "has an ordered effect, as a callback with ordered=True"
+        clash, instead = order, "ordered=False"
+    elif any(map(is_ref, item.closed.jaxpr.constvars)):
+        cause, clash, instead = "uses a jax.Ref", order, "read it before the call"
+    elif names:
+        cause, clash = f"uses a collective over {names[0]!r}", "items do not run together"
+        instead = "take the collective out of the kernel"
+    else:
+        return
+    cause += f", but with lockstep=False {clash}"
+    raise ValueError(f"{item.where}: it {cause}; use lockstep=True, or {instead}")
 
 
 def walk_in_lanes(
@@ -72,7 +67,6 @@ def walk_in_lanes(
     like: ItemProgram | None = None,
     folds: Callable[[Sequence[Any], Chunks], Sequence[Sink]] | None = None,
     tile: int = 1,
-    index_dtype: Any = jnp.int32,
 ) -> list[Any]:
     """Evaluate ``fun``, which takes arrays and returns a list of them, for the items of all levels.
 
@@ -85,47 +79,41 @@ def walk_in_lanes(
         Where the items are in the outputs, and how errors name ``fun``.
     folds : callable, optional
         What becomes of tiles of outputs, as in `run_loop`. By default, the outputs are returned.
-    tile, index_dtype
-        Of ``folds``.
+    tile : int
+        How many outputs ``folds`` take at a time.
     """
-    item, spec, count = _numbered(fun, leaves, levels), levels[0], _count(levels)
-    avals, lanes = item.closed.out_avals, min(spec.lanes or 1, count)
-    output: Output = _Buffers(count, like.out_axes if like else item.out_axes, avals)
+    closed, spec, count = _numbered(fun, leaves, levels), levels[0], _count(levels)
+    avals, lanes = closed.out_avals, min(spec.lanes or 1, count)
+    output: Output = _Buffers(count, like.out_axes if like else (), avals)
     if folds is not None:
         tiles = Chunks(count, tile, -(-count // tile))
         outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
         own = tuple(folds(outs, tiles))
-        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype), avals)
-    if spec.progress is not None:
-        output = _Reported(output, Reports(spec.progress, count, 1, 1))
-    return Engine(cut_program(item.closed), item.closed.consts, count, lanes, output).run()
+        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype(count)), avals)
+    reports = spec.progress and Reports(spec.progress, count, 1, 1)
+    return Engine(cut_program(closed), closed.consts, count, lanes, output, reports).run()
 
 
 def _count(levels: Sequence[LoopSpec]) -> int:
     return math.prod(level.chunks.length for level in levels)
 
 
-def _number_dtype(levels: Sequence[LoopSpec]) -> Any:
-    return jnp.int32 if _count(levels) < 2**31 else jnp.int64
-
-
-def _numbered(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
-) -> ItemProgram:
+def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
     """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
-    number = with_shape(jax.ShapeDtypeStruct((), _number_dtype(levels)), ())
-
-    def items(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        places = places_of(number, levels)
-        items = [_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
-        return (*items, *_places(places, levels)), {}
-
-    item = trace_item(fun, items, [number], 0)
+    trace = jax.make_jaxpr(lambda number: fun(*items_at(leaves, number, levels)))
+    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(_count(levels))), ())
+    closed = trace(number)
     # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
     same = scalar(0, number.dtype)
-    if (varying := carried_with(same, item.closed.consts)) is not same:
-        item = trace_item(fun, items, [with_shape(jax.typeof(varying), ())], 0)
-    return item
+    varying = carried_with(same, closed.consts)
+    return closed if varying is same else trace(with_shape(jax.typeof(varying), ()))
+
+
+def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return what the item with this flat index is evaluated from."""
+    places = places_of(index, levels)
+    items = [_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
+    return [*items, *_places(places, levels)]
 
 
 def _places(places: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
@@ -150,37 +138,29 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
     return lax.squeeze(window, list(starts))
 
 
-class InLockstep(NamedTuple):
-    """A function of items, what it takes, and the level that they are on, in another order."""
-
-    fun: Callable[..., Any]
-    leaves: list[Any]
-    level: LoopSpec
-    order: jax.Array | None  # None: their own
-
-    def stored(self, x: jax.Array) -> jax.Array:
-        """Return an output, which has the items on axis 0, in their own order."""
-        if self.order is None:
-            return x
-        return lax.stop_gradient(x).at[self.order].set(x, unique_indices=True)
-
-
 def in_lockstep(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], *, sort: bool = True
-) -> InLockstep:
+) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array]]:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
     Leaves that all levels map are put in this order, and the others are read item by item. The
     order takes memory. If no leaf is as long, many items stay in their own.
+
+    Returns
+    -------
+    fun, leaves, level
+        The function of an item, what it takes, and the level.
+    stored : callable
+        Puts an output, which has the items on axis 0, in their own order.
     """
-    count, dtype = _count(levels), _number_dtype(levels)
+    count = _count(levels)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
     order = _by_steps(fun, leaves, levels) if sort else None
 
     def on_item(*inputs: Any) -> Any:
         *leaves, place = inputs
-        number = place.astype(dtype)
+        number = place.astype(index_dtype(count))
         if order is not None:
             number = lax.dynamic_index_in_dim(order, number, keepdims=False)
         places = places_of(number, levels)
@@ -189,7 +169,7 @@ def in_lockstep(
         return fun(*items, *_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
-        numbers = counted(count, dtype) if order is None else order
+        numbers = counted(count, index_dtype(count)) if order is None else order
         return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(numbers)
 
     pairs = enumerate(zip(leaves, is_whole, strict=True))
@@ -198,63 +178,38 @@ def in_lockstep(
     changes = {"in_axes": axes, "is_loop": True, "lanes": None, "numbered": True}
     chunks = split_into_chunks(count, levels[0].lanes or 1)
     level = dataclasses.replace(levels[0], chunks=chunks, **changes)
-    return InLockstep(on_item, ordered, level, order)
+
+    def stored(x: jax.Array) -> jax.Array:
+        if order is None:
+            return x
+        return lax.stop_gradient(x).at[order].set(x, unique_indices=True)
+
+    return on_item, ordered, level, stored
 
 
 def _by_steps(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
 ) -> jax.Array | None:
     """Return the numbers of the items in the order of their steps, which lanes count."""
-    item, count = _numbered(fun, leaves, levels), _count(levels)
-    machine = cut_program(item.closed, only_steps=True)
+    closed, count = _numbered(fun, leaves, levels), _count(levels)
+    machine = cut_program(closed, only_steps=True)
     if all(end.startswith("cond") for end in machine.ends):
         return None
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
     lanes = min(levels[0].lanes or 1, count)
-    (steps,) = Engine(machine, item.closed.consts, count, lanes, output).run()
-    return jnp.argsort(steps).astype(_number_dtype(levels))
+    (steps,) = Engine(machine, closed.consts, count, lanes, output).run()
+    return jnp.argsort(steps).astype(index_dtype(count))
 
 
 def map_in_lockstep(
-    fun: Callable[..., Any],
-    leaves: Sequence[Any],
-    levels: Sequence[LoopSpec],
-    like: ItemProgram,
+    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], like: ItemProgram
 ) -> list[Any]:
     """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
-    loop = in_lockstep(fun, leaves, levels)
+    on_item, ordered, level, stored = in_lockstep(fun, leaves, levels)
     axes = [None if axis is None else 0 for axis in like.out_axes]
-    outs = map_level(loop.fun, loop.level, axes, back=True)(*loop.leaves)
+    outs = map_level(on_item, level, axes, back=True)(*ordered)
     pairs = zip(outs, like.out_axes, strict=True)
-    return [x if a is None else jnp.moveaxis(loop.stored(x), 0, a) for x, a in pairs]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reported(Output):
-    """An output that reports how many items have ended."""
-
-    output: Output
-    reports: Reports
-
-    def start(self) -> Any:
-        done = scalar(0, jnp.int32)
-        self.reports.step(done)
-        return self.output.start(), done
-
-    def put(self, held: Any, outs: list[Any], items: jax.Array, on: jax.Array) -> Any:
-        inner, before = held
-        after = before + jnp.sum(on, dtype=before.dtype)
-        each = max(1, self.reports.length // _REPORTS)
-        lax.cond(after // each > before // each, self.reports.step, lambda _: None, after)
-        return self.output.put(inner, outs, items, on), after
-
-    def limit(self, held: Any) -> Any:
-        return self.output.limit(held[0])
-
-    def end(self, held: Any) -> Any:
-        outs = self.output.end(held[0])
-        self.reports.end(held[1], outs)
-        return outs
+    return [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,11 @@ A round always runs some state: of ten states, one has a tenth of the lanes. Wit
 share is smaller.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,31 +28,30 @@ from jax import lax
 from rankax._base.arrays import counted, scalar, zeros
 from rankax._lockstep.machine import Env, Machine, Slot, State, differs, run_ops, value_of
 from rankax._loop.access import carried_with
+from rankax._progress.report import Reports
 
 # Measured by benchmarks/lockstep.py.
 _SHARE = 10  # one lane in ten
 _STEPS = 2  # of a loop, between two counts of the lanes that have left it
 _SMALL = 16  # numbers of a value that is stored with the lanes last
 
+_REPORTS = 50
 
-class Output:
+
+class Output(Protocol):
     """Where the outputs of items go."""
 
     def start(self) -> Any:
         """Return what is held before the first item."""
-        raise NotImplementedError
 
     def put(self, held: Any, outs: list[Any], items: jax.Array, on: jax.Array) -> Any:
         """Take the outputs of all lanes, on axis 0; only those that are ``on`` have ended."""
-        raise NotImplementedError
 
     def limit(self, held: Any) -> Any:
         """Return the first item that must not begin yet."""
-        raise NotImplementedError
 
     def end(self, held: Any) -> Any:
         """Return the result."""
-        raise NotImplementedError
 
 
 class _Lanes(NamedTuple):
@@ -66,18 +64,23 @@ class _Lanes(NamedTuple):
     held: Any
 
 
+@dataclasses.dataclass(eq=False)
 class Engine:
     """Lanes that run a machine, whose one input is the number of an item."""
 
-    def __init__(
-        self, machine: Machine, consts: Sequence[Any], count: int, lanes: int, output: Output
-    ) -> None:
-        self.machine, self.count, self.lanes, self.output = machine, count, lanes, output
-        self.states = machine.states
+    machine: Machine
+    consts: Sequence[Any]
+    count: int
+    lanes: int
+    output: Output
+    reports: Reports | None = None
+
+    def __post_init__(self) -> None:
+        self.states = self.machine.states
         # It is never differentiated. (`jax.shard_map` would transpose its loops all the same.)
-        constants = map(lax.stop_gradient, consts)
-        self.known: Env = dict(zip(machine.consts, constants, strict=True))
-        run_ops(machine.once, self.known)
+        constants = map(lax.stop_gradient, self.consts)
+        self.known: Env = dict(zip(self.machine.consts, constants, strict=True))
+        run_ops(self.machine.once, self.known)
         self.buffers = {write.buffer for state in self.states for write in state.writes}
         self.last = len(self.states) - 1
         self.free = len(self.states)  # the state of a lane without an item
@@ -92,9 +95,14 @@ class Engine:
             {slot: self._empty(slot) for slot in self.machine.stored()},
             self.output.start(),
         )
+        if self.reports is not None:
+            self.reports.step(scalar(0, number.aval.dtype))
         start = self._advance(carried_with(start, list(self.known.values())), 0)
         end = lax.while_loop(lambda lanes: jnp.any(lanes.at < self.free), self._round, start)
-        return self.output.end(end.held)
+        outs = self.output.end(end.held)
+        if self.reports is not None:
+            self.reports.end(end.following, outs)
+        return outs
 
     def _round(self, lanes: _Lanes) -> _Lanes:
         groups = self._groups()
@@ -149,11 +157,10 @@ class Engine:
         def steps(carry: Any) -> Any:
             on, values = carry
             for _ in range(_STEPS):
-                some = jnp.argmax(
-                    on.astype(jnp.int32) + begun.astype(jnp.int32)
-                )  # if none is on, one that was
                 env = {**lanes.slots, **values}
-                following, new, _ = self._evaluate(state, env, changed, on, some)
+                # If none is on, one that was.
+                some = jnp.where(jnp.any(on), on, begun)
+                following, new, _ = self._evaluate(state, env, changed, some)
                 values = self._selected(on, changed, new, values)
                 on = on & (following == number)
             return on, values
@@ -169,7 +176,7 @@ class Engine:
         changed = [slot for slot in lanes.slots if slot in state.changed]
         items = jnp.minimum(lanes.item, lanes.item.dtype.type(self.count - 1))
         env = {self.machine.inputs[0]: items, **lanes.slots}
-        following, values, rows = self._evaluate(state, env, changed, on, jnp.argmax(on))
+        following, values, rows = self._evaluate(state, env, changed, on)
         slots = {**lanes.slots, **self._selected(on, changed, values, lanes.slots)}
         each = counted(self.lanes, jnp.int32)
         for write, (row, value) in zip(state.writes, rows, strict=True):
@@ -181,8 +188,13 @@ class Engine:
     def _end(self, lanes: _Lanes) -> _Lanes:
         """Hand on the outputs of items that have ended; give their lanes the next items."""
         on, outputs = lanes.at == self.last, self.machine.outputs
-        state, some = self.states[-1], jnp.argmax(on)
-        _, outs, _ = self._evaluate(state, lanes.slots, outputs, on, some, lanes_first=True)
+        state = self.states[-1]
+        _, outs, _ = self._evaluate(state, lanes.slots, outputs, on, lanes_first=True)
+        if self.reports is not None:
+            before = lanes.following - jnp.sum(lanes.at < self.free, dtype=lanes.item.dtype)
+            after = before + jnp.sum(on, dtype=before.dtype)
+            each = before.dtype.type(max(1, self.count // _REPORTS))
+            lax.cond(after // each > before // each, self.reports.step, lambda _: None, after)
         held = self.output.put(lanes.held, outs, lanes.item, on)
         is_free, dtype = on | (lanes.at == self.free), lanes.item.dtype
         items = lanes.following + jnp.cumsum(is_free, dtype=dtype) - dtype.type(1)
@@ -196,22 +208,16 @@ class Engine:
         )
 
     def _evaluate(
-        self,
-        state: State,
-        slots: Env,
-        wanted: Sequence[Any],
-        on: jax.Array,
-        some: jax.Array,
-        *,
-        lanes_first: bool = False,
+        self, state: State, slots: Env, wanted: Sequence[Any], on: Any, *, lanes_first: bool = False
     ) -> tuple[Any, list[Any], list[Any]]:
         """Run a state for all lanes; return the next states, wanted values, and rows to write.
 
-        If it is exposed, lanes that are not on take the values of lane ``some``.
+        If it is exposed, lanes that are not on take the values of one that is.
         """
         needed = {*state.reads, *(x for x in wanted if differs(x))}
         given = [slot for slot in slots if slot in needed]
         if state.is_exposed:
+            some = jnp.argmax(on)
             axes = [(slot, slots[slot], self._axis(slot)) for slot in given]
             same = [jnp.broadcast_to(jnp.take(x, some[None], a), x.shape) for _, x, a in axes]
             slots = self._selected(

@@ -20,30 +20,30 @@ What is the same in all lanes, because it depends only on arrays that the kernel
 computed once, before all states (`Machine.once`).
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 
-from rankax._lockstep.equations import (
-    RULES,
-    called,
-    harmed,
-    has_rule,
-    is_minor,
-    split_loop,
-    take_rows,
+from rankax._trace.programs import (
+    ClosedJaxpr,
+    Literal,
+    evaluator,
+    lengths_of_scan,
+    name_and_params,
+    subprograms,
 )
-from rankax._trace.programs import Literal, evaluator
-from rankax._trace.work import cost
+from rankax._trace.work import STEPS_OF_WHILE, cost
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
+RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve"}
 
 _REVERSED = {"while": "from stored carries", "scan": "from all its carries", "cond": ""}
 
@@ -114,8 +114,7 @@ class State:
         return {slot for op in self.ops for slot in op.outs}
 
 
-@dataclasses.dataclass(eq=False)
-class Machine:
+class Machine(NamedTuple):
     """The states of a program. The first takes its inputs, the last has its outputs."""
 
     consts: list[Slot]
@@ -188,7 +187,7 @@ class _Cutter:
         self.ends: list[str] = []
         self.together = _ELSEWHERE
         self.depth = 0  # of loops and branches that were cut
-        self.count = 0
+        self.numbers = itertools.count()
 
     @property
     def here(self) -> State:
@@ -202,8 +201,7 @@ class _Cutter:
         return [self.slot(v.aval, is_lane=is_lane) for v in variables]
 
     def slot(self, aval: Any, *, is_lane: bool = True) -> Slot:
-        self.count += 1
-        return Slot(self.count, aval, is_lane)
+        return Slot(next(self.numbers), aval, is_lane)
 
     def program(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
         """Add a program; return its outputs."""
@@ -330,7 +328,8 @@ class _Cutter:
         def body() -> None:
             self.here.add(lambda i: [length - 1 - i if is_reversed else i], [step], [place])
             items = self.slots(body_ins[len(consts) + len(carry) :])
-            self.here.add(take_rows, [place, *rows], items)
+            read = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
+            self.here.add(lambda i, *rows: [read(x, i) for x in rows], [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
             ys = zip(buffers, new[len(carry) :], strict=True)
             self.here.writes += [Stored(buffer, place, y) for buffer, y in ys]
@@ -371,3 +370,59 @@ class _Cutter:
         for end in ends:
             end.targets = (after,)
         return outs
+
+
+# Single equations of a program: what they call, how they run.
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether an equation calls a function with its own derivative rule."""
+    name, params = name_and_params(eqn)
+    return name in RULES or params.get("other") is not None
+
+
+def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the program that an equation calls, and its inputs among those of the equation."""
+    if eqn.primitive.name == "custom_linear_solve":
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        first = lengths.matvec + lengths.vecmat
+        return solve, [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+    held = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
+    closed = held[0] if held else ClosedJaxpr(next(subprograms(eqn)), ())
+    return closed, list(values)
+
+
+def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the inputs of a loop.
+
+    For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
+    constants, the carry, the rows.
+    """
+    if eqn.primitive.name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    else:
+        first, second = lengths_of_scan(eqn)
+    end = first + second
+    return list(values[:first]), list(values[first:end]), list(values[end:])
+
+
+def is_minor(eqn: Any, around: int | None) -> bool:
+    """Whether a step of a loop costs less than the rest of a step of the `while` around it.
+
+    Such a loop stays whole, and all lanes go through it together: to cut it, and so the loop
+    around, costs more. diffrax saves outputs by such a loop in each step of its solver.
+    """
+    if around is None:
+        return False
+    of_step = cost(eqn.params["body_jaxpr"].jaxpr)
+    return of_step < around - STEPS_OF_WHILE * of_step
+
+
+def harmed(eqn: Any) -> bool:
+    """Whether arbitrary inputs may do harm: an error that is raised, or a loop without end."""
+    name = eqn.primitive.name
+    return (
+        name.endswith("callback")
+        or name in ("while", "call_hi_primitive")  # JAX 0.12 hides a program in the second
+        or any(harmed(inner) for program in subprograms(eqn) for inner in program.eqns)
+    )

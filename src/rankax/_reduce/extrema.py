@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Accumulators of reductions that choose items: by value, or by keys that sort like the values."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
-from rankax._reduce.states import Accumulation, Accumulator, State, choose, concatenated, fill
+from rankax._reduce.states import Accumulation, InLanes, State, choose, concatenated
+from rankax._trace.work import evaluates_functions
 
 _MOST_IN_LANES = 8  # entries of `TopOfLanes`
 _MOST_ITEMS_OF_A_LANE = 8  # of each tile in `BlockArg`
@@ -25,13 +24,6 @@ def no_index(dtype: Any) -> Any:
     return jnp.iinfo(dtype).max
 
 
-def renumbered(index: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the places of indices, leaving `no_index` in place of no item."""
-    placed = place(index)
-    none = scalar(no_index(placed.dtype), placed.dtype)
-    return jnp.where(index == no_index(index.dtype), none, placed)
-
-
 def if_found(index: jax.Array, value: jax.Array, otherwise: Any) -> jax.Array:
     """Return ``value``, or something else where the index is that of no item."""
     is_item = index != scalar(no_index(index.dtype), index.dtype)
@@ -40,47 +32,54 @@ def if_found(index: jax.Array, value: jax.Array, otherwise: Any) -> jax.Array:
 
 def worst_value(dtype: Any, *, largest: bool) -> Any:
     """Return the value that no item is worse than."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        if np.isinf(np.asarray(np.inf, dtype)):
-            return -jnp.inf if largest else jnp.inf
-        limits = jnp.finfo(dtype)  # float8_e4m3fn has no infinity
-        return limits.min if largest else limits.max
     if dtype == jnp.bool_:
         return not largest
-    return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if is_float and np.isinf(np.asarray(np.inf, dtype)):  # float8_e4m3fn has no infinity
+        return -jnp.inf if largest else jnp.inf
+    limits = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+    return limits.min if largest else limits.max
 
 
 @dataclasses.dataclass(frozen=True)
-class Arg(Accumulator):
+class _Chosen(InLanes):
+    """Values and flat indices of items. One without an item has `no_index`, and is the worst."""
+
+    index_dtype: Any
+    largest: bool
+    some: bool = dataclasses.field(default=False, kw_only=True)  # whether only some items count
+
+    def empty(self, entries: int) -> State:
+        """Return entries without an item."""
+        worst = worst_value(self.dtype, largest=self.largest)
+        none = self.full(no_index(self.index_dtype), self.index_dtype, entries)
+        return self.full(worst, self.dtype, entries), none
+
+    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
+        values, index = state
+        placed = place(index)
+        none = scalar(no_index(placed.dtype), placed.dtype)
+        return values, jnp.where(index == no_index(index.dtype), none, placed)
+
+
+class Arg(_Chosen):
     """The best value so far and its flat index: the first of equals, and NaN before all others.
 
     If only some items count (``some``), a lane has `no_index` until one of its items does.
     """
 
-    core: tuple[int, ...]
-    dtype: Any
-    index_dtype: Any
-    largest: bool
-    some: bool = False
-
     may_repeat = True
 
     def start(self, lanes: int) -> State:
         # Items as bad as this value replace no lane, so a lane keeps the index of its first item.
-        shape = (*self.core, lanes)
-        indices = jnp.broadcast_to(counted(lanes, self.index_dtype), shape)
-        worst, none = self._nothing(shape)
-        return worst, none if self.some else indices
-
-    def _nothing(self, shape: tuple[int, ...]) -> State:
-        worst = worst_value(self.dtype, largest=self.largest)
-        none = no_index(self.index_dtype)
-        return fill(worst, self.dtype, shape), fill(none, self.index_dtype, shape)
+        worst, none = self.empty(lanes)
+        first = jnp.broadcast_to(counted(lanes, self.index_dtype), worst.shape)
+        return worst, none if self.some else first
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         new = tile, jnp.broadcast_to(index, tile.shape)
         if self.some:
-            new = choose(counts, new, self._nothing(tile.shape))
+            new = choose(counts, new, self.empty(index.size))
         return self.merge(state, new)
 
     def merge(self, first: State, second: State) -> State:
@@ -109,12 +108,7 @@ class Arg(Accumulator):
         at = jnp.take_along_axis(index, place(value, axis=-1, keepdims=True), axis=-1)
         return best, jnp.where(first == none, at, first)
 
-    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
-        value, index = state
-        return value, renumbered(index, place) if self.some else place(index)
 
-
-@dataclasses.dataclass(frozen=True)
 class DelayedArg(Arg):
     """`Arg` that compares each tile in the next step, from the carry of the loop.
 
@@ -142,7 +136,6 @@ class DelayedArg(Arg):
         return super().step(before, tile, first + counted(tile.shape[-1], self.index_dtype))
 
 
-@dataclasses.dataclass(frozen=True)
 class BlockArg(Arg):
     """`Arg` that only remembers in which tile the best item is; `Row` then evaluates that again.
 
@@ -172,70 +165,48 @@ class BlockArg(Arg):
 
 
 @dataclasses.dataclass(frozen=True)
-class Top(Accumulator):
+class Top(_Chosen):
     """The ``k`` largest keys in order and their indices; see `sort_key`.
 
-    Its states have ``k`` entries on the last axis instead of lanes. An empty entry has the smallest
-    key and `no_index`, so that every item precedes it.
+    Its states have ``k`` entries on the last axis instead of lanes.
     """
 
-    core: tuple[int, ...]
-    dtype: Any  # of the keys
-    index_dtype: Any
     k: int
-    largest: bool
-    some: bool = False  # whether only some items count, in each tile
+    descending: bool  # whether these are the largest items
 
     def start(self, lanes: int) -> State:
-        return self._empty(self.k)
+        return self.empty(self.k)
 
-    def _empty(self, entries: int) -> State:
-        shape = (*self.core, entries)
-        last = no_index(self.index_dtype)
-        lowest = jnp.iinfo(self.dtype).min
-        return fill(lowest, self.dtype, shape), fill(last, self.index_dtype, shape)
-
-    def _entries(self, tile: Any, index: jax.Array, counts: Any) -> State:
+    def entries(self, tile: Any, index: jax.Array, counts: Any) -> State:
         """Return an entry for each item, empty if it does not count."""
-        keys = sort_key(tile, largest=self.largest)
+        keys = sort_key(tile, largest=self.descending)
         entries = keys, jnp.broadcast_to(index, keys.shape)
-        return entries if counts is None else choose(counts, entries, self._empty(index.size))
+        return entries if counts is None else choose(counts, entries, self.empty(index.size))
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        def of_all() -> State:
+            count = min(self.k, tile.shape[-1])
+            keys, places = lax.top_k(sort_key(tile, largest=self.descending), count)
+            # The indices of the lanes are consecutive.
+            first = lax.index_in_dim(index, 0, keepdims=False)
+            best = keys, first + places.astype(self.index_dtype)
+            return self.merge(state, concatenated(best, self.empty(self.k - count)))
+
+        def of_some() -> State:
+            return self.merge(state, self.entries(tile, index, counts))
+
         if counts is None:
-            return self._step_all(state, tile, index)
-        some = functools.partial(self._step_some, counts=counts)
-        if self.some:
-            return some(state, tile, index)
+            return of_all()
         # Only the last tile has items that were in another. A sort takes longer than `top_k`.
-        return lax.cond(jnp.all(counts), self._step_all, some, state, tile, index)
-
-    def _step_some(self, state: State, tile: Any, index: jax.Array, counts: Any) -> State:
-        return self.merge(state, self._entries(tile, index, counts))
-
-    def _step_all(self, state: State, tile: Any, index: jax.Array) -> State:
-        count = min(self.k, tile.shape[-1])
-        keys = sort_key(tile, largest=self.largest)
-        keys, places = lax.top_k(keys, count)
-        # The indices of the lanes are consecutive.
-        first = lax.index_in_dim(index, 0, keepdims=False)
-        best = keys, first + places.astype(self.index_dtype)
-        return self.merge(state, concatenated(best, self._empty(self.k - count)))
+        return of_some() if self.some else lax.cond(jnp.all(counts), of_all, of_some)
 
     def merge(self, first: State, second: State) -> State:
         return self.join(concatenated(first, second))
 
     def join(self, state: State) -> State:
-        if state[0].shape[-1] == self.k:
-            return state
-        return tuple(first_k(self.k, *state))
-
-    def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
-        keys, index = state
-        return keys, renumbered(index, place)
+        return state if state[0].shape[-1] == self.k else tuple(first_k(self.k, *state))
 
 
-@dataclasses.dataclass(frozen=True)
 class TopOfLanes(Top):
     """`Top` for a small ``k``: each lane has ``k`` entries of its own, best first.
 
@@ -246,20 +217,20 @@ class TopOfLanes(Top):
     """
 
     def start(self, lanes: int) -> State:
-        return [self._empty(lanes)] * self.k, self._empty(lanes)
+        return [self.empty(lanes)] * self.k, self.empty(lanes)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return self._compared(*state), self._entries(tile, index, counts)
+        return self._compared(*state), self.entries(tile, index, counts)
 
     def join(self, state: State) -> State:
         entries = zip(*self._compared(*state), strict=True)
         keys, index = (lax.concatenate(x, x[0].ndim - 1) for x in entries)
-        arg = Arg(self.core, self.dtype, self.index_dtype, largest=True)
+        arg = Arg(self.core, self.dtype, self.index_dtype, self.largest)
         best: list[State] = []
         for _ in range(self.k):
             best.append(arg.join((keys, index)))
             is_best = functools.partial(jnp.where, index == best[-1][1])
-            keys, index = map(is_best, self._empty(1), (keys, index))
+            keys, index = map(is_best, self.empty(1), (keys, index))
         return functools.reduce(concatenated, best)
 
     def _compared(self, entries: list[State], new: State) -> list[State]:
@@ -278,18 +249,19 @@ class TopOfLanes(Top):
         return chosen
 
 
-def in_tiles(step: Accumulation, *, is_expensive: bool, again: bool) -> Accumulation:
+def in_tiles(step: Accumulation, jaxpr: Any, *, again: bool) -> Accumulation:
     """Return a step as tiles enter it, on a CPU; its joined states are those of the step itself.
 
-    ``again``: a `BlockArg` may be returned, and its tile is evaluated again.
+    ``again``: a `BlockArg` may be returned, and its tile is evaluated again, unless the program of
+    an item has effects.
     """
     if step.is_wide or jax.default_backend() != "cpu":
         return step
     accumulator, kind = step.accumulator, type(step.accumulator)
     if isinstance(accumulator, Arg) and not accumulator.some:
-        if is_expensive:
+        if evaluates_functions(jaxpr):
             kind = DelayedArg
-        elif again and not step.core:
+        elif again and not accumulator.core and not jaxpr.effects:
             kind = BlockArg
     elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_LANES:
         kind = TopOfLanes

@@ -12,7 +12,7 @@ One row of items is folded tile by tile (`Row.fold`)::
     result = reduction.finish_state(outputs, state, size)
 
 If no single program sees all items, each run of them is folded into a state, and the states are
-merged (`merge.py`). Calls over several devices, or over blocks of dask and cubed, do this::
+merged (`passes.py`). Calls over several devices, or over blocks of dask and cubed, do this::
 
     states = [reduction.renumber(partial(run), place) for run, place in runs]
     state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
@@ -21,8 +21,9 @@ merged (`merge.py`). Calls over several devices, or over blocks of dask and cube
 A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
 `finish_state`. The other methods have defaults:
 
-* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override all
-  three: their winners are evaluated once more, and the outputs of the winners join the state.
+* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override
+  `partial`, which evaluates their winners once more and puts these outputs into the state in place
+  of what the accumulator compared, and `merge_states`.
 * `differentiable` returns the state of a row by a program that has the right derivative in bounded
   memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
   reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
@@ -38,8 +39,6 @@ reduction takes three files: `sums.py` or `winners.py` defines it, and its accum
 `states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -52,9 +51,15 @@ from jax import lax
 
 from rankax._base.arrays import index_dtype
 from rankax._reduce.row import Row
-from rankax._reduce.states import Accumulation, Accumulator, Elementwise, Whole, in_a_row
+from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
+
+
+def count_dtype(total: int) -> Any:
+    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
+    dtype = index_dtype(total)
+    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
 
 
 class Outputs(NamedTuple):
@@ -64,14 +69,15 @@ class Outputs(NamedTuple):
     names: tuple[str, ...]  # of the leaves
     structure: Any
     avals: tuple[Any, ...]  # of the leaves
-    first: int  # the position of the first leaf among all outputs
-    mask: int | None = None  # the position of the output that says whether an item counts
+    positions: tuple[int, ...]  # of the leaves among all outputs
+    mask: Any = None  # the position of the output that says whether an item counts, if one does
     total: int = 0  # how many items there are, in all runs
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions of the leaves among all outputs."""
-        return tuple(range(self.first, self.first + len(self.avals)))
+    def counting(self) -> Accumulation:
+        """Return what counts the items that count."""
+        return Accumulation(
+            self.mask, Elementwise((), count_dtype(self.total), 0, lax.add, jnp.sum)
+        )
 
 
 FILL = "\0fill"  # in place of ``where``: items count if they are no copies that fill the batch up
@@ -106,8 +112,8 @@ class Reduction:
     #: Whether the outputs are kept, not reduced.
     is_kept = False
 
-    #: Whether the result contains indices of items, or their number.
-    numbers_items = False
+    #: Whether the result contains indices of items.
+    finds_items = False
 
     #: How many items it needs.
     least_items = 0
@@ -144,11 +150,10 @@ class Reduction:
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         """Reduce axis 0 of the leaves, as `jax.numpy` does."""
-        raise NotImplementedError
 
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         """Return what a loop over ``size`` items accumulates."""
-        raise NotImplementedError
+        return ()
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the state of a row from those of its accumulations."""
@@ -156,35 +161,33 @@ class Reduction:
 
     def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
         """Replace each index in a state by its ``place``."""
-        if not self.numbers_items:
-            return state
         pairs = zip(self._accumulators(outputs), state, strict=True)
         return [accumulator.renumber(own, place) for accumulator, own in pairs]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
         """Merge the states of several runs, which are on axis 0 of each array."""
-        lanes = jax.tree.map(in_a_row, states)
-        pairs = zip(self._accumulators(outputs), lanes, strict=True)
-        return [accumulator.join(state) for accumulator, state in pairs]
+        pairs = zip(self._accumulators(outputs), states, strict=True)
+        return [accumulator.join_runs(own) for accumulator, own in pairs]
 
     def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
         # Any size will do: only `start` uses it, for the dtype of indices.
-        steps = self.accumulations(outputs, 0)
-        return [step.accumulator for step in steps if isinstance(step, Accumulation)]
+        return [step.accumulator for step in self.accumulations(outputs, 0)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
         """Return the result of all items, one value for each leaf, from their state.
 
         ``size`` is an array if windows of a scan differ in length.
         """
-        raise NotImplementedError
+        return state
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         """Return the state of a row in terms that have the right derivative.
 
-        Not called if ``is_linear``, for then the fold has it.
+        By default, a derivative stores a state for each tile. Unused with ``is_linear``: the fold
+        itself has the derivative then.
         """
-        raise NotImplementedError
+        steps = self.accumulations(outputs, row.size)
+        return self.partial(outputs, row, row.fold(steps, linear=False))
 
     def assemble(self, outputs: Outputs, values: Any) -> Any:
         """Return the result as the user sees it."""
@@ -204,12 +207,6 @@ class Keep(Reduction):
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [row.split(out) for out in outs]
-
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation | Whole]:
-        return [Whole(position) for position in outputs.positions]
-
-    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        return state
 
 
 class Several:
@@ -235,25 +232,6 @@ class Several:
         self.where = where
 
 
-def wide(dtype: Any) -> Any:
-    """Return the dtype in which floats of less than 32 bits are accumulated."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype
-
-
-def counting(outputs: Outputs) -> Accumulation:
-    """Return what counts the items that count."""
-    assert outputs.mask is not None
-    dtype = count_dtype(outputs.total)
-    return Accumulation(outputs.mask, Elementwise((), dtype, 0, lax.add, jnp.sum))
-
-
-def count_dtype(total: int) -> Any:
-    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
-    dtype = index_dtype(total)
-    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
-
-
 def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
     """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
     like = jax.ShapeDtypeStruct((1,), aval.dtype)
@@ -266,27 +244,34 @@ class EachLeaf(Reduction):
     #: The equivalent function of `jax.numpy`.
     function: Callable[..., Any]
 
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
+            if reason := self.misfit(aval):
+                raise MisfitError(f"{name} has dtype {aval.dtype}, and {reason}")
+
+    def misfit(self, aval: Any) -> str:
+        """Return why numbers of this type cannot be reduced, if so."""
+        return ""
+
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         """Return the accumulator of one leaf, for a row of ``size`` items."""
         raise NotImplementedError
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         """Return the result of one leaf."""
-        raise NotImplementedError
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [type(self).function(out, axis=0) for out in outs]
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
         return [
-            Accumulation(position, self.accumulator(aval, size), aval.shape, outputs.mask)
+            Accumulation(position, self.accumulator(aval, size), outputs.mask)
             for position, aval in zip(outputs.positions, outputs.avals, strict=True)
         ]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        return [
-            self.result(own, aval, size) for own, aval in zip(state, outputs.avals, strict=True)
-        ]
+        pairs = zip(state, outputs.avals, strict=True)
+        return [self.result(own, aval, size) for own, aval in pairs]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
         pairs = zip(outputs.avals, outputs.positions, strict=True)
@@ -295,6 +280,6 @@ class EachLeaf(Reduction):
 
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         """Return the state of one leaf in terms that have the right derivative."""
-        step = Accumulation(position, self.accumulator(aval, row.size), aval.shape)
+        step = Accumulation(position, self.accumulator(aval, row.size))
         (state,) = row.fold_constants([step])
         return state

@@ -11,29 +11,27 @@ and send nothing back (`rankax._loop.store.without_repeated`). A smaller tile fo
 be a second copy of the kernel: it would double the time to trace and compile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from rankax._base.arrays import counted, index_dtype, scalar
-from rankax._lockstep.call import in_lockstep, walk_in_lanes
-from rankax._loop.keys import PLACE, vmap_level
+from rankax._base.arrays import counted, index_dtype, scalar, zeros
+from rankax._lockstep.call import in_lockstep, items_at, walk_in_lanes
+from rankax._loop.keys import vmap_level
 from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
-from rankax._loop.spec import LoopSpec, places_of
-from rankax._loop.store import Sink, Store, Tile, TileLanes
+from rankax._loop.spec import LoopSpec
+from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, steps_of
 from rankax._plan.chunks import Chunks
 from rankax._reduce.extrema import BlockArg, in_tiles
-from rankax._reduce.states import Accumulation, Merged, Ordered, Whole
+from rankax._reduce.states import Accumulation, Merged, Ordered
 
-Steps = Sequence[Accumulation | Whole]
+Steps = Sequence[Accumulation]
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
 
 
@@ -46,13 +44,6 @@ def most_lanes() -> int | None:
     return 1024 if jax.default_backend() == "cpu" else None
 
 
-class Mask(NamedTuple):
-    """Which items of a row count, where one that does not is differentiated as if it did."""
-
-    counts: Callable[..., jax.Array]  # of one item
-    number: Any  # of the items that count
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The items of one row, not yet evaluated."""
@@ -60,11 +51,12 @@ class Row:
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
+    jaxpr: Any  # the program of an item
     count_of_outputs: int
-    is_expensive: bool = False  # see `_trace.work.evaluates_functions`
-    pure: bool = False  # whether items may be evaluated again
     back: bool = False  # whether it is differentiated
-    mask: Mask | None = None
+    # Whether an item counts, if one that does not is differentiated as if it did; how many do.
+    counts: Callable[..., jax.Array] | None = None
+    number: Any = None
 
     @property
     def size(self) -> int:
@@ -74,14 +66,9 @@ class Row:
     @property
     def count(self) -> Any:
         """The number of items that count: all, but see `passes.py`."""
-        return self.size if self.mask is None else self.mask.number
+        return self.size if self.counts is None else self.number
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the row fits one tile."""
-        return not any(level.is_loop or level.lanes for level in self.levels)
-
-    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Row:
+    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Self:
         """Return the row whose items have one output, ``fun`` of the outputs that they have now."""
         item = self.item
         return dataclasses.replace(
@@ -89,20 +76,10 @@ class Row:
         )
 
     def at(self, index: Any) -> list[jax.Array]:
-        """Evaluate the item with this flat index."""
-        return self.item(*self.leaves_at(index))
-
-    def leaves_at(self, index: Any) -> list[Any]:
-        """Return what the item with this flat index is evaluated from."""
-        leaves = list(self.leaves)
-        # From the outermost level inwards: axes are counted without those of the outer levels.
-        for level, place in zip(self.levels, places_of(index, self.levels), strict=True):
-            for i, axis in enumerate(level.in_axes):
-                if axis is not None:
-                    leaves[i] = lax.dynamic_index_in_dim(leaves[i], place, axis, keepdims=False)
-            if level.numbered:
-                leaves.append(place.astype(PLACE.dtype))
-        return leaves
+        """Evaluate the item with this flat index; zeros stand for one of none."""
+        if not self.size:
+            return [zeros(v.aval.shape, v.aval.dtype) for v in self.jaxpr.outvars]
+        return self.item(*items_at(self.leaves, index, self.levels))
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:
         """Return one output, each number of it from the item at the same position of ``index``.
@@ -135,9 +112,8 @@ class Row:
 
     def split(self, array: jax.Array) -> jax.Array:
         """Cut axis 0, the row, into the axes of its levels."""
-        return lax.reshape(
-            array, (*(level.chunks.length for level in self.levels), *array.shape[1:])
-        )
+        shape = [level.chunks.length for level in self.levels]
+        return lax.reshape(array, (*shape, *array.shape[1:]))
 
     def fold_constants(self, steps: Steps) -> list[Any]:
         """Return the states as constants, for results that have no derivative.
@@ -149,110 +125,109 @@ class Row:
         def constant(*leaves: Any) -> list[jax.Array]:
             return [lax.stop_gradient(out) for out in item(*map(lax.stop_gradient, leaves))]
 
-        row = dataclasses.replace(self, item=constant, back=False)
+        levels = self.levels
         if getattr(jax.config, "jax_remat3", False):
             # A checkpoint makes tangents of zeros there, and a maximum of lanes makes NaN of those.
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
-            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in self.levels)
-            row = dataclasses.replace(row, levels=levels)
+            levels = tuple(dataclasses.replace(level, checkpoint=False) for level in levels)
+        row = dataclasses.replace(self, item=constant, levels=levels, back=False)
         states = row.fold(steps)
         return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), states)
 
-    def fold(self, steps: Steps, *, linear: bool = True) -> list[Any]:
+    def fold(self, steps: Steps, kept: Sequence[int] = (), *, linear: bool = True) -> list[Any]:
         """Return the state of each step after all items, with its lanes joined.
 
-        ``linear``: a derivative needs no state. Otherwise one is stored for each tile.
+        ``kept``: the outputs that are returned whole after the states. ``linear``: a derivative
+        needs no state. Otherwise one is stored for each tile.
         """
-        if self.mask is not None:
-            row, steps = _that_count(self, self.mask, steps)
-            return row.fold(steps, linear=linear)
-        if self.is_whole or not self.size:
-            return self._at_once(steps)
-        if (lanes := self.levels[0].lanes) is not None:
+        if self.counts is not None:
+            row, steps = _that_count(self, self.counts, steps)
+            return row.fold(steps, kept, linear=linear)
+        if not self.size or not any(level.is_loop or level.lanes for level in self.levels):
+            return self._at_once(steps, kept)
+        if self.levels[0].lanes is not None:
             if self.back:
-                return _fold_in_lockstep(self, steps, linear=linear)
-            return self._in_lanes(steps, min(lanes, self.size, most_lanes() or lanes))
+                return self._in_lockstep(steps, kept, linear=linear)
+            return self._in_lanes(steps, kept, self.levels[0].lanes)
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
         level = dataclasses.replace(self.levels[at], linear=linear)
-        fun = self._tiles(steps, level, below)
-        each = level.chunks.length * math.prod(level.chunks.length for level in below)
+        fun = self._tiles(steps, kept, level, below)
+        each = math.prod(level.chunks.length for level in self.levels[at:])
         for level in reversed(around):
-            fun = self._item_by_item(fun, steps, level, each)
+            fun = self._item_by_item(fun, steps, len(kept), level, each)
             each *= level.chunks.length
         return fun(*self.leaves)
 
-    def _at_once(self, steps: Steps) -> list[Any]:
+    def _at_once(self, steps: Steps, kept: Sequence[int]) -> list[Any]:
         """Return the states of a row that is one tile, or empty."""
         outs, dtype = self.whole(), index_dtype(self.size)
         last = [jnp.moveaxis(out, 0, -1) for out in outs]
         tile = Tile(last, scalar(0, dtype), None, TileLanes(self.size, (), dtype))
-
-        def state(step: Accumulation | Whole) -> Any:
-            if isinstance(step, Whole):
-                return self.split(outs[step.output])
-            held = step.start(max(self.size, 1))
-            return step.end(step.step(held, tile)[0] if self.size else held, None)
-
-        return list(map(state, steps))
+        held = [step.start(max(self.size, 1)) for step in steps]
+        if self.size:
+            held, _ = steps_of(steps, held, tile)
+        return [*ends_of(steps, held, held), *(self.split(outs[i]) for i in kept)]
 
     def _tiles(
-        self, steps: Steps, level: LoopSpec, below: Sequence[LoopSpec]
+        self, steps: Steps, kept: Sequence[int], level: LoopSpec, below: Sequence[LoopSpec]
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
-        kept = {step.output for step in steps if isinstance(step, Whole)}
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
-        settings = {"is_expensive": self.is_expensive, "again": self.pure and again}
-        own = [step if isinstance(step, Whole) else in_tiles(step, **settings) for step in steps]
-        folds = _sinks_of(own, back=self.back, reduced=True)
+        own = [in_tiles(step, self.jaxpr, again=again) for step in steps]
+        folds = _sinks_of(own, kept, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
-            count = self.count_of_outputs
             # Outputs that are folded have the items of the levels on their last axes, in order.
+            def axes(place: int) -> list[int]:
+                return [0 if i in kept else -place for i in range(self.count_of_outputs)]
+
             item = self.item
             for place, inner in enumerate(reversed(below), start=1):
-                axes = [0 if i in kept else -place for i in range(count)]
                 size, numbered = inner.chunks.length, inner.numbered
-                item = vmap_level(item, inner.in_axes, size, axes, numbered=numbered)
-            axes = [0 if i in kept else -len(below) - 1 for i in range(count)]
-            sizes, dtype = tuple(inner.chunks.length for inner in below), index_dtype(self.size)
-            states = run_loop(
-                item, leaves, level, axes, folds, back=self.back, below=sizes, index_dtype=dtype
-            )
+                item = vmap_level(item, inner.in_axes, size, axes(place), numbered=numbered)
+            place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
+            lanes = {"below": sizes, "index_dtype": index_dtype(self.size)}
+            states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **lanes)
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
-            return [_found(row, *pair) for pair in zip(own, states, strict=True)]
+            found = [_found(row, *pair) for pair in zip(own, states, strict=False)]
+            return [*found, *states[len(own) :]]
 
         return loop
 
     def _item_by_item(
-        self, fun: Callable[..., list[Any]], steps: Steps, level: LoopSpec, each: int
+        self, fun: Callable[..., list[Any]], steps: Steps, kept: int, level: LoopSpec, each: int
     ) -> Callable[..., list[Any]]:
         """Return the loop over one level whose items are loops themselves."""
         length = level.chunks.length
         one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
-        axes = [0 if isinstance(step, Whole) else None for step in steps]
-        own = [
-            Whole(i) if isinstance(step, Whole) else Merged(i, step.accumulator, each)
-            for i, step in enumerate(steps)
-        ]
-        folds, dtype = _sinks_of(own, back=self.back), index_dtype(self.size)
+        own = [Merged(i, step.accumulator, each) for i, step in enumerate(steps)]
+        axes = [*[None] * len(own), *[0] * kept]
+        folds = _sinks_of(own, range(len(own), len(axes)), back=self.back)
         return lambda *leaves: run_loop(
-            fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=dtype
+            fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=index_dtype(self.size)
         )
 
-    def _in_lanes(self, steps: Steps, tile: int) -> list[Any]:
+    def _in_lanes(self, steps: Steps, kept: Sequence[int], lanes: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
-        folds, dtype = _sinks_of(steps, in_lanes=True), index_dtype(self.size)
-        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile, dtype)
-        return [
-            self.split(state) if isinstance(step, Whole) else state
-            for step, state in zip(steps, states, strict=True)
-        ]
+        folds, tile = _sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
+        tile = min(tile, most_lanes() or tile)
+        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile)
+        return [*states[: len(steps)], *map(self.split, states[len(steps) :])]
+
+    def _in_lockstep(self, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
+        """Fold a row whose items end by themselves, to be differentiated."""
+        is_ordered = any(isinstance(step.accumulator, Ordered) for step in steps)
+        loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
+        item, leaves, level, stored = loop
+        row = dataclasses.replace(self, item=item, leaves=tuple(leaves), levels=(level,))
+        states = row.fold(steps, kept, linear=linear)
+        return [*states[: len(steps)], *map(self.split, map(stored, states[len(steps) :]))]
 
 
-def _found(row: Row, step: Accumulation | Whole, state: Any) -> Any:
+def _found(row: Row, step: Accumulation, state: Any) -> Any:
     """Evaluate the tile of the best item again, if the tile is all that the step remembers."""
-    if isinstance(step, Whole) or not isinstance(step.accumulator, BlockArg):
+    if not isinstance(step.accumulator, BlockArg):
         return state
     (_, (first,)), (level, *below) = state, row.levels
     size = level.chunks.size
@@ -266,46 +241,30 @@ def _found(row: Row, step: Accumulation | Whole, state: Any) -> Any:
     return step.accumulator.in_tile(step.taken(tile.whole().__getitem__, None), first)
 
 
-def _fold_in_lockstep(row: Row, steps: Steps, *, linear: bool) -> list[Any]:
-    """Fold a row whose items end by themselves, to be differentiated."""
-    accumulators = [step.accumulator for step in steps if isinstance(step, Accumulation)]
-    is_ordered = any(isinstance(accumulator, Ordered) for accumulator in accumulators)
-    loop = in_lockstep(row.item, row.leaves, row.levels, sort=not is_ordered)
-    tiles = dataclasses.replace(row, item=loop.fun, leaves=tuple(loop.leaves), levels=(loop.level,))
-    return [
-        row.split(loop.stored(state)) if isinstance(step, Whole) else state
-        for step, state in zip(steps, tiles.fold(steps, linear=linear), strict=True)
-    ]
-
-
-def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
+def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tuple[Row, Steps]:
     """Return a row without a mask, and steps to which an item that is left out adds nothing."""
-    accumulations = [step for step in steps if isinstance(step, Accumulation)]
 
     def item(*leaves: Any) -> list[jax.Array]:
         # The loop itself would store the mask of each item for the derivative.
-        outs, counts = row.item(*leaves), mask.counts(*leaves)
-        for step in accumulations:
-            taken = step.taken(outs.__getitem__, counts)
+        outs, is_counted = row.item(*leaves), counts(*leaves)
+        for step in steps:
+            taken = step.taken(outs.__getitem__, is_counted)
             for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
                 outs[position] = out
         # In place of the mask of the item that may have been evaluated instead.
-        return [*outs, counts]
+        return [*outs, is_counted]
 
     own = row.count_of_outputs
-    masks = [None if x.accumulator.nothing() is not None else own for x in accumulations]
-    pairs = zip(accumulations, masks, strict=True)
-    changed = dataclasses.replace(row, item=item, count_of_outputs=own + 1, mask=None)
-    return changed, [dataclasses.replace(x, mask=at) for x, at in pairs]
+    changed = dataclasses.replace(row, item=item, count_of_outputs=own + 1, counts=None)
+    masks = [own if step.accumulator.nothing() is None else None for step in steps]
+    pairs = zip(steps, masks, strict=True)
+    return changed, [dataclasses.replace(step, mask=mask) for step, mask in pairs]
 
 
-def _sinks_of(steps: Sequence[Sink | Whole], **settings: bool) -> SinksOf:
+def _sinks_of(steps: Sequence[Sink], kept: Sequence[int], **settings: bool) -> SinksOf:
     """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
 
     def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-        return [
-            Store.of(outs, step.output, 0, chunks, **settings) if isinstance(step, Whole) else step
-            for step in steps
-        ]
+        return [*steps, *(Store.of(outs, i, 0, chunks, **settings) for i in kept)]
 
     return sinks

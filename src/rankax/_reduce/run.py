@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: MIT
 """The argument ``reduce``: how it is read, and the program of one item that it asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from rankax._base.arrays import too_many
 from rankax._base.functions import function_location, traced_as
-from rankax._base.trees import (
-    check_outputs,
-    leaves_with_names,
-    spread_prefix,
-    subtrees_with_entries,
-)
+from rankax._base.trees import check_outputs, leaves_with_names, subtrees_with_entries
 from rankax._base.words import listed, plural
-from rankax._reduce.gram import Gram
 from rankax._reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
-from rankax._reduce.sums import All, AnyOf, LogSumExp, Mean, Prod, Sum
+from rankax._reduce.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax._trace.item import ItemProgram, trace_item
 
@@ -43,10 +36,6 @@ _OTHER_NAMES = {
 }
 
 
-def _is_place(node: Any) -> bool:
-    return isinstance(node, range)
-
-
 @dataclasses.dataclass(frozen=True)
 class Reductions:
     """The argument ``reduce``: a tree of reductions.
@@ -55,7 +44,7 @@ class Reductions:
     the leaf is `Several`. The results have the structure ``structure``.
 
     ``of_run`` is the number of items in all runs if each row is only one run; `reduce_row` then
-    returns states for `merge.py`. None: rows are whole.
+    returns states for `RunStates`. None: rows are whole.
     """
 
     entries: tuple[Reduction, ...]
@@ -64,21 +53,24 @@ class Reductions:
     places: tuple[range, ...]
     of_run: int | None = None
 
-    @property
-    def prefix(self) -> Any:
-        """The tree of the places."""
-        return self.tree.unflatten(self.places)
+    def subtrees(self, out: Any) -> list[tuple[str, Any, range]]:
+        """Return the name of each part of the output of an item, the part, and its places."""
+        prefix, name = self.tree.unflatten(self.places), "output"
+        found = subtrees_with_entries(
+            prefix, out, name, is_entry=lambda node: isinstance(node, range), what="reduction"
+        )
+        return list(found)
 
     def of_outputs(self, out: Any) -> list[Reduction]:
         """Return an entry of each leaf of the output of an item."""
-        places = spread_prefix(self.prefix, out, "output", is_entry=_is_place, what="reduction")
-        return [self.entries[place.start] for place in places]
+        triples = self.subtrees(out)
+        return [self.entries[at.start] for _, tree, at in triples for _ in jax.tree.leaves(tree)]
 
-    def for_runs(self, size: int) -> Reductions:
+    def for_runs(self, size: int) -> Self:
         """Return the same for runs of ``size`` items."""
         return dataclasses.replace(self, of_run=size)
 
-    def of_items(self, where: str | int) -> Reductions:
+    def of_items(self, where: str | int) -> Self:
         """Return the same for the items that count."""
         entries = tuple(entry.of_items(where) for entry in self.entries)
         return dataclasses.replace(self, entries=entries)
@@ -87,6 +79,16 @@ class Reductions:
     def are_ordered(self) -> bool:
         """Whether one of them takes the items in order."""
         return any(entry.is_ordered for entry in self.entries)
+
+    def each(self, outputs: Sequence[Outputs], *values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return each entry with its outputs and its values."""
+        return list(zip(self.entries, outputs, *values, strict=True))
+
+    def assembled(self, outputs: Sequence[Outputs], values: Sequence[Any]) -> Any:
+        """Return the result, once all maps are done. States are returned as they are."""
+        if self.of_run is None:
+            values = [entry.assemble(*own) for entry, *own in self.each(outputs, values)]
+        return self.structure.unflatten(values)
 
     def __str__(self) -> str:
         return listed(list(dict.fromkeys(entry.label for entry in self.entries)))
@@ -153,47 +155,11 @@ def checked_where(value: Any, where: str) -> str | int | None:
     return value
 
 
-class Reduced(NamedTuple):
-    """A reduced row, as flat arrays that can be mapped, and what turns them into the result."""
+@jax.tree_util.register_static
+class _Path(str):
+    """The name of an output, as part of the structure of a pytree."""
 
-    arrays: list[Any]
-    reductions: Reductions
-    outputs: tuple[Outputs, ...]
-    structure: Any  # of the values: results, or states with `Reductions.of_run`
-
-    @classmethod
-    def of(
-        cls, values: Sequence[Any], reductions: Reductions, outputs: tuple[Outputs, ...]
-    ) -> Reduced:
-        """Flatten one value for each reduction."""
-        arrays, structure = jax.tree.flatten(list(values))
-        return cls(arrays, reductions, outputs, structure)
-
-    @property
-    def values(self) -> list[Any]:
-        """One value for each reduction."""
-        return self.structure.unflatten(self.arrays)
-
-    @property
-    def is_kept(self) -> list[bool]:
-        """Whether an array still has the reduced levels in front."""
-        return [
-            reduction.is_kept
-            for reduction, value in zip(self.reductions.entries, self.values, strict=True)
-            for _ in jax.tree.leaves(value)
-        ]
-
-    def with_arrays(self, arrays: Sequence[Any]) -> Reduced:
-        """Return the same with other arrays."""
-        return self._replace(arrays=list(arrays))
-
-    def assembled(self) -> Any:
-        """Return the result, once all maps are done. States are returned as they are."""
-        values = self.values
-        if self.reductions.of_run is None:
-            triples = zip(self.reductions.entries, self.outputs, values, strict=True)
-            values = [reduction.assemble(outputs, value) for reduction, outputs, value in triples]
-        return self.reductions.structure.unflatten(values)
+    __slots__ = ()
 
 
 def trace_reduced(
@@ -218,76 +184,64 @@ def trace_reduced(
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """
     where = where or function_location(fun)
-    traces: list[tuple[list[tuple[str, Any]], list[Any]]] = []
+    keys = [entry.where for entry in reductions.entries if entry.where is not None]
+    masks = list(dict.fromkeys(keys))
 
     @traced_as(fun)
-    def lifted(*items: Any) -> list[Any]:
+    def lifted(*items: Any) -> Any:
         out = fun(*items)
         check_outputs(fun, out)
-        trees, masks = _by_reduction(where, out, reductions)
-        # Types, because a tracer kept here would be a leak.
-        types = [(path, jax.tree.map(jax.typeof, tree)) for path, tree in trees]
-        traces.append((types, list(masks)))
-        return [*jax.tree.leaves([tree for _, tree in trees]), *masks.values()]
+        return _by_reduction(where, out, reductions, masks)
 
     item = trace_item(lifted, lambda *items: (items, {}), avals, 0)
-    outputs: list[Outputs] = []
     # Without the mesh of what the kernel closes over: each device reduces its own part.
-    out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in item.closed.out_avals]
-    pairs, masks = traces[-1]
-    first, end = 0, len(item.closed.out_avals) - len(masks)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in item.closed.out_avals]
+    outputs: list[Outputs] = []
+    pairs, _ = item.out_tree.unflatten(types)
+    end = 0
     for (path, tree), entry in zip(pairs, reductions.entries, strict=True):
-        structure = jax.tree.structure(tree)
-        outs = out_types[first : first + structure.num_leaves]
+        leaves, structure = jax.tree.flatten(tree)
+        first, end = end, end + len(leaves)
         names = tuple(name for name, _ in leaves_with_names(tree, path))
-        mask = None if entry.where is None else end + masks.index(entry.where)
-        outputs.append(Outputs(path, names, structure, tuple(outs), first, mask, total))
-        first += structure.num_leaves
-    _check(reductions, outputs, where)
+        positions = tuple(range(first, end))
+        mask = None if entry.where is None else masks.index(entry.where) - len(masks) + len(types)
+        own = Outputs(path, names, structure, tuple(leaves), positions, mask, total)
+        _check(entry, own, where)
+        outputs.append(own)
     return dataclasses.replace(item, where=where, outputs=tuple(outputs))
 
 
-def _check(reductions: Reductions, outputs: Sequence[Outputs], where: str) -> None:
+def _check(reduction: Reduction, outputs: Outputs, where: str) -> None:
     """Refuse outputs that cannot be reduced."""
-    for reduction, own in zip(reductions.entries, outputs, strict=True):
-        try:
-            if not reduction.is_kept:
-                _check_numbers(own)
-            reduction.check(own, own.total)
-        except MisfitError as error:
-            raise ValueError(
-                f"{where}: it cannot be reduced by {reduction.label}: {error}"
-            ) from None
-        if own.total < reduction.least_items:
-            raise ValueError(
-                f"{where}: {reduction.label} needs at least "
-                f"{plural(reduction.least_items, 'item')}; the reduced axes have {own.total}"
-            )
+    try:
+        _check_fit(reduction, outputs)
+    except MisfitError as error:
+        raise ValueError(f"{where}: it cannot be reduced by {reduction.label}: {error}") from None
+    if outputs.total < reduction.least_items:
+        raise ValueError(
+            f"{where}: {reduction.label} needs at least "
+            f"{plural(reduction.least_items, 'item')}; the reduced axes have {outputs.total}"
+        )
 
 
 def _by_reduction(
-    where: str, out: Any, reductions: Reductions
-) -> tuple[list[tuple[str, Any]], dict[Any, Any]]:
+    where: str, out: Any, reductions: Reductions, keys: Sequence[str | int]
+) -> tuple[list[tuple[_Path, Any]], list[Any]]:
     """Split the output of an item by reduction, and lift it; return the masks, too."""
-    names = {entry.where: None for entry in reductions.entries if entry.where is not None}
     out, counts = out if isinstance(out, Marked) else (out, True)
     try:
-        masks = {name: ("", counts) if name == FILL else find_mask(out, name) for name in names}
-        subtrees = list(
-            subtrees_with_entries(
-                reductions.prefix, out, "output", is_entry=_is_place, what="reduction"
-            )
-        )
+        masks = {key: ("", counts) if key == FILL else find_mask(out, key) for key in keys}
+        subtrees = reductions.subtrees(out)
     except ValueError as error:
         hint = "; for more than one reduction of an output, use rankax.reductions.Several"
         is_array = "is an array" in str(error)
         raise ValueError(f"{where}: {error}{hint if is_array else ''}") from None
-    pairs: list[tuple[str, Any]] = []
+    pairs: list[tuple[_Path, Any]] = []
     for path, tree, place in subtrees:
         for entry in reductions.entries[place.start : place.stop]:
             own = tree if entry.where is None else without(tree, path, masks[entry.where][0])
-            pairs.append((path, entry.lifted(own)))
-    return pairs, {name: mask & counts for name, (_, mask) in masks.items()}
+            pairs.append((_Path(path), entry.lifted(own)))
+    return pairs, [mask & counts for _, mask in masks.values()]
 
 
 def find_mask(out: Any, where: str | int) -> tuple[str, Any]:
@@ -319,7 +273,11 @@ def without(tree: Any, path: str, name: str) -> Any:
     return structure.unflatten(leaves)
 
 
-def _check_numbers(outputs: Outputs) -> None:
+def _check_fit(reduction: Reduction, outputs: Outputs) -> None:
     for name, aval in zip(outputs.names, outputs.avals, strict=True):
-        if not jnp.issubdtype(aval.dtype, jnp.number) and aval.dtype != jnp.bool_:
+        is_number = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
+        if not (is_number or reduction.is_kept):
             raise MisfitError(f"{name} holds {aval.dtype}, and no numbers")
+    reduction.check(outputs, outputs.total)
+    if reduction.finds_items and (words := too_many(outputs.total)):
+        raise MisfitError(words)

@@ -9,15 +9,13 @@ more than 16 numbers are joined in every step, because their lanes would not fit
 (`Accumulation.is_wide`).
 
 The lanes are the last axis of each array of a state; the other axes are the core axes of an output.
-The states of several runs of items are lanes, too: `join` merges them (`merge.py`).
+The states of several runs of items are lanes, too: `join_runs` merges them (`passes.py`).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,34 +30,36 @@ State = Any  # a pytree of arrays, each with the lanes on the last axis
 _MOST_PER_LANE = 16  # numbers; larger lanes would not fit the cache together
 
 
-class Accumulator:
+class Accumulator(Protocol):
     """The fold of one output, or of all outputs of one reduction (`Ordered`)."""
+
+    #: The shape of the output, if each lane has such a state.
+    core: tuple[int, ...]
 
     #: Whether an item may be added twice.
     may_repeat = False
 
     def start(self, lanes: int) -> State:
         """Return the state of no items."""
-        raise NotImplementedError
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         """Add one tile; ``index`` holds the flat index of its item in each lane.
 
         ``counts``: which items count; `nothing` is already in place of the others.
         """
-        raise NotImplementedError
 
     def nothing(self) -> Any:
         """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
-        return None
 
     def merge(self, first: State, second: State) -> State:
         """Merge two states lane by lane; the items of the first precede those of the second."""
-        raise NotImplementedError
 
     def join(self, state: State) -> State:
         """Merge the lanes of a state into one. Only the lanes of `Ordered` must be in order."""
-        raise NotImplementedError
+
+    def join_runs(self, states: State) -> State:
+        """Merge the states of runs, which are on axis 0 of each array, into one."""
+        return self.join(jax.tree.map(_in_a_row, states))
 
     def renumber(self, state: State, place: Callable[[jax.Array], jax.Array]) -> State:
         """Replace each index in a state by its ``place``."""
@@ -75,13 +75,12 @@ class Accumulation(Sink):
 
     outputs: int | tuple[int, ...]
     accumulator: Accumulator
-    core: tuple[int, ...] = ()  # the shape of the largest output
     mask: int | None = None  # the output that says whether the item counts
 
     @property
     def is_wide(self) -> bool:
         """Whether the lanes of each tile are joined at once because their states are large."""
-        return math.prod(self.core) > _MOST_PER_LANE
+        return math.prod(self.accumulator.core) > _MOST_PER_LANE
 
     def taken(self, outs: Callable[[int], Any], counts: jax.Array | None) -> Any:
         """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""
@@ -131,15 +130,8 @@ class Merged(Sink):
         return held
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """An output that is stored whole beside those that are accumulated."""
-
-    output: int
-
-
-def in_a_row(rows: jax.Array) -> jax.Array:
-    """Move axis 0, of rows or runs, into the lanes."""
+def _in_a_row(rows: jax.Array) -> jax.Array:
+    """Move axis 0 into the lanes."""
     return lax.collapse(jnp.moveaxis(rows, 0, -2), rows.ndim - 2)
 
 
@@ -173,11 +165,21 @@ _IDEMPOTENT = (lax.max, lax.min, lax.bitwise_or, lax.bitwise_and)
 
 
 @dataclasses.dataclass(frozen=True)
-class Elementwise(Accumulator):
-    """One associative and commutative function of two arrays, such as `jax.numpy.maximum`."""
+class InLanes(Accumulator):
+    """An accumulator that has a state of the shape of its output in each lane."""
 
     core: tuple[int, ...]
     dtype: Any  # of the computation
+
+    def full(self, value: Any, dtype: Any, lanes: int) -> jax.Array:
+        """Return an array of one number."""
+        return fill(value, dtype, (*self.core, lanes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise(InLanes):
+    """One associative and commutative function of two arrays, such as `jax.numpy.maximum`."""
+
     identity: Any
     combine: Callable[[Any, Any], Any]
     reduce: Callable[..., Any]  # the same along an axis, such as `jax.numpy.max`
@@ -187,7 +189,7 @@ class Elementwise(Accumulator):
         return self.combine in _IDEMPOTENT
 
     def start(self, lanes: int) -> State:
-        return fill(self.identity, self.dtype, (*self.core, lanes))
+        return self.full(self.identity, self.dtype, lanes)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         return self.combine(state, tile.astype(self.dtype))
@@ -202,36 +204,28 @@ class Elementwise(Accumulator):
         return self.reduce(state, axis=-1, keepdims=True).astype(self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class LogSumExpOf(Accumulator):
+class LogSumExpOf(InLanes):
     """The largest real part so far, and the sum of the exponentials relative to it."""
-
-    core: tuple[int, ...]
-    dtype: Any
 
     def start(self, lanes: int) -> State:
         # The smallest number instead of -inf, because -inf - -inf is NaN.
-        shape, real = (*self.core, lanes), jnp.finfo(self.dtype)
-        return fill(real.min, real.dtype, shape), fill(0, self.dtype, shape)
+        real = jnp.finfo(self.dtype)
+        return self.full(real.min, real.dtype, lanes), self.full(0, self.dtype, lanes)
 
     def nothing(self) -> jax.Array:
         return scalar(-jnp.inf, self.dtype)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        largest, total = state
         x = tile.astype(self.dtype)
+        scaled = jnp.ones_like(x)  # the exponential of an item relative to its real part
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
-            is_nothing = x.real == -jnp.inf
-            return self.merge(state, (x.real, jnp.where(is_nothing, jnp.zeros_like(x), turned)))
-        # One exponential serves both cases, because that of the larger is 1.
-        ratio = jnp.exp(-jnp.abs(_difference(x, largest)))
-        grew = x > largest
-        total = jnp.where(grew, total * ratio + 1, total + ratio)
-        return jnp.where(grew, x, largest), total
+            scaled = jnp.where(x.real == -jnp.inf, jnp.zeros_like(x), turned)
+        return self.merge(state, (x.real, scaled))
 
     def merge(self, first: State, second: State) -> State:
         (m, a), (n, b) = first, second
+        # One exponential serves both cases, because that of the larger is 1.
         ratio = jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
         return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
 
@@ -247,8 +241,7 @@ def _difference(x: Any, y: Any) -> Any:
     return jnp.where(x == y, jnp.zeros_like(x), x - y)
 
 
-@dataclasses.dataclass(frozen=True)
-class MomentsOf(Accumulator):
+class MomentsOf(InLanes):
     """Count, mean, and the sum of squared distances from it.
 
     They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
@@ -257,13 +250,10 @@ class MomentsOf(Accumulator):
     changes nothing.
     """
 
-    core: tuple[int, ...]
-    dtype: Any
-
     def start(self, lanes: int) -> State:
-        shape = (*self.core, lanes)
         real = jnp.finfo(self.dtype).dtype
-        return fill(0, real, (lanes,)), fill(0, self.dtype, shape), fill(0, real, shape)
+        count = fill(0, real, (lanes,))
+        return count, self.full(0, self.dtype, lanes), self.full(0, real, lanes)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         count, mean, squares = state
@@ -311,6 +301,32 @@ def _finite(x: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Outer(Accumulator):
+    """The sum of outer products of two vectors of each item. Its state has one lane."""
+
+    length: int
+    dtype: Any
+
+    core = ()
+
+    def start(self, lanes: int) -> State:
+        return fill(0, self.dtype, (self.length, self.length, 1))
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        first, second = (x.astype(self.dtype) for x in tile)
+        return state + lax.expand_dims(first @ second.T, (2,))
+
+    def nothing(self) -> Any:
+        return (scalar(0, self.dtype),) * 2
+
+    def merge(self, first: State, second: State) -> State:
+        return first + second
+
+    def join(self, state: State) -> State:
+        return jnp.sum(state, axis=-1, keepdims=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Ordered(Accumulator):
     """Any monoid, whose items are merged in order.
 
@@ -321,9 +337,7 @@ class Ordered(Accumulator):
     identity: Any  # a pytree of NumPy arrays
     combine: Callable[[Any, Any], Any]  # of states with lanes on axis 0
 
-    def __hash__(self) -> int:
-        # A user-defined function may change between calls and stay the same object.
-        raise TypeError("unhashable: it holds a user-defined function")
+    core = ()
 
     def start(self, lanes: int) -> State:
         return jax.tree.map(lambda x: jax.device_put(x[None]), self.identity)
@@ -333,24 +347,23 @@ class Ordered(Accumulator):
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         lanes_first = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), tile)
-        return self.merge(state, merge_neighbours(self.combine, lanes_first, index.shape[0]))
+        return self.merge(state, self.join(lanes_first))
 
     def merge(self, first: State, second: State) -> State:
         return self.combine(first, second)
 
     def join(self, state: State) -> State:
-        return merge_neighbours(self.combine, state, jax.tree.leaves(state)[0].shape[0])
+        count = jax.tree.leaves(state)[0].shape[0]
+        while count > 1:
+            even = count // 2 * 2
+            pairs = [_slice(state, start, even, 2) for start in range(2)]
+            merged, rest = self.combine(*pairs), _slice(state, even, count)
+            state = jax.tree.map(lambda a, b: lax.concatenate([a, b], 0), merged, rest)
+            count -= count // 2
+        return state
 
-
-def merge_neighbours(combine: Callable[[Any, Any], Any], states: Any, count: int) -> Any:
-    """Merge ``count`` states on axis 0 into one, in order."""
-    while count > 1:
-        even = count // 2 * 2
-        pairs = [_slice(states, start, even, 2) for start in range(2)]
-        merged, rest = combine(*pairs), _slice(states, even, count)
-        states = jax.tree.map(lambda a, b: lax.concatenate([a, b], 0), merged, rest)
-        count -= count // 2
-    return states
+    def join_runs(self, states: State) -> State:
+        return self.join(jax.tree.map(lambda x: lax.collapse(x, 0, 2), states))
 
 
 def _slice(tree: Any, start: int, stop: int, step: int = 1) -> Any:

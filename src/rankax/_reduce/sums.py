@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reductions to which every item contributes: sums and the like."""
-
-from __future__ import annotations
+"""Reductions to which every item contributes: sums and the like, and any monoid."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,41 +8,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
+from jax.flatten_util import ravel_pytree
 
 from rankax._base.arrays import has_tangent, scalar
-from rankax._reduce.protocol import (
-    EachLeaf,
-    MisfitError,
-    Outputs,
-    count_dtype,
-    counting,
-    dtype_of,
-    wide,
-)
+from rankax._base.checks import check_callable
+from rankax._base.trees import check_leaves, leaves_with_names
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype, dtype_of
 from rankax._reduce.row import Row
-from rankax._reduce.states import (
-    Accumulation,
-    Accumulator,
-    Elementwise,
-    LogSumExpOf,
-    MomentsOf,
-    Ordered,
-    fill,
-)
+from rankax._reduce.states import Accumulation, Elementwise, LogSumExpOf, MomentsOf, Ordered, Outer
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which floats of less than 32 bits are accumulated."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def _sum(row: Row, aval: Any, dtype: Any) -> Any:
     """Sum the only output of a row; as a state, which has one lane."""
     accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
-    return row.fold([Accumulation(0, accumulator, aval.shape)])[0]
+    return row.fold([Accumulation(0, accumulator)])[0]
 
 
 class _Average(EachLeaf):
     """A reduction that divides by the number of items; with a mask, that is its last state."""
 
     def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
-        count = [] if outputs.mask is None else [counting(outputs)]
+        count = [] if outputs.mask is None else [outputs.counting()]
         return [*super().accumulations(outputs, size), *count]
 
     def differentiable(self, outputs: Outputs, row: Row) -> Any:
@@ -68,7 +59,7 @@ class _Accumulated(EachLeaf):
         """Return the dtype of the result, which is that of `jax.numpy`."""
         return dtype_of(type(self).function, aval)
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> Elementwise:
         dtype = wide(self.dtype(aval))
         return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
 
@@ -111,7 +102,7 @@ class Prod(_Accumulated):
         dtype = wide(self.dtype(aval))
         row = row.then(lambda outs: outs[position].astype(dtype))
         ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
-        (state,) = row.fold([Accumulation(0, ordered, aval.shape)], linear=False)
+        (state,) = row.fold([Accumulation(0, ordered)], linear=False)
         return jnp.moveaxis(state, 0, -1)
 
 
@@ -136,13 +127,8 @@ class All(_Accumulated):
 
 
 class _Continuous(EachLeaf):
-    def check(self, outputs: Outputs, count: int) -> None:
-        for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if not has_tangent(aval):
-                raise MisfitError(
-                    f"{name} has dtype {aval.dtype}, and {self.name} needs floats; return it as "
-                    "a float"
-                )
+    def misfit(self, aval: Any) -> str:
+        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +138,7 @@ class LogSumExp(_Continuous):
     name = "logsumexp"
     function = staticmethod(jax.nn.logsumexp)
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
         return LogSumExpOf(aval.shape, wide(aval.dtype))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
@@ -164,7 +150,7 @@ class LogSumExp(_Continuous):
         real = jnp.finfo(dtype).dtype
         parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
         largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
-        (state,) = parts.fold_constants([Accumulation(0, largest, aval.shape)])
+        (state,) = parts.fold_constants([Accumulation(0, largest)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: jnp.exp(outs[position].astype(dtype) - top))
         return state, _sum(scaled, aval, dtype)
@@ -186,21 +172,18 @@ class Moments(_Average, _Continuous):
     """
 
     name = "moments"
-    numbers_items = True
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         count = _count(row.size)
         return [MomentsResult(count, jnp.mean(out, axis=0), jnp.var(out, axis=0)) for out in outs]
 
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
+    def accumulator(self, aval: Any, size: int) -> MomentsOf:
         return MomentsOf(aval.shape, wide(aval.dtype))
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
         _, mean, squares = (x[..., 0] for x in state)
-        if isinstance(size, int):
-            mean = mean if size else jnp.full_like(mean, jnp.nan)
-        elif self.where is not None:
-            mean = jnp.where(size == scalar(0, size.dtype), jnp.full_like(mean, jnp.nan), mean)
+        is_empty = size == 0 if isinstance(size, int) else size == scalar(0, size.dtype)
+        mean = jnp.where(is_empty, jnp.full_like(mean, jnp.nan), mean)
         variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
         return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
 
@@ -208,7 +191,7 @@ class Moments(_Average, _Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: outs[position].astype(dtype))
-        count, number = row.count, fill(row.size, real, (1,))
+        count, number = row.count, lax.expand_dims(scalar(row.size, real), (0,))
         if self.where is not None:
             # The mean of no items is 0 in a state, as at the start of a loop.
             number = lax.expand_dims(count.astype(real), (0,))
@@ -229,3 +212,171 @@ def _count(size: int | jax.Array) -> jax.Array:
 
 def _number(size: int | jax.Array, dtype: Any) -> Any:
     return float(size) if isinstance(size, int) else size.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gram(Reduction):
+    """The sum of the outer products of the items with themselves, each item as a flat vector.
+
+    Equivalent to ``x.conj().T @ x``, where row ``i`` of ``x`` is
+    ``jax.flatten_util.ravel_pytree(output)[0]`` of item ``i``.
+
+    Parameters
+    ----------
+    weights : array or pytree, optional
+        How much each row of a Jacobian counts, in the structure of the outputs or flat. Only for
+        `rankax.chunked_jacfwd`, `rankax.chunked_jacrev` and `rankax.chunked_hessian`.
+    """
+
+    weights: Any = None
+
+    name = "gram"
+    is_sum = True
+
+    def __post_init__(self) -> None:
+        check_leaves("Gram", self.weights, "weights")
+
+    def __hash__(self) -> int:  # arrays have none
+        return hash((self.where, id(self.weights)))
+
+    def lifted(self, out: Any) -> tuple[Any, Any]:
+        vector, _ = ravel_pytree(out)
+        return jnp.conj(vector), vector
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        if self.weights is not None:
+            raise MisfitError("its weights are those of the rows of a Jacobian; scale the output")
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [outs[0].T @ outs[1]]
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        aval = outputs.avals[1]
+        product = Outer(aval.size, wide(aval.dtype))
+        return [Accumulation(outputs.positions, product, mask=outputs.mask)]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        return [state[0][..., 0].astype(outputs.avals[1].dtype)]
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        return values[0]
+
+
+class WeightedGram(Gram):
+    """The same of pairs of an item and its weight."""
+
+    def lifted(self, out: Any) -> tuple[Any, Any]:
+        first, vector = super().lifted(out[0])
+        return first * out[1].astype(first.dtype), vector
+
+
+class Fold(Reduction):
+    """Any monoid: ``finish(merge(merge(identity, lift(item_0)), lift(item_1)) ...)``.
+
+    Parameters
+    ----------
+    identity : pytree of arrays or numbers
+        The state of no items: ``merge(identity, s)`` is ``s``.
+    lift : callable
+        Takes the output of one item and returns a state with the structure, shapes and dtypes of
+        ``identity``.
+    merge : callable
+        Takes the states of two adjacent runs of items, the earlier one first, and returns the state
+        of both. It must be associative, but need not be commutative.
+    finish : callable, optional
+        Takes the last state and returns the result. By default, the state itself.
+    where : str or int, optional
+        As in `rankax.auto_vmap`.
+
+    Notes
+    -----
+    A derivative stores one state for each tile of a row.
+    """
+
+    name = "Fold"
+    is_ordered = True
+
+    def __init__(
+        self,
+        identity: Any,
+        lift: Callable[[Any], Any],
+        merge: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any] | None = None,
+        *,
+        where: str | int | None = None,
+    ) -> None:
+        super().__init__(where=where)
+        check_leaves("Fold", identity, "identity")
+        check_callable(lift, "Fold", "lift")
+        check_callable(merge, "Fold", "merge")
+        if finish is not None:
+            check_callable(finish, "Fold", "finish")
+        self.identity = identity
+        self.lift = lift
+        self.merge = merge
+        self.finish = finish
+
+    def lifted(self, out: Any) -> Any:
+        return self.lift(out)
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        self._check_constants()
+        state = outputs.structure.unflatten(outputs.avals)
+        merged = jax.eval_shape(self.merge, state, state)
+        for which, tree in (("identity", self.identity), ("what merge returns", merged)):
+            structure = jax.tree.structure(tree)
+            if structure != outputs.structure:
+                raise MisfitError(
+                    f"lift returns a state of structure {outputs.structure}, but {which} has "
+                    f"{structure}"
+                )
+            for (name, leaf), aval in zip(leaves_with_names(tree, ""), outputs.avals, strict=True):
+                weak = which == "identity" and isinstance(leaf, (bool, int, float, complex))
+                dtype = aval.dtype if weak else jnp.result_type(leaf)
+                if jnp.shape(leaf) != aval.shape or dtype != aval.dtype:
+                    raise MisfitError(
+                        f"lift returns a state of shape {aval.shape} and dtype {aval.dtype}"
+                        f"{name and f' at {name}'}, but {which} has shape {jnp.shape(leaf)} and "
+                        f"dtype {dtype} there"
+                    )
+
+    def _check_constants(self) -> None:
+        """Refuse traced arrays that a derivative would miss."""
+        held = [
+            cell.cell_contents
+            for fun in (self.merge, self.finish)
+            for cell in getattr(fun, "__closure__", None) or ()
+        ]
+        if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves([self.identity, held])):
+            raise MisfitError(
+                "its identity, merge or finish holds an array that JAX is tracing; let lift put "
+                "it into the state"
+            )
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        ordered = self._ordered(outputs)
+        state = ordered.start(1)
+        if row.size:
+            state = ordered.merge(state, ordered.join(tuple(outs)))
+        return self.finish_state(outputs, [state], row.size)
+
+    def _ordered(self, outputs: Outputs) -> Ordered:
+        """Return the accumulator of tuples of leaves."""
+        leaves = zip(jax.tree.leaves(self.identity), outputs.avals, strict=True)
+        identity = tuple(np.asarray(leaf, aval.dtype) for leaf, aval in leaves)
+        unflatten = outputs.structure.unflatten
+
+        def merge(first: Any, second: Any) -> Any:
+            return tuple(jax.tree.leaves(self.merge(unflatten(first), unflatten(second))))
+
+        return Ordered(identity, jax.vmap(merge))
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        return [Accumulation(outputs.positions, self._ordered(outputs), outputs.mask)]
+
+    def finish_state(self, outputs: Outputs, state: Sequence[Any], size: int) -> Any:
+        whole = outputs.structure.unflatten([x[0] for x in state[0]])
+        return whole if self.finish is None else self.finish(whole)
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        return values

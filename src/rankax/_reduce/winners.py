@@ -6,10 +6,10 @@ state needs their outputs, which no other run can evaluate. `Max` and `Min` do s
 differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +18,11 @@ from jax import lax
 from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
 from rankax._base.checks import check_bool, positive_int
 from rankax._base.words import listed
-from rankax._reduce.extrema import (
-    Arg,
-    Top,
-    first_k,
-    if_found,
-    no_index,
-    renumbered,
-    sort_key,
-    worst_value,
-)
-from rankax._reduce.protocol import (
-    EachLeaf,
-    MisfitError,
-    Outputs,
-    Place,
-    Reduction,
-    dtype_of,
-)
+from rankax._reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
+from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
 from rankax._reduce.row import Row
 from rankax._reduce.states import Accumulation, Accumulator, Elementwise
 from rankax._trace.derivatives import call_with_derivative_of
-
-
-def _check_places(count: int) -> None:
-    if words := too_many(count):
-        raise MisfitError(words)
 
 
 class _Compared(EachLeaf):
@@ -51,23 +30,18 @@ class _Compared(EachLeaf):
 
     least_items = 1
 
-    def check(self, outputs: Outputs, count: int) -> None:
-        for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-                raise MisfitError(
-                    f"{name} has dtype {aval.dtype}, and complex numbers have no order"
-                )
-        if self.numbers_items:
-            _check_places(count)
+    def misfit(self, aval: Any) -> str:
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        return "complex numbers have no order" if is_complex else ""
 
 
 class _ArgExtremum(_Compared):
     largest = False
-    numbers_items = True
+    finds_items = True
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
-        some = self.where is not None
-        return Arg(aval.shape, aval.dtype, index_dtype(size), self.largest, some)
+        settings = aval.shape, aval.dtype, index_dtype(size), self.largest
+        return Arg(*settings, some=self.where is not None)
 
     def result(self, state: Any, aval: Any, size: int) -> Any:
         index = state[1][..., 0]
@@ -107,9 +81,7 @@ class _Extremum(_Compared):
         return state[..., 0]
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        def extreme(out: jax.Array) -> jax.Array:
-            return type(self).function(out, axis=0)
-
+        extreme = functools.partial(type(self).function, axis=0)
         return [call_with_derivative_of(self._first, extreme, out) for out in outs]
 
     def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
@@ -165,17 +137,16 @@ class FirstK(_Compared):
     """The first ``k`` items in descending or ascending order: what `TopK` and `BottomK` share."""
 
     k: int
-    largest: ClassVar[bool]
-    _word: ClassVar[str]
 
-    numbers_items = True
+    largest = True
+    finds_items = True
 
     def __post_init__(self) -> None:
-        positive_int(self.k, self._word, "k")
+        positive_int(self.k, type(self).__name__, "k")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{self._word}({self.k})"
+        return f"{type(self).__name__}({self.k})"
 
     @property
     def least_items(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -192,45 +163,37 @@ class FirstK(_Compared):
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
-        settings = self.k, self.largest, self.where is not None
-        return Top(aval.shape, dtype, index_dtype(size), *settings)
+        settings = aval.shape, dtype, index_dtype(size), True, self.k, self.largest
+        return Top(*settings, some=self.where is not None)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
 
-        def result(state: Any, aval: Any, position: int) -> TopKResult:
+        def result(state: Any, position: int) -> TopKResult:
             indices = jnp.moveaxis(state[1], -1, 0)
-            if not row.size:
-                return TopKResult(jnp.zeros(indices.shape, aval.dtype), indices)
             return TopKResult(jax.vmap(lambda index: row.pick(index, position))(indices), indices)
 
-        return list(map(result, states, outputs.avals, outputs.positions))
+        return list(map(result, states, outputs.positions))
 
-    def renumber(self, outputs: Outputs, state: list[TopKResult], place: Place) -> Any:
-        return [TopKResult(values, renumbered(indices, place)) for values, indices in state]
+    def merge_states(self, outputs: Outputs, states: list[Any]) -> Any:
+        def merge(runs: Sequence[jax.Array]) -> TopKResult:
+            values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in runs)
+            keys = sort_key(lax.stop_gradient(values), largest=self.largest)
+            is_empty = indices == no_index(indices.dtype)
+            keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
+            at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+            _, indices, at = first_k(self.k, keys, indices, at)
+            values = jnp.take_along_axis(values, at, axis=-1)
+            return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
 
-    def merge_states(self, outputs: Outputs, states: list[TopKResult]) -> Any:
-        return list(map(self._merge_leaf, states))
+        return list(map(merge, states))
 
-    def _merge_leaf(self, states: TopKResult) -> TopKResult:
-        values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in states)
-        keys = sort_key(lax.stop_gradient(values), largest=self.largest)
-        is_empty = indices == no_index(indices.dtype)
-        keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
-        at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-        _, indices, at = first_k(self.k, keys, indices, at)
-        values = jnp.take_along_axis(values, at, axis=-1)
-        return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
-
-    def finish_state(self, outputs: Outputs, state: list[TopKResult], size: int) -> Any:
-        if outputs.mask is None:
-            return state
-
-        def result(values: Any, indices: Any) -> TopKResult:
-            worst = worst_value(values.dtype, largest=self.largest)
-            return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
-
-        return [result(*own) for own in state]
+    def result(self, state: Any, aval: Any, size: Any) -> TopKResult:
+        values, indices = state
+        if self.where is None:
+            return TopKResult(values, indices)
+        worst = worst_value(aval.dtype, largest=self.largest)
+        return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
 
     def with_places(self, result: Any, place: Place) -> Any:
         def placed(top: TopKResult) -> TopKResult:
@@ -248,9 +211,6 @@ class TopK(FirstK):
     the place of the reduced ones.
     """
 
-    largest = True
-    _word = "TopK"
-
 
 @dataclasses.dataclass(frozen=True)
 class BottomK(FirstK):
@@ -260,7 +220,6 @@ class BottomK(FirstK):
     """
 
     largest = False
-    _word = "BottomK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +243,7 @@ class Best(Reduction):
     by: str | int
     largest: bool = False
 
-    numbers_items = True
+    finds_items = True
     least_items = 1
 
     def __post_init__(self) -> None:
@@ -307,7 +266,6 @@ class Best(Reduction):
                 f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
                 f"and dtype {aval.dtype}"
             )
-        _check_places(count)
 
     def _number(self, outputs: Outputs) -> int:
         """Return which leaf decides."""
@@ -328,33 +286,27 @@ class Best(Reduction):
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
-        some = outputs.mask is not None
-        arg = Arg((), outputs.avals[number].dtype, index_dtype(size), self.largest, some)
+        settings = (), outputs.avals[number].dtype, index_dtype(size), self.largest
+        arg = Arg(*settings, some=outputs.mask is not None)
         return [Accumulation(outputs.positions[number], arg, mask=outputs.mask)]
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
-        """Return the winner's index and outputs."""
-        ((_, index),) = states
-        if not row.size:
-            return index[0], [jnp.zeros(aval.shape, aval.dtype) for aval in outputs.avals]
-        outs = row.at(index[0])
-        return index[0], [outs[i] for i in outputs.positions]
-
-    def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
-        index, outs = state
-        return renumbered(index, place), outs
+        """Return the winner's outputs and index."""
+        ((_, (index,)),) = states
+        outs = row.at(index)
+        return [([outs[i] for i in outputs.positions], index)]
 
     def merge_states(self, outputs: Outputs, states: Any) -> Any:
-        index, outs = states
+        ((outs, index),) = states
         by = lax.stop_gradient(outs[self._number(outputs)])
         arg = Arg((), by.dtype, index.dtype, self.largest)
         worst = scalar(worst_value(by.dtype, largest=self.largest), by.dtype)
         _, (best,) = arg.join((jnp.where(index == no_index(index.dtype), worst, by), index))
         at = jnp.argmax(index == best)
-        return best, [lax.dynamic_index_in_dim(out, at, 0, keepdims=False) for out in outs]
+        return [([lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in outs], best)]
 
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        index, outs = state
+        ((outs, index),) = state
         if outputs.mask is None:
             return outs
         number = self._number(outputs)

@@ -18,7 +18,7 @@ from rankax._base.checks import check_callable, positive_int
 from rankax._base.functions import function_location, function_name
 from rankax._base.trees import check_leaves, leaves_with_names, type_name
 from rankax._base.words import listed
-from rankax._lockstep.equations import has_rule, split_loop
+from rankax._lockstep.machine import has_rule, split_loop
 from rankax._loop.access import varying_axes
 from rankax._scan.body import check_carry_structure, check_carry_types, promote_weak_type
 from rankax._scan.reversible import program_of, pushed_through

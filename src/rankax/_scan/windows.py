@@ -6,7 +6,7 @@ outputs. It carries the rows of the outputs. Each step *adds* to the row of its 
 if the step is kept, otherwise zeros. The transpose of a sum only reads the cotangent. The transpose
 of a write would also clear the row, and XLA:CPU copies all rows in every step to do that.
 
-A window is reduced like a row whose items are on several devices (`rankax._reduce.merge`): each
+A window is reduced like a row whose items are on several devices (`rankax._reduce.passes`): each
 step is a run of one item, and its state is merged into that of the window.
 """
 
@@ -25,11 +25,12 @@ from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
-from rankax._reduce.merge import RunStates
-from rankax._reduce.passes import item_types, reduce_row
-from rankax._reduce.run import Reduced, Reductions, read_reductions, trace_reduced
+from rankax._reduce.passes import RunStates, reduce_row
+from rankax._reduce.protocol import Outputs
+from rankax._reduce.run import Reductions, read_reductions, trace_reduced
 from rankax._scan.checkpointed import scan_checkpointed
 from rankax._scan.loops import StepLoop
+from rankax._trace.item import with_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,53 +85,51 @@ class _WindowFold:
     windows: Windows
     y_tree: Any
 
-    def state(self, leaves: Sequence[Any], *steps: int) -> Reduced:
-        """Return the state of one step, or of several, whose outputs are on axis 0."""
+    def state(self, leaves: Sequence[Any], *steps: int) -> tuple[tuple[Outputs, ...], list[Any]]:
+        """Return the outputs of a step, and the state of one step, or of several on axis 0."""
         specs = [
             LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
             for n in steps
         ]
         total = min(self.windows.sizes, default=1)
         reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
-        types = item_types(leaves, specs)
+        types = [with_shape(jax.typeof(leaf), leaf.shape[len(steps) :]) for leaf in leaves]
         item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.site)
-        return reduce_row(item, leaves, specs, reductions)
+        return item.outputs, reduce_row(item, leaves, specs, reductions)
 
-    def runs(self, reduced: Reduced, size: Any) -> RunStates:
-        """Return the protocol of windows of ``size`` steps."""
-        return RunStates(self.reductions, reduced.outputs, (size,))
-
-    def start(self, avals: Sequence[Any]) -> Reduced:
-        """Return the state of no steps; an output that is kept is zero."""
-        none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
-        values = self.runs(none, max(self.windows.sizes, default=1)).renumber(
-            none.values, (0,), (0,)
-        )
-        pairs = zip(jax.tree.leaves(values), none.is_kept, strict=True)
-        return none.with_arrays(
-            [zeros(x.shape[1:], x.dtype) if is_kept else x for x, is_kept in pairs]
-        )
+    def start(self, avals: Sequence[Any]) -> tuple[tuple[Outputs, ...], list[Any]]:
+        """Return the outputs of a step, and the state of none; an output that is kept is zero."""
+        outputs, none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
+        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes, default=1),))
+        pairs = zip(self.reductions.entries, runs.renumber(none, (0,), (0,)), strict=True)
+        return outputs, [
+            jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), value) if entry.is_kept else value
+            for entry, value in pairs
+        ]
 
     def step(self, state: list[Any], ys: Sequence[Any], place: jax.Array) -> list[Any]:
         """Merge the step at a place of the window into its state; a kept output is replaced."""
-        new = self.state(ys)
-        runs = self.runs(new, max(self.windows.sizes))
-        values = jax.tree.leaves(runs.renumber(new.values, (1,), (place,)))
-        both = [jnp.stack(two) for two in zip(state, values, strict=True)]
-        merged = jax.tree.leaves(runs.merge(new.with_arrays(both).values))
-        triples = zip(new.is_kept, values, merged, strict=True)
-        return [value if is_kept else both for is_kept, value, both in triples]
+        outputs, new = self.state(ys)
+        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes),))
+        values = runs.renumber(new, (1,), (place,))
+        arrays, structure = jax.tree.flatten(values)
+        both = structure.unflatten(map(jnp.stack, zip(state, arrays, strict=True)))
+        triples = zip(self.reductions.entries, values, runs.merge(both), strict=True)
+        return jax.tree.leaves([value if entry.is_kept else own for entry, value, own in triples])
 
-    def results(self, rows: Reduced) -> Any:
+    def results(self, outputs: tuple[Outputs, ...], states: Any) -> Any:
         """Return the results of windows, whose states are on axis 0."""
         sizes = self.windows.sizes
+
+        def finished(size: Any, states: Any, batch: int = 0) -> list[Any]:
+            return RunStates(self.reductions, outputs, (size,)).finish(states, batch)
+
         if len(set(sizes)) <= 1:
-            values = self.runs(rows, max(sizes, default=1)).finish(rows.values, 1)
+            values = finished(max(sizes, default=1), states, 1)
         else:
             counts = jax.device_put(np.asarray(sizes, index_dtype(self.windows.steps)))
-            of_window = jax.vmap(lambda size, row: self.runs(rows, size).finish(row))
-            values = of_window(counts, rows.values)
-        return self.runs(rows, 1).assemble(values, values)
+            values = jax.vmap(finished)(counts, states)
+        return self.reductions.assembled(outputs, values)
 
 
 def scan_windows(
@@ -159,12 +158,12 @@ def scan_windows(
     """
     avals, tree, count = loop.body.y_avals, loop.body.y_tree, len(windows.ends)
     dtype = index_dtype(windows.steps)
-    fold = none = None
+    fold, outputs = None, ()
     empty = [_zeros(aval) for aval in avals]
     if reduce is not None:
         fold = _WindowFold(*reduce, windows, tree)
-        none = fold.start(avals)
-        empty = none.arrays
+        outputs, values = fold.start(avals)
+        empty, tree = jax.tree.flatten(values)
     rows = [widen(_zeros(x, count)) for x in empty]
     # After the last window comes one that no step reaches.
     starts, ends = (
@@ -200,7 +199,8 @@ def scan_windows(
         )
     carry = loop.skip(carry, items, windows.steps, length, checkpoint=checkpoint)
     rows = [_narrowed(*both) for both in zip(rows, empty, strict=True)]
-    ys = fold.results(none.with_arrays(rows)) if fold and none else tree.unflatten(rows)
+    ys = tree.unflatten(rows)
+    ys = fold.results(outputs, ys) if fold else ys
     order = jax.device_put(np.asarray(windows.of_output, dtype))
     return carry, jax.tree.map(lambda y: y[order], ys)
 
