@@ -19,25 +19,44 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._base.functions import function_location, function_name
+from rankax._base.functions import function_name
 from rankax._loop.reuse import Mode, call_of_kernel, mode_of, run_kept
 from rankax._progress.bars import progress_of_call
 from rankax._progress.report import Reports
-from rankax._scan.arguments import ScanCall
-from rankax._scan.body import Body, ScanArrays, Step, trace_body
+from rankax._scan.body import ScanCall, trace_body
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.item import ItemProgram
-from rankax._trace.programs import ClosedJaxpr
+from rankax._trace.programs import evaluate
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class StepLoop:
-    """A step of a body, and how every loop of a schedule runs it."""
+class Loop:
+    """A traced scan, and how every loop of a schedule runs its steps."""
 
-    step: Step
-    body: Body
+    length: int
     reverse: bool
     unroll: int | bool
+    carry_tree: Any
+    y_tree: Any
+    jaxpr: Any = None  # of the body
+    step: Any = None  # from lists of leaves to lists of leaves
+
+    @property
+    def y_avals(self) -> list[Any]:
+        """The shapes and dtypes of the output of a step."""
+        return [y.aval for y in self.jaxpr.outvars[self.carry_tree.num_leaves :]]
+
+    def on(self, consts: list[Any]) -> Loop:
+        """Return the loop whose steps are those of the body, which closes over these arrays."""
+        carried = self.carry_tree.num_leaves
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = evaluate(self.jaxpr, consts, *carry, *x)
+            return out[:carried], out[carried:]
+
+        return dataclasses.replace(self, step=step)
 
     def run(self, carry: Any, items: Any, length: int) -> tuple[Any, Any]:
         return lax.scan(self.step, carry, items, length, self.reverse, self.unroll)
@@ -74,13 +93,16 @@ class StepLoop:
         return jax.tree.map(lambda *leaves: lax.concatenate(leaves, 0), *pieces)
 
 
+# What the body closes over, the first carry, and what the scan loops over.
+ScanArrays = tuple[list[Any], list[Any], list[Any]]
+
 # Takes a loop, the first carry and the items; returns the last carry and the tree of all outputs.
-Schedule = Callable[[StepLoop, Any, Any], tuple[Any, Any]]
+Schedule = Callable[[Loop, Any, Any], tuple[Any, Any]]
 
 
 def run_scan(
     call: ScanCall,
-    choose: Callable[[Body, ScanArrays], tuple[Schedule, bool, Hashable]],
+    choose: Callable[[Loop, ScanArrays], tuple[Schedule, bool, Hashable]],
     kept: Callable[[Any], Any] = lambda ys: ys,
 ) -> tuple[Any, Any]:
     """Trace the body, choose a schedule and whether it reads ``xs`` in place, and run it.
@@ -89,91 +111,68 @@ def run_scan(
 
     Under `jax.disable_jit` the body itself runs, step by step, on values, and ``kept`` returns what
     the schedule would, given the outputs of all steps.
+    """
+    # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
+    options = call.length, call.reverse, call.unroll
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        carry, ys = lax.scan(call.f, call.init, call.xs, *options)
+        return carry, kept(ys)
+    with progress_of_call(call.progress if call.length else False, function_name(call.f)) as shown:
+        body, init, xs = trace_body(call)
+        bare = Loop(*options, *body.out_tree.children())
+        loop, consts = dataclasses.replace(bare, jaxpr=body.closed.jaxpr), body.closed.consts
+        schedule, in_place, key = choose(loop, (list(consts), init, xs))
+        reports = shown and Reports(shown, call.length, 1, call.length)
+        carried = len(init)
+
+        def program(body: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
+            loop = dataclasses.replace(bare, jaxpr=body.closed.jaxpr)
+            arrays = list(body.closed.consts), leaves[:carried], leaves[carried:]
+            return _run_schedule(schedule, loop, arrays, in_place=in_place, reports=reports)
+
+        mode = mode_of([*init, *xs, *consts])
+        if reports is not None or body.closed.effects:
+            mode = Mode.STAGED
+        key = None if key is None else (key, bare)
+        with call_of_kernel(body.where):
+            carry, ys = run_kept(lambda: program, body, [*init, *xs], key, mode)
+        return bare.carry_tree.unflatten(carry), ys
+
+
+def _run_schedule(
+    schedule: Schedule, loop: Loop, arrays: ScanArrays, *, in_place: bool, reports: Reports | None
+) -> tuple[Any, Any]:
+    """Return the leaves of the last carry, and the tree of all outputs.
 
     In place is for a schedule that copies parts of ``xs``: reading ``xs`` by index copies nothing.
     Transposed, however, each inner loop would begin with a cotangent as large as ``xs`` and end by
     adding all of it. So derivatives, of every order, are those of the schedule that slices ``xs``.
     """
-    # The functions below must not hold `call`: JAX keeps them, and its leaves may be tracers.
-    length, reverse, unroll = call.length, call.reverse, call.unroll
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        carry, ys = lax.scan(call.f, call.init, call.xs, length, reverse, unroll)
-        return carry, kept(ys)
-    with progress_of_call(call.progress if length else False, function_name(call.f)) as shown:
-        body, arrays = trace_body(call)
-        schedule, in_place, key = choose(body, arrays)
-        if shown is not None:
-            schedule = _with_reports(schedule, Reports(shown, length, 1, length))
+    length, reverse = loop.length, loop.reverse
 
-        bare, count = dataclasses.replace(body, jaxpr=None), len(arrays.init)
+    def run(consts: list[Any], init: list[Any], xs: list[Any], *, by_index: bool) -> Any:
+        plain = loop.on(consts)
+        if not by_index and reports is None:
+            return schedule(plain, init, xs)
 
-        def program(item: ItemProgram, leaves: list[Any]) -> tuple[Any, Any]:
-            whole = dataclasses.replace(bare, jaxpr=item.closed.jaxpr)
-            own = ScanArrays(list(item.closed.consts), leaves[:count], leaves[count:])
-            return _run_schedule(schedule, in_place, whole, own, (length, reverse, unroll))
-
-        closed, leaves = ClosedJaxpr(body.jaxpr, arrays.consts), [*arrays.init, *arrays.xs]
-        mode = mode_of([*leaves, *arrays.consts])
-        if shown is not None or closed.effects:
-            mode = Mode.STAGED
-        if key is not None:
-            key = key, bare, in_place, length, reverse, unroll
-        item = ItemProgram(function_location(call.f), closed, None, (), ())
-        with call_of_kernel(item.where):
-            carry, ys = run_kept(lambda: program, item, leaves, key, mode)
-        return body.carry_tree.unflatten(carry), ys
-
-
-def _run_schedule(
-    schedule: Schedule,
-    in_place: bool,
-    body: Body,
-    arrays: ScanArrays,
-    options: tuple[int, bool, int | bool],
-) -> tuple[Any, Any]:
-    """Return the leaves of the last carry, and the tree of all outputs."""
-    length, reverse, unroll = options
-
-    def sliced(arrays: ScanArrays) -> tuple[Any, Any]:
-        loop = StepLoop(body.step(arrays.consts), body, reverse, unroll)
-        return schedule(loop, arrays.init, arrays.xs)
-
-    def indexed(arrays: ScanArrays) -> tuple[Any, Any]:
-        body_step = body.step(arrays.consts)
-
-        def step(state: tuple[Any, jax.Array], _: None) -> tuple[tuple[Any, jax.Array], Any]:
-            carry, done = state
-            at = length - 1 - done if reverse else done
-            take = functools.partial(lax.dynamic_index_in_dim, index=at, axis=0, keepdims=False)
-            carry, y = body_step(carry, jax.tree.map(take, arrays.xs))
-            return (carry, done + 1), y
-
-        loop = StepLoop(step, body, reverse, unroll)
-        (carry, _), ys = schedule(loop, (arrays.init, _no_steps(length)), None)
-        return carry, ys
-
-    if in_place and arrays.xs:
-        return call_with_derivative_of(sliced, indexed, arrays)
-    return sliced(arrays)
-
-
-def _with_reports(schedule: Schedule, reports: Reports) -> Schedule:
-    """Return a schedule whose steps count themselves, in the carry, and report."""
-
-    def reporting(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
         def step(state: tuple[Any, jax.Array], x: Any) -> tuple[tuple[Any, jax.Array], Any]:
             carry, done = state
-            reports.step(done)
-            carry, y = loop.step(carry, x)
+            if reports is not None:
+                reports.step(done)
+            if by_index:
+                at = length - 1 - done if reverse else done
+                x = [lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False) for leaf in xs]
+            carry, y = plain.step(carry, x)
             return (carry, done + 1), y
 
-        start = carry, _no_steps(reports.length)
-        (carry, done), ys = schedule(dataclasses.replace(loop, step=step), start, items)
-        reports.end(done, (carry, ys))
+        start = scalar(0, jnp.int32 if length < 2**31 else jnp.int64)
+        counting = dataclasses.replace(plain, step=step)
+        (carry, done), ys = schedule(counting, (init, start), None if by_index else xs)
+        if reports is not None:
+            reports.end(done, (carry, ys))
         return carry, ys
 
-    return reporting
-
-
-def _no_steps(length: int) -> jax.Array:
-    return scalar(0, jnp.int32 if length < 2**31 else jnp.int64)
+    sliced, indexed = (functools.partial(run, by_index=by_index) for by_index in (False, True))
+    if in_place and arrays[2]:
+        return call_with_derivative_of(sliced, indexed, *arrays)
+    return sliced(*arrays)

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from rankax._base.functions import function_location
-from rankax._scan.arguments import kept_indices, scan_call
-from rankax._scan.loops import StepLoop, run_scan
+from rankax._scan.body import kept_indices, scan_call
+from rankax._scan.loops import Loop, run_scan
 from rankax._scan.windows import find_windows, read_window_reductions, scan_windows
 
 Carry = TypeVar("Carry")
@@ -181,23 +181,22 @@ def sliced_scan(
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
     kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
-    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
     even = kept if isinstance(kept, range) else as_range(kept)
     if even is not None and reductions is None:
-        blocks = find_kept_steps(steps, even, reverse=reverse)
+        blocks = find_kept_steps(call.length, even, reverse=reverse)
 
-        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
+        def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
             carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
-            ys = loop.body.y_tree.unflatten(ys)
+            ys = loop.y_tree.unflatten(ys)
             return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
         in_place = not blocks.all
         key = blocks, even.step < 0, checkpoint
     else:
-        windows = find_windows(steps, kept, reverse=reverse)
+        windows = find_windows(call.length, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
         schedule = functools.partial(
-            scan_windows, length=steps, windows=windows, reduce=fold, checkpoint=checkpoint
+            scan_windows, windows=windows, reduce=fold, checkpoint=checkpoint
         )
         in_place = True
         is_ordered = reductions is not None and reductions.are_ordered
@@ -207,7 +206,9 @@ def sliced_scan(
         if reductions is None:
             return jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
         with jax.disable_jit(False):
-            kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
+            kept_ys = sliced_scan(
+                _pass_on, 0, ys, call.length, reverse, save_at=kept, reduce=reduce
+            )
         return kept_ys[1]
 
     return run_scan(call, lambda *_: (schedule, in_place, key), of_all)
@@ -272,7 +273,7 @@ def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _scan_kept(
-    loop: StepLoop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
+    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
     if kept.all and not checkpoint:

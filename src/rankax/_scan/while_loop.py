@@ -16,11 +16,11 @@ from jax.extend import source_info_util
 from rankax._base.arrays import has_tangent, is_ref
 from rankax._base.checks import check_callable, positive_int
 from rankax._base.functions import function_location, function_name
-from rankax._base.trees import check_leaves, leaves_with_names, type_name
+from rankax._base.trees import check_leaves, type_name
 from rankax._base.words import listed
 from rankax._lockstep.equations import has_rule, split_loop
 from rankax._loop.access import varying_axes
-from rankax._scan.body import check_carry_structure, check_carry_types, promote_weak_type
+from rankax._scan.body import check_carry, trace_step
 from rankax._scan.reversible import program_of, pushed_through
 from rankax._trace.derivatives import call_of, call_with_derivative_of
 from rankax._trace.item import has_order
@@ -129,12 +129,12 @@ def checkpoint_while_loop(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
-    init, tree = jax.tree.flatten(init_val)
+    tree = jax.tree.structure(init_val)
+    where = f"{site}: body_fun {function_location(body_fun)}"
 
     def body(carry: Sequence[Any]) -> list[Any]:
         out = body_fun(tree.unflatten(carry))
-        check_leaves(site, out, "the returned carry")
-        check_carry_structure(f"{site}: body_fun", body_fun, ("init_val", init_val), out)
+        check_carry(site, where, "init_val", init_val, out)
         return jax.tree.leaves(out)
 
     def cond(carry: Sequence[Any]) -> Any:
@@ -146,16 +146,10 @@ def checkpoint_while_loop(
             )
         return out
 
-    step = jax.make_jaxpr(body)(init)
-    promoted = [promote_weak_type(x, new) for x, new in zip(init, step.out_avals, strict=True)]
-    if any(a.dtype != b.dtype for a, b in zip(init, promoted, strict=True)):
-        step = jax.make_jaxpr(body)(promoted)
-    names = [path for path, _ in leaves_with_names(init_val, "init_val")]
-    types = zip(names, promoted, step.out_avals, strict=True)
-    check_carry_types(f"{site}: body_fun", body_fun, "init_val", types)
-    programs = jax.make_jaxpr(cond)(promoted), step
+    step, init = trace_step(where, "init_val", init_val, body)
+    programs = jax.make_jaxpr(cond)(init), step
     refusal = _refusal(site, (cond_fun, body_fun), programs)
-    arrays = [list(closed.consts) for closed in programs], promoted
+    arrays = [list(closed.consts) for closed in programs], init
     funs = [functools.partial(evaluate, closed.jaxpr) for closed in programs]
     return tree.unflatten(_loop(funs, arrays, max_stored, site, refusal))
 
@@ -279,7 +273,7 @@ def _or_zero(tangent: Any, x: Any) -> Any:
 def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[Any]) -> str | None:
     """Return why the loop has no derivative, if it has none."""
     for fun, closed in zip(funs, programs, strict=True):
-        uses_ref = any(_is_ref(v.aval) for v in closed.jaxpr.constvars)
+        uses_ref = any(map(is_ref, closed.jaxpr.constvars))
         if uses_ref or has_order(closed):
             reason = "uses a jax.Ref" if uses_ref else "has an ordered effect"
             return (
@@ -288,10 +282,6 @@ def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[A
                 "forward mode"
             )
     return None
-
-
-def _is_ref(aval: Any) -> bool:
-    return type(aval).__name__ == "AbstractRef"
 
 
 def _refusing_derivatives(refusal: str) -> Callable[[Any], Any]:
@@ -306,7 +296,6 @@ def _refusing_derivatives(refusal: str) -> Callable[[Any], Any]:
         raise ValueError(refusal)
 
     def refuse(x: Any) -> Any:
-        aval = jax.typeof(x)
-        return same(x) if has_tangent(aval) and not _is_ref(aval) else x
+        return same(x) if has_tangent(jax.typeof(x)) and not is_ref(x) else x
 
     return refuse

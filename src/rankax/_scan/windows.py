@@ -29,7 +29,7 @@ from rankax._reduce.merge import RunStates
 from rankax._reduce.passes import item_types, reduce_row
 from rankax._reduce.run import Reduced, Reductions, read_reductions, trace_reduced
 from rankax._scan.checkpointed import scan_checkpointed
-from rankax._scan.loops import StepLoop
+from rankax._scan.loops import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +134,9 @@ class _WindowFold:
 
 
 def scan_windows(
-    loop: StepLoop,
+    loop: Loop,
     carry: Any,
     items: Any,
-    length: int,
     windows: Windows,
     *,
     reduce: tuple[Reductions, str] | None,
@@ -147,17 +146,15 @@ def scan_windows(
 
     Parameters
     ----------
-    loop : StepLoop
+    loop : Loop
     carry, items : pytree
-    length : int
-        The steps of the loop.
     windows : Windows
     reduce : (Reductions, str), optional
         How to reduce the steps of a window, and the body for errors. None: keep its last output.
     checkpoint : bool
         Whether the reverse pass stores about one carry for each window.
     """
-    avals, tree, count = loop.body.y_avals, loop.body.y_tree, len(windows.ends)
+    avals, tree, count = loop.y_avals, loop.y_tree, len(windows.ends)
     dtype = index_dtype(windows.steps)
     fold = none = None
     empty = [_zeros(aval) for aval in avals]
@@ -198,8 +195,9 @@ def scan_windows(
             windows.steps,
             (size,) if checkpoint else (),
         )
-    carry = loop.skip(carry, items, windows.steps, length, checkpoint=checkpoint)
-    rows = [_narrowed(*both) for both in zip(rows, empty, strict=True)]
+    carry = loop.skip(carry, items, windows.steps, loop.length, checkpoint=checkpoint)
+    pairs = zip(rows, empty, strict=True)
+    rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]
     ys = fold.results(none.with_arrays(rows)) if fold and none else tree.unflatten(rows)
     order = jax.device_put(np.asarray(windows.of_output, dtype))
     return carry, jax.tree.map(lambda y: y[order], ys)
@@ -211,10 +209,6 @@ def _zeros(like: Any, *count: int) -> jax.Array:
     if getattr(like, "weak_type", False):
         return lax.full(shape, like.dtype.type(0).item())
     return zeros(shape, like.dtype)
-
-
-def _narrowed(wide: jax.Array, like: Any) -> jax.Array:
-    return wide if wide.dtype == like.dtype else wide.astype(like.dtype)
 
 
 def _add(rows: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
