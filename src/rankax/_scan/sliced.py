@@ -206,10 +206,7 @@ def sliced_scan(
         if reductions is None:
             return jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
         with jax.disable_jit(False):
-            kept_ys = sliced_scan(
-                _pass_on, 0, ys, call.length, reverse, save_at=kept, reduce=reduce
-            )
-        return kept_ys[1]
+            return sliced_scan(_echo, 0, ys, call.length, reverse, save_at=kept, reduce=reduce)[1]
 
     return run_scan(call, lambda *_: (schedule, in_place, key), of_all)
 
@@ -268,7 +265,7 @@ def find_kept_steps(length: int, kept: range, *, reverse: bool) -> KeptSteps:
     return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
 
 
-def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
+def _echo(carry: Any, y: Any) -> tuple[Any, Any]:
     return carry, y
 
 
