@@ -22,14 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from rankax._base.arrays import has_tangent
 from rankax._scan.revolve import advance, choose, reverse_pass
-from rankax._trace.derivatives import keep_rules, of_some
+from rankax._trace.derivatives import keep_rules, mapped, new_primitive, of_some, uses_axis
 from rankax._trace.programs import Literal, evaluate
 
 
@@ -265,22 +264,11 @@ def _transpose_reverse(cotangents: Any, *args: Any, site: str, **params: Any) ->
 
 
 def _mapped(axis: Any, program: Any, groups: Any, dims: Any, out_dims: Any) -> Any:
-    if all(dim is None for dim in itertools.chain(*dims)) and not _uses(axis, program):
+    flat = [*itertools.chain(*dims)]
+    if all(dim is None for dim in flat) and not uses_axis(axis, program):
         return program
-    fun = jax.vmap(
-        functools.partial(evaluate, program.jaxpr, program.consts),
-        in_axes=tuple(itertools.chain(*dims)),
-        out_axes=out_dims,
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
-    return program_of(fun, *itertools.chain(*groups))
-
-
-def _uses(axis: Any, *programs: Any) -> bool:
-    effects = (effect for program in programs for effect in program.effects)
-    return any(getattr(effect, "name", None) == axis.name for effect in effects)
+    run = functools.partial(evaluate, program.jaxpr, program.consts)
+    return program_of(mapped(axis, run, flat, out_dims), *itertools.chain(*groups))
 
 
 def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
@@ -291,16 +279,7 @@ def _moved(
     axis: Any, values: Sequence[Any], dims: Sequence[int | None], out_dims: Sequence[int | None]
 ) -> list[Any]:
     """Return values whose mapped axis is at ``out_dims``; those without one are repeated."""
-
-    def move(x: Any, dim: int | None, to: int | None) -> Any:
-        if to is None:
-            return x
-        if dim is not None:
-            return jnp.moveaxis(x, dim, to)
-        shape = *jnp.shape(x)[:to], axis.size, *jnp.shape(x)[to:]
-        return jnp.broadcast_to(jnp.expand_dims(x, to), shape)
-
-    return list(map(move, values, dims, out_dims))
+    return mapped(axis, lambda *xs: list(xs), dims, list(out_dims))(*values)
 
 
 def _batch_tangent(axis: Any, args: Any, dims: Any, *, body: Any, live: Any, **options: Any) -> Any:
@@ -311,7 +290,7 @@ def _batch_tangent(axis: Any, args: Any, dims: Any, *, body: Any, live: Any, **o
         for i, dim in zip(itertools.compress(itertools.count(), mask), tangents, strict=True):
             flags[i] |= dim is not None
     stops = steps_dim is not None
-    on[1] = [stops or _uses(axis, body) or x for x in _fixpoint(body, *on)]
+    on[1] = [stops or uses_axis(axis, body) or x for x in _fixpoint(body, *on)]
     to = [_dims(on[0], 0), _dims(on[1], 0 if stops else jnp.ndim(steps))]
     moved = [
         (_moved(axis, x, d, at), _moved(axis, dx, dd, _some(at, mask)))
@@ -329,7 +308,7 @@ def _batch_reverse(
 ) -> Any:
     groups, of_groups = _split(args, counts), _split(dims, counts)
     (stops,), consts_on, on, of_carry = ([dim is not None for dim in d] for d in of_groups)
-    every = stops or _uses(axis, forward, backward)
+    every = stops or uses_axis(axis, forward, backward)
     on = [every or x for x in _fixpoint(forward, consts_on, on)]
     of_carry = [every or x for x in _fixpoint(backward, [stops, *consts_on, *on], of_carry)]
     at = 0 if stops else jnp.ndim(groups[0][0])
@@ -350,22 +329,13 @@ def _batch_reverse(
 
 def _primitive(name: str, run: Any, count: Any, **rules: Any) -> Any:
     """Return a primitive with ``count(**params)`` outputs, of the types of its last arguments."""
-    primitive: Any = jax.extend.core.Primitive(name)
-    primitive.multiple_results = True
-    primitive.to_lojax = run  # as in `_trace/derivatives.py`
-    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(run, **params))(*args))
 
-    @primitive.def_effectful_abstract_eval
-    def _(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+    def types(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
         programs = [params[key] for key in ("body", "forward", "backward") if key in params]
         effects = frozenset().union(*(program.effects for program in programs))
         return [*avals[len(avals) - count(**params) :]], effects
 
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    ad.primitive_jvps[primitive] = rules["differentiate"]
-    ad.primitive_transposes[primitive] = rules["transpose"]
-    batching.fancy_primitive_batchers[primitive] = rules["batch"]
-    return primitive
+    return new_primitive(name, run, types, **rules)
 
 
 _tangent = _primitive(

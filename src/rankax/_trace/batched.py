@@ -23,16 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import batching
 
 from rankax._base.arrays import is_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import listed, plural, table
-from rankax._trace.derivatives import define_by_program
+from rankax._trace.derivatives import primitive_of_program
 from rankax._trace.fingerprint import opened
 from rankax._trace.item import with_shape
 from rankax._trace.programs import evaluate
@@ -208,19 +206,6 @@ def _one_by_one(
     return lax.map(on_row, rows)
 
 
-class _BatchPrimitive(jax.extend.core.Primitive):
-    """A primitive into which `checkify` looks, as in `derivatives.py`."""
-
-    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
-        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
-            subfuns, args = args[:1], args[1:]
-        return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
-
-
-_batch = _BatchPrimitive("rankax_batch")
-_batch.multiple_results = True
-
-
 def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
     closed = dict(programs).get(size)
     known = {} if closed is None else {"call_jaxpr": closed}
@@ -231,23 +216,26 @@ def _program(*, programs: Any, items: int, size: int, call_jaxpr: Any = None) ->
     return _program_of(programs, items, size) if call_jaxpr is None else call_jaxpr
 
 
-@_batch.def_impl
-def _(*operands: Any, **params: Any) -> list[Any]:
-    closed = _program(**params)
-    return evaluate(closed.jaxpr, closed.consts, *operands)
-
-
-@_batch.def_effectful_abstract_eval
-def _(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
+def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
     closed = params.get("call_jaxpr", programs[0][1])
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
 def _mapped(
-    operands: Sequence[Any], dims: Sequence[Any], *, programs: Any, items: int, size: int, **_: Any
-) -> tuple[list[Any], list[int]]:
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    programs: Any,
+    items: int,
+    size: int,
+    **_: Any,
+) -> tuple[list[Any], list[int | None]]:
     """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
-    count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    count = axis.size
+    if all(dim is None for dim in dims):
+        outs = _bind(operands, programs, items, size)
+        return outs, [None] * len(outs)
     if any(dim is not None for dim in dims[items:]):
         outs = _each(_program_of(programs, items, size), dims)(*operands)
         return outs, [0] * len(outs)
@@ -268,5 +256,4 @@ def _mapped(
     return [parted(out) for out in outs], [0] * len(outs)
 
 
-batching.primitive_batchers[_batch] = _mapped
-define_by_program(_batch, _program)
+_batch = primitive_of_program("rankax_batch", _program, _types_of_outputs, _mapped)

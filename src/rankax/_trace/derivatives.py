@@ -153,12 +153,14 @@ def _bind(args: Sequence[Any], program: Any, other: Any) -> list[Any]:
     return _high_level_call()(program, other)(*args)
 
 
-class _Call(jax.extend.core.Primitive):
+class _Primitive(jax.extend.core.Primitive):
     """A primitive into which `jax.experimental.checkify` looks, as into a call of JAX.
 
     It looks into each primitive with a parameter ``call_jaxpr``: instead of that program, it hands
     over a function that takes and returns errors as well.
     """
+
+    multiple_results = True
 
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
@@ -168,7 +170,9 @@ class _Call(jax.extend.core.Primitive):
         return _checked(subfuns[0].call_wrapped, args, **params)
 
 
-def _checked(fun: Callable[..., Any], args: Sequence[Any], *, other: Any) -> list[Any]:
+def _checked(
+    fun: Callable[..., Any], args: Sequence[Any], *, other: Any = None, **_: Any
+) -> list[Any]:
     """Call a program with errors, whose other outputs keep their derivatives."""
     closed = jax.make_jaxpr(fun)(*args)
     if other is None:
@@ -183,10 +187,32 @@ def _checked(fun: Callable[..., Any], args: Sequence[Any], *, other: Any) -> lis
     return _bind(args, closed, _Other(differentiated, None, len(args)))
 
 
-_call = _Call("rankax_call")
-_call.multiple_results = True
-# With `jax_remat3`, a program with a checkpoint is high-level; it is expanded before it is lowered.
-_call.to_lojax = lambda *args, **params: _run(*args, **params)
+def new_primitive(name: str, run: Any, types: Any, **rules: Any) -> Any:
+    """Return a primitive.
+
+    Parameters
+    ----------
+    name : str
+    run : callable
+        Evaluates it, from arrays and parameters to a list.
+    types : callable
+        From the types of the arrays, and the parameters, to those of the results, and the effects.
+    rules
+        ``differentiate``, ``transpose`` and ``batch``, as JAX wants them.
+    """
+    primitive: Any = _Primitive(name)
+    # With `jax_remat3`, a program with a checkpoint is high-level, and expanded before it is
+    # lowered.
+    primitive.to_lojax = run
+    # As one compiled program: evaluated step by step, it would send each number in it to the device
+    # separately, which `jax.transfer_guard` may forbid.
+    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(run, **params))(*args))
+    primitive.def_effectful_abstract_eval(types)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    ad.primitive_jvps[primitive] = rules["differentiate"]
+    ad.primitive_transposes[primitive] = rules["transpose"]
+    batching.fancy_primitive_batchers[primitive] = rules["batch"]
+    return primitive
 
 
 def _run(*args: Any, call_jaxpr: Any, other: Any = None) -> list[Any]:
@@ -194,40 +220,36 @@ def _run(*args: Any, call_jaxpr: Any, other: Any = None) -> list[Any]:
     return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
-@_call.def_impl
-def _(*args: Any, call_jaxpr: Any, other: Any) -> list[Any]:
-    # As one compiled program: evaluated step by step, it would send each number in it to the device
-    # separately, which `jax.transfer_guard` may forbid.
-    return jax.jit(functools.partial(_run, call_jaxpr=call_jaxpr, other=other))(*args)
-
-
-@_call.def_effectful_abstract_eval
-def _(*_: Any, call_jaxpr: Any, other: Any) -> tuple[list[Any], Any]:
+def _types(*_: Any, call_jaxpr: Any, other: Any) -> tuple[list[Any], Any]:
     del other
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
-mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+def uses_axis(axis: Any, *programs: Any) -> bool:
+    """Whether a program has a collective over this axis of a `jax.vmap`."""
+    effects = (effect for program in programs for effect in program.effects)
+    return any(getattr(effect, "name", None) == axis.name for effect in effects)
+
+
+def mapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Return a function mapped along this axis of a `jax.vmap`."""
+    return jax.vmap(
+        fun,
+        in_axes=tuple(in_axes),
+        out_axes=out_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
 
 
 def _batched(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Any, other: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Map the program, and the one that is differentiated, before either is differentiated."""
-    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in call_jaxpr.effects)
-    if not uses_axis and all(dim is None for dim in dims):
+    if all(dim is None for dim in dims) and not uses_axis(axis, call_jaxpr):
         out = _bind(args, call_jaxpr, other)
         return out, [None] * len(out)
-
-    def mapped(fun: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
-        return jax.vmap(
-            fun,
-            in_axes=tuple(dims),
-            out_axes=out_axes,
-            axis_name=axis.name,
-            axis_size=axis.size,
-            spmd_axis_name=axis.spmd_name,
-        )
 
     out_dims: list[int | None] = []
 
@@ -237,16 +259,14 @@ def _batched(
         out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
         return outs
 
-    closed = jax.make_jaxpr(mapped(run, 0))(*args)
+    closed = jax.make_jaxpr(mapped(axis, run, dims, 0))(*args)
     if None in out_dims:
-        closed = jax.make_jaxpr(mapped(run, out_dims[:]))(*args)
+        closed = jax.make_jaxpr(mapped(axis, run, dims, out_dims[:]))(*args)
     if other is None:
         return _run(*args, call_jaxpr=keep_rules(closed)), out_dims
     key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
-    return _bind(args, closed, _Other(mapped(other, out_dims), key, len(args))), out_dims
-
-
-batching.fancy_primitive_batchers[_call] = _batched
+    of_all = _Other(mapped(axis, other, dims, out_dims), key, len(args))
+    return _bind(args, closed, of_all), out_dims
 
 
 def _differentiated(
@@ -272,9 +292,6 @@ def _differentiated(
         next(pushed) if is_moved else ad.Zero(aval.to_tangent_aval())
         for aval, is_moved in zip(call_jaxpr.out_avals, moves, strict=True)
     ]
-
-
-ad.primitive_jvps[_call] = _differentiated
 
 
 def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[Any]]:
@@ -317,19 +334,20 @@ def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: A
     return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
-ad.primitive_transposes[_call] = _transposed
+_RULES_OF_CALL = {"differentiate": _differentiated, "transpose": _transposed}
+_call = new_primitive("rankax_call", _run, _types, batch=_batched, **_RULES_OF_CALL)
 
 
-def define_by_program(primitive: Any, program_of: Callable[..., Any]) -> None:
-    """Give a primitive the derivatives and the compiled form of the program of its parameters."""
+def primitive_of_program(
+    name: str, program_of: Callable[..., Any], types: Any, batch: Callable[..., Any]
+) -> Any:
+    """Return a primitive that evaluates the program of its parameters, and is differentiated so."""
 
     def of_program(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **params: fun(*args, call_jaxpr=program_of(**params), other=None)
 
-    ad.primitive_jvps[primitive] = of_program(_differentiated)
-    ad.primitive_transposes[primitive] = of_program(_transposed)
-    mlir.register_lowering(primitive, mlir.lower_fun(of_program(_run), multiple_results=True))
-    primitive.to_lojax = of_program(_run)  # as above
+    rules = {name: of_program(rule) for name, rule in _RULES_OF_CALL.items()}
+    return new_primitive(name, of_program(_run), types, batch=batch, **rules)
 
 
 # With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
