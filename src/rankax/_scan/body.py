@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The arguments of a scan, checked, and its body, traced once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

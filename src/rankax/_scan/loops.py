@@ -7,12 +7,10 @@ cotangents form one array. Otherwise they can be nothing at all: the step reads 
 a running index.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +46,7 @@ class Loop:
         """The shapes and dtypes of the output of a step."""
         return [y.aval for y in self.jaxpr.outvars[self.carry_tree.num_leaves :]]
 
-    def on(self, consts: list[Any]) -> Loop:
+    def on(self, consts: list[Any]) -> Self:
         """Return the loop whose steps are those of the body, which closes over these arrays."""
         carried = self.carry_tree.num_leaves
 

@@ -14,8 +14,6 @@ Mapped by `jax.vmap`, items may differ in their number of steps. Those axes, the
 in the number of steps and in each carry.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

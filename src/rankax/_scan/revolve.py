@@ -15,8 +15,6 @@ the body may have no finite derivative, and ``0 * inf`` would spoil what all lan
 without steps is evaluated at the first carry of another lane.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

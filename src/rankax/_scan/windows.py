@@ -10,8 +10,6 @@ A window is reduced like a row whose items are on several devices (`rankax._redu
 step is a run of one item, and its state is merged into that of the window.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -16,8 +16,6 @@ and devices know nothing of such functions.
 * A derivative is that of the program for the items at hand, because the maps of a nest come first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,11 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.arrays import is_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import listed, plural, table
-from rankax._trace.derivatives import primitive_of_program
+from rankax._trace.derivatives import has_refs, primitive_of_program
 from rankax._trace.fingerprint import opened
 from rankax._trace.item import with_shape
 from rankax._trace.programs import evaluate
@@ -104,8 +101,7 @@ def _trace(
         return leaves
 
     closed = opened(jax.make_jaxpr(flat)(*_types(arrays, length)))
-    names = [type(effect).__name__ for effect in closed.effects]  # not public
-    if any(map(is_ref, closed.jaxpr.constvars)) or "InternalMutableArrayEffect" in names:
+    if has_refs(closed.jaxpr.constvars, closed.effects):
         raise ValueError(
             f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
             "value instead"

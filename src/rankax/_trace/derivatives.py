@@ -23,8 +23,6 @@ Rules cannot be compared, so a differentiated eager call of a kernel with rules 
 loop (`fingerprint.derivatives_key`).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Hashable, Sequence
@@ -35,14 +33,16 @@ import jax.extend
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from rankax._base.arrays import has_tangent, is_ref
+from rankax._base.arrays import is_ref
 from rankax._trace.programs import (
     ClosedJaxpr,
     Literal,
     as_arrays,
     evaluate,
     mapped_program,
+    only,
     with_subprograms,
+    with_variables,
 )
 
 _FORGETS = jax.__version_info__ < (0, 12)
@@ -77,7 +77,7 @@ def call_with_derivative_of(
         return flat_fun
 
     program = jax.make_jaxpr(flat(fun))(*leaves)
-    if _has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
+    if has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
         return other(*args)
     outs = _bind(leaves, program, _Other(flat(other), key, len(leaves)))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
@@ -96,7 +96,7 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
     eqns = [
         _kept_equation(eqn, jaxpr)
-        if eqn.primitive.name in RULES and not _has_refs(eqn.invars, eqn.effects)
+        if eqn.primitive.name in RULES and not has_refs(eqn.invars, eqn.effects)
         else with_subprograms(eqn, _with_kept_rules)
         for eqn in jaxpr.eqns
     ]
@@ -105,7 +105,7 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _has_refs(inputs: Sequence[Any], effects: Any) -> bool:
+def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
     names = [type(effect).__name__ for effect in effects]  # not public
     return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
@@ -113,22 +113,15 @@ def _has_refs(inputs: Sequence[Any], effects: Any) -> bool:
 
 def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
     inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
-    alone = {"invars": inputs, "outvars": eqn.outvars, "eqns": [eqn], "effects": eqn.effects}
-    return call_of(eqn, inputs, jaxpr, **alone)
+    return call_of(eqn, inputs, only(eqn, jaxpr, inputs))
 
 
-def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
-    """Return an equation like ``eqn`` in which our primitive calls ``jaxpr`` with ``changes``.
+def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:
+    """Return an equation like ``eqn`` in which our primitive calls ``jaxpr``.
 
     The constants of ``jaxpr`` become its first inputs.
     """
-    whole = {"invars": [*jaxpr.constvars, *jaxpr.invars], "outvars": jaxpr.outvars, **changes}
-    unnamed = {
-        "arg_names": ("",) * len(whole["invars"]),
-        "result_paths": ("",) * len(whole["outvars"]),
-    }
-    debug_info = jaxpr.debug_info._replace(**unnamed)
-    program = jaxpr.replace(constvars=[], debug_info=debug_info, **whole)
+    program = with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     params = {"call_jaxpr": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
@@ -170,9 +163,7 @@ class _Primitive(jax.extend.core.Primitive):
         return _checked(subfuns[0].call_wrapped, args, **params)
 
 
-def _checked(
-    fun: Callable[..., Any], args: Sequence[Any], *, other: Any = None, **_: Any
-) -> list[Any]:
+def _checked(fun: Any, args: Sequence[Any], other: Any = None, **_: Any) -> list[Any]:
     """Call a program with errors, whose other outputs keep their derivatives."""
     closed = jax.make_jaxpr(fun)(*args)
     if other is None:
@@ -215,13 +206,11 @@ def new_primitive(name: str, run: Any, types: Any, **rules: Any) -> Any:
     return primitive
 
 
-def _run(*args: Any, call_jaxpr: Any, other: Any = None) -> list[Any]:
-    del other
+def _run(*args: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
-def _types(*_: Any, call_jaxpr: Any, other: Any) -> tuple[list[Any], Any]:
-    del other
+def _types(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
@@ -233,14 +222,7 @@ def uses_axis(axis: Any, *programs: Any) -> bool:
 
 def mapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """Return a function mapped along this axis of a `jax.vmap`."""
-    return jax.vmap(
-        fun,
-        in_axes=tuple(in_axes),
-        out_axes=out_axes,
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
+    return jax.vmap(fun, tuple(in_axes), out_axes, axis.name, axis.size, axis.spmd_name)
 
 
 def _batched(
@@ -379,40 +361,22 @@ def _high_level_call() -> Any:
             return _batched(axis_data, args, dims, **self.params)
 
         def jvp(self, primals: Any, tangents: Any) -> Any:
-            out, pushed = _differentiated(primals, tangents, **self.params)
-            return out, [ad.instantiate_zeros(tangent) for tangent in pushed]
+            return _differentiated(primals, tangents, **self.params)
+
+        lin, linearized = hijax.linearize_from_jvp
 
         # Residuals are a tree of arrays: what is static is in its structure, as the keys of a dict.
-
-        def lin(self, nonzero: Any, *primals: Any) -> Any:
-            live = [i for i, is_live in enumerate(nonzero) if is_live]
-            of_live = of_some(self.other, primals, live)
-            out, push = jax.linearize(of_live, *(primals[i] for i in live))
-            return out, (push, dict.fromkeys(live)), [has_tangent(aval) for aval in self.out_aval]
-
-        def linearized(self, residuals: Any, *tangents: Any) -> list[Any]:
-            push, live = residuals
-            pushed = push(*(ad.instantiate_zeros(tangents[i]) for i in live))
-            return [
-                tangent if has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
-                for aval, tangent in zip(self.out_aval, pushed, strict=True)
-            ]
-
         def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
             live = [i for i, is_live in enumerate(nonzero) if is_live]
             of_live = of_some(self.other, primals, live)
             out, pull = jax.vjp(of_live, *(primals[i] for i in live))
             return out, (pull, dict.fromkeys(live))
 
-        def vjp_bwd_retval(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        def vjp_bwd(self, residuals: Any, cotangents: Any, *args: Any) -> None:
             pull, live = residuals
-            pulled = dict(
-                zip(live, pull([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True)
-            )
-            return tuple(
-                pulled.get(i, ad.Zero(aval.to_tangent_aval()))
-                for i, aval in enumerate(self.in_avals)
-            )
+            dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+            for i, cotangent in zip(live, pull(dense), strict=True):
+                args[i].accum(cotangent)
 
         def remat(self, trace: Any, *args: Any) -> Any:
             # As a checkpoint of `other`, with the policy of the one around it: what is named in
@@ -425,9 +389,7 @@ def _high_level_call() -> Any:
         def transpose(self, cotangents: Any, *args: Any) -> None:
             unknown = [i for i, x in enumerate(args) if isinstance(x, hijax.GradAccum)]
             of_unknown = of_some(self.other, args, unknown)
-            transpose = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
-            dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-            for i, cotangent in zip(unknown, transpose(dense), strict=True):
-                args[i].accum(cotangent)
+            pull = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
+            self.vjp_bwd((pull, unknown), cotangents, *args)
 
     return HighLevelCall

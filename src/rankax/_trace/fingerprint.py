@@ -27,8 +27,6 @@ does not trace, such as callbacks, are described by their code and by what they 
 Python shows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import hashlib

@@ -16,8 +16,6 @@ programs with effects, are left alone.
 Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU keeps such values.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -10,8 +10,6 @@ questions are answered from these:
 * `evaluates_functions` decides whether extremes postpone work (`rankax._reduce.extrema`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
