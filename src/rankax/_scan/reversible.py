@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from rankax._base.arrays import has_tangent
@@ -101,7 +102,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
 
     def pull(oks: list[Any], consts: list[Any], carry: list[Any], cotangents: list[Any]) -> Any:
         (ok,), values = oks, [*consts, *carry]
-        of_carry, total = _split(cotangents, [sum(live[1]), sum(live[0])])
+        total, of_carry = _split(cotangents, [sum(live[0]), sum(live[1])])
         positions = [i for i, on in enumerate(itertools.chain(*live)) if on]
         step = of_some(lambda *args: _some(_run(body, args), live[1]), values, positions)
         of_step = jax.vjp(step, *(values[i] for i in positions))[1]
@@ -109,7 +110,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
         of_consts, new = _split(pulled, [sum(live[0]), sum(live[1])])
         added = [a + b for a, b in zip(total, of_consts, strict=True)]
         # Lanes may share a constant, and then its cotangent.
-        return [*choose(ok, new, of_carry), *(added if ok.ndim else choose(ok, added, total))]
+        return [*(added if ok.ndim else choose(ok, added, total)), *choose(ok, new, of_carry)]
 
     return program_of(pull, *groups)
 
@@ -118,7 +119,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
 
 
 def pushed_through(steps: Any, body: Any, groups: Any, **options: Any) -> list[Any]:
-    """Return the tangents of the last carry of a loop, or None where there are none.
+    """Return the tangents of the last carry of a loop.
 
     Parameters
     ----------
@@ -127,30 +128,28 @@ def pushed_through(steps: Any, body: Any, groups: Any, **options: Any) -> list[A
     body : program
         Takes constants and the carry, and returns the next carry.
     groups : pair
-        The constants and the first carry, each with a list of their tangents, or of None.
+        The constants and the first carry, each with a list of their tangents, or of zeros.
     options
         ``max_stored``, and ``site``, the call as errors name it.
     """
     (consts, of_consts), (init, of_init) = groups
-    of_body, live = ([t is not None for t in tangents] for tangents in (of_consts, of_init))
+    of_body, live = ([not is_zero(t) for t in tangents] for tangents in (of_consts, of_init))
     live = _fixpoint(body, of_body, live, by_tangents=True)
     some = zip(_some(init, live), _some(of_init, live), strict=True)
-    of_init = [jnp.zeros_like(x) if t is None else t for x, t in some]
+    of_init = [jnp.zeros_like(x) if is_zero(t) else t for x, t in some]
     args = steps, *consts, *init, *_some(of_consts, of_body), *of_init
     params = {"body": body, "live": (tuple(of_body), tuple(live)), **options}
-    pushed = iter(_tangent.bind(*args, **params) if any(live) else ())
-    return [next(pushed) if on else None for on in live]
+    return _with_zeros(_tangent.bind(*args, **params) if any(live) else (), live, init)
 
 
-def _nonzero(tangents: Sequence[Any]) -> list[Any]:
-    return [None if type(t) is ad.Zero else t for t in tangents]
+def is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, (ad.Zero, SymbolicZero))
 
 
-def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    return [
-        ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t
-        for t, x in zip(tangents, values, strict=True)
-    ]
+def _with_zeros(tangents: Sequence[Any], live: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Return tangents of all values, of which these are live."""
+    given, types = iter(tangents), [jax.typeof(x).to_tangent_aval() for x in values]
+    return [next(given) if on else ad.Zero(aval) for on, aval in zip(live, types, strict=True)]
 
 
 def _split_tangent(args: Sequence[Any], live: Any) -> tuple[Any, Any]:
@@ -174,10 +173,10 @@ def _differentiate_tangent(
 ) -> tuple[list[Any], list[Any]]:
     out = _tangent.bind(*primals, body=body, live=live, **options)
     steps, groups = _split_tangent(primals, live)
-    directions = _split_tangent(_nonzero(tangents), live)[1]
+    directions = _split_tangent(tangents, live)[1]
     joint = [([*x, *dx], [*t, *dt]) for (x, dx), (t, dt) in zip(groups, directions, strict=True)]
     pushed = pushed_through(steps, _pushed(body, groups, live), joint, **options)
-    return out, _with_zeros(pushed[len(live[1]) :], out)
+    return out, pushed[len(live[1]) :]
 
 
 def _transpose_tangent(
@@ -185,19 +184,17 @@ def _transpose_tangent(
 ) -> list[Any]:
     steps, ((consts, of_consts), (init, of_init)) = _split_tangent(args, live)
     total = [jnp.zeros_like(x) for x in _some(consts, live[0])]
-    cotangents = [*map(ad.instantiate_zeros, cotangents), *total]
-    backward = _pulled(body, live, [steps > 0], consts, init, cotangents)
+    groups = [steps], consts, init, [*total, *map(ad.instantiate_zeros, cotangents)]
     out = _reverse.bind(
-        *(steps, *consts, *init, *cotangents),
+        *itertools.chain(*groups),
         forward=body,
-        backward=backward,
-        counts=(1, len(consts), len(init), len(cotangents)),
+        backward=_pulled(body, live, [steps > 0], *groups[1:]),
+        counts=tuple(map(len, groups)),
         **options,
     )
-    of_carry, total = _split(out, [len(of_init), len(of_consts)])
-    unknown = map(ad.is_undefined_primal, (*of_consts, *of_init))
-    results = [x if on else None for x, on in zip([*total, *of_carry], unknown, strict=True)]
-    return [None] * (len(args) - len(results)) + results
+    pairs = zip(out, (*of_consts, *of_init), strict=True)
+    pulled = [x if ad.is_undefined_primal(tangent) else None for x, tangent in pairs]
+    return [None] * (len(args) - len(pulled)) + pulled
 
 
 # The reverse pass. `forward` is a step; `backward` takes the cotangents back by one.
@@ -226,10 +223,9 @@ def _differentiate_reverse(
     counts: Any,
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
-    params = {"forward": forward, "backward": backward, "counts": counts, **options}
-    out = _reverse.bind(*primals, **params)
+    out = _reverse.bind(*primals, forward=forward, backward=backward, counts=counts, **options)
     values, directions = _split(primals, counts), _split(tangents, counts)
-    live = [[type(t) is not ad.Zero for t in group] for group in directions]
+    live = [[not is_zero(t) for t in group] for group in directions]
     live[2] = _fixpoint(forward, live[1], live[2], by_tangents=True)
     live[3] = _fixpoint(backward, [False, *live[1], *live[2]], live[3], by_tangents=True)
     groups = [
@@ -245,8 +241,7 @@ def _differentiate_reverse(
         counts=tuple(map(len, joint)),
         **options,
     )
-    found = iter(pushed[counts[3] :])
-    return out, _with_zeros([next(found) if on else None for on in live[3]], out)
+    return out, _with_zeros(pushed[counts[3] :], live[3], out)
 
 
 def _transpose_reverse(cotangents: Any, *args: Any, site: str, **params: Any) -> Any:

@@ -21,7 +21,7 @@ from rankax._base.words import listed
 from rankax._lockstep.equations import has_rule, split_loop
 from rankax._loop.access import varying_axes
 from rankax._scan.body import check_carry, trace_step
-from rankax._scan.reversible import program_of, pushed_through
+from rankax._scan.reversible import is_zero, program_of, pushed_through
 from rankax._trace.derivatives import call_of, call_with_derivative_of
 from rankax._trace.item import has_order
 from rankax._trace.programs import Literal, evaluate, subprograms, with_subprograms
@@ -235,13 +235,14 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
     def _(primals: Any, tangents: Any) -> Any:
         # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
         steps, carry = call_with_derivative_of(differentiable, plain, *primals)
-        ((_, consts), init), ((_, of_consts), of_init) = primals, jax.tree.map(_or_none, tangents)
-        live = [x for x, t in zip(consts, of_consts, strict=True) if t is not None]
+        ((_, consts), init), ((_, of_consts), of_init) = primals, tangents
+        live = [x for x, t in zip(consts, of_consts, strict=True) if not is_zero(t)]
         _check_axes(site, live, (steps, init))
         program = program_of(lambda consts, carry: body(consts, *carry), consts, init)
         groups = (consts, of_consts), (init, of_init)
         pushed = pushed_through(steps, program, groups, max_stored=max_stored, site=site)
-        return (steps, carry), (_or_zero(None, steps), list(map(_or_zero, pushed, carry)))
+        symbolic = [SymbolicZero(t.aval) if is_zero(t) else t for t in pushed]
+        return (steps, carry), (SymbolicZero(jax.typeof(steps).to_tangent_aval()), symbolic)
 
     return plain, differentiable
 
@@ -260,14 +261,6 @@ def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
             f"over {names}, but its carry does; declare the value as varying before the loop: "
             "jax.lax.pcast(x, axes, to='varying')"
         )
-
-
-def _or_none(tangent: Any) -> Any:
-    return None if isinstance(tangent, SymbolicZero) else tangent
-
-
-def _or_zero(tangent: Any, x: Any) -> Any:
-    return SymbolicZero(jax.typeof(x).to_tangent_aval()) if tangent is None else tangent
 
 
 def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[Any]) -> str | None:
