@@ -21,9 +21,8 @@ from rankax._plan.chunks import Chunks
 from rankax._reduce.merge import RunStates
 from rankax._reduce.passes import item_types, reduce_row
 from rankax._reduce.run import Reduced, Reductions, read_reductions, trace_reduced
-from rankax._scan.body import kept_indices, scan_call
 from rankax._scan.checkpointed import scan_checkpointed
-from rankax._scan.loops import Loop, run_scan
+from rankax._scan.loops import Loop, kept_indices, run_scan, scan_call
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")

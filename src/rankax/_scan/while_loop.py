@@ -20,7 +20,7 @@ from rankax._base.trees import check_leaves, type_name
 from rankax._base.words import listed
 from rankax._lockstep.equations import has_rule, split_loop
 from rankax._loop.access import varying_axes
-from rankax._scan.body import check_carry, trace_step
+from rankax._scan.loops import check_carry, trace_step
 from rankax._scan.reversible import is_zero, program_of, pushed_through
 from rankax._trace.derivatives import call_of, call_with_derivative_of
 from rankax._trace.item import has_order
