@@ -27,7 +27,7 @@ from jax import lax
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import listed, plural, table
-from rankax._trace.derivatives import has_refs, primitive_of_program
+from rankax._trace.derivatives import has_refs, of_some, primitive_of_program
 from rankax._trace.fingerprint import opened
 from rankax._trace.item import with_shape
 from rankax._trace.programs import evaluate
@@ -144,7 +144,7 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
     def run(*operands: Any) -> list[Any]:
         return evaluate(traced.closed.jaxpr, [operands[i] for i in own], *operands[: len(arrays)])
 
-    shared = [jax.typeof(const) for const in consts.values()]
+    shared = map(jax.typeof, consts.values())
     types = [with_shape(aval, aval.shape) for aval in shared]
     return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
 
@@ -153,8 +153,10 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
 # is one, is `call_jaxpr`, by which `checkify` knows it.
 
 
-def _program_of(programs: Any, items: int, size: int) -> Any:
+def _program_of(programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
     """Return the program for this number of items."""
+    if call_jaxpr is not None:
+        return call_jaxpr
     length, closed = next(pair for pair in reversed(programs) if size % pair[0] == 0)
     if length == size:
         return closed
@@ -168,38 +170,26 @@ def _program_of(programs: Any, items: int, size: int) -> Any:
             lax.reshape(x, (size // length, length, *x.shape[1:])) if dim == 0 else x
             for x, dim in zip(operands, dims, strict=True)
         ]
-        outs = _each(closed, dims)(*groups)
+        outs = _each(closed, groups, dims)
         return [lax.reshape(out, (size, *out.shape[2:])) for out in outs]
 
     return jax.make_jaxpr(run)(*types)
 
 
-def _each(closed: Any, dims: Sequence[int | None]) -> Callable[..., list[Any]]:
-    """Return a program mapped over these axes of its operands."""
+def _each(closed: Any, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Evaluate a program mapped over these axes of its operands."""
     run = functools.partial(evaluate, closed.jaxpr, closed.consts)
     at_once = jax.vmap(run, tuple(dims))
-
-    def mapped(*operands: Any) -> list[Any]:
-        try:
-            jax.eval_shape(at_once, *operands)
-        except NotImplementedError:  # what JAX raises where an operation has no rule
-            return _one_by_one(run, operands, dims)
+    try:
+        jax.eval_shape(at_once, *operands)
+    except NotImplementedError:  # what JAX raises where an operation has no rule
+        pass
+    else:
         return at_once(*operands)
-
-    return mapped
-
-
-def _one_by_one(
-    run: Callable[..., list[Any]], operands: Sequence[Any], dims: Sequence[int | None]
-) -> list[Any]:
-    pairs = list(zip(operands, dims, strict=True))
-    rows = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
-
-    def on_row(row: Sequence[Any]) -> list[Any]:
-        own = iter(row)
-        return run(*(x if dim is None else next(own) for x, dim in pairs))
-
-    return lax.map(on_row, rows)
+    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    rows = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    of_row = of_some(run, operands, mapped)
+    return lax.map(lambda row: of_row(*row), rows)
 
 
 def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
@@ -208,32 +198,21 @@ def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list
     return _batch.bind(*operands, programs=programs, items=items, size=size, **known)
 
 
-def _program(*, programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
-    return _program_of(programs, items, size) if call_jaxpr is None else call_jaxpr
-
-
 def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
     closed = params.get("call_jaxpr", programs[0][1])
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
 def _mapped(
-    axis: Any,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    programs: Any,
-    items: int,
-    size: int,
-    **_: Any,
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, items: int, size: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
     count = axis.size
     if all(dim is None for dim in dims):
-        outs = _bind(operands, programs, items, size)
+        outs = _batch.bind(*operands, items=items, size=size, **params)
         return outs, [None] * len(outs)
     if any(dim is not None for dim in dims[items:]):
-        outs = _each(_program_of(programs, items, size), dims)(*operands)
+        outs = _each(_program_of(items=items, size=size, **params), operands, dims)
         return outs, [0] * len(outs)
 
     def joined(x: Any, dim: int | None) -> Any:
@@ -248,8 +227,8 @@ def _mapped(
 
     every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
     shared = operands[items:]
-    outs = _bind([*every, *shared], programs, items, size * count)
+    outs = _bind([*every, *shared], params["programs"], items, size * count)
     return [parted(out) for out in outs], [0] * len(outs)
 
 
-_batch = primitive_of_program("rankax_batch", _program, _types_of_outputs, _mapped)
+_batch = primitive_of_program("rankax_batch", _program_of, _types_of_outputs, _mapped)
