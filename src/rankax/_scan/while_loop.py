@@ -155,69 +155,12 @@ def checkpoint_while_loop(
 
 
 def _loop(
-    programs: Sequence[Any], arrays: Any, max_stored: int, site: str, refusal: str | None
+    programs: Sequence[Any], arrays: Any, max_stored: int, site: str, refusal: str | None = None
 ) -> list[Any]:
     """Return the last carry of the loop of a condition and a body.
 
     Each is a function of constants and the carry; ``arrays`` are both constants and the first
     carry. ``refusal`` says why the loop has no derivative, if it has none.
-    """
-    plain, differentiable = _loops(programs, max_stored, site)
-    if refusal is not None:
-        return plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))[1]
-    key = "checkpoint_while_loop", max_stored, site
-    return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
-
-
-def with_reverse_pass(jaxpr: Any, where: str) -> Any:
-    """Return a program whose `while` loops have a reverse pass, at any depth.
-
-    A loop inside a function with its own derivative rule stays. ``where``: the program, for errors.
-    """
-    if not has_plain_loop(jaxpr.eqns):
-        return jaxpr
-    return jaxpr.replace(
-        eqns=[
-            _with_reverse_pass(eqn, where) if has_plain_loop([eqn]) else eqn for eqn in jaxpr.eqns
-        ]
-    )
-
-
-def has_plain_loop(eqns: Sequence[Any]) -> bool:
-    """Whether there is a `while` loop that can be reversed, outside all derivative rules."""
-
-    def has_one(eqn: Any) -> bool:
-        if has_rule(eqn) or has_order(eqn) or any(map(is_ref, eqn.invars)):
-            return False
-        inside = any(has_plain_loop(jaxpr.eqns) for jaxpr in subprograms(eqn))
-        return eqn.primitive.name == "while" or inside
-
-    return any(map(has_one, eqns))
-
-
-def _with_reverse_pass(eqn: Any, where: str) -> Any:
-    eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, where=where))
-    if eqn.primitive.name != "while":
-        return eqn
-    site = f"{where}: while at {source_info_util.summarize(eqn.source_info)}"
-
-    def program(closed: Any) -> Callable[..., list[Any]]:
-        return lambda consts, *carry: evaluate(closed.jaxpr, closed.consts, *consts, *carry)
-
-    def loop(*values: Any) -> list[Any]:
-        *consts, init = split_loop(eqn, values)
-        programs = [program(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
-        return _loop(programs, (consts, init), _STORED, site, None)
-
-    traced = jax.make_jaxpr(loop)(*(v.aval for v in eqn.invars))
-    consts = [Literal(x, jax.typeof(x)) for x in traced.consts]
-    return call_of(eqn, [*consts, *eqn.invars], traced.jaxpr)
-
-
-def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, Any]:
-    """Return a function that counts the steps and returns the last carry, and one with derivatives.
-
-    They take what the condition and the body close over, and the first carry.
     """
     cond, body = programs
 
@@ -229,6 +172,8 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
         start = jnp.int32(0), init
         return lax.while_loop(lambda state: cond(consts[0], *state[1])[0], step, start)
 
+    if refusal is not None:
+        return plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))[1]
     differentiable = jax.custom_jvp(plain)
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
@@ -244,7 +189,50 @@ def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, An
         symbolic = [SymbolicZero(t.aval) if is_zero(t) else t for t in pushed]
         return (steps, carry), (SymbolicZero(jax.typeof(steps).to_tangent_aval()), symbolic)
 
-    return plain, differentiable
+    key = "checkpoint_while_loop", max_stored, site
+    return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
+
+
+def with_reverse_pass(jaxpr: Any, where: str) -> Any:
+    """Return a program whose `while` loops have a reverse pass, at any depth.
+
+    A loop inside a function with its own derivative rule stays. ``where``: the program, for errors.
+    """
+    eqns = [_with_reverse_pass(eqn, where) for eqn in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns) if has_plain_loop(jaxpr.eqns) else jaxpr
+
+
+def has_plain_loop(eqns: Sequence[Any]) -> bool:
+    """Whether there is a `while` loop that can be reversed, outside all derivative rules."""
+
+    def has_one(eqn: Any) -> bool:
+        if has_rule(eqn) or has_order(eqn) or any(map(is_ref, eqn.invars)):
+            return False
+        inside = any(has_plain_loop(jaxpr.eqns) for jaxpr in subprograms(eqn))
+        return eqn.primitive.name == "while" or inside
+
+    return any(map(has_one, eqns))
+
+
+def _with_reverse_pass(eqn: Any, where: str) -> Any:
+    if not has_plain_loop([eqn]):
+        return eqn
+    eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, where=where))
+    if eqn.primitive.name != "while":
+        return eqn
+    site = f"{where}: while at {source_info_util.summarize(eqn.source_info)}"
+
+    def program(closed: Any) -> Callable[..., list[Any]]:
+        return lambda consts, *carry: evaluate(closed.jaxpr, closed.consts, *consts, *carry)
+
+    def loop(*values: Any) -> list[Any]:
+        *consts, init = split_loop(eqn, values)
+        programs = [program(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
+        return _loop(programs, (consts, init), _STORED, site)
+
+    traced = jax.make_jaxpr(loop)(*(v.aval for v in eqn.invars))
+    consts = [Literal(x, jax.typeof(x)) for x in traced.consts]
+    return call_of(eqn, [*consts, *eqn.invars], traced.jaxpr)
 
 
 def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:

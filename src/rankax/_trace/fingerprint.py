@@ -73,8 +73,7 @@ def fingerprint(closed: Any) -> Hashable:
     return key
 
 
-def _refused(value: Any) -> Hashable:
-    del value
+def _refused(_: Any) -> Hashable:
     raise Unknown
 
 

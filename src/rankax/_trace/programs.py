@@ -137,12 +137,6 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
 
     The same object if ``fun`` returns every jaxpr unchanged.
     """
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, ClosedJaxpr):
-            return mapped_program(fun, leaf)
-        return fun(leaf)
-
     changes = {}
     for name, value in name_and_params(eqn)[1].items():
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
@@ -150,7 +144,10 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
         # function in one parameter, and the structure it was made with in another.
         if not all(isinstance(leaf, (Jaxpr, ClosedJaxpr)) for leaf in leaves):
             continue
-        new = [replaced(leaf) for leaf in leaves]
+        new = [
+            mapped_program(fun, leaf) if isinstance(leaf, ClosedJaxpr) else fun(leaf)
+            for leaf in leaves
+        ]
         if any(a is not b for a, b in zip(new, leaves, strict=True)):
             changes[name] = treedef.unflatten(new)
     return with_params(eqn, **changes) if changes else eqn
