@@ -4,7 +4,7 @@
 * ``rankax_while_tangent`` maps tangents of the first carry, and of the arrays that the body reads,
   to tangents of the last carry. It is linear in them, so reverse mode needs its transpose only.
 * ``rankax_while_reverse`` is that transpose. It goes back from the last step to the first, and
-  needs the carry before each (`reverse_pass`).
+  needs the carry before each (`_run_reverse`).
 
 A bare `jax.custom_vjp` would refuse `jax.jvp`. `jax.jvp` and `jax.vmap` turn each primitive into
 one of the two again, with other programs. Only the transpose of the second is missing, which would
@@ -29,7 +29,7 @@ from jax.interpreters import ad
 
 from rankax._base.arrays import has_tangent
 from rankax._trace.derivatives import keep_rules, mapped, new_primitive, of_some, uses_axis
-from rankax._trace.programs import Literal, evaluate
+from rankax._trace.programs import ClosedJaxpr, Literal, evaluate
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> Any:
@@ -53,8 +53,11 @@ def _some(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
 # Which values depend on others. An equation counts as one: all outputs depend on all inputs.
 
 
-def _reached(program: Any, live: Sequence[bool], *, by_tangents: bool = False) -> list[bool]:
-    known = set(_some(program.jaxpr.invars, live))
+def _fixpoint(
+    program: Any, before: Sequence[bool], carry: Sequence[bool], *, by_tangents: bool = False
+) -> list[bool]:
+    """Return which parts of a carry depend, after any number of steps, on what is live."""
+    known = set(_some(program.jaxpr.invars, [*before, *carry]))
 
     def is_known(atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in known
@@ -62,16 +65,10 @@ def _reached(program: Any, live: Sequence[bool], *, by_tangents: bool = False) -
     for eqn in program.jaxpr.eqns:
         if any(map(is_known, eqn.invars)):
             known.update(v for v in eqn.outvars if has_tangent(v.aval) or not by_tangents)
-    return [is_known(v) for v in program.jaxpr.outvars]
-
-
-def _fixpoint(
-    program: Any, before: Sequence[bool], carry: Sequence[bool], **kind: bool
-) -> list[bool]:
-    """Return which parts of a carry depend, after any number of steps, on what is live."""
-    reached = _reached(program, [*before, *carry], **kind)
-    wider = [a or b for a, b in zip(carry, reached, strict=True)]
-    return wider if wider == list(carry) else _fixpoint(program, before, wider, **kind)
+    wider = [on or is_known(v) for on, v in zip(carry, program.jaxpr.outvars, strict=True)]
+    if wider == list(carry):
+        return wider
+    return _fixpoint(program, before, wider, by_tangents=by_tangents)
 
 
 # Derivatives of programs. A group of arguments, such as a carry, is followed by its tangents.
@@ -138,9 +135,15 @@ def pushed_through(steps: Any, body: Any, groups: Any, **options: Any) -> list[A
     live = _fixpoint(body, of_body, live, by_tangents=True)
     some = zip(_some(init, live), _some(of_init, live), strict=True)
     of_init = [jnp.zeros_like(x) if is_zero(t) else t for x, t in some]
-    args = steps, *consts, *init, *_some(of_consts, of_body), *of_init
-    params = {"body": body, "live": (tuple(of_body), tuple(live)), **options}
-    return _with_zeros(_tangent.bind(*args, **params) if any(live) else (), live, init)
+    if not any(live):
+        return _with_zeros((), live, init)
+    groups = [steps], consts, init, _some(of_consts, of_body), of_init
+    pushed = _bind(_tangent, groups, forward=body, live=(tuple(of_body), tuple(live)), **options)
+    return _with_zeros(pushed, live, init)
+
+
+def _bind(primitive: Any, groups: Sequence[Sequence[Any]], **params: Any) -> list[Any]:
+    return primitive.bind(*itertools.chain(*groups), counts=tuple(map(len, groups)), **params)
 
 
 def is_zero(tangent: Any) -> bool:
@@ -153,47 +156,40 @@ def _with_zeros(tangents: Sequence[Any], live: Sequence[bool], values: Sequence[
     return [next(given) if on else ad.Zero(aval) for on, aval in zip(live, types, strict=True)]
 
 
-def _split_tangent(args: Sequence[Any], live: Any) -> tuple[Any, Any]:
-    """Return the number of steps; pairs of values and tangents, of the constants and the carry."""
-    counts = 1, *map(len, live), *map(sum, live)
+def _run_tangent(*args: Any, forward: Any, live: Any, counts: Any, **_: Any) -> list[Any]:
     (steps,), consts, init, of_consts, of_init = _split(args, counts)
-    return steps, [(consts, of_consts), (init, of_init)]
-
-
-def _run_tangent(*args: Any, body: Any, live: Any, **_: Any) -> list[Any]:
-    steps, groups = _split_tangent(args, live)
-    program = _pushed(body, groups, live)
-    consts, init = ([*values, *tangents] for values, tangents in groups)
+    program = _pushed(forward, [(consts, of_consts), (init, of_init)], live)
+    step = functools.partial(_run, program, [*consts, *of_consts])
     most = jnp.max(steps, initial=0)
-    out = advance(functools.partial(_run, program, consts), init, np.int32(0), most, steps)
-    return out[len(live[1]) :]
+    return advance(step, [*init, *of_init], np.int32(0), most, steps)[len(init) :]
 
 
 def _differentiate_tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], *, body: Any, live: Any, **options: Any
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    forward: Any,
+    live: Any,
+    counts: Any,
+    **options: Any,
 ) -> tuple[list[Any], list[Any]]:
-    out = _tangent.bind(*primals, body=body, live=live, **options)
-    steps, groups = _split_tangent(primals, live)
-    directions = _split_tangent(tangents, live)[1]
-    joint = [([*x, *dx], [*t, *dt]) for (x, dx), (t, dt) in zip(groups, directions, strict=True)]
-    pushed = pushed_through(steps, _pushed(body, groups, live), joint, **options)
-    return out, pushed[len(live[1]) :]
+    out = _tangent.bind(*primals, forward=forward, live=live, counts=counts, **options)
+    (_, *groups), (_, *directions) = _split(primals, counts), _split(tangents, counts)
+    pairs, turned = (list(zip(x[:2], x[2:], strict=True)) for x in (groups, directions))
+    joint = [([*x, *dx], [*t, *dt]) for (x, dx), (t, dt) in zip(pairs, turned, strict=True)]
+    pushed = pushed_through(primals[0], _pushed(forward, pairs, live), joint, **options)
+    return out, pushed[counts[2] :]
 
 
 def _transpose_tangent(
-    cotangents: Sequence[Any], *args: Any, body: Any, live: Any, **options: Any
+    cotangents: Sequence[Any], *args: Any, forward: Any, live: Any, counts: Any, **options: Any
 ) -> list[Any]:
-    steps, ((consts, of_consts), (init, of_init)) = _split_tangent(args, live)
+    (steps,), consts, init, *tangents = _split(args, counts)
     total = [jnp.zeros_like(x) for x in _some(consts, live[0])]
     groups = [steps], consts, init, [*total, *map(ad.instantiate_zeros, cotangents)]
-    out = _reverse.bind(
-        *itertools.chain(*groups),
-        forward=body,
-        backward=_pulled(body, live, [steps > 0], *groups[1:]),
-        counts=tuple(map(len, groups)),
-        **options,
-    )
-    pairs = zip(out, (*of_consts, *of_init), strict=True)
+    backward = _pulled(forward, live, [steps > 0], *groups[1:])
+    out = _bind(_reverse, groups, forward=forward, backward=backward, **options)
+    pairs = zip(out, itertools.chain(*tangents), strict=True)
     pulled = [x if ad.is_undefined_primal(tangent) else None for x, tangent in pairs]
     return [None] * (len(args) - len(pulled)) + pulled
 
@@ -232,15 +228,13 @@ def advance(step: Any, carry: list[Any], begin: Any, end: Any, stops: Any) -> li
     return lax.fori_loop(begin, end, advance, carry)
 
 
-def reverse_pass(
-    step: Callable[[list[Any]], list[Any]],
-    back: Callable[[Any, list[Any], list[Any]], list[Any]],
-    steps: Any,
-    init: list[Any],
-    cotangents: list[Any],
-    max_stored: int,
+# The reverse pass. `forward` is a step; `backward` takes the cotangents back by one.
+
+
+def _run_reverse(
+    *args: Any, forward: Any, backward: Any, counts: Any, max_stored: int, **_: Any
 ) -> list[Any]:
-    """Take cotangents back through a loop.
+    """Take cotangents back through a loop, with ``max_stored`` carries and that of a step stored.
 
     Some carries are on a stack, placed by the binomial rule of Griewank and Walther (*Algorithm
     799: revolve*, 2000): ``s`` of them reverse ``comb(s + r, s)`` steps if each step is evaluated
@@ -252,22 +246,9 @@ def reverse_pass(
     each step.) A lane that stands still is evaluated at its last step, with a cotangent of zero. At
     its last carry, the body may have no finite derivative, and ``0 * inf`` would spoil what all
     lanes share. A lane without steps is evaluated at the first carry of another lane.
-
-    Parameters
-    ----------
-    step : callable
-        From a carry to the next one.
-    back : callable
-        Takes whether each lane makes this step, the carry before it, and the cotangents after it.
-    steps : array of int32
-        How many steps each lane makes.
-    init : list of arrays
-        The first carry.
-    cotangents : list of arrays
-        Those of the last carry, and others that ``back`` adds to.
-    max_stored : int
-        How many carries are stored, besides the one before the current step.
     """
+    (steps,), consts, init, cotangents = _split(args, counts)
+    step = functools.partial(_run, forward, consts)
     reach, repeats = jnp.asarray(_reach(max_stored)), jnp.asarray(_REPEATS, jnp.float32)
     if steps.size > 1:
         longest = jnp.argmax(steps)
@@ -300,29 +281,13 @@ def reverse_pass(
             lambda stack: end - stack[1][stack[0]] > 1, functools.partial(store, end), stack
         )
         ok = end <= steps if steps.ndim else jnp.array(True)
-        return end - 1, (top - 1, starts, slots), back(ok, at(slots, top), cotangents)
+        cotangents = _run(backward, [ok], consts, at(slots, top), cotangents)
+        return end - 1, (top - 1, starts, slots), cotangents
 
     slots = [jnp.broadcast_to(x, (max_stored + 1, *x.shape)) for x in init]
     stack = jnp.int32(0), jnp.zeros(max_stored + 1, jnp.int32), slots
     start = jnp.max(steps, initial=0), stack, cotangents
     return lax.while_loop(lambda state: state[0] > 0, step_back, start)[2]
-
-
-# The reverse pass. `forward` is a step; `backward` takes the cotangents back by one.
-
-
-def _run_reverse(
-    *args: Any, forward: Any, backward: Any, counts: Any, max_stored: int, **_: Any
-) -> list[Any]:
-    (steps,), consts, init, cotangents = _split(args, counts)
-
-    def step(carry: list[Any]) -> list[Any]:
-        return _run(forward, consts, carry)
-
-    def back(ok: Any, carry: list[Any], cotangents: list[Any]) -> list[Any]:
-        return _run(backward, [ok], consts, carry, cotangents)
-
-    return reverse_pass(step, back, steps, init, cotangents, max_stored)
 
 
 def _differentiate_reverse(
@@ -344,12 +309,11 @@ def _differentiate_reverse(
         for x, group, on in zip(values, directions, live, strict=True)
     ]
     of_ok = [([values[0][0] > 0], [])]
-    joint = [[*x, *dx] for x, dx in groups]
-    pushed = _reverse.bind(
-        *itertools.chain(*joint),
+    pushed = _bind(
+        _reverse,
+        [[*x, *dx] for x, dx in groups],
         forward=_pushed(forward, groups[1:3], live[1:3]),
         backward=_pushed(backward, of_ok + groups[1:], live),
-        counts=tuple(map(len, joint)),
         **options,
     )
     return out, _with_zeros(pushed[counts[3] :], live[3], out)
@@ -386,25 +350,22 @@ def _moved(
     return mapped(axis, lambda *xs: list(xs), dims, list(out_dims))(*values)
 
 
-def _batch_tangent(axis: Any, args: Any, dims: Any, *, body: Any, live: Any, **options: Any) -> Any:
-    steps, groups = _split_tangent(args, live)
-    steps_dim, of_groups = _split_tangent(dims, live)
-    on = [[dim is not None for dim in values] for values, _ in of_groups]
-    for flags, (_, tangents), mask in zip(on, of_groups, live, strict=True):
-        for i, dim in zip(itertools.compress(itertools.count(), mask), tangents, strict=True):
-            flags[i] |= dim is not None
-    stops = steps_dim is not None
-    on[1] = [stops or uses_axis(axis, body) or x for x in _fixpoint(body, *on)]
-    to = [_dims(on[0], 0), _dims(on[1], 0 if stops else jnp.ndim(steps))]
-    moved = [
-        (_moved(axis, x, d, at), _moved(axis, dx, dd, _some(at, mask)))
-        for (x, dx), (d, dd), at, mask in zip(groups, of_groups, to, live, strict=True)
-    ]
-    (consts, of_consts), (init, of_init) = moved
-    body = _mapped(axis, body, [consts, init], to, to[1])
-    (steps,) = _moved(axis, [steps], [steps_dim], _dims([stops], 0))
-    args = steps, *consts, *init, *of_consts, *of_init
-    return _tangent.bind(*args, body=body, live=live, **options), _some(to[1], live[1])
+def _batch_tangent(
+    axis: Any, args: Any, dims: Any, *, forward: Any, live: Any, counts: Any, **options: Any
+) -> Any:
+    groups, of_groups = _split(args, counts), _split(dims, counts)
+    (stops,), *on = ([dim is not None for dim in d] for d in of_groups)
+    for flags, of_tangents, mask in zip(on[:2], on[2:], live, strict=True):
+        positions = itertools.compress(itertools.count(), mask)
+        for i, is_mapped in zip(positions, of_tangents, strict=True):
+            flags[i] |= is_mapped
+    every = stops or uses_axis(axis, forward)
+    of_carry = [every or x for x in _fixpoint(forward, *on[:2])]
+    to = [_dims([stops], 0), _dims(on[0], 0), _dims(of_carry, 0 if stops else groups[0][0].ndim)]
+    to += map(_some, to[1:], live)
+    groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
+    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
+    return _bind(_tangent, groups, forward=forward, live=live, **options), to[4]
 
 
 def _batch_reverse(
@@ -418,42 +379,33 @@ def _batch_reverse(
     at = 0 if stops else jnp.ndim(groups[0][0])
     to = [_dims([stops], 0), of_groups[1], _dims(on, at), _dims(of_carry, at)]
     groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
-    out = _reverse.bind(
-        *itertools.chain(*groups),
-        forward=_mapped(axis, forward, groups[1:3], to[1:3], to[2]),
-        backward=_mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3]),
-        counts=counts,
-        **options,
-    )
-    return out, to[3]
+    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
+    backward = _mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3])
+    return _bind(_reverse, groups, forward=forward, backward=backward, **options), to[3]
 
 
 # The primitives.
 
 
-def _primitive(name: str, run: Any, count: Any, **rules: Any) -> Any:
-    """Return a primitive with ``count(**params)`` outputs, of the types of its last arguments."""
-
-    def types(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-        programs = [params[key] for key in ("body", "forward", "backward") if key in params]
-        effects = frozenset().union(*(program.effects for program in programs))
-        return [*avals[len(avals) - count(**params) :]], effects
-
-    return new_primitive(name, run, types, **rules)
+def _types(*avals: Any, counts: Any, **params: Any) -> tuple[list[Any], Any]:
+    """Return the types of the last group of arguments, and the effects of the programs."""
+    programs = [value for value in params.values() if isinstance(value, ClosedJaxpr)]
+    effects = frozenset().union(*(program.effects for program in programs))
+    return list(avals[len(avals) - counts[-1] :]), effects
 
 
-_tangent = _primitive(
+_tangent = new_primitive(
     "rankax_while_tangent",
     _run_tangent,
-    lambda live, **_: sum(live[1]),
+    _types,
     differentiate=_differentiate_tangent,
     transpose=_transpose_tangent,
     batch=_batch_tangent,
 )
-_reverse = _primitive(
+_reverse = new_primitive(
     "rankax_while_reverse",
     _run_reverse,
-    lambda counts, **_: counts[3],
+    _types,
     differentiate=_differentiate_reverse,
     transpose=_transpose_reverse,
     batch=_batch_reverse,
