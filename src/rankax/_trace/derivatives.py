@@ -68,18 +68,15 @@ def call_with_derivative_of(
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
 
-    def flat(fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        def flat_fun(*leaves: Any) -> list[Any]:
-            out, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-            out_trees.append(out_tree)
-            return out
+    def flat(fun: Callable[..., Any], *leaves: Any) -> list[Any]:
+        out, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        out_trees.append(out_tree)
+        return out
 
-        return flat_fun
-
-    program = jax.make_jaxpr(flat(fun))(*leaves)
+    program = jax.make_jaxpr(functools.partial(flat, fun))(*leaves)
     if has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
         return other(*args)
-    outs = _bind(leaves, program, _Other(flat(other), key, len(leaves)))
+    outs = _bind(leaves, program, _Other(functools.partial(flat, other), key, len(leaves)))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
     return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
