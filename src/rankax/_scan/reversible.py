@@ -165,13 +165,7 @@ def _run_tangent(*args: Any, forward: Any, live: Any, counts: Any, **_: Any) -> 
 
 
 def _differentiate_tangent(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    forward: Any,
-    live: Any,
-    counts: Any,
-    **options: Any,
+    primals: Any, tangents: Any, *, forward: Any, live: Any, counts: Any, **options: Any
 ) -> tuple[list[Any], list[Any]]:
     out = _tangent.bind(*primals, forward=forward, live=live, counts=counts, **options)
     (_, *groups), (_, *directions) = _split(primals, counts), _split(tangents, counts)
@@ -291,13 +285,7 @@ def _run_reverse(
 
 
 def _differentiate_reverse(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    forward: Any,
-    backward: Any,
-    counts: Any,
-    **options: Any,
+    primals: Any, tangents: Any, *, forward: Any, backward: Any, counts: Any, **options: Any
 ) -> tuple[list[Any], list[Any]]:
     out = _reverse.bind(*primals, forward=forward, backward=backward, counts=counts, **options)
     values, directions = _split(primals, counts), _split(tangents, counts)
@@ -397,16 +385,16 @@ def _types(*avals: Any, counts: Any, **params: Any) -> tuple[list[Any], Any]:
 _tangent = new_primitive(
     "rankax_while_tangent",
     _run_tangent,
+    _differentiate_tangent,
+    _transpose_tangent,
+    _batch_tangent,
     _types,
-    differentiate=_differentiate_tangent,
-    transpose=_transpose_tangent,
-    batch=_batch_tangent,
 )
 _reverse = new_primitive(
     "rankax_while_reverse",
     _run_reverse,
+    _differentiate_reverse,
+    _transpose_reverse,
+    _batch_reverse,
     _types,
-    differentiate=_differentiate_reverse,
-    transpose=_transpose_reverse,
-    batch=_batch_reverse,
 )

@@ -202,7 +202,7 @@ def sliced_scan(
         windows = find_windows(call.length, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
         schedule = functools.partial(
-            scan_windows, windows=windows, reduce=fold, checkpoint=checkpoint
+            _scan_windows, windows=windows, reduce=fold, checkpoint=checkpoint
         )
         in_place = True
         is_ordered = reductions is not None and reductions.are_ordered
@@ -351,10 +351,8 @@ class _WindowFold:
 
     def state(self, leaves: Sequence[Any], *steps: int) -> Reduced:
         """Return the state of one step, or of several, whose outputs are on axis 0."""
-        specs = [
-            LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
-            for n in steps
-        ]
+        axes = (0,) * len(leaves)
+        specs = [LoopSpec(Chunks(n, n, 1), axes, is_loop=False, reduced=True) for n in steps]
         total = min(self.windows.sizes, default=1)
         reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
         types = item_types(leaves, specs)
@@ -368,13 +366,11 @@ class _WindowFold:
     def start(self, avals: Sequence[Any]) -> Reduced:
         """Return the state of no steps; an output that is kept is zero."""
         none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
-        values = self.runs(none, max(self.windows.sizes, default=1)).renumber(
-            none.values, (0,), (0,)
-        )
-        pairs = zip(jax.tree.leaves(values), none.is_kept, strict=True)
-        return none.with_arrays(
-            [zeros(x.shape[1:], x.dtype) if is_kept else x for x, is_kept in pairs]
-        )
+        runs = self.runs(none, max(self.windows.sizes, default=1))
+        values = jax.tree.leaves(runs.renumber(none.values, (0,), (0,)))
+        pairs = zip(values, none.is_kept, strict=True)
+        arrays = [zeros(x.shape[1:], x.dtype) if is_kept else x for x, is_kept in pairs]
+        return none.with_arrays(arrays)
 
     def step(self, state: list[Any], ys: Sequence[Any], place: jax.Array) -> list[Any]:
         """Merge the step at a place of the window into its state; a kept output is replaced."""
@@ -398,14 +394,8 @@ class _WindowFold:
         return self.runs(rows, 1).assemble(values, values)
 
 
-def scan_windows(
-    loop: Loop,
-    carry: Any,
-    items: Any,
-    windows: Windows,
-    *,
-    reduce: tuple[Reductions, str] | None,
-    checkpoint: bool,
+def _scan_windows(
+    loop: Loop, carry: Any, items: Any, windows: Windows, *, reduce: Any, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the steps of all windows; return the tree of outputs, one for each window.
 
@@ -459,13 +449,9 @@ def scan_windows(
     if count:
         size = -(-windows.steps // count)
         state = carry, empty if fold else (), rows, (scalar(0, dtype), scalar(0, dtype))
-        (carry, _, rows, _), _ = scan_checkpointed(
-            dataclasses.replace(loop, step=step),
-            state,
-            loop.cut(items, 0, windows.steps),
-            windows.steps,
-            (size,) if checkpoint else (),
-        )
+        within = dataclasses.replace(loop, step=step), state, loop.cut(items, 0, windows.steps)
+        sizes = (size,) if checkpoint else ()
+        (carry, _, rows, _), _ = scan_checkpointed(*within, windows.steps, sizes)
     carry = loop.skip(carry, items, windows.steps, loop.length, checkpoint=checkpoint)
     pairs = zip(rows, empty, strict=True)
     rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]

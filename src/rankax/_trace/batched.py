@@ -74,10 +74,7 @@ def call_for_item(
 
 
 def _trace(
-    fun: Callable[..., Any],
-    on_arrays: Callable[[list[Any]], Any],
-    arrays: Sequence[Any],
-    length: int,
+    fun: Callable[..., Any], on_arrays: Callable[..., Any], arrays: Sequence[Any], length: int
 ) -> _TracedFor:
     """Trace a function for this number of items, and check its outputs."""
     found: list[tuple[Any, tuple[str, ...]]] = []
@@ -231,4 +228,4 @@ def _mapped(
     return [parted(out) for out in outs], [0] * len(outs)
 
 
-_batch = primitive_of_program("rankax_batch", _program_of, _types_of_outputs, _mapped)
+_batch = primitive_of_program("rankax_batch", _program_of, _mapped, _types_of_outputs)

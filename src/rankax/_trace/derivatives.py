@@ -175,7 +175,9 @@ def _checked(fun: Any, args: Sequence[Any], other: Any = None, **_: Any) -> list
     return _bind(args, closed, _Other(differentiated, None, len(args)))
 
 
-def new_primitive(name: str, run: Any, types: Any, **rules: Any) -> Any:
+def new_primitive(
+    name: str, run: Any, differentiate: Any, transpose: Any, batch: Any, types: Any
+) -> Any:
     """Return a primitive.
 
     Parameters
@@ -183,10 +185,10 @@ def new_primitive(name: str, run: Any, types: Any, **rules: Any) -> Any:
     name : str
     run : callable
         Evaluates it, from arrays and parameters to a list.
+    differentiate, transpose, batch : callable
+        Its rules, as JAX wants them.
     types : callable
         From the types of the arrays, and the parameters, to those of the results, and the effects.
-    rules
-        ``differentiate``, ``transpose`` and ``batch``, as JAX wants them.
     """
     primitive: Any = _Primitive(name)
     # With `jax_remat3`, a program with a checkpoint is high-level, and expanded before it is
@@ -197,9 +199,9 @@ def new_primitive(name: str, run: Any, types: Any, **rules: Any) -> Any:
     primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(run, **params))(*args))
     primitive.def_effectful_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    ad.primitive_jvps[primitive] = rules["differentiate"]
-    ad.primitive_transposes[primitive] = rules["transpose"]
-    batching.fancy_primitive_batchers[primitive] = rules["batch"]
+    ad.primitive_jvps[primitive] = differentiate
+    ad.primitive_transposes[primitive] = transpose
+    batching.fancy_primitive_batchers[primitive] = batch
     return primitive
 
 
@@ -290,9 +292,7 @@ def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[An
     return lambda *args: list(noted(*fun(*args)))
 
 
-def of_some(
-    fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]
-) -> Callable[..., Any]:
+def of_some(fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]) -> Any:
     """Return ``fun`` as a function of its arguments at ``positions``, with the others fixed."""
 
     def fixed(*some: Any) -> Any:
@@ -313,20 +313,17 @@ def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: A
     return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
-_RULES_OF_CALL = {"differentiate": _differentiated, "transpose": _transposed}
-_call = new_primitive("rankax_call", _run, _types, batch=_batched, **_RULES_OF_CALL)
+_call = new_primitive("rankax_call", _run, _differentiated, _transposed, _batched, _types)
 
 
-def primitive_of_program(
-    name: str, program_of: Callable[..., Any], types: Any, batch: Callable[..., Any]
-) -> Any:
+def primitive_of_program(name: str, program_of: Any, batch: Any, types: Any) -> Any:
     """Return a primitive that evaluates the program of its parameters, and is differentiated so."""
 
     def of_program(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **params: fun(*args, call_jaxpr=program_of(**params), other=None)
 
-    rules = {name: of_program(rule) for name, rule in _RULES_OF_CALL.items()}
-    return new_primitive(name, of_program(_run), types, batch=batch, **rules)
+    own = map(of_program, (_run, _differentiated, _transposed))
+    return new_primitive(name, *own, batch, types)
 
 
 # With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
