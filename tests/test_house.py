@@ -46,7 +46,7 @@ MOST_LINES_OF_CODE = {
     "_static": 17,
     "_base": 500,
     "_declare": 770,
-    "_trace": 1063,
+    "_trace": 1062,
     "_plan": 905,
     "_progress": 210,
     "_fit": 221,

@@ -15,9 +15,9 @@
   Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
 Both use one primitive, because JAX does not look inside a primitive that it does not know. The
-compiled program shows no trace of it. What JAX must see inside, it sees all the same: `_Call` shows
-the program to `checkify`, outputs without a tangent or a mapped axis are reported as such, and a
-program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
+compiled program shows no trace of it. What JAX must see inside, it sees all the same: `_Primitive`
+shows the program to `checkify`, outputs without a tangent or a mapped axis are reported as such,
+and a program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
 
 Rules cannot be compared, so a differentiated eager call of a kernel with rules reuses no compiled
 loop (`fingerprint.derivatives_key`).

@@ -155,9 +155,8 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
     axes: list[int | None] = []
     rows: list[tuple[str, ...]] = []
     odd: list[int] = []
-    for i, ((name, leaf), axis) in enumerate(
-        zip(leaves_with_names(out, "output"), spread, strict=True)
-    ):
+    pairs = zip(leaves_with_names(out, "output"), spread, strict=True)
+    for i, ((name, leaf), axis) in enumerate(pairs):
         rank = jnp.ndim(leaf)
         rows.append((name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}"))
         # JAX expects ints, not the integers of NumPy.
