@@ -54,7 +54,7 @@ MOST_LINES_OF_CODE = {
     "_devices": 370,
     "_lockstep": 725,
     "_reduce": 1760,
-    "_scan": 965,
+    "_scan": 967,
     "_options": 175,
     "_call": 1520,
     "_tune": 467,

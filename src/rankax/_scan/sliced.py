@@ -420,7 +420,8 @@ def _scan_windows(
     fold = none = None
     empty = [_zeros(aval) for aval in avals]
     if reduce is not None:
-        fold = _WindowFold(*reduce, windows, tree)
+        reductions, site = reduce
+        fold = _WindowFold(reductions, site, windows, tree)
         none = fold.start(avals)
         empty = none.arrays
     rows = [widen(_zeros(x, count)) for x in empty]
@@ -449,9 +450,10 @@ def _scan_windows(
     if count:
         size = -(-windows.steps // count)
         state = carry, empty if fold else (), rows, (scalar(0, dtype), scalar(0, dtype))
-        within = dataclasses.replace(loop, step=step), state, loop.cut(items, 0, windows.steps)
+        stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, windows.steps)
         sizes = (size,) if checkpoint else ()
-        (carry, _, rows, _), _ = scan_checkpointed(*within, windows.steps, sizes)
+        state, _ = scan_checkpointed(stepping, state, inside, windows.steps, sizes)
+        carry, _, rows, _ = state
     carry = loop.skip(carry, items, windows.steps, loop.length, checkpoint=checkpoint)
     pairs = zip(rows, empty, strict=True)
     rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]

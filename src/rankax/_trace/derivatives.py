@@ -322,8 +322,8 @@ def primitive_of_program(name: str, program_of: Any, batch: Any, types: Any) -> 
     def of_program(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **params: fun(*args, call_jaxpr=program_of(**params), other=None)
 
-    own = map(of_program, (_run, _differentiated, _transposed))
-    return new_primitive(name, *own, batch, types)
+    run, differentiate, transpose = map(of_program, (_run, _differentiated, _transposed))
+    return new_primitive(name, run, differentiate, transpose, batch, types)
 
 
 # With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
