@@ -107,7 +107,7 @@ def rows_of(cases: Sequence[Case], mode: str) -> Rows:
             row = found[f"{case.name}, {mode}"]
             args = [jax.ShapeDtypeStruct(core, jnp.float32) for core in case.cores]
             names.append(f"{case.name}, {path.stem.removeprefix('tile-times-')}")
-            works.append(work_of(jax.make_jaxpr(case.fun)(*args)))
+            works.append(work_of(jax.make_jaxpr(case.fun)(*args).jaxpr))
             times.append([row[str(tile)] for tile in TILES])
             others.append(min(row["jax.vmap"], row[str(CHUNK)]))
     all_times, best_without = np.array(times), np.array(others)

@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "the step of a window counts from the whole scan",
-        "_scan/windows.py",
+        "_scan/sliced.py",
         "fold.step(held, ys, at - starts[window])",
         "fold.step(held, ys, at)",
         "where::steps_that_count_in_a_window",

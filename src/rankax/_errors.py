@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The exception classes."""
 
-from __future__ import annotations
-
 
 class RankError(ValueError):
     """A leaf has fewer axes than the rank declared for it."""

@@ -85,12 +85,13 @@ def test_layout_keeps_just_the_steps_of_the_slice(length, start, stop, step, rev
     window = slice(start, stop, step)
     kept = find_kept_steps(length, range(length)[window], reverse=reverse)
     block = [False] * kept.before + [True]
-    walked = [False] * kept.lead + (block + [False] * kept.after) * kept.blocks
-    walked += block * kept.partial + [False] * kept.trail
+    walked = [False] * kept.lead + (block + [False] * (kept.stride - len(block))) * kept.blocks
+    walked += block * kept.partial
+    walked += [False] * (length - len(walked))
     executed = range(length)[::-1] if reverse else range(length)
     wanted = set(range(length)[window])
     assert walked == [i in wanted for i in executed]
-    assert kept.all == (len(wanted) == length)
+    assert (kept.blocks == length) == (len(wanted) == length)
 
 
 def random_walk(scan):

@@ -46,7 +46,7 @@ import jax
 from rankax._base.functions import caller_level
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
-from rankax._trace.kept_values import with_kept_values
+from rankax._trace.kept_values import keep_values
 from rankax._trace.work import Work, work_of
 
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"  # of XLA: what the library computes
@@ -88,7 +88,7 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
 
 def best_tiles(program: Any) -> Tiles:
     """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
-    work = work_of(with_kept_values(program))
+    work = work_of(keep_values(program.jaxpr))
     return Tiles(_best_tile(work, COSTS.forward), _best_tile(work, COSTS.derivative))
 
 
@@ -108,7 +108,7 @@ def pays_to_store(program: Any) -> bool:
     if jax.default_backend() != "cpu":
         return True
     # Elementwise operations run faster in the cache than their results are read from memory.
-    work = work_of(program)
+    work = work_of(program.jaxpr)
     return work.libraries > 0 or work.products > _PRODUCTS_PER_BYTE * work.bytes
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -11,9 +12,7 @@ import jax
 from rankax._fit.memory import fit_once, free_bytes, gradient_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.chunks import split_into_chunks
-from rankax._scan.arguments import chunk_sizes, scan_call
-from rankax._scan.body import Body, ScanArrays, Step
-from rankax._scan.loops import Schedule, StepLoop, run_scan
+from rankax._scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call
 from rankax._trace.programs import ClosedJaxpr
 
 _MOST_LEVELS = 3  # of checkpoints that a memory limit may choose
@@ -118,23 +117,22 @@ def checkpoint_chunked_scan(
     True
     """
     call = scan_call("checkpoint_chunked_scan", f, init, xs, length, reverse, unroll, progress)
-    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
     limit = checked_limit(memory_limit, call.site)
-    given = chunk_sizes(call.site, chunk_size, steps)
+    given = chunk_sizes(call.site, chunk_size, call.length)
     if limit is not None and chunk_size is not None:
         raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")
 
-    def choose(body: Body, arrays: ScanArrays) -> tuple[Schedule, bool, Hashable]:
-        sizes = given
+    def choose(loop: Loop, arrays: ScanArrays) -> tuple[Schedule, bool, Hashable]:
+        steps, sizes = loop.length, given
         if limit is not None:
-            sizes = _fit(call.site, limit, body, arrays, (steps, reverse, unroll, policy))
+            sizes = _fit(call.site, limit, loop, arrays, policy)
 
-        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
+        def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
             carry, ys = scan_checkpointed(loop, carry, items, steps, sizes, policy)
-            return carry, loop.body.y_tree.unflatten(ys)
+            return carry, loop.y_tree.unflatten(ys)
 
         is_even = not sizes or steps <= sizes[0] or split_into_chunks(steps, sizes[0]).even
         return schedule, not is_even, None if policy else sizes
@@ -143,7 +141,7 @@ def checkpoint_chunked_scan(
 
 
 def _fit(
-    site: str, limit: int | str, body: Body, arrays: ScanArrays, options: tuple[Any, ...]
+    site: str, limit: int | str, loop: Loop, arrays: ScanArrays, policy: Any
 ) -> tuple[int, ...]:
     """Return the chunk sizes of the fewest levels with which a gradient stays within a limit.
 
@@ -152,18 +150,18 @@ def _fit(
     ``c = n / q**d`` steps. What it stores is as much as the checkpoints of a level, ``b * c = s *
     q``, if ``q`` is the ``d + 1``-th root of ``n * b / s``.
     """
-    steps, reverse, unroll, policy = options
+    consts, init, xs = arrays
 
     def measure(sizes: tuple[int, ...]) -> int:
         def scan(consts: list[Any], start: tuple[Any, Any]) -> list[Any]:
-            loop = StepLoop(body.step(consts), body, reverse, unroll)
-            return jax.tree.leaves(scan_checkpointed(loop, *start, steps, sizes, policy))
+            on_consts = loop.on(consts)
+            return jax.tree.leaves(scan_checkpointed(on_consts, *start, loop.length, sizes, policy))
 
-        return gradient_bytes(scan, arrays.consts, (arrays.init, arrays.xs))
+        return gradient_bytes(scan, consts, (init, xs))
 
     def fit() -> tuple[int, ...]:
         most = limit_in_bytes(limit, free_bytes)
-        carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.init))
+        carry = max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in init))
         sizes: tuple[int, ...] = ()
         needed = [measure(sizes)]
         while needed[-1] > most:
@@ -175,16 +173,16 @@ def _fit(
                     f"memory_limit is {shown_bytes(most)}; raise it to at least {min(needed)} bytes"
                 )
             q = max(2.0, (needed[0] / carry) ** (1 / (levels + 1)))
-            sizes = tuple(max(1, round(steps / q**level)) for level in range(1, levels + 1))
+            sizes = tuple(max(1, round(loop.length / q**level)) for level in range(1, levels + 1))
             needed.append(measure(sizes))
         return sizes
 
-    closed = ClosedJaxpr(body.jaxpr, arrays.consts)
-    return fit_once(site, closed, arrays, (limit, *options), fit)
+    key = limit, policy, dataclasses.replace(loop, jaxpr=None)
+    return fit_once(site, ClosedJaxpr(loop.jaxpr, consts), arrays, key, fit)
 
 
 def scan_checkpointed(
-    loop: StepLoop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
+    loop: Loop, carry: Any, items: Any, length: int, sizes: tuple[int, ...], policy: Any = None
 ) -> tuple[Any, Any]:
     """Checkpoint chunks of ``sizes[0]`` steps and, inside each, chunks of ``sizes[1:]``."""
     if not sizes:

@@ -4,7 +4,7 @@
 * ``rankax_while_tangent`` maps tangents of the first carry, and of the arrays that the body reads,
   to tangents of the last carry. It is linear in them, so reverse mode needs its transpose only.
 * ``rankax_while_reverse`` is that transpose. It goes back from the last step to the first, and
-  needs the carry before each (`_scan/revolve.py`).
+  needs the carry before each (`_run_reverse`).
 
 A bare `jax.custom_vjp` would refuse `jax.jvp`. `jax.jvp` and `jax.vmap` turn each primitive into
 one of the two again, with other programs. Only the transpose of the second is missing, which would
@@ -14,23 +14,22 @@ Mapped by `jax.vmap`, items may differ in their number of steps. Those axes, the
 in the number of steps and in each carry.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from rankax._base.arrays import has_tangent
-from rankax._scan.revolve import advance, choose, reverse_pass
-from rankax._trace.derivatives import keep_rules, of_some
-from rankax._trace.programs import Literal, evaluate
+from rankax._trace.derivatives import keep_rules, mapped, new_primitive, of_some, uses_axis
+from rankax._trace.programs import ClosedJaxpr, Literal, evaluate
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> Any:
@@ -54,8 +53,11 @@ def _some(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
 # Which values depend on others. An equation counts as one: all outputs depend on all inputs.
 
 
-def _reached(program: Any, live: Sequence[bool], *, by_tangents: bool = False) -> list[bool]:
-    known = set(_some(program.jaxpr.invars, live))
+def _fixpoint(
+    program: Any, before: Sequence[bool], carry: Sequence[bool], *, by_tangents: bool = False
+) -> list[bool]:
+    """Return which parts of a carry depend, after any number of steps, on what is live."""
+    known = set(_some(program.jaxpr.invars, [*before, *carry]))
 
     def is_known(atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in known
@@ -63,16 +65,10 @@ def _reached(program: Any, live: Sequence[bool], *, by_tangents: bool = False) -
     for eqn in program.jaxpr.eqns:
         if any(map(is_known, eqn.invars)):
             known.update(v for v in eqn.outvars if has_tangent(v.aval) or not by_tangents)
-    return [is_known(v) for v in program.jaxpr.outvars]
-
-
-def _fixpoint(
-    program: Any, before: Sequence[bool], carry: Sequence[bool], **kind: bool
-) -> list[bool]:
-    """Return which parts of a carry depend, after any number of steps, on what is live."""
-    reached = _reached(program, [*before, *carry], **kind)
-    wider = [a or b for a, b in zip(carry, reached, strict=True)]
-    return wider if wider == list(carry) else _fixpoint(program, before, wider, **kind)
+    wider = [on or is_known(v) for on, v in zip(carry, program.jaxpr.outvars, strict=True)]
+    if wider == list(carry):
+        return wider
+    return _fixpoint(program, before, wider, by_tangents=by_tangents)
 
 
 # Derivatives of programs. A group of arguments, such as a carry, is followed by its tangents.
@@ -104,7 +100,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
 
     def pull(oks: list[Any], consts: list[Any], carry: list[Any], cotangents: list[Any]) -> Any:
         (ok,), values = oks, [*consts, *carry]
-        of_carry, total = _split(cotangents, [sum(live[1]), sum(live[0])])
+        total, of_carry = _split(cotangents, [sum(live[0]), sum(live[1])])
         positions = [i for i, on in enumerate(itertools.chain(*live)) if on]
         step = of_some(lambda *args: _some(_run(body, args), live[1]), values, positions)
         of_step = jax.vjp(step, *(values[i] for i in positions))[1]
@@ -112,7 +108,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
         of_consts, new = _split(pulled, [sum(live[0]), sum(live[1])])
         added = [a + b for a, b in zip(total, of_consts, strict=True)]
         # Lanes may share a constant, and then its cotangent.
-        return [*choose(ok, new, of_carry), *(added if ok.ndim else choose(ok, added, total))]
+        return [*(added if ok.ndim else choose(ok, added, total)), *choose(ok, new, of_carry)]
 
     return program_of(pull, *groups)
 
@@ -121,7 +117,7 @@ def _pulled(body: Any, live: Sequence[Sequence[bool]], *groups: list[Any]) -> An
 
 
 def pushed_through(steps: Any, body: Any, groups: Any, **options: Any) -> list[Any]:
-    """Return the tangents of the last carry of a loop, or None where there are none.
+    """Return the tangents of the last carry of a loop.
 
     Parameters
     ----------
@@ -130,77 +126,100 @@ def pushed_through(steps: Any, body: Any, groups: Any, **options: Any) -> list[A
     body : program
         Takes constants and the carry, and returns the next carry.
     groups : pair
-        The constants and the first carry, each with a list of their tangents, or of None.
+        The constants and the first carry, each with a list of their tangents, or of zeros.
     options
         ``max_stored``, and ``site``, the call as errors name it.
     """
     (consts, of_consts), (init, of_init) = groups
-    of_body, live = ([t is not None for t in tangents] for tangents in (of_consts, of_init))
+    of_body, live = ([not is_zero(t) for t in tangents] for tangents in (of_consts, of_init))
     live = _fixpoint(body, of_body, live, by_tangents=True)
     some = zip(_some(init, live), _some(of_init, live), strict=True)
-    of_init = [jnp.zeros_like(x) if t is None else t for x, t in some]
-    args = steps, *consts, *init, *_some(of_consts, of_body), *of_init
-    params = {"body": body, "live": (tuple(of_body), tuple(live)), **options}
-    pushed = iter(_tangent.bind(*args, **params) if any(live) else ())
-    return [next(pushed) if on else None for on in live]
+    of_init = [jnp.zeros_like(x) if is_zero(t) else t for x, t in some]
+    if not any(live):
+        return _with_zeros((), live, init)
+    groups = [steps], consts, init, _some(of_consts, of_body), of_init
+    pushed = _bind(_tangent, groups, forward=body, live=(tuple(of_body), tuple(live)), **options)
+    return _with_zeros(pushed, live, init)
 
 
-def _nonzero(tangents: Sequence[Any]) -> list[Any]:
-    return [None if type(t) is ad.Zero else t for t in tangents]
+def _bind(primitive: Any, groups: Sequence[Sequence[Any]], **params: Any) -> list[Any]:
+    return primitive.bind(*itertools.chain(*groups), counts=tuple(map(len, groups)), **params)
 
 
-def _with_zeros(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    return [
-        ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t
-        for t, x in zip(tangents, values, strict=True)
-    ]
+def is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, (ad.Zero, SymbolicZero))
 
 
-def _split_tangent(args: Sequence[Any], live: Any) -> tuple[Any, Any]:
-    """Return the number of steps; pairs of values and tangents, of the constants and the carry."""
-    counts = 1, *map(len, live), *map(sum, live)
+def _with_zeros(tangents: Sequence[Any], live: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Return tangents of all values, of which these are live."""
+    given, types = iter(tangents), [jax.typeof(x).to_tangent_aval() for x in values]
+    return [next(given) if on else ad.Zero(aval) for on, aval in zip(live, types, strict=True)]
+
+
+def _run_tangent(*args: Any, forward: Any, live: Any, counts: Any, **_: Any) -> list[Any]:
     (steps,), consts, init, of_consts, of_init = _split(args, counts)
-    return steps, [(consts, of_consts), (init, of_init)]
-
-
-def _run_tangent(*args: Any, body: Any, live: Any, **_: Any) -> list[Any]:
-    steps, groups = _split_tangent(args, live)
-    program = _pushed(body, groups, live)
-    consts, init = ([*values, *tangents] for values, tangents in groups)
+    program = _pushed(forward, [(consts, of_consts), (init, of_init)], live)
+    step = functools.partial(_run, program, [*consts, *of_consts])
     most = jnp.max(steps, initial=0)
-    out = advance(functools.partial(_run, program, consts), init, np.int32(0), most, steps)
-    return out[len(live[1]) :]
+    return advance(step, [*init, *of_init], np.int32(0), most, steps)[len(init) :]
 
 
 def _differentiate_tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], *, body: Any, live: Any, **options: Any
+    primals: Any, tangents: Any, *, forward: Any, live: Any, counts: Any, **options: Any
 ) -> tuple[list[Any], list[Any]]:
-    out = _tangent.bind(*primals, body=body, live=live, **options)
-    steps, groups = _split_tangent(primals, live)
-    directions = _split_tangent(_nonzero(tangents), live)[1]
-    joint = [([*x, *dx], [*t, *dt]) for (x, dx), (t, dt) in zip(groups, directions, strict=True)]
-    pushed = pushed_through(steps, _pushed(body, groups, live), joint, **options)
-    return out, _with_zeros(pushed[len(live[1]) :], out)
+    out = _tangent.bind(*primals, forward=forward, live=live, counts=counts, **options)
+    (_, *groups), (_, *directions) = _split(primals, counts), _split(tangents, counts)
+    pairs, turned = (list(zip(x[:2], x[2:], strict=True)) for x in (groups, directions))
+    joint = [([*x, *dx], [*t, *dt]) for (x, dx), (t, dt) in zip(pairs, turned, strict=True)]
+    pushed = pushed_through(primals[0], _pushed(forward, pairs, live), joint, **options)
+    return out, pushed[counts[2] :]
 
 
 def _transpose_tangent(
-    cotangents: Sequence[Any], *args: Any, body: Any, live: Any, **options: Any
+    cotangents: Sequence[Any], *args: Any, forward: Any, live: Any, counts: Any, **options: Any
 ) -> list[Any]:
-    steps, ((consts, of_consts), (init, of_init)) = _split_tangent(args, live)
+    (steps,), consts, init, *tangents = _split(args, counts)
     total = [jnp.zeros_like(x) for x in _some(consts, live[0])]
-    cotangents = [*map(ad.instantiate_zeros, cotangents), *total]
-    backward = _pulled(body, live, [steps > 0], consts, init, cotangents)
-    out = _reverse.bind(
-        *(steps, *consts, *init, *cotangents),
-        forward=body,
-        backward=backward,
-        counts=(1, len(consts), len(init), len(cotangents)),
-        **options,
-    )
-    of_carry, total = _split(out, [len(of_init), len(of_consts)])
-    unknown = map(ad.is_undefined_primal, (*of_consts, *of_init))
-    results = [x if on else None for x, on in zip([*total, *of_carry], unknown, strict=True)]
-    return [None] * (len(args) - len(results)) + results
+    groups = [steps], consts, init, [*total, *map(ad.instantiate_zeros, cotangents)]
+    backward = _pulled(forward, live, [steps > 0], *groups[1:])
+    out = _bind(_reverse, groups, forward=forward, backward=backward, **options)
+    pairs = zip(out, itertools.chain(*tangents), strict=True)
+    pulled = [x if ad.is_undefined_primal(tangent) else None for x, tangent in pairs]
+    return [None] * (len(args) - len(pulled)) + pulled
+
+
+# The schedule of a reverse pass: which carries it stores, and which it computes again.
+
+_REPEATS = np.unique(np.geomspace(1, 2**16, 128).astype(int))
+
+
+@functools.cache
+def _reach(stored: int) -> Any:
+    """Return how many steps ``s`` carries reverse, each step evaluated at most ``r`` times more."""
+    table = np.full((stored + 1, len(_REPEATS)), 2**31 - 1, np.int32)
+    for s, row in enumerate(table):
+        counts = (math.comb(s + int(r), s) for r in _REPEATS)
+        few = [*itertools.takewhile(lambda count: count < 2**31, counts)]
+        row[: len(few)] = few
+    return table
+
+
+def choose(ok: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Return ``new`` in the lanes that are ok, and ``old`` in the others."""
+    return [
+        jnp.where(lax.expand_dims(ok, range(ok.ndim, a.ndim)), a, b)
+        for a, b in zip(new, old, strict=True)
+    ]
+
+
+def advance(step: Any, carry: list[Any], begin: Any, end: Any, stops: Any) -> list[Any]:
+    """Evaluate steps; a lane stands still from its own stop on."""
+
+    def advance(i: Any, carry: list[Any]) -> list[Any]:
+        new = step(carry)
+        return choose(i < stops, new, carry) if stops.ndim else new
+
+    return lax.fori_loop(begin, end, advance, carry)
 
 
 # The reverse pass. `forward` is a step; `backward` takes the cotangents back by one.
@@ -209,30 +228,68 @@ def _transpose_tangent(
 def _run_reverse(
     *args: Any, forward: Any, backward: Any, counts: Any, max_stored: int, **_: Any
 ) -> list[Any]:
+    """Take cotangents back through a loop, with ``max_stored`` carries and that of a step stored.
+
+    Some carries are on a stack, placed by the binomial rule of Griewank and Walther (*Algorithm
+    799: revolve*, 2000): ``s`` of them reverse ``comb(s + r, s)`` steps if each step is evaluated
+    at most ``r`` times more. Each number of steps is exact; the rule only decides how far apart
+    they are.
+
+    All lanes follow one schedule, that of the lane with the most steps, with scalar indices; a lane
+    that has ended stands still. (`jax.vmap` of a reverse pass would select all stored carries at
+    each step.) A lane that stands still is evaluated at its last step, with a cotangent of zero. At
+    its last carry, the body may have no finite derivative, and ``0 * inf`` would spoil what all
+    lanes share. A lane without steps is evaluated at the first carry of another lane.
+    """
     (steps,), consts, init, cotangents = _split(args, counts)
+    step = functools.partial(_run, forward, consts)
+    reach, repeats = jnp.asarray(_reach(max_stored)), jnp.asarray(_REPEATS, jnp.float32)
+    if steps.size > 1:
+        longest = jnp.argmax(steps)
+        flat = [x.reshape(steps.size, *x.shape[steps.ndim :]) for x in init]
+        others = [lax.expand_dims(x[longest], range(steps.ndim)) for x in flat]
+        init = choose(steps > 0, init, others)
 
-    def step(carry: list[Any]) -> list[Any]:
-        return _run(forward, consts, carry)
+    def at(slots: list[Any], i: Any) -> list[Any]:
+        return [lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in slots]
 
-    def back(ok: Any, carry: list[Any], cotangents: list[Any]) -> list[Any]:
-        return _run(backward, [ok], consts, carry, cotangents)
+    def store(end: Any, stack: Any) -> Any:
+        """Store a carry nearer to the end."""
+        top, starts, slots = stack
+        begin, free = starts[top], max_stored - top
+        left = end - begin
+        r = repeats[jnp.sum(reach[free] < left, dtype=jnp.int32)]
+        share = left.astype(jnp.float32) * (r / (r + free.astype(jnp.float32)))
+        ahead = jnp.clip(share.astype(jnp.int32), 1, left - 1)
+        ahead = begin + jnp.where(free > 1, ahead, left - 1)
+        carry = advance(step, at(slots, top), begin, ahead, steps - 1)
+        top += 1
+        put = lax.dynamic_update_index_in_dim
+        slots = [put(x, new, top, 0) for x, new in zip(slots, carry, strict=True)]
+        return top, starts.at[top].set(ahead), slots
 
-    return reverse_pass(step, back, steps, init, cotangents, max_stored)
+    def step_back(state: Any) -> Any:
+        """Go back by a step, with the carry before it on top of the stack."""
+        end, stack, cotangents = state
+        top, starts, slots = lax.while_loop(
+            lambda stack: end - stack[1][stack[0]] > 1, functools.partial(store, end), stack
+        )
+        ok = end <= steps if steps.ndim else jnp.array(True)
+        cotangents = _run(backward, [ok], consts, at(slots, top), cotangents)
+        return end - 1, (top - 1, starts, slots), cotangents
+
+    slots = [jnp.broadcast_to(x, (max_stored + 1, *x.shape)) for x in init]
+    stack = jnp.int32(0), jnp.zeros(max_stored + 1, jnp.int32), slots
+    start = jnp.max(steps, initial=0), stack, cotangents
+    return lax.while_loop(lambda state: state[0] > 0, step_back, start)[2]
 
 
 def _differentiate_reverse(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    forward: Any,
-    backward: Any,
-    counts: Any,
-    **options: Any,
+    primals: Any, tangents: Any, *, forward: Any, backward: Any, counts: Any, **options: Any
 ) -> tuple[list[Any], list[Any]]:
-    params = {"forward": forward, "backward": backward, "counts": counts, **options}
-    out = _reverse.bind(*primals, **params)
+    out = _reverse.bind(*primals, forward=forward, backward=backward, counts=counts, **options)
     values, directions = _split(primals, counts), _split(tangents, counts)
-    live = [[type(t) is not ad.Zero for t in group] for group in directions]
+    live = [[not is_zero(t) for t in group] for group in directions]
     live[2] = _fixpoint(forward, live[1], live[2], by_tangents=True)
     live[3] = _fixpoint(backward, [False, *live[1], *live[2]], live[3], by_tangents=True)
     groups = [
@@ -240,16 +297,14 @@ def _differentiate_reverse(
         for x, group, on in zip(values, directions, live, strict=True)
     ]
     of_ok = [([values[0][0] > 0], [])]
-    joint = [[*x, *dx] for x, dx in groups]
-    pushed = _reverse.bind(
-        *itertools.chain(*joint),
+    pushed = _bind(
+        _reverse,
+        [[*x, *dx] for x, dx in groups],
         forward=_pushed(forward, groups[1:3], live[1:3]),
         backward=_pushed(backward, of_ok + groups[1:], live),
-        counts=tuple(map(len, joint)),
         **options,
     )
-    found = iter(pushed[counts[3] :])
-    return out, _with_zeros([next(found) if on else None for on in live[3]], out)
+    return out, _with_zeros(pushed[counts[3] :], live[3], out)
 
 
 def _transpose_reverse(cotangents: Any, *args: Any, site: str, **params: Any) -> Any:
@@ -265,22 +320,11 @@ def _transpose_reverse(cotangents: Any, *args: Any, site: str, **params: Any) ->
 
 
 def _mapped(axis: Any, program: Any, groups: Any, dims: Any, out_dims: Any) -> Any:
-    if all(dim is None for dim in itertools.chain(*dims)) and not _uses(axis, program):
+    flat = [*itertools.chain(*dims)]
+    if all(dim is None for dim in flat) and not uses_axis(axis, program):
         return program
-    fun = jax.vmap(
-        functools.partial(evaluate, program.jaxpr, program.consts),
-        in_axes=tuple(itertools.chain(*dims)),
-        out_axes=out_dims,
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
-    return program_of(fun, *itertools.chain(*groups))
-
-
-def _uses(axis: Any, *programs: Any) -> bool:
-    effects = (effect for program in programs for effect in program.effects)
-    return any(getattr(effect, "name", None) == axis.name for effect in effects)
+    run = functools.partial(evaluate, program.jaxpr, program.consts)
+    return program_of(mapped(axis, run, flat, out_dims), *itertools.chain(*groups))
 
 
 def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
@@ -291,37 +335,25 @@ def _moved(
     axis: Any, values: Sequence[Any], dims: Sequence[int | None], out_dims: Sequence[int | None]
 ) -> list[Any]:
     """Return values whose mapped axis is at ``out_dims``; those without one are repeated."""
-
-    def move(x: Any, dim: int | None, to: int | None) -> Any:
-        if to is None:
-            return x
-        if dim is not None:
-            return jnp.moveaxis(x, dim, to)
-        shape = *jnp.shape(x)[:to], axis.size, *jnp.shape(x)[to:]
-        return jnp.broadcast_to(jnp.expand_dims(x, to), shape)
-
-    return list(map(move, values, dims, out_dims))
+    return mapped(axis, lambda *xs: list(xs), dims, list(out_dims))(*values)
 
 
-def _batch_tangent(axis: Any, args: Any, dims: Any, *, body: Any, live: Any, **options: Any) -> Any:
-    steps, groups = _split_tangent(args, live)
-    steps_dim, of_groups = _split_tangent(dims, live)
-    on = [[dim is not None for dim in values] for values, _ in of_groups]
-    for flags, (_, tangents), mask in zip(on, of_groups, live, strict=True):
-        for i, dim in zip(itertools.compress(itertools.count(), mask), tangents, strict=True):
-            flags[i] |= dim is not None
-    stops = steps_dim is not None
-    on[1] = [stops or _uses(axis, body) or x for x in _fixpoint(body, *on)]
-    to = [_dims(on[0], 0), _dims(on[1], 0 if stops else jnp.ndim(steps))]
-    moved = [
-        (_moved(axis, x, d, at), _moved(axis, dx, dd, _some(at, mask)))
-        for (x, dx), (d, dd), at, mask in zip(groups, of_groups, to, live, strict=True)
-    ]
-    (consts, of_consts), (init, of_init) = moved
-    body = _mapped(axis, body, [consts, init], to, to[1])
-    (steps,) = _moved(axis, [steps], [steps_dim], _dims([stops], 0))
-    args = steps, *consts, *init, *of_consts, *of_init
-    return _tangent.bind(*args, body=body, live=live, **options), _some(to[1], live[1])
+def _batch_tangent(
+    axis: Any, args: Any, dims: Any, *, forward: Any, live: Any, counts: Any, **options: Any
+) -> Any:
+    groups, of_groups = _split(args, counts), _split(dims, counts)
+    (stops,), *on = ([dim is not None for dim in d] for d in of_groups)
+    for flags, of_tangents, mask in zip(on[:2], on[2:], live, strict=True):
+        positions = itertools.compress(itertools.count(), mask)
+        for i, is_mapped in zip(positions, of_tangents, strict=True):
+            flags[i] |= is_mapped
+    every = stops or uses_axis(axis, forward)
+    of_carry = [every or x for x in _fixpoint(forward, *on[:2])]
+    to = [_dims([stops], 0), _dims(on[0], 0), _dims(of_carry, 0 if stops else groups[0][0].ndim)]
+    to += map(_some, to[1:], live)
+    groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
+    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
+    return _bind(_tangent, groups, forward=forward, live=live, **options), to[4]
 
 
 def _batch_reverse(
@@ -329,58 +361,40 @@ def _batch_reverse(
 ) -> Any:
     groups, of_groups = _split(args, counts), _split(dims, counts)
     (stops,), consts_on, on, of_carry = ([dim is not None for dim in d] for d in of_groups)
-    every = stops or _uses(axis, forward, backward)
+    every = stops or uses_axis(axis, forward, backward)
     on = [every or x for x in _fixpoint(forward, consts_on, on)]
     of_carry = [every or x for x in _fixpoint(backward, [stops, *consts_on, *on], of_carry)]
     at = 0 if stops else jnp.ndim(groups[0][0])
     to = [_dims([stops], 0), of_groups[1], _dims(on, at), _dims(of_carry, at)]
     groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
-    out = _reverse.bind(
-        *itertools.chain(*groups),
-        forward=_mapped(axis, forward, groups[1:3], to[1:3], to[2]),
-        backward=_mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3]),
-        counts=counts,
-        **options,
-    )
-    return out, to[3]
+    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
+    backward = _mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3])
+    return _bind(_reverse, groups, forward=forward, backward=backward, **options), to[3]
 
 
 # The primitives.
 
 
-def _primitive(name: str, run: Any, count: Any, **rules: Any) -> Any:
-    """Return a primitive with ``count(**params)`` outputs, of the types of its last arguments."""
-    primitive: Any = jax.extend.core.Primitive(name)
-    primitive.multiple_results = True
-    primitive.to_lojax = run  # as in `_trace/derivatives.py`
-    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(run, **params))(*args))
-
-    @primitive.def_effectful_abstract_eval
-    def _(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
-        programs = [params[key] for key in ("body", "forward", "backward") if key in params]
-        effects = frozenset().union(*(program.effects for program in programs))
-        return [*avals[len(avals) - count(**params) :]], effects
-
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    ad.primitive_jvps[primitive] = rules["differentiate"]
-    ad.primitive_transposes[primitive] = rules["transpose"]
-    batching.fancy_primitive_batchers[primitive] = rules["batch"]
-    return primitive
+def _types(*avals: Any, counts: Any, **params: Any) -> tuple[list[Any], Any]:
+    """Return the types of the last group of arguments, and the effects of the programs."""
+    programs = [value for value in params.values() if isinstance(value, ClosedJaxpr)]
+    effects = frozenset().union(*(program.effects for program in programs))
+    return list(avals[len(avals) - counts[-1] :]), effects
 
 
-_tangent = _primitive(
+_tangent = new_primitive(
     "rankax_while_tangent",
     _run_tangent,
-    lambda live, **_: sum(live[1]),
-    differentiate=_differentiate_tangent,
-    transpose=_transpose_tangent,
-    batch=_batch_tangent,
+    _differentiate_tangent,
+    _transpose_tangent,
+    _batch_tangent,
+    _types,
 )
-_reverse = _primitive(
+_reverse = new_primitive(
     "rankax_while_reverse",
     _run_reverse,
-    lambda counts, **_: counts[3],
-    differentiate=_differentiate_reverse,
-    transpose=_transpose_reverse,
-    batch=_batch_reverse,
+    _differentiate_reverse,
+    _transpose_reverse,
+    _batch_reverse,
+    _types,
 )

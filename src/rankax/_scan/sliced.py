@@ -6,17 +6,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
 from rankax._base.functions import function_location
-from rankax._scan.arguments import kept_indices, scan_call
-from rankax._scan.loops import StepLoop, run_scan
-from rankax._scan.windows import find_windows, read_window_reductions, scan_windows
+from rankax._loop.access import widen, write_chunk
+from rankax._loop.spec import LoopSpec
+from rankax._plan.chunks import Chunks
+from rankax._reduce.passes import RunStates, reduce_row
+from rankax._reduce.protocol import Outputs
+from rankax._reduce.run import Reductions, read_reductions, trace_reduced
+from rankax._scan.checkpointed import scan_checkpointed
+from rankax._scan.loops import Loop, kept_indices, run_scan, scan_call
+from rankax._trace.item import with_shape
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
@@ -181,23 +188,22 @@ def sliced_scan(
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
     kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
-    steps = call.length  # `schedule` must not hold `call`, see `run_scan`
     even = kept if isinstance(kept, range) else as_range(kept)
     if even is not None and reductions is None:
-        blocks = find_kept_steps(steps, even, reverse=reverse)
+        layout = find_kept_steps(call.length, even, reverse=reverse)
 
-        def schedule(loop: StepLoop, carry: Any, items: Any) -> tuple[Any, Any]:
-            carry, ys = _scan_kept(loop, carry, items, blocks, checkpoint=checkpoint)
-            ys = loop.body.y_tree.unflatten(ys)
+        def schedule(loop: Loop, carry: Any, items: Any) -> tuple[Any, Any]:
+            carry, ys = _scan_kept(loop, carry, items, layout, checkpoint=checkpoint)
+            ys = loop.y_tree.unflatten(ys)
             return carry, jax.tree.map(lambda y: lax.rev(y, (0,)), ys) if even.step < 0 else ys
 
-        in_place = not blocks.all
-        key = blocks, even.step < 0, checkpoint
+        in_place = layout.blocks < call.length
+        key = layout, even.step < 0, checkpoint
     else:
-        windows = find_windows(steps, kept, reverse=reverse)
+        windows = find_windows(call.length, kept, reverse=reverse)
         fold = None if reductions is None else (reductions, function_location(f))
         schedule = functools.partial(
-            scan_windows, length=steps, windows=windows, reduce=fold, checkpoint=checkpoint
+            _scan_windows, windows=windows, reduce=fold, checkpoint=checkpoint
         )
         in_place = True
         is_ordered = reductions is not None and reductions.are_ordered
@@ -207,37 +213,24 @@ def sliced_scan(
         if reductions is None:
             return jax.tree.map(lambda y: y[np.asarray(kept, int)], ys)
         with jax.disable_jit(False):
-            kept_ys = sliced_scan(_pass_on, 0, ys, steps, reverse, save_at=kept, reduce=reduce)
-        return kept_ys[1]
+            return sliced_scan(_echo, 0, ys, call.length, reverse, save_at=kept, reduce=reduce)[1]
 
     return run_scan(call, lambda *_: (schedule, in_place, key), of_all)
 
 
-@dataclasses.dataclass(frozen=True)
-class KeptSteps:
+class KeptSteps(NamedTuple):
     """The kept steps of a loop, in the order of execution.
 
-    First come ``lead`` skipped steps. Then come ``blocks`` blocks, each of ``before`` skipped
-    steps, a kept one and ``after`` skipped ones. If ``partial``, another block follows that ends
-    with its kept step. Last come ``trail`` skipped steps.
+    First come ``lead`` skipped steps. Then come ``blocks`` blocks of ``stride`` steps, in each of
+    which the step after the first ``before`` is kept. If ``partial``, another block follows that
+    ends with its kept step. All other steps are skipped.
     """
 
     lead: int
     blocks: int
     before: int
-    after: int
+    stride: int
     partial: bool
-    trail: int
-
-    @property
-    def stride(self) -> int:
-        """Steps in one block."""
-        return self.before + 1 + self.after
-
-    @property
-    def all(self) -> bool:
-        """Whether no step is skipped."""
-        return not self.lead and self.stride == 1 and not self.trail
 
 
 def as_range(kept: Sequence[int]) -> range | None:
@@ -256,26 +249,24 @@ def find_kept_steps(length: int, kept: range, *, reverse: bool) -> KeptSteps:
     if kept.step < 0:
         kept = kept[::-1]
     if not kept:
-        return KeptSteps(length, 0, 0, 0, False, 0)
+        return KeptSteps(length, 0, 0, 1, False)
     first = length - 1 - kept[-1] if reverse else kept[0]
     stride = kept.step if len(kept) > 1 else 1
     before = min(first, stride - 1)
     lead = first - before
     blocks = min(len(kept), (length - lead) // stride)
-    partial = blocks < len(kept)
-    trail = length - lead - blocks * stride - (before + 1 if partial else 0)
-    return KeptSteps(lead, blocks, before, stride - 1 - before, partial, trail)
+    return KeptSteps(lead, blocks, before, stride, partial=blocks < len(kept))
 
 
-def _pass_on(carry: Any, y: Any) -> tuple[Any, Any]:
+def _echo(carry: Any, y: Any) -> tuple[Any, Any]:
     return carry, y
 
 
 def _scan_kept(
-    loop: StepLoop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
+    loop: Loop, carry: Any, items: Any, kept: KeptSteps, *, checkpoint: bool
 ) -> tuple[Any, Any]:
     """Run the stretches and blocks of `KeptSteps` in turn; only kept steps have outputs."""
-    if kept.all and not checkpoint:
+    if kept.blocks == loop.length and not checkpoint:
         return loop.run(carry, items, kept.blocks)
     wrap = jax.checkpoint if checkpoint else lambda fun: fun
 
@@ -297,4 +288,194 @@ def _scan_kept(
         carry, y = wrap(up_to_kept)(carry, loop.cut(items, at, end))
         ys = loop.join(ys, jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), y))
         at = end
-    return loop.skip(carry, items, at, at + kept.trail, checkpoint=checkpoint), ys
+    return loop.skip(carry, items, at, loop.length, checkpoint=checkpoint), ys
+
+
+# Kept steps at any distance from each other, and reductions of the steps between them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The steps of a loop up to the last kept one, cut after each kept step.
+
+    ``ends`` are the kept steps, each once, in the order of execution; ``of_output`` is the window
+    of each output.
+    """
+
+    ends: tuple[int, ...]
+    of_output: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """The steps of all windows."""
+        return self.ends[-1] + 1 if self.ends else 0
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first step of each window."""
+        return (0, *(end + 1 for end in self.ends))[: len(self.ends)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of steps in each window."""
+        return tuple(end + 1 - start for start, end in zip(self.starts, self.ends, strict=True))
+
+
+def find_windows(length: int, kept: Sequence[int], *, reverse: bool) -> Windows:
+    """Find the windows of a loop that runs up, or down if ``reverse``, with an output per index."""
+    places = [length - 1 - index for index in kept] if reverse else kept
+    ends, of_output = np.unique(np.asarray(places, int), return_inverse=True)
+    return Windows(tuple(ends.tolist()), tuple(of_output.tolist()))
+
+
+def read_window_reductions(value: Any, site: str) -> Reductions | None:
+    """Read ``reduce``; None if it holds nothing but None and ``"last"``, which mean the same."""
+    leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: node is None)
+    entries = [None if isinstance(leaf, str) and leaf == "last" else leaf for leaf in leaves]
+    if all(entry is None for entry in entries):
+        return None
+    return read_reductions(structure.unflatten(entries), site)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WindowFold:
+    """The reduction of the steps in each window; a state is a list of arrays.
+
+    A window is reduced like a row whose items are on several devices (`rankax._reduce.passes`):
+    each step is a run of one item, and its state is merged into that of the window.
+    """
+
+    reductions: Reductions
+    site: str
+    windows: Windows
+    y_tree: Any
+
+    def state(self, leaves: Sequence[Any], *steps: int) -> tuple[tuple[Outputs, ...], list[Any]]:
+        """Return the outputs of a step, and the state of one step, or of several on axis 0."""
+        specs = [
+            LoopSpec(Chunks(n, n, 1), (0,) * len(leaves), is_loop=False, reduced=True)
+            for n in steps
+        ]
+        total = min(self.windows.sizes, default=1)
+        reductions, unflatten = self.reductions.for_runs(total), self.y_tree.unflatten
+        types = [with_shape(jax.typeof(leaf), leaf.shape[len(steps) :]) for leaf in leaves]
+        item = trace_reduced(lambda *ys: unflatten(ys), types, reductions, total, self.site)
+        return item.outputs, reduce_row(item, leaves, specs, reductions)
+
+    def start(self, avals: Sequence[Any]) -> tuple[tuple[Outputs, ...], list[Any]]:
+        """Return the outputs of a step, and the state of none; an output that is kept is zero."""
+        outputs, none = self.state([zeros((0, *aval.shape), aval.dtype) for aval in avals], 0)
+        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes, default=1),))
+        pairs = zip(self.reductions.entries, runs.renumber(none, (0,), (0,)), strict=True)
+        return outputs, [
+            jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), value) if entry.is_kept else value
+            for entry, value in pairs
+        ]
+
+    def step(self, state: list[Any], ys: Sequence[Any], place: jax.Array) -> list[Any]:
+        """Merge the step at a place of the window into its state; a kept output is replaced."""
+        outputs, new = self.state(ys)
+        runs = RunStates(self.reductions, outputs, (max(self.windows.sizes),))
+        values = runs.renumber(new, (1,), (place,))
+        arrays, structure = jax.tree.flatten(values)
+        both = structure.unflatten(map(jnp.stack, zip(state, arrays, strict=True)))
+        triples = zip(self.reductions.entries, values, runs.merge(both), strict=True)
+        return jax.tree.leaves([value if entry.is_kept else own for entry, value, own in triples])
+
+    def results(self, outputs: tuple[Outputs, ...], states: Any) -> Any:
+        """Return the results of windows, whose states are on axis 0."""
+        sizes = self.windows.sizes
+
+        def finished(size: Any, states: Any, batch: int = 0) -> list[Any]:
+            return RunStates(self.reductions, outputs, (size,)).finish(states, batch)
+
+        if len(set(sizes)) <= 1:
+            values = finished(max(sizes, default=1), states, 1)
+        else:
+            counts = jax.device_put(np.asarray(sizes, index_dtype(self.windows.steps)))
+            values = jax.vmap(finished)(counts, states)
+        return self.reductions.assembled(outputs, values)
+
+
+def _scan_windows(
+    loop: Loop, carry: Any, items: Any, windows: Windows, *, reduce: Any, checkpoint: bool
+) -> tuple[Any, Any]:
+    """Run the steps of all windows; return the tree of outputs, one for each window.
+
+    One loop runs all steps up to the last kept one, so the program does not grow with the number of
+    outputs. It carries the rows of the outputs. Each step *adds* to the row of its window: the
+    output if the step is kept, otherwise zeros. The transpose of a sum only reads the cotangent.
+    The transpose of a write would also clear the row, and XLA:CPU copies all rows in every step to
+    do that.
+
+    Parameters
+    ----------
+    loop : Loop
+    carry, items : pytree
+    windows : Windows
+    reduce : (Reductions, str), optional
+        How to reduce the steps of a window, and the body for errors. None: keep its last output.
+    checkpoint : bool
+        Whether the reverse pass stores about one carry for each window.
+    """
+    avals, tree, count = loop.y_avals, loop.y_tree, len(windows.ends)
+    dtype = index_dtype(windows.steps)
+    fold, outputs = None, ()
+    empty = [_zeros(aval) for aval in avals]
+    if reduce is not None:
+        reductions, site = reduce
+        fold = _WindowFold(reductions, site, windows, tree)
+        outputs, values = fold.start(avals)
+        empty, tree = jax.tree.flatten(values)
+    rows = [widen(_zeros(x, count)) for x in empty]
+    # After the last window comes one that no step reaches.
+    starts, ends = (
+        jax.device_put(np.asarray([*numbers, windows.steps], dtype))
+        for numbers in (windows.starts, windows.ends)
+    )
+
+    def skip(carry: Any, x: Any) -> tuple[Any, Any]:
+        return loop.step(carry, x)[0], empty
+
+    def step(state: Any, x: Any) -> tuple[Any, None]:
+        carry, held, rows, (at, window) = state
+        is_end = at == ends[window]
+        if fold is None:
+            carry, row = lax.cond(is_end, loop.step, skip, carry, x)
+        else:
+            carry, ys = loop.step(carry, x)
+            held = fold.step(held, ys, at - starts[window])
+            row = [jnp.where(is_end, x, _zeros(x)) for x in held]
+            held = [jnp.where(is_end, a, b) for a, b in zip(empty, held, strict=True)]
+        rows = [_add(*both, window) for both in zip(rows, row, strict=True)]
+        return (carry, held, rows, (at + 1, window + is_end.astype(dtype))), None
+
+    if count:
+        size = -(-windows.steps // count)
+        state = carry, empty if fold else (), rows, (scalar(0, dtype), scalar(0, dtype))
+        stepping, inside = dataclasses.replace(loop, step=step), loop.cut(items, 0, windows.steps)
+        sizes = (size,) if checkpoint else ()
+        state, _ = scan_checkpointed(stepping, state, inside, windows.steps, sizes)
+        carry, _, rows, _ = state
+    carry = loop.skip(carry, items, windows.steps, loop.length, checkpoint=checkpoint)
+    pairs = zip(rows, empty, strict=True)
+    rows = [x if x.dtype == like.dtype else x.astype(like.dtype) for x, like in pairs]
+    ys = tree.unflatten(rows)
+    ys = fold.results(outputs, ys) if fold else ys
+    order = jax.device_put(np.asarray(windows.of_output, dtype))
+    return carry, jax.tree.map(lambda y: y[order], ys)
+
+
+def _zeros(like: Any, *count: int) -> jax.Array:
+    """Return zeros of the type of an array, which may be weak."""
+    shape = (*count, *like.shape)
+    if getattr(like, "weak_type", False):
+        return lax.full(shape, like.dtype.type(0).item())
+    return zeros(shape, like.dtype)
+
+
+def _add(rows: jax.Array, row: jax.Array, at: jax.Array) -> jax.Array:
+    """Add to a row, which is zero; or replace it, where that has no transpose."""
+    if not has_tangent(rows):
+        return write_chunk(rows, lax.expand_dims(row, (0,)), at, 0)
+    return rows.at[at].add(row.astype(rows.dtype), mode="promise_in_bounds")

@@ -16,12 +16,12 @@ from jax.extend import source_info_util
 from rankax._base.arrays import has_tangent, is_ref
 from rankax._base.checks import check_callable, positive_int
 from rankax._base.functions import function_location, function_name
-from rankax._base.trees import check_leaves, leaves_with_names, type_name
+from rankax._base.trees import check_leaves, type_name
 from rankax._base.words import listed
 from rankax._lockstep.machine import has_rule, split_loop
 from rankax._loop.access import varying_axes
-from rankax._scan.body import check_carry_structure, check_carry_types, promote_weak_type
-from rankax._scan.reversible import program_of, pushed_through
+from rankax._scan.loops import check_carry, trace_step
+from rankax._scan.reversible import is_zero, program_of, pushed_through
 from rankax._trace.derivatives import call_of, call_with_derivative_of
 from rankax._trace.item import has_order
 from rankax._trace.programs import Literal, evaluate, subprograms, with_subprograms
@@ -129,12 +129,12 @@ def checkpoint_while_loop(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
-    init, tree = jax.tree.flatten(init_val)
+    tree = jax.tree.structure(init_val)
+    where = f"{site}: body_fun {function_location(body_fun)}"
 
     def body(carry: Sequence[Any]) -> list[Any]:
         out = body_fun(tree.unflatten(carry))
-        check_leaves(site, out, "the returned carry")
-        check_carry_structure(f"{site}: body_fun", body_fun, ("init_val", init_val), out)
+        check_carry(site, where, "init_val", init_val, out)
         return jax.tree.leaves(out)
 
     def cond(carry: Sequence[Any]) -> Any:
@@ -146,31 +146,49 @@ def checkpoint_while_loop(
             )
         return out
 
-    step = jax.make_jaxpr(body)(init)
-    promoted = [promote_weak_type(x, new) for x, new in zip(init, step.out_avals, strict=True)]
-    if any(a.dtype != b.dtype for a, b in zip(init, promoted, strict=True)):
-        step = jax.make_jaxpr(body)(promoted)
-    names = [path for path, _ in leaves_with_names(init_val, "init_val")]
-    types = zip(names, promoted, step.out_avals, strict=True)
-    check_carry_types(f"{site}: body_fun", body_fun, "init_val", types)
-    programs = jax.make_jaxpr(cond)(promoted), step
+    step, init = trace_step(where, "init_val", init_val, body)
+    programs = jax.make_jaxpr(cond)(init), step
     refusal = _refusal(site, (cond_fun, body_fun), programs)
-    arrays = [list(closed.consts) for closed in programs], promoted
+    arrays = [list(closed.consts) for closed in programs], init
     funs = [functools.partial(evaluate, closed.jaxpr) for closed in programs]
     return tree.unflatten(_loop(funs, arrays, max_stored, site, refusal))
 
 
 def _loop(
-    programs: Sequence[Any], arrays: Any, max_stored: int, site: str, refusal: str | None
+    programs: Sequence[Any], arrays: Any, max_stored: int, site: str, refusal: str | None = None
 ) -> list[Any]:
     """Return the last carry of the loop of a condition and a body.
 
     Each is a function of constants and the carry; ``arrays`` are both constants and the first
     carry. ``refusal`` says why the loop has no derivative, if it has none.
     """
-    plain, differentiable = _loops(programs, max_stored, site)
+    cond, body = programs
+
+    def plain(consts: Sequence[Any], init: list[Any]) -> tuple[Any, list[Any]]:
+        def step(state: Any) -> Any:
+            steps, carry = state
+            return steps + 1, body(consts[1], *carry)
+
+        start = jnp.int32(0), init
+        return lax.while_loop(lambda state: cond(consts[0], *state[1])[0], step, start)
+
     if refusal is not None:
         return plain(*jax.tree.map(_refusing_derivatives(refusal), arrays))[1]
+    differentiable = jax.custom_jvp(plain)
+
+    @functools.partial(differentiable.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
+        steps, carry = call_with_derivative_of(differentiable, plain, *primals)
+        ((_, consts), init), ((_, of_consts), of_init) = primals, tangents
+        live = [x for x, t in zip(consts, of_consts, strict=True) if not is_zero(t)]
+        _check_axes(site, live, (steps, init))
+        program = program_of(lambda consts, carry: body(consts, *carry), consts, init)
+        groups = (consts, of_consts), (init, of_init)
+        pushed = pushed_through(steps, program, groups, max_stored=max_stored, site=site)
+        symbolic = [SymbolicZero(t.aval) if is_zero(t) else t for t in pushed]
+        return (steps, carry), (SymbolicZero(jax.typeof(steps).to_tangent_aval()), symbolic)
+
     key = "checkpoint_while_loop", max_stored, site
     return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
 
@@ -180,13 +198,8 @@ def with_reverse_pass(jaxpr: Any, where: str) -> Any:
 
     A loop inside a function with its own derivative rule stays. ``where``: the program, for errors.
     """
-    if not has_plain_loop(jaxpr.eqns):
-        return jaxpr
-    return jaxpr.replace(
-        eqns=[
-            _with_reverse_pass(eqn, where) if has_plain_loop([eqn]) else eqn for eqn in jaxpr.eqns
-        ]
-    )
+    eqns = [_with_reverse_pass(eqn, where) for eqn in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns) if has_plain_loop(jaxpr.eqns) else jaxpr
 
 
 def has_plain_loop(eqns: Sequence[Any]) -> bool:
@@ -202,6 +215,8 @@ def has_plain_loop(eqns: Sequence[Any]) -> bool:
 
 
 def _with_reverse_pass(eqn: Any, where: str) -> Any:
+    if not has_plain_loop([eqn]):
+        return eqn
     eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, where=where))
     if eqn.primitive.name != "while":
         return eqn
@@ -213,43 +228,11 @@ def _with_reverse_pass(eqn: Any, where: str) -> Any:
     def loop(*values: Any) -> list[Any]:
         *consts, init = split_loop(eqn, values)
         programs = [program(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
-        return _loop(programs, (consts, init), _STORED, site, None)
+        return _loop(programs, (consts, init), _STORED, site)
 
     traced = jax.make_jaxpr(loop)(*(v.aval for v in eqn.invars))
     consts = [Literal(x, jax.typeof(x)) for x in traced.consts]
     return call_of(eqn, [*consts, *eqn.invars], traced.jaxpr)
-
-
-def _loops(programs: Sequence[Any], max_stored: int, site: str) -> tuple[Any, Any]:
-    """Return a function that counts the steps and returns the last carry, and one with derivatives.
-
-    They take what the condition and the body close over, and the first carry.
-    """
-    cond, body = programs
-
-    def plain(consts: Sequence[Any], init: list[Any]) -> tuple[Any, list[Any]]:
-        def step(state: Any) -> Any:
-            steps, carry = state
-            return steps + 1, body(consts[1], *carry)
-
-        start = jnp.int32(0), init
-        return lax.while_loop(lambda state: cond(consts[0], *state[1])[0], step, start)
-
-    differentiable = jax.custom_jvp(plain)
-
-    @functools.partial(differentiable.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:
-        # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
-        steps, carry = call_with_derivative_of(differentiable, plain, *primals)
-        ((_, consts), init), ((_, of_consts), of_init) = primals, jax.tree.map(_or_none, tangents)
-        live = [x for x, t in zip(consts, of_consts, strict=True) if t is not None]
-        _check_axes(site, live, (steps, init))
-        program = program_of(lambda consts, carry: body(consts, *carry), consts, init)
-        groups = (consts, of_consts), (init, of_init)
-        pushed = pushed_through(steps, program, groups, max_stored=max_stored, site=site)
-        return (steps, carry), (_or_zero(None, steps), list(map(_or_zero, pushed, carry)))
-
-    return plain, differentiable
 
 
 def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
@@ -268,18 +251,10 @@ def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
         )
 
 
-def _or_none(tangent: Any) -> Any:
-    return None if isinstance(tangent, SymbolicZero) else tangent
-
-
-def _or_zero(tangent: Any, x: Any) -> Any:
-    return SymbolicZero(jax.typeof(x).to_tangent_aval()) if tangent is None else tangent
-
-
 def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[Any]) -> str | None:
     """Return why the loop has no derivative, if it has none."""
     for fun, closed in zip(funs, programs, strict=True):
-        uses_ref = any(_is_ref(v.aval) for v in closed.jaxpr.constvars)
+        uses_ref = any(map(is_ref, closed.jaxpr.constvars))
         if uses_ref or has_order(closed):
             reason = "uses a jax.Ref" if uses_ref else "has an ordered effect"
             return (
@@ -288,10 +263,6 @@ def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[A
                 "forward mode"
             )
     return None
-
-
-def _is_ref(aval: Any) -> bool:
-    return type(aval).__name__ == "AbstractRef"
 
 
 def _refusing_derivatives(refusal: str) -> Callable[[Any], Any]:
@@ -306,7 +277,6 @@ def _refusing_derivatives(refusal: str) -> Callable[[Any], Any]:
         raise ValueError(refusal)
 
     def refuse(x: Any) -> Any:
-        aval = jax.typeof(x)
-        return same(x) if has_tangent(aval) and not _is_ref(aval) else x
+        return same(x) if has_tangent(jax.typeof(x)) and not is_ref(x) else x
 
     return refuse

@@ -16,23 +16,18 @@ and devices know nothing of such functions.
 * A derivative is that of the program for the items at hand, because the maps of a nest come first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import batching
 
-from rankax._base.arrays import is_ref
 from rankax._base.functions import function_location
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._base.words import listed, plural, table
-from rankax._trace.derivatives import define_by_program
+from rankax._trace.derivatives import has_refs, of_some, primitive_of_program
 from rankax._trace.fingerprint import opened
 from rankax._trace.item import with_shape
 from rankax._trace.programs import evaluate
@@ -79,10 +74,7 @@ def call_for_item(
 
 
 def _trace(
-    fun: Callable[..., Any],
-    on_arrays: Callable[[list[Any]], Any],
-    arrays: Sequence[Any],
-    length: int,
+    fun: Callable[..., Any], on_arrays: Callable[..., Any], arrays: Sequence[Any], length: int
 ) -> _TracedFor:
     """Trace a function for this number of items, and check its outputs."""
     found: list[tuple[Any, tuple[str, ...]]] = []
@@ -106,8 +98,7 @@ def _trace(
         return leaves
 
     closed = opened(jax.make_jaxpr(flat)(*_types(arrays, length)))
-    names = [type(effect).__name__ for effect in closed.effects]  # not public
-    if any(map(is_ref, closed.jaxpr.constvars)) or "InternalMutableArrayEffect" in names:
+    if has_refs(closed.jaxpr.constvars, closed.effects):
         raise ValueError(
             f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
             "value instead"
@@ -150,7 +141,7 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
     def run(*operands: Any) -> list[Any]:
         return evaluate(traced.closed.jaxpr, [operands[i] for i in own], *operands[: len(arrays)])
 
-    shared = [jax.typeof(const) for const in consts.values()]
+    shared = map(jax.typeof, consts.values())
     types = [with_shape(aval, aval.shape) for aval in shared]
     return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
 
@@ -159,8 +150,10 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
 # is one, is `call_jaxpr`, by which `checkify` knows it.
 
 
-def _program_of(programs: Any, items: int, size: int) -> Any:
+def _program_of(programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
     """Return the program for this number of items."""
+    if call_jaxpr is not None:
+        return call_jaxpr
     length, closed = next(pair for pair in reversed(programs) if size % pair[0] == 0)
     if length == size:
         return closed
@@ -174,51 +167,26 @@ def _program_of(programs: Any, items: int, size: int) -> Any:
             lax.reshape(x, (size // length, length, *x.shape[1:])) if dim == 0 else x
             for x, dim in zip(operands, dims, strict=True)
         ]
-        outs = _each(closed, dims)(*groups)
+        outs = _each(closed, groups, dims)
         return [lax.reshape(out, (size, *out.shape[2:])) for out in outs]
 
     return jax.make_jaxpr(run)(*types)
 
 
-def _each(closed: Any, dims: Sequence[int | None]) -> Callable[..., list[Any]]:
-    """Return a program mapped over these axes of its operands."""
+def _each(closed: Any, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Evaluate a program mapped over these axes of its operands."""
     run = functools.partial(evaluate, closed.jaxpr, closed.consts)
     at_once = jax.vmap(run, tuple(dims))
-
-    def mapped(*operands: Any) -> list[Any]:
-        try:
-            jax.eval_shape(at_once, *operands)
-        except NotImplementedError:  # what JAX raises where an operation has no rule
-            return _one_by_one(run, operands, dims)
+    try:
+        jax.eval_shape(at_once, *operands)
+    except NotImplementedError:  # what JAX raises where an operation has no rule
+        pass
+    else:
         return at_once(*operands)
-
-    return mapped
-
-
-def _one_by_one(
-    run: Callable[..., list[Any]], operands: Sequence[Any], dims: Sequence[int | None]
-) -> list[Any]:
-    pairs = list(zip(operands, dims, strict=True))
-    rows = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
-
-    def on_row(row: Sequence[Any]) -> list[Any]:
-        own = iter(row)
-        return run(*(x if dim is None else next(own) for x, dim in pairs))
-
-    return lax.map(on_row, rows)
-
-
-class _BatchPrimitive(jax.extend.core.Primitive):
-    """A primitive into which `checkify` looks, as in `derivatives.py`."""
-
-    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
-        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
-            subfuns, args = args[:1], args[1:]
-        return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
-
-
-_batch = _BatchPrimitive("rankax_batch")
-_batch.multiple_results = True
+    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    rows = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    of_row = of_some(run, operands, mapped)
+    return lax.map(lambda row: of_row(*row), rows)
 
 
 def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
@@ -227,29 +195,21 @@ def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list
     return _batch.bind(*operands, programs=programs, items=items, size=size, **known)
 
 
-def _program(*, programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
-    return _program_of(programs, items, size) if call_jaxpr is None else call_jaxpr
-
-
-@_batch.def_impl
-def _(*operands: Any, **params: Any) -> list[Any]:
-    closed = _program(**params)
-    return evaluate(closed.jaxpr, closed.consts, *operands)
-
-
-@_batch.def_effectful_abstract_eval
-def _(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
+def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
     closed = params.get("call_jaxpr", programs[0][1])
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
 def _mapped(
-    operands: Sequence[Any], dims: Sequence[Any], *, programs: Any, items: int, size: int, **_: Any
-) -> tuple[list[Any], list[int]]:
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, items: int, size: int, **params: Any
+) -> tuple[list[Any], list[int | None]]:
     """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
-    count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    count = axis.size
+    if all(dim is None for dim in dims):
+        outs = _batch.bind(*operands, items=items, size=size, **params)
+        return outs, [None] * len(outs)
     if any(dim is not None for dim in dims[items:]):
-        outs = _each(_program_of(programs, items, size), dims)(*operands)
+        outs = _each(_program_of(items=items, size=size, **params), operands, dims)
         return outs, [0] * len(outs)
 
     def joined(x: Any, dim: int | None) -> Any:
@@ -264,9 +224,8 @@ def _mapped(
 
     every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
     shared = operands[items:]
-    outs = _bind([*every, *shared], programs, items, size * count)
+    outs = _bind([*every, *shared], params["programs"], items, size * count)
     return [parted(out) for out in outs], [0] * len(outs)
 
 
-batching.primitive_batchers[_batch] = _mapped
-define_by_program(_batch, _program)
+_batch = primitive_of_program("rankax_batch", _program_of, _mapped, _types_of_outputs)

@@ -15,15 +15,13 @@
   Test: ``test_custom_rules.py::test_grad_of_vmap_of_a_custom_vjp``.
 
 Both use one primitive, because JAX does not look inside a primitive that it does not know. The
-compiled program shows no trace of it. What JAX must see inside, it sees all the same: `_Call` shows
-the program to `checkify`, outputs without a tangent or a mapped axis are reported as such, and a
-program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
+compiled program shows no trace of it. What JAX must see inside, it sees all the same: `_Primitive`
+shows the program to `checkify`, outputs without a tangent or a mapped axis are reported as such,
+and a program with a `jax.Ref` is not hidden at all. Test: ``tests/trace/test_transformations.py``.
 
 Rules cannot be compared, so a differentiated eager call of a kernel with rules reuses no compiled
 loop (`fingerprint.derivatives_key`).
 """
-
-from __future__ import annotations
 
 import functools
 import importlib
@@ -35,14 +33,16 @@ import jax.extend
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from rankax._base.arrays import has_tangent, is_ref
+from rankax._base.arrays import is_ref
 from rankax._trace.programs import (
     ClosedJaxpr,
     Literal,
     as_arrays,
     evaluate,
     mapped_program,
+    only,
     with_subprograms,
+    with_variables,
 )
 
 _FORGETS = jax.__version_info__ < (0, 12)
@@ -68,18 +68,15 @@ def call_with_derivative_of(
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[Any] = []
 
-    def flat(fun: Callable[..., Any]) -> Callable[..., list[Any]]:
-        def flat_fun(*leaves: Any) -> list[Any]:
-            out, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-            out_trees.append(out_tree)
-            return out
+    def flat(fun: Callable[..., Any], *leaves: Any) -> list[Any]:
+        out, out_tree = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        out_trees.append(out_tree)
+        return out
 
-        return flat_fun
-
-    program = jax.make_jaxpr(flat(fun))(*leaves)
-    if _has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
+    program = jax.make_jaxpr(functools.partial(flat, fun))(*leaves)
+    if has_refs([*program.jaxpr.constvars, *program.jaxpr.invars], program.effects):
         return other(*args)
-    outs = _bind(leaves, program, _Other(flat(other), key, len(leaves)))
+    outs = _bind(leaves, program, _Other(functools.partial(flat, other), key, len(leaves)))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
     return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
 
@@ -96,7 +93,7 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
     eqns = [
         _kept_equation(eqn, jaxpr)
-        if eqn.primitive.name in RULES and not _has_refs(eqn.invars, eqn.effects)
+        if eqn.primitive.name in RULES and not has_refs(eqn.invars, eqn.effects)
         else with_subprograms(eqn, _with_kept_rules)
         for eqn in jaxpr.eqns
     ]
@@ -105,7 +102,7 @@ def _with_kept_rules(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _has_refs(inputs: Sequence[Any], effects: Any) -> bool:
+def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
     names = [type(effect).__name__ for effect in effects]  # not public
     return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
@@ -113,22 +110,15 @@ def _has_refs(inputs: Sequence[Any], effects: Any) -> bool:
 
 def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
     inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
-    alone = {"invars": inputs, "outvars": eqn.outvars, "eqns": [eqn], "effects": eqn.effects}
-    return call_of(eqn, inputs, jaxpr, **alone)
+    return call_of(eqn, inputs, only(eqn, jaxpr, inputs))
 
 
-def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any, **changes: Any) -> Any:
-    """Return an equation like ``eqn`` in which our primitive calls ``jaxpr`` with ``changes``.
+def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:
+    """Return an equation like ``eqn`` in which our primitive calls ``jaxpr``.
 
     The constants of ``jaxpr`` become its first inputs.
     """
-    whole = {"invars": [*jaxpr.constvars, *jaxpr.invars], "outvars": jaxpr.outvars, **changes}
-    unnamed = {
-        "arg_names": ("",) * len(whole["invars"]),
-        "result_paths": ("",) * len(whole["outvars"]),
-    }
-    debug_info = jaxpr.debug_info._replace(**unnamed)
-    program = jaxpr.replace(constvars=[], debug_info=debug_info, **whole)
+    program = with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     params = {"call_jaxpr": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
@@ -153,12 +143,14 @@ def _bind(args: Sequence[Any], program: Any, other: Any) -> list[Any]:
     return _high_level_call()(program, other)(*args)
 
 
-class _Call(jax.extend.core.Primitive):
+class _Primitive(jax.extend.core.Primitive):
     """A primitive into which `jax.experimental.checkify` looks, as into a call of JAX.
 
     It looks into each primitive with a parameter ``call_jaxpr``: instead of that program, it hands
     over a function that takes and returns errors as well.
     """
+
+    multiple_results = True
 
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
@@ -168,7 +160,7 @@ class _Call(jax.extend.core.Primitive):
         return _checked(subfuns[0].call_wrapped, args, **params)
 
 
-def _checked(fun: Callable[..., Any], args: Sequence[Any], *, other: Any) -> list[Any]:
+def _checked(fun: Any, args: Sequence[Any], other: Any = None, **_: Any) -> list[Any]:
     """Call a program with errors, whose other outputs keep their derivatives."""
     closed = jax.make_jaxpr(fun)(*args)
     if other is None:
@@ -183,51 +175,62 @@ def _checked(fun: Callable[..., Any], args: Sequence[Any], *, other: Any) -> lis
     return _bind(args, closed, _Other(differentiated, None, len(args)))
 
 
-_call = _Call("rankax_call")
-_call.multiple_results = True
-# With `jax_remat3`, a program with a checkpoint is high-level; it is expanded before it is lowered.
-_call.to_lojax = lambda *args, **params: _run(*args, **params)
+def new_primitive(
+    name: str, run: Any, differentiate: Any, transpose: Any, batch: Any, types: Any
+) -> Any:
+    """Return a primitive.
+
+    Parameters
+    ----------
+    name : str
+    run : callable
+        Evaluates it, from arrays and parameters to a list.
+    differentiate, transpose, batch : callable
+        Its rules, as JAX wants them.
+    types : callable
+        From the types of the arrays, and the parameters, to those of the results, and the effects.
+    """
+    primitive: Any = _Primitive(name)
+    # With `jax_remat3`, a program with a checkpoint is high-level, and expanded before it is
+    # lowered.
+    primitive.to_lojax = run
+    # As one compiled program: evaluated step by step, it would send each number in it to the device
+    # separately, which `jax.transfer_guard` may forbid.
+    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(run, **params))(*args))
+    primitive.def_effectful_abstract_eval(types)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    ad.primitive_jvps[primitive] = differentiate
+    ad.primitive_transposes[primitive] = transpose
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
 
 
-def _run(*args: Any, call_jaxpr: Any, other: Any = None) -> list[Any]:
-    del other
+def _run(*args: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
-@_call.def_impl
-def _(*args: Any, call_jaxpr: Any, other: Any) -> list[Any]:
-    # As one compiled program: evaluated step by step, it would send each number in it to the device
-    # separately, which `jax.transfer_guard` may forbid.
-    return jax.jit(functools.partial(_run, call_jaxpr=call_jaxpr, other=other))(*args)
-
-
-@_call.def_effectful_abstract_eval
-def _(*_: Any, call_jaxpr: Any, other: Any) -> tuple[list[Any], Any]:
-    del other
+def _types(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
-mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+def uses_axis(axis: Any, *programs: Any) -> bool:
+    """Whether a program has a collective over this axis of a `jax.vmap`."""
+    effects = (effect for program in programs for effect in program.effects)
+    return any(getattr(effect, "name", None) == axis.name for effect in effects)
+
+
+def mapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Return a function mapped along this axis of a `jax.vmap`."""
+    return jax.vmap(fun, tuple(in_axes), out_axes, axis.name, axis.size, axis.spmd_name)
 
 
 def _batched(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Any, other: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Map the program, and the one that is differentiated, before either is differentiated."""
-    uses_axis = any(getattr(effect, "name", None) == axis.name for effect in call_jaxpr.effects)
-    if not uses_axis and all(dim is None for dim in dims):
+    if all(dim is None for dim in dims) and not uses_axis(axis, call_jaxpr):
         out = _bind(args, call_jaxpr, other)
         return out, [None] * len(out)
-
-    def mapped(fun: Callable[..., Any], out_axes: Any) -> Callable[..., Any]:
-        return jax.vmap(
-            fun,
-            in_axes=tuple(dims),
-            out_axes=out_axes,
-            axis_name=axis.name,
-            axis_size=axis.size,
-            spmd_axis_name=axis.spmd_name,
-        )
 
     out_dims: list[int | None] = []
 
@@ -237,16 +240,14 @@ def _batched(
         out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
         return outs
 
-    closed = jax.make_jaxpr(mapped(run, 0))(*args)
+    closed = jax.make_jaxpr(mapped(axis, run, dims, 0))(*args)
     if None in out_dims:
-        closed = jax.make_jaxpr(mapped(run, out_dims[:]))(*args)
+        closed = jax.make_jaxpr(mapped(axis, run, dims, out_dims[:]))(*args)
     if other is None:
         return _run(*args, call_jaxpr=keep_rules(closed)), out_dims
     key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
-    return _bind(args, closed, _Other(mapped(other, out_dims), key, len(args))), out_dims
-
-
-batching.fancy_primitive_batchers[_call] = _batched
+    of_all = _Other(mapped(axis, other, dims, out_dims), key, len(args))
+    return _bind(args, closed, of_all), out_dims
 
 
 def _differentiated(
@@ -274,9 +275,6 @@ def _differentiated(
     ]
 
 
-ad.primitive_jvps[_call] = _differentiated
-
-
 def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[Any]]:
     """Return ``fun``, which notes in ``moves`` which outputs have tangents when it is pushed.
 
@@ -294,9 +292,7 @@ def _noting(fun: Callable[..., Any], moves: list[bool]) -> Callable[..., list[An
     return lambda *args: list(noted(*fun(*args)))
 
 
-def of_some(
-    fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]
-) -> Callable[..., Any]:
+def of_some(fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[int]) -> Any:
     """Return ``fun`` as a function of its arguments at ``positions``, with the others fixed."""
 
     def fixed(*some: Any) -> Any:
@@ -317,19 +313,17 @@ def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: A
     return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
-ad.primitive_transposes[_call] = _transposed
+_call = new_primitive("rankax_call", _run, _differentiated, _transposed, _batched, _types)
 
 
-def define_by_program(primitive: Any, program_of: Callable[..., Any]) -> None:
-    """Give a primitive the derivatives and the compiled form of the program of its parameters."""
+def primitive_of_program(name: str, program_of: Any, batch: Any, types: Any) -> Any:
+    """Return a primitive that evaluates the program of its parameters, and is differentiated so."""
 
     def of_program(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **params: fun(*args, call_jaxpr=program_of(**params), other=None)
 
-    ad.primitive_jvps[primitive] = of_program(_differentiated)
-    ad.primitive_transposes[primitive] = of_program(_transposed)
-    mlir.register_lowering(primitive, mlir.lower_fun(of_program(_run), multiple_results=True))
-    primitive.to_lojax = of_program(_run)  # as above
+    run, differentiate, transpose = map(of_program, (_run, _differentiated, _transposed))
+    return new_primitive(name, run, differentiate, transpose, batch, types)
 
 
 # With `jax_remat3` (JAX 0.12), a checkpoint is undone by the `jvp` of a primitive that JAX then
@@ -361,40 +355,22 @@ def _high_level_call() -> Any:
             return _batched(axis_data, args, dims, **self.params)
 
         def jvp(self, primals: Any, tangents: Any) -> Any:
-            out, pushed = _differentiated(primals, tangents, **self.params)
-            return out, [ad.instantiate_zeros(tangent) for tangent in pushed]
+            return _differentiated(primals, tangents, **self.params)
+
+        lin, linearized = hijax.linearize_from_jvp
 
         # Residuals are a tree of arrays: what is static is in its structure, as the keys of a dict.
-
-        def lin(self, nonzero: Any, *primals: Any) -> Any:
-            live = [i for i, is_live in enumerate(nonzero) if is_live]
-            of_live = of_some(self.other, primals, live)
-            out, push = jax.linearize(of_live, *(primals[i] for i in live))
-            return out, (push, dict.fromkeys(live)), [has_tangent(aval) for aval in self.out_aval]
-
-        def linearized(self, residuals: Any, *tangents: Any) -> list[Any]:
-            push, live = residuals
-            pushed = push(*(ad.instantiate_zeros(tangents[i]) for i in live))
-            return [
-                tangent if has_tangent(aval) else ad.Zero(aval.to_tangent_aval())
-                for aval, tangent in zip(self.out_aval, pushed, strict=True)
-            ]
-
         def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
             live = [i for i, is_live in enumerate(nonzero) if is_live]
             of_live = of_some(self.other, primals, live)
             out, pull = jax.vjp(of_live, *(primals[i] for i in live))
             return out, (pull, dict.fromkeys(live))
 
-        def vjp_bwd_retval(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        def vjp_bwd(self, residuals: Any, cotangents: Any, *args: Any) -> None:
             pull, live = residuals
-            pulled = dict(
-                zip(live, pull([ad.instantiate_zeros(ct) for ct in cotangents]), strict=True)
-            )
-            return tuple(
-                pulled.get(i, ad.Zero(aval.to_tangent_aval()))
-                for i, aval in enumerate(self.in_avals)
-            )
+            dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+            for i, cotangent in zip(live, pull(dense), strict=True):
+                args[i].accum(cotangent)
 
         def remat(self, trace: Any, *args: Any) -> Any:
             # As a checkpoint of `other`, with the policy of the one around it: what is named in
@@ -407,9 +383,7 @@ def _high_level_call() -> Any:
         def transpose(self, cotangents: Any, *args: Any) -> None:
             unknown = [i for i, x in enumerate(args) if isinstance(x, hijax.GradAccum)]
             of_unknown = of_some(self.other, args, unknown)
-            transpose = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
-            dense = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-            for i, cotangent in zip(unknown, transpose(dense), strict=True):
-                args[i].accum(cotangent)
+            pull = jax.linear_transpose(of_unknown, *(args[i].aval for i in unknown))
+            self.vjp_bwd((pull, unknown), cotangents, *args)
 
     return HighLevelCall

@@ -27,8 +27,6 @@ does not trace, such as callbacks, are described by their code and by what they 
 Python shows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import hashlib
@@ -75,8 +73,7 @@ def fingerprint(closed: Any) -> Hashable:
     return key
 
 
-def _refused(value: Any) -> Hashable:
-    del value
+def _refused(_: Any) -> Hashable:
     raise Unknown
 
 

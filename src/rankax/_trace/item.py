@@ -6,12 +6,10 @@ may check or convert the fields that it is rebuilt from, so it must see only the
 or those of the whole batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +36,7 @@ class ItemProgram:
     def __call__(self, *leaves: Any) -> list[Any]:
         return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
 
-    def with_constants(self, consts: Sequence[Any]) -> ItemProgram:
+    def with_constants(self, consts: Sequence[Any]) -> Self:
         """Return the same program with other arrays in place of those that it closes over."""
         return dataclasses.replace(self, closed=ClosedJaxpr(self.closed.jaxpr, list(consts)))
 
@@ -154,25 +152,24 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
         spread = spread_prefix(out_axes, out, "output", is_entry=is_axis, what="out_axes")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    ranks = [jnp.ndim(leaf) for leaf in jax.tree.leaves(out)]
-    odd = [
-        i
-        for i, (rank, axis) in enumerate(zip(ranks, spread, strict=True))
-        if axis is not None and not -rank - 1 <= axis <= rank
-    ]
-    if not odd:
+    axes: list[int | None] = []
+    rows: list[tuple[str, ...]] = []
+    odd: list[int] = []
+    pairs = zip(leaves_with_names(out, "output"), spread, strict=True)
+    for i, ((name, leaf), axis) in enumerate(pairs):
+        rank = jnp.ndim(leaf)
+        rows.append((name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}"))
         # JAX expects ints, not the integers of NumPy.
-        pairs = zip(ranks, spread, strict=True)
-        return [None if axis is None else int(axis) % (rank + 1) for rank, axis in pairs]
-    named = leaves_with_names(out, "output")
-    rows = [
-        (name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}")
-        for (name, leaf), axis, rank in zip(named, spread, ranks, strict=True)
-    ]
-    raise ValueError(
-        f"{where}: {listed([rows[i][0] for i in odd])} cannot have the mapped axis where out_axes "
-        "says\n\n" + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
-    )
+        axes.append(None if axis is None else int(axis) % (rank + 1))
+        if axis is not None and not -rank - 1 <= axis <= rank:
+            odd.append(i)
+    if odd:
+        raise ValueError(
+            f"{where}: {listed([rows[i][0] for i in odd])} cannot have the mapped axis where "
+            "out_axes says\n\n"
+            + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
+        )
+    return axes
 
 
 def has_order(closed: Any) -> bool:

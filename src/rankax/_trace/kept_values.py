@@ -16,8 +16,6 @@ programs with effects, are left alone.
 Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU keeps such values.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math
@@ -30,7 +28,7 @@ from jax import lax
 from rankax._base.arrays import has_tangent
 from rankax._trace.derivatives import RULES
 from rankax._trace.item import with_shape
-from rankax._trace.programs import Literal, mapped_program, subprograms, with_subprograms
+from rankax._trace.programs import Literal, subprograms, with_subprograms
 from rankax._trace.work import FUNCTIONS, LIBRARIES
 
 _HOLDS = jax.__version_info__ >= (0, 12)
@@ -66,11 +64,6 @@ def keep_values(jaxpr: Any) -> Any:
     if not _HOLDS or jax.default_backend() != "cpu" or jaxpr.effects:
         return jaxpr
     return _kept_in_body(jaxpr)
-
-
-def with_kept_values(closed: Any) -> Any:
-    """Return a ``ClosedJaxpr`` as it is evaluated in chunks."""
-    return mapped_program(keep_values, closed)
 
 
 def _kept_in_body(jaxpr: Any) -> Any:

@@ -10,8 +10,6 @@ With `jax_remat3` (JAX 0.12), an equation with a checkpoint calls a high-level p
 that is itself a parameter and has the parameters that count here. `name_and_params` looks into it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,15 +44,20 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
 
 def evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
     """Return an equation as a function."""
-    unnamed = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(eqn.outvars)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=inputs,
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        debug_info=jaxpr.debug_info._replace(**unnamed),
-    )
-    return functools.partial(evaluate, alone, ())
+    return functools.partial(evaluate, only(eqn, jaxpr, inputs), ())
+
+
+def only(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Any:
+    """Return the program of one equation of ``jaxpr``."""
+    return with_variables(jaxpr, inputs, eqn.outvars, eqns=[eqn], effects=eqn.effects)
+
+
+def with_variables(jaxpr: Any, invars: Sequence[Any], outvars: Any, **changes: Any) -> Any:
+    """Return a program without constants, which has these variables and ``changes``."""
+    unnamed = {"arg_names": ("",) * len(invars), "result_paths": ("",) * len(outvars)}
+    debug_info = jaxpr.debug_info._replace(**unnamed)
+    whole = {"constvars": [], "invars": list(invars), "outvars": outvars, **changes}
+    return jaxpr.replace(debug_info=debug_info, **whole)
 
 
 def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -134,12 +137,6 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
 
     The same object if ``fun`` returns every jaxpr unchanged.
     """
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, ClosedJaxpr):
-            return mapped_program(fun, leaf)
-        return fun(leaf)
-
     changes = {}
     for name, value in name_and_params(eqn)[1].items():
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
@@ -147,7 +144,10 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
         # function in one parameter, and the structure it was made with in another.
         if not all(isinstance(leaf, (Jaxpr, ClosedJaxpr)) for leaf in leaves):
             continue
-        new = [replaced(leaf) for leaf in leaves]
+        new = [
+            mapped_program(fun, leaf) if isinstance(leaf, ClosedJaxpr) else fun(leaf)
+            for leaf in leaves
+        ]
         if any(a is not b for a, b in zip(new, leaves, strict=True)):
             changes[name] = treedef.unflatten(new)
     return with_params(eqn, **changes) if changes else eqn

@@ -10,8 +10,6 @@ questions are answered from these:
 * `evaluates_functions` decides whether extremes postpone work (`rankax._reduce.extrema`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -52,12 +50,12 @@ class Operation(NamedTuple):
     calls: bool  # another program, whose operations come next
 
 
-def operations(jaxpr: Any) -> Iterator[Operation]:
-    """Yield all operations of the program of an item; of a branch, those of all programs."""
-    return _operations(jaxpr, set(jaxpr.invars), 1)
+def operations(jaxpr: Any, moving: set[Any] | None = None, times: int = 1) -> Iterator[Operation]:
+    """Yield all operations of the program of an item; of a branch, those of all programs.
 
-
-def _operations(jaxpr: Any, moving: set[Any], times: int) -> Iterator[Operation]:
+    ``moving``: the inputs that depend on the item; by default all.
+    """
+    moving = set(jaxpr.invars) if moving is None else moving
     for eqn in jaxpr.eqns:
         name, params = name_and_params(eqn)
         varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
@@ -68,7 +66,7 @@ def _operations(jaxpr: Any, moving: set[Any], times: int) -> Iterator[Operation]
             moving.update(eqn.outvars)
         steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
         for program in programs:
-            yield from _operations(program, _inputs_that_vary(eqn, program, varying), steps)
+            yield from operations(program, _inputs_that_vary(eqn, program, varying), steps)
 
 
 def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
@@ -134,43 +132,38 @@ class Work:
     loops: int = 0
 
 
-def work_of(program: Any) -> Work:
-    """Count what one item does, from its ``ClosedJaxpr``; only what depends on the item counts."""
-    jaxpr = program.jaxpr
+def work_of(jaxpr: Any) -> Work:
+    """Count what one item does; only what depends on the item counts."""
     work = Work(sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars))))
-    for operation in operations(jaxpr):
-        if any(operation.varying):
-            _add(work, operation)
+    for name, eqn, times, varying, is_loop, calls in operations(jaxpr):
+        if not any(varying):
+            continue
+        if name == "optimization_barrier":
+            work.kept += 1
+            continue
+        work.loops += is_loop
+        if is_loop or not calls:
+            work.bytes += sum(map(_bytes, eqn.outvars))
+        if calls or not eqn.outvars:
+            continue
+        out, shares = eqn.outvars[0].aval, not all(varying)
+        if name in LIBRARIES:
+            work.libraries += times
+        elif name == "conv_general_dilated":
+            work.convolutions += times
+        elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
+            operand = eqn.invars[0].aval
+            if name == "dot_general":
+                (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+                numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
+                is_sum, is_row = not shares and out.ndim == len(batch), True
+                work.products += numbers * times if shares else 0
+            else:
+                numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
+                is_sum = numbers > out.size
+            if is_sum:
+                work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))
     return work
-
-
-def _add(work: Work, operation: Operation) -> None:
-    name, eqn, times = operation.name, operation.eqn, operation.times
-    if name == "optimization_barrier":
-        work.kept += 1
-        return
-    work.loops += operation.is_loop
-    if operation.is_loop or not operation.calls:
-        work.bytes += sum(map(_bytes, eqn.outvars))
-    if operation.calls or not eqn.outvars:
-        return
-    out, shares = eqn.outvars[0].aval, not all(operation.varying)
-    if name in LIBRARIES:
-        work.libraries += times
-    elif name == "conv_general_dilated":
-        work.convolutions += times
-    elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
-        operand = eqn.invars[0].aval
-        if name == "dot_general":
-            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-            numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
-            is_sum, is_row = not shares and out.ndim == len(batch), True
-            work.products += numbers * times if shares else 0
-        else:
-            numbers, is_row = operand.size, operand.ndim - 1 in eqn.params["axes"]
-            is_sum = numbers > out.size
-        if is_sum:
-            work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))
 
 
 def _bytes(variable: Any) -> int:
