@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.functions import traced_as
-from rankax._call.over_parts import Layout
-from rankax._devices.parts import Parts
 from rankax._fit.memory import shape_of
 from rankax._loop.keys import PLACE, index_without_fill, item_key
 from rankax._options import Options
@@ -116,10 +114,6 @@ class Bound(abc.ABC):
     @abc.abstractmethod
     def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
         """Return a function that evaluates a call without loops; None if nested maps do."""
-
-    def layout(self, plan: Nesting, parts: tuple[Parts, ...]) -> Layout:
-        """Return how the mapped leaves are cut into parts, from the plan of the whole call."""
-        return Layout(plan.plan.batch_shape, parts, plan.batch_axes, plan.plan.reduced)
 
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         """Return the call for a part of this batch shape; its mapped leaves are shapes only."""

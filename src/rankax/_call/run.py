@@ -3,7 +3,7 @@
 
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
 hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
-limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
+limit, the tile, the loops, the devices) work on the program of that item. `plan_of` returns what
 ``plan`` prints; `run` takes the same steps, but an eager call that is known skips those after the
 trace.
 
@@ -21,7 +21,6 @@ Words used throughout:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ import jax
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import nest_of
-from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
+from rankax._call.over_parts import Layout, is_mergeable, mergeable_parts, over_parts, placed
 from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
@@ -53,23 +52,23 @@ from rankax._scan.while_loop import has_plain_loop
 from rankax._trace.item import ItemProgram, has_order
 
 
-class Prepared(NamedTuple):
-    """What a call will do."""
-
-    plan: Nesting  # of one part, if the batch has parts
-    options: Options  # with a chunk size that meets the memory limit
-    whole: Nesting  # the plan of the whole batch, without chunks
-    item: ItemProgram | None = None  # the traced kernel, if there is a loop
-    parts: tuple[Parts, ...] = ()
-    memory: MemoryFit | None = None
-
-
 class Traced(NamedTuple):
-    """A call whose kernel is traced."""
+    """A bound call whose kernel is traced."""
 
+    bound: Bound
+    options: Options
     whole: Nesting  # the plan of the whole batch, without chunks
     item: ItemProgram
     parts: tuple[Parts, ...]
+
+
+class Fitted(NamedTuple):
+    """How a call runs."""
+
+    plan: Nesting  # of one part, if the batch has parts
+    options: Options  # with a chunk size that meets the memory limit
+    memory: MemoryFit | None = None
+    is_walked: bool = True  # otherwise it is evaluated without its traced program
 
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
@@ -79,33 +78,25 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
         bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
             return _in_one_piece(bound, plan)
-        traced = functools.partial(_traced, bound, options, parts)
-        if options.progress is False:
-            return _run(bound, options, traced(), None)
         # Decorated kernels that this one calls must not report as well.
         with progress_of_call(options.progress, bound.name) as progress:
-            return _run(bound, options, traced(), progress)
+            return _run(_traced(bound, options, parts), progress)
 
 
-def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | None) -> Any:
-    whole, item, parts = traced
+def _run(call: Traced, progress: Progress | None) -> Any:
+    bound, options, whole, item, parts = call
     leaves = [bound.leaves[i] for i in whole.mapped]
     if parts:
-        item, leaves = placed(item, leaves, bound.layout(whole, parts))
+        item, leaves = placed(item, leaves, Layout.of(whole, parts))
     else:
         leaves = list(map(on_every_device, leaves))
     mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
+    make = functools.partial(_program, call, progress, is_now=mode is Mode.EAGER)
     reductions = options.reduce
-
-    def make() -> Program | None:
-        ready = _fitted(bound, options, traced)
-        return ready.item and _program(bound, ready, progress, is_now=mode is Mode.EAGER)
-
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
     key = None if is_ordered else (whole, parts, options, progress, bound.key)
-    committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
-    with call_of_kernel(item.where), committed:
+    with call_of_kernel(item.where), committed_elsewhere(bound.where, parts):
         try:
             out = run_kept(make, item, leaves, key, mode)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
@@ -117,24 +108,28 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
     return Reduced.of(out, reductions, item.outputs).assembled()
 
 
-def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now: bool) -> Program:
+def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    options, layout = ready.options, bound.layout(ready.whole, ready.parts)
+    bound, _, whole, _, parts = call
+    plan, options, _, is_walked = _fitted(call)
+    if not is_walked:
+        return None
+    layout = Layout.of(whole, parts)
     if progress is not None:
-        is_shown = ready.parts or ready.plan.plan.steps > 1
+        is_shown = parts or plan.plan.steps > 1
         progress = dataclasses.replace(progress, parts=layout.count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
     nest = functools.partial(
         nest_of,
-        inputs=ready.whole.mapped,
+        inputs=whole.mapped,
         options=options,
-        splits=ready.whole.splits,  # numbered within the whole batch
+        splits=whole.splits,  # numbered within the whole batch
         differentiable=not is_now,
     )
     *others, shape = layout.shapes()
-    nests = {other: nest(bound.part(ready.whole, other).plan(options)) for other in others}
-    main = nest(ready.plan, progress=progress)
+    nests = {other: nest(bound.part(whole, other).plan(options)) for other in others}
+    main = nest(plan, progress=progress)
     reductions = options.reduce
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
@@ -147,41 +142,33 @@ def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
-    """Return what `run` would do; the arguments may be shapes."""
-    with on_mesh(bound.leaves):
-        ready = _prepare_shapes(bound, options)
-    batch_plan = ready.plan.plan
-    if ready.parts:
-        whole = ready.whole.plan
-        devices = tuple((parts.axis, parts.count) for parts in ready.parts if parts.count > 1)
-        fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
-        batch_plan = dataclasses.replace(batch_plan, **fields)
-    untouched, filled = bound.untouched(), tuple(bound.lengths.items())
-    if ready.memory is None and not untouched and not filled:
-        return batch_plan
-    return dataclasses.replace(batch_plan, untouched=untouched, memory=ready.memory, filled=filled)
-
-
-def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
-    """Prepare a call whose arguments may be shapes: tracers take their places."""
-    parts = parts_of(bound, options)
+    """Return what `run` would do; the arguments may be shapes, for which tracers stand in."""
     shapes, fill = bound.stand_ins()
-    if not shapes:
-        return prepare(bound, options, parts)
-    prepared: list[Prepared] = []
-    jax.eval_shape(lambda arrays: prepared.append(prepare(fill(arrays), options, parts)), shapes)
-    return prepared[0]
+    plans: list[BatchPlan] = []
+    with on_mesh(bound.leaves):
+        parts = parts_of(bound, options)
+
+        def plan(arrays: list[Any]) -> None:
+            plans.append(_plan_of(fill(arrays), options, parts))
+
+        if shapes:
+            jax.eval_shape(plan, shapes)
+        else:
+            plan([])
+    filled = tuple(bound.lengths.items())
+    return dataclasses.replace(plans[0], untouched=bound.untouched(), filled=filled)
 
 
-def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
-    """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
-    parts = parts_of(bound, options) if parts is None else parts
+def _plan_of(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> BatchPlan:
     bound = _in_chunks(bound, options, parts)
     if (plan := _untraced(bound, options, parts)) is not None:
-        return Prepared(plan, options, plan)
+        return plan.plan
     with progress_of_call(options.progress, bound.name):
-        traced = _traced(bound, options, parts)
-    return _fitted(bound, options, traced)
+        call = _traced(bound, options, parts)
+    fitted, whole = _fitted(call), call.whole.plan
+    devices = tuple((each.axis, each.count) for each in call.parts if each.count > 1)
+    fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
+    return dataclasses.replace(fitted.plan.plan, memory=fitted.memory, **fields)
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:
@@ -191,9 +178,8 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
     whole = bound.plan(options.unchunked)
     if options.memory_limit is not None and not _is_empty(whole):
-        options = _fitted(bound, options, _traced(bound, options, parts)).options
-    shapes = bound.layout(whole, parts).shapes()
-    runs = [bound.part(whole, shape) for shape in shapes] if parts else [bound]
+        options = _fitted(_traced(bound, options, parts)).options
+    runs = [bound.part(whole, shape) for shape in Layout.of(whole, parts).shapes()]
     lengths = sorted({run.plan(options).plan.in_flight for run in runs})
     return dataclasses.replace(bound, in_chunks=tuple(lengths))
 
@@ -220,49 +206,38 @@ def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     whole = bound.plan(options.unchunked)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
-    return Traced(whole, item, () if parts and has_order(item.closed) else parts)
+    return Traced(bound, options, whole, item, () if has_order(item.closed) else parts)
 
 
-def _item_of_lengths(
-    bound: Bound, options: Options, parts: tuple[Parts, ...], *lengths: int
-) -> ItemProgram:
-    """Trace a kernel that takes a batch itself, for chunks of these lengths."""
-    return _traced(dataclasses.replace(bound, in_chunks=lengths), options, parts).item
-
-
-def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
+def _fitted(call: Traced) -> Fitted:
     """Choose tiles, lanes and, with a memory limit, chunks."""
-    whole, item, parts = traced
-    limited = options
-    options = dataclasses.replace(options, memory_limit=None)
+    bound, options, whole, item, parts = call
     if _is_empty(whole):
-        return Prepared(whole, options, whole, item)
-    part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
-    compiler_options = dict(options.compiler_options or ())
-    may_tile = tiles_matter(compiler_options) and not bound.batched
+        return Fitted(whole, options)
+    part = bound.part(whole, Layout.of(whole, parts).shapes()[-1]) if parts else bound
+    may_tile = tiles_matter(dict(options.compiler_options or ())) and not bound.batched
     tiles = best_tiles(item.closed) if may_tile else WHOLE_CHUNKS
-    ends = () if options.lockstep else cut_program(item.closed).ends
+    ends = None if options.lockstep else cut_program(item.closed).ends
     memory = None
-    if limited.memory_limit is not None:
-        of_lengths = functools.partial(_item_of_lengths, bound, limited, parts)
-        of_one = of_lengths() if bound.batched else item
-        again = of_lengths if bound.batched else None
-        memory = _fit(part, limited, whole.mapped, of_one, tiles, ends, again)
+    if options.memory_limit is not None:
+        memory = _fit(call, part, tiles, ends)
         checkpoint = False if memory.stored else options.checkpoint
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
-    planned = part.plan(options, tiles)
     if ends:
         check_lanes(item)
-        loose = part.plan(options.unchunked)
-        lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
-        return Prepared(lanes, options, whole, item, parts, memory)
-    if not options.lockstep:
-        planned, whole = unparted(planned), unparted(whole)
-    if not any(planned.loops) and not parts:
-        is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
-        is_walked = options.reduce or is_reversed
-        return Prepared(whole, options, whole, item if is_walked else None, memory=memory)
-    return Prepared(planned, options, whole, item, parts, memory)
+    plan = _plan_in(part, options, tiles, ends)
+    is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
+    is_walked = parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
+    return Fitted(plan, options, memory, bool(is_walked))
+
+
+def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None) -> Nesting:
+    """Plan a call in tiles, or in lanes if items end by themselves."""
+    if ends:
+        lanes = options.chunk_size or most_lanes()
+        return plan_lanes(part.plan(options.unchunked), lanes, ends)
+    plan = part.plan(options, tiles)
+    return plan if ends is None else unparted(plan)
 
 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
@@ -277,7 +252,8 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
     parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
-    return mergeable_parts(parts, whole.plan, options, bound.where)
+    parts = mergeable_parts(parts, whole.plan, options, bound.where)
+    return () if 0 in shape else parts
 
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
@@ -307,49 +283,35 @@ def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
     return jax.tree.unflatten(trees[-1], outs)
 
 
-def _fit(
-    part: Bound,
-    options: Options,
-    inputs: tuple[int, ...],
-    item: ItemProgram,
-    tiles: Tiles,
-    ends: Sequence[str],
-    of_lengths: Callable[[int], ItemProgram] | None = None,
-) -> MemoryFit:
-    """Return the chunk size that meets the memory limit, with its measurements.
-
-    ``of_lengths`` traces a kernel that takes a batch itself, for other chunks.
-    """
-    limit = options.memory_limit
-    assert limit is not None
-    options = dataclasses.replace(options, memory_limit=None)
-
-    def plan(chunk_size: int | None, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
-        if ends and chunk_size is not None:
-            return plan_lanes(plan(None), chunk_size, ends)
-        return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tiles)
-
-    loose = plan(None)
+def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) -> MemoryFit:
+    """Return the chunk size that meets the memory limit, with its measurements."""
+    options = dataclasses.replace(call.options, progress=False, jit=False)
+    item, inputs = _of_lengths(call), call.whole.mapped
     shapes = [shape_of(part.leaves[i]) for i in inputs]
+
+    def plan(chunk_size: int) -> Nesting:
+        return _plan_in(part, dataclasses.replace(options, chunk_size=chunk_size), tiles, ends)
 
     def program(
         chunk_size: int, checkpoint: bool | None
     ) -> tuple[int, Callable[..., Any], list[Any]]:
-        planned = plan(chunk_size, tiles)
+        planned = plan(chunk_size)
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
-        own = item if of_lengths is None else of_lengths(planned.plan.in_flight)
+        own = _of_lengths(call, planned.plan.in_flight)
         others = own.closed.consts[len(item.closed.consts) :]
 
-        def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
+        def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
             whole = nest.walk(own.with_constants([*consts, *others]), leaves, options.reduce)
             return jax.tree.leaves(whole)
 
-        return planned.plan.in_flight, call, shapes
+        return planned.plan.in_flight, measured, shapes
 
+    loose = part.plan(options.unchunked)
     evaluations = loose.plan.evaluations
+    assert options.memory_limit is not None
     task = LimitedCall(
         part.where,
-        limit,
+        options.memory_limit,
         tuple(level.size for level in plan(1).plan.levels),
         min(options.chunk_size or evaluations, evaluations),
         checkpoint=options.checkpoint,
@@ -357,6 +319,13 @@ def _fit(
         compiler_options=options.compiler_options,
     )
     of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
-    # With one item in flight, every level is a loop, so the nest has all options of loops.
-    key = of_leaves, nest_of(plan(1), inputs, options), item.out_axes, options.reduce
-    return fit_to_limit(task, item.closed, item.closed.consts, program, key)
+    key = of_leaves, loose, options, item.out_axes
+    return fit_to_limit(task, item.closed, program, key)
+
+
+def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:
+    """Return the item; of a kernel that takes a batch itself, for chunks of these lengths."""
+    if not call.bound.batched:
+        return call.item
+    bound = dataclasses.replace(call.bound, in_chunks=lengths)
+    return _traced(bound, call.options, call.parts).item

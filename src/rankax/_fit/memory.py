@@ -52,25 +52,22 @@ class LimitedCall:
     compiler_options: tuple[tuple[str, Any], ...] | None = None
 
 
-def fit_to_limit(
-    task: LimitedCall, item: Any, consts: Sequence[Any], program: Program, key: Hashable
-) -> MemoryFit:
+def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) -> MemoryFit:
     """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
     task : LimitedCall
     item : ClosedJaxpr
-        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call.
-    consts : sequence
-        The arrays that this program closes over; only their shapes are used.
+        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call. Of
+        the arrays that it closes over, only the shapes are used.
     program : callable
         Returns, for a chunk size, how many items are in flight, the call as a function
         ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
     key : hashable
         Everything else that the call depends on.
     """
-    shapes = [shape_of(const) for const in consts]
+    shapes = [shape_of(const) for const in item.consts]
     options = None if task.compiler_options is None else dict(task.compiler_options)
 
     def measure(chunk_size: int) -> Cost:
@@ -95,7 +92,7 @@ def fit_to_limit(
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(task.where, item, consts, (task, key), fit)
+    return fit_once(task.where, item, item.consts, (task, key), fit)
 
 
 def fit_once(
