@@ -23,8 +23,6 @@ from rankax._declare.ranks import Declaration
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.levels import Shape
 
-_MOST_KEPT = 1024  # structures per kernel, and plans per structure
-
 
 class KernelSpec:
     """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
@@ -42,7 +40,7 @@ class KernelSpec:
         self.explicit = dict(explicit)  # the options set for this kernel
         self.members = members  # the kernels that differ in their options only
         self.preset = Options(**explicit)
-        self.structures: dict[Any, Any] = {}
+        self.structures: Kept[Any] = Kept(1024)
         self.silent = set(declaration.silent)  # parameters not warned about yet
         self.defaults = {
             name: parameter.default
@@ -52,20 +50,9 @@ class KernelSpec:
             and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Kept structures need not be picklable, and a copy fills its own cache.
-        return {**vars(self), "structures": {}}
-
     def options(self) -> Options:
         """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
-
-
-def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    """Remember ``value``, within bounds."""
-    if len(cache) >= _MOST_KEPT:
-        cache.clear()
-    cache[key] = value
 
 
 def bind_arguments(

@@ -20,6 +20,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
+from rankax._base.cache import Kept
 from rankax._base.functions import NotedErrors, function_location
 from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
@@ -30,7 +31,6 @@ from rankax._call.arguments import (
     converted,
     is_array,
     is_number,
-    keep,
     rebind_arguments,
 )
 from rankax._call.bound import Bound, planned_reduction
@@ -52,7 +52,7 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    plans: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes and options
+    plans: Kept[Nesting]  # by shapes and options
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,21 +85,22 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
-        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
-        plan = self.structure.plans.get(key)
-        if plan is None:
+
+        def make() -> Nesting:
             arrays = [
                 (i, self.structure.paths[i], tuple(shape), rank)
                 for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
                 if rank is not None and shape is not None
             ]
             if batch_shape is not None:
-                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
+                arrays.append((NO_ARRAY, "batch_shape", batch_shape, Rank(0)))
             reduction = planned_reduction(options)
-            plan = plan_nesting(
+            return plan_nesting(
                 self.fun, arrays, options.chunk_size, self.untouched, reduction, tiles
             )
-            keep(self.structure.plans, key, plan)
+
+        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
+        plan = self.structure.plans.find(key, make)
         if marked := self.lengths.keys() & plan.plan.reduced:
             strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
@@ -127,12 +128,6 @@ class BoundKernel(Bound):
         check = check_outputs if plan.plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
-
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return a call of the kernel itself if there is no batch."""
-        if plan.plan.levels:
-            return None
-        return functools.partial(self.evaluate, self.leaves, plan)
 
     def untouched(self) -> tuple[tuple[str, Shape], ...]:
         """Return path and shape of every array that has axes, but no rank."""
@@ -235,9 +230,8 @@ def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Do what `bind` does, without checking or converting the leaves."""
     arguments = bind_arguments(kernel, args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
-    values = [arguments.arguments[name] for name in names]
-    leaves, treedef = jax.tree.flatten(values)
-    return _bound(kernel, arguments, names, values, leaves, treedef)
+    leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
+    return _bound(kernel, arguments, names, leaves, treedef)
 
 
 def rebind(
@@ -250,37 +244,23 @@ def rebind(
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = treedef.unflatten(leaves)
     arguments = rebind_arguments(kernel, {**others, **dict(zip(names, values, strict=True))})
-    return _bound(kernel, arguments, names, values, leaves, treedef)
+    return _bound(kernel, arguments, names, leaves, treedef)
 
 
 def _bound(
     kernel: KernelSpec,
     arguments: inspect.BoundArguments,
     names: tuple[str, ...],
-    values: list[Any],
     leaves: list[Any],
     treedef: Any,
 ) -> BoundKernel:
-    structure = _structure(kernel, names, values, leaves, treedef)
-    where = f"{kernel.name}()"
-    call = kernel.fun, kernel.name, where, leaves, structure.paths
-    batched = kernel.preset.batched
-    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
-
-
-def _structure(
-    kernel: KernelSpec, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
-) -> Structure:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
     This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
     for each entry, or the annotation of a list.
     """
-    key = (names, treedef)
-    structure = kernel.structures.get(key)
-    if structure is None:
-        structure = _new_structure(kernel, names, values)
-        keep(kernel.structures, key, structure)
+    values = {name: arguments.arguments[name] for name in names}
+    structure = kernel.structures.find((names, treedef), lambda: _new_structure(kernel, values))
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
@@ -288,21 +268,23 @@ def _structure(
                 f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
                 "rank for each in the declaration.)"
             )
-    return structure
+    call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
+    batched = kernel.preset.batched
+    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
 
 
-def _new_structure(kernel: KernelSpec, names: tuple[str, ...], values: list[Any]) -> Structure:
+def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
-    for name, value in zip(names, values, strict=True):
+    for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
             paths += [path for path, _ in leaves_with_names(subtree, path)]
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
+    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), Kept(1024))
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

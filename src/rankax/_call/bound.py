@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.functions import traced_as
+from rankax._call.nest import nest_of
 from rankax._fit.memory import shape_of
 from rankax._loop.keys import PLACE, index_without_fill, item_key
 from rankax._options import Options
@@ -111,9 +112,22 @@ class Bound(abc.ABC):
 
         return call_for_item(self.fun, on_arrays, [leaves[i] for i in ranked], self.in_chunks)
 
-    @abc.abstractmethod
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return a function that evaluates a call without loops; None if nested maps do."""
+    def in_one_piece(self, plan: Nesting) -> Any:
+        """Evaluate a map that has no loop."""
+        on_item = self.on_item(plan)
+        if not plan.plan.levels:
+            return on_item()
+        nest = nest_of(plan, plan.mapped, Options())
+        trees: list[Any] = []
+
+        # Only leaves pass through the maps: a pytree class may reject the arrays of a level.
+        def flat(*items: Any) -> list[Any]:
+            outs, tree = jax.tree.flatten(on_item(*items))
+            trees.append(tree)
+            return outs
+
+        outs = nest.map_at_once(flat, [self.leaves[i] for i in plan.mapped])
+        return jax.tree.unflatten(trees[-1], outs)
 
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         """Return the call for a part of this batch shape; its mapped leaves are shapes only."""

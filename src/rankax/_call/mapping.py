@@ -100,8 +100,8 @@ class BoundAxes(Bound):
             rows.append((path, str(shape), str(axis), str(core)))
         return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any]:
-        """Return a call of `jax.vmap`, with our errors."""
+    def in_one_piece(self, plan: Nesting) -> Any:
+        """Call `jax.vmap`, with our errors."""
         returned = False
 
         @functools.wraps(self.fun)
@@ -116,16 +116,12 @@ class BoundAxes(Bound):
         vmapped = jax.vmap(
             checked, axes.in_axes, axes.out_axes, axis_name=axes.axis_name, axis_size=self.length
         )
-
-        def call() -> Any:
-            try:
-                return vmapped(*self.args, **self.kwargs)
-            except ValueError:
-                if returned and axes.axis_name is None:  # `fun` itself did not fail
-                    self.trace(plan).check_unmapped_outputs()
-                raise
-
-        return call
+        try:
+            return vmapped(*self.args, **self.kwargs)
+        except ValueError:
+            if returned and axes.axis_name is None:  # `fun` itself did not fail
+                self.trace(plan).check_unmapped_outputs()
+            raise
 
 
 def bind_axes(

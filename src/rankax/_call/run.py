@@ -77,7 +77,7 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
         parts = parts_of(bound, options) if parts is None else parts
         bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
-            return _in_one_piece(bound, plan)
+            return bound.in_one_piece(plan)
         # Decorated kernels that this one calls must not report as well.
         with progress_of_call(options.progress, bound.name) as progress:
             return _run(_traced(bound, options, parts), progress)
@@ -102,7 +102,7 @@ def _run(call: Traced, progress: Progress | None) -> Any:
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
     if out is None:
-        return _in_one_piece(bound, whole)
+        return bound.in_one_piece(whole)
     if reductions is None:
         return item.out_tree.unflatten(out)
     return Reduced.of(out, reductions, item.outputs).assembled()
@@ -263,24 +263,6 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     if whole.plan.batch_shape[axis] % parts[0].count:
         return {}
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
-
-
-def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
-    """Evaluate a map that has no loop."""
-    if (call := bound.in_one_piece(plan)) is not None:
-        return call()
-    nest = nest_of(plan, plan.mapped, Options())
-    trees: list[Any] = []
-    on_item = bound.on_item(plan)
-
-    # Only leaves pass through the maps: a pytree class may reject the arrays of a level.
-    def flat(*items: Any) -> list[Any]:
-        outs, tree = jax.tree.flatten(on_item(*items))
-        trees.append(tree)
-        return outs
-
-    outs = nest.map_at_once(flat, [bound.leaves[i] for i in plan.mapped])
-    return jax.tree.unflatten(trees[-1], outs)
 
 
 def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) -> MemoryFit:
