@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "a kept loop does not depend on out_axes",
         "_loop/reuse.py",
-        "item.where, item.out_axes, key",
-        "item.where, key",
+        "(item.where, item.out_axes, key)",
+        "(item.where, key)",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(

@@ -59,6 +59,8 @@ class Nest:
         Leaves, and their shapes without stretched axes.
     splits : tuple of Split
         The keys that are split, numbered within the whole batch.
+    reductions : Reductions or None
+        What the reduced levels fold.
     differentiable : bool
         Whether the walk may be differentiated.
     """
@@ -69,14 +71,11 @@ class Nest:
     mapped: tuple[int, ...]
     reshaped: tuple[tuple[int, Shape], ...]
     splits: tuple[Split, ...]
-    differentiable: bool = True
+    reductions: Reductions | None
+    differentiable: bool
 
     def walk(
-        self,
-        item: ItemProgram,
-        leaves: Sequence[Any],
-        reductions: Reductions | None = None,
-        begins: Begins | None = None,
+        self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
     ) -> list[Any]:
         """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
 
@@ -86,8 +85,6 @@ class Nest:
             Takes one item of each input, then one number for each split.
         leaves : sequence of arrays
             The inputs.
-        reductions : Reductions, optional
-            What the reduced levels fold.
         begins : mapping, optional
             Where a part of a batch begins, if keys are split (see `number_items`).
 
@@ -101,24 +98,25 @@ class Nest:
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
         mapped = [arrays.pop(position) for position in self.mapped]
-        specs = list(self.specs)
+        nest, reductions = self, self.reductions
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
         # longer by the copy than they gain.
         if reductions is not None and self.plan.leaves and self.plan.lanes is None:
-            mapped, specs = _lanes_last(mapped, specs)
+            mapped, specs = _lanes_last(mapped, self.specs)
+            nest = dataclasses.replace(self, specs=tuple(specs))
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
-        jaxpr = keep_values(jaxpr) if any(x.is_loop and not x.lanes for x in specs) else jaxpr
-        bare = dataclasses.replace(item, closed=None)
-        walk = _Walk(self, tuple(specs), bare, jaxpr, reductions)
+        if any(spec.is_loop and not spec.lanes for spec in self.specs):
+            jaxpr = keep_values(jaxpr)
+        walk = _Walk(nest, dataclasses.replace(item, closed=None), jaxpr)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         if not self.differentiable or walk.is_linear(mapped):
             return walk.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = reductions is not None and reductions.are_ordered
         evaluated = functools.partial(walk.values, back=False)
-        key = None if is_ordered else (self, reductions)
+        key = None if is_ordered else self
         return call_with_derivative_of(walk.differentiated, evaluated, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
@@ -162,23 +160,21 @@ class _Walk:
     """The walk of one item over the levels of a nest."""
 
     nest: Nest
-    specs: tuple[LoopSpec, ...]
     item: ItemProgram  # without its program
     jaxpr: Any
-    reductions: Reductions | None
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
         consts, mapped, others, begins = operands
-        if self.reductions is not None:
+        if self.nest.reductions is not None:
             return self._reduced(operands, back=back)
         fun = self._of_items(consts, others, begins)
         if self.nest.plan.lanes is not None:
             by = map_in_lockstep if back else walk_in_lanes
-            return self.nest.in_batch_shape(by(fun, mapped, self.specs, self.item))
+            return self.nest.in_batch_shape(by(fun, mapped, self.nest.specs, self.item))
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
-        for spec in reversed(self.specs):
+        for spec in reversed(self.nest.specs):
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
@@ -191,14 +187,14 @@ class _Walk:
 
     @property
     def _reverses_loops(self) -> bool:
-        is_free = not all(spec.lockstep for spec in self.specs)
+        is_free = not all(spec.lockstep for spec in self.nest.specs)
         return is_free and has_plain_loop(self.jaxpr.eqns)
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:
         """Where each level has its items in the outputs."""
         axes = self.item.out_axes
-        return axes if len(self.specs) == 1 else (0,) * len(axes)
+        return axes if len(self.nest.specs) == 1 else (0,) * len(axes)
 
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
         consts, mapped, others, begins = operands
@@ -208,7 +204,7 @@ class _Walk:
             return row.values(consts, items, back=back)
 
         entries = row.reductions.entries
-        kept = [spec for spec in self.specs if not spec.reduced]
+        kept = [spec for spec in self.nest.specs if not spec.reduced]
         for spec in reversed(kept):
             fun = map_level(fun, spec, [0] * len(entries), back=back)
         values = fun(*mapped)
@@ -229,12 +225,12 @@ class _Walk:
         ]
 
     def _row(self, others: Mapping[int, Any], begins: Begins) -> RowReduction:
-        assert self.reductions is not None
+        assert self.nest.reductions is not None
         return RowReduction(
             lambda consts: self._of_items(consts, others, begins),
-            tuple(spec for spec in self.specs if spec.reduced),
+            tuple(spec for spec in self.nest.specs if spec.reduced),
             self.item.outputs,
-            self.reductions,
+            self.nest.reductions,
             self.jaxpr,
         )
 
@@ -261,16 +257,16 @@ class _Walk:
         """Whether the pass that is evaluated is also the best one to differentiate."""
         if self.nest.plan.lanes is not None or self._reverses_loops:
             return False
-        if self.reductions is not None:
+        if self.nest.reductions is not None:
             row = self._row({}, {})
             if not (row.is_linear or row.is_at_once):
                 return False
-        loops = [spec for spec in self.specs if spec.is_loop]
+        loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
         outs = [v.aval.shape for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
-        for spec in self.specs:
+        for spec in self.nest.specs:
             pairs = list(zip(shapes, spec.in_axes, strict=False))
             # The chunks of all others are read by index, or written.
             rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
@@ -319,7 +315,7 @@ def nest_of(
         shared["reduced"] = level.reduced
         specs.append(LoopSpec(chunks, axes, is_loop, numbered=bool(splits), **shared))
     maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
-    return Nest(*maps, differentiable)
+    return Nest(*maps, options.reduce, differentiable)
 
 
 def _lanes_last(

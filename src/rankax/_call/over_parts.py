@@ -198,7 +198,7 @@ def over_parts(
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
 
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
-        part = _Part(nests, item.with_constants(consts), layout, reductions, states)
+        part = _Part(nests, item.with_constants(consts), layout, states)
         values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
         if states is None:
             return values
@@ -236,17 +236,17 @@ class _Part:
     nests: Mapping[Shape, Nest]
     item: ItemProgram
     layout: Layout
-    reductions: Reductions | None
     states: RunStates | None  # if parts are merged
 
     def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
         """Walk a part of which the first axes have this shape, its runs one after another."""
         layout, states, axis = self.layout, self.states, len(shape)
         if axis == len(layout.shape):
-            own = self.reductions if states is None else states.reductions.for_runs(states.size)
-            values = self.nests[shape].walk(self.item, leaves, own, begins)
+            nest = self.nests[shape]
             if states is None:
-                return values
+                return nest.walk(self.item, leaves, begins)
+            nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
+            values = nest.walk(self.item, leaves, begins)
             starts = [begins.get(axis, 0) for axis in layout.reduced]
             return states.renumber(values, [shape[axis] for axis in layout.reduced], starts)
         sizes = layout.sizes(axis)

@@ -130,13 +130,12 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
     *others, shape = layout.shapes()
     nests = {other: nest(bound.part(whole, other).plan(options)) for other in others}
     main = nest(plan, progress=progress)
-    reductions = options.reduce
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
         if not layout.parts:
-            return main.walk(item, leaves, reductions)
-        return over_parts({**nests, shape: main}, item, leaves, layout, reductions)
+            return main.walk(item, leaves)
+        return over_parts({**nests, shape: main}, item, leaves, layout, options.reduce)
 
     return program
 
@@ -283,8 +282,7 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
         others = own.closed.consts[len(item.closed.consts) :]
 
         def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            whole = nest.walk(own.with_constants([*consts, *others]), leaves, options.reduce)
-            return jax.tree.leaves(whole)
+            return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
 
         return planned.plan.in_flight, measured, shapes
 

@@ -94,7 +94,6 @@ class _Operands(NamedTuple):
     stacked: list[Any]
 
 
-Chunk = Callable[[Any, _Operands], Any]  # what the chunk that starts at an index returns
 SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
 
 
@@ -146,7 +145,10 @@ def run_loop(
     # As a jaxpr: an inner loop is traced once, and all that the item closes over is an operand.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(arrays, axes, strict=True)]
     inputs = avals + ([with_axis(PLACE, 0, chunks.size)] if level.numbered else [])
-    on_items = _on_items(fun, leaves, level)
+
+    def on_items(*items: Any) -> Any:
+        return fun(*level.with_items(leaves, items))
+
     on_chunk = _on_chunk(on_items, level, chunks, out_axes, back=back)
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
@@ -182,13 +184,6 @@ def run_loop(
 
     lanes = TileLanes(chunks.size, below, index_dtype)
     return _scan_chunks(chunk_at, operands, level, chunks, folds, lanes)
-
-
-def _on_items(
-    fun: Callable[..., Any], leaves: Sequence[Any], level: LoopSpec
-) -> Callable[..., Any]:
-    """Return ``fun`` as a function of the items that a level maps, and their place if numbered."""
-    return lambda *items: fun(*level.with_items(leaves, items))
 
 
 def _on_chunk(
@@ -239,7 +234,7 @@ def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[An
 
 
 def _scan_chunks(
-    chunk_at: Chunk,
+    chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
     level: LoopSpec,
     chunks: Chunks,
