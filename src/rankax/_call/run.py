@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import jax
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import nest_of
-from rankax._call.over_parts import Layout, is_mergeable, mergeable_parts, over_parts, placed
+from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
@@ -117,7 +118,8 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
     layout = Layout.of(whole, parts)
     if progress is not None:
         is_shown = parts or plan.plan.steps > 1
-        progress = dataclasses.replace(progress, parts=layout.count) if is_shown else None
+        count = math.prod(each.count for each in parts)
+        progress = dataclasses.replace(progress, parts=count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
     nest = functools.partial(
@@ -242,17 +244,29 @@ def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     """Return the parts of the batch of a call; none if `jax.vmap` will do."""
     devices = options.devices
-    if devices is None and not any(map(is_spread, bound.leaves)):
+    if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
         return ()
     whole = bound.plan(options.unchunked)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
-    serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
+    is_ordered = options.reduce is not None and options.reduce.are_ordered
+
+    def is_mergeable(axis: int) -> bool:
+        # Parts that are merged in order are consecutive items of a row.
+        before = math.prod(shape[other] for other in reduced if other < axis)
+        return not is_ordered or axis not in reduced or before == 1
+
+    serves = list(filter(is_mergeable, range(len(shape))))
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
     parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
-    parts = mergeable_parts(parts, whole.plan, options, bound.where)
-    return () if 0 in shape else parts
+    odd = [each.axis for each in parts if each.axis not in serves]
+    if odd and devices is not None:
+        raise ValueError(
+            f"{bound.where}: {options.reduce} takes items in their order, so of the axes that are "
+            f"reduced, {reduced}, only the first can be sharded, but axis {odd[0]} is"
+        )
+    return () if 0 in shape else tuple(each for each in parts if each.axis in serves)
 
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:

@@ -32,7 +32,7 @@ from rankax._trace.fingerprint import Unknown, fingerprint
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call
 # as a function of constants and arrays, and the shapes of the arrays.
-Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], Sequence[Any]]]
+Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], list[Any]]]
 
 Answer = TypeVar("Answer")
 
@@ -72,13 +72,11 @@ def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) 
 
     def measure(chunk_size: int) -> Cost:
         in_flight, call, arrays = program(chunk_size, task.checkpoint)
-        forward = jax.jit(call).trace(shapes, list(arrays))
-        gradient, why = (None, "") if task.checkpoint is False else measure_gradient(call, arrays)
-        return Cost(in_flight, _temporaries(forward, options), gradient, why)
-
-    def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> tuple[int | None, str]:
-        traced, why = _gradient(call, shapes, list(arrays))
-        return None if traced is None else _temporaries(traced, options), why
+        forward = _temporaries(jax.jit(call).trace(shapes, arrays), options)
+        if task.checkpoint is False:
+            return Cost(in_flight, forward, None)
+        traced, why = _gradient(call, shapes, arrays)
+        return Cost(in_flight, forward, traced and _temporaries(traced, options), why)
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(task.limit, free_bytes)
@@ -87,8 +85,9 @@ def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) 
         if not task.may_store or found.gradient is None or not is_loop:
             return found
         _, call, arrays = program(found.chunk_size, False)
-        gradient, _ = measure_gradient(call, arrays)
-        if gradient is None or gradient > limit:
+        traced, _ = _gradient(call, shapes, arrays)
+        gradient = _temporaries(traced, options)
+        if gradient > limit:
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
@@ -111,7 +110,12 @@ def fit_once(
         )
     leaves, treedef = jax.tree.flatten(arrays)
     types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
-    return _kept.find((key, _program_key(item), treedef, types, jax.default_backend()), fit)
+    try:
+        program: Hashable = fingerprint(item)
+    except Unknown:
+        # If the program cannot be compared, its structure will do, because only memory matters.
+        program = tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
+    return _kept.find((key, program, treedef, types, jax.default_backend()), fit)
 
 
 def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any) -> int:
@@ -119,14 +123,6 @@ def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any)
     shapes, arrays = jax.tree.map(shape_of, (list(consts), arrays))
     traced, _ = _gradient(call, shapes, arrays)
     return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
-
-
-def _program_key(item: Any) -> Hashable:
-    try:
-        return fingerprint(item)
-    except Unknown:
-        # If the program cannot be compared, its structure will do, because only memory matters.
-        return tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
 
 
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
