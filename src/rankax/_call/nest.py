@@ -14,12 +14,11 @@ import jax.numpy as jnp
 
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
-from rankax._loop.keys import add_places, number_items, vmap_level
+from rankax._loop.keys import number_items, vmap_level
 from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
-from rankax._plan.chunks import Chunks
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._plan.shapes import Split
@@ -303,17 +302,21 @@ def nest_of(
     shared["checkpoint"] = options.checkpoint is not False
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
-        chunks = Chunks(level.size, level.tile, level.steps)
-        if level.chunk:
-            chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
-        shared["derivative"] = level.derivative if is_loop else None
-        axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
         may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
-        shared["progress"] = progress if may_report else None
+        spec = LoopSpec(
+            level.chunks,
+            # A numbered level passes on the places along the levels around it.
+            plan.in_axes[around] + (None,) * around if splits else plan.in_axes[around],
+            is_loop,
+            reduced=level.reduced,
+            numbered=bool(splits),
+            progress=progress if may_report else None,
+            derivative=level.derivative if is_loop else None,
+            lanes=plan.plan.lanes if level.in_lanes else None,
+            **shared,
+        )
+        specs.append(spec)
         progress = None if may_report else progress
-        shared["lanes"] = plan.plan.lanes if level.in_lanes else None
-        shared["reduced"] = level.reduced
-        specs.append(LoopSpec(chunks, axes, is_loop, numbered=bool(splits), **shared))
     maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
     return Nest(*maps, options.reduce, differentiable)
 

@@ -21,6 +21,7 @@ Words used throughout:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -79,6 +80,8 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
         bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
             return bound.in_one_piece(plan)
+        if options.progress is False:
+            return _run(_traced(bound, options, parts), None)
         # Decorated kernels that this one calls must not report as well.
         with progress_of_call(options.progress, bound.name) as progress:
             return _run(_traced(bound, options, parts), progress)
@@ -97,7 +100,8 @@ def _run(call: Traced, progress: Progress | None) -> Any:
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
     key = None if is_ordered else (whole, parts, options, progress, bound.key)
-    with call_of_kernel(item.where), committed_elsewhere(bound.where, parts):
+    committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
+    with call_of_kernel(item.where), committed:
         try:
             out = run_kept(make, item, leaves, key, mode)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
@@ -156,20 +160,24 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
             jax.eval_shape(plan, shapes)
         else:
             plan([])
-    filled = tuple(bound.lengths.items())
-    return dataclasses.replace(plans[0], untouched=bound.untouched(), filled=filled)
+    return plans[0]
 
 
-def _plan_of(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> BatchPlan:
-    bound = _in_chunks(bound, options, parts)
-    if (plan := _untraced(bound, options, parts)) is not None:
-        return plan.plan
-    with progress_of_call(options.progress, bound.name):
-        call = _traced(bound, options, parts)
-    fitted, whole = _fitted(call), call.whole.plan
-    devices = tuple((each.axis, each.count) for each in call.parts if each.count > 1)
-    fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
-    return dataclasses.replace(fitted.plan.plan, memory=fitted.memory, **fields)
+def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> BatchPlan:
+    call = _in_chunks(bound, options, parts)
+    found: dict[str, Any] = {
+        "untouched": bound.untouched(),
+        "filled": tuple(bound.lengths.items()),
+    }
+    if (plan := _untraced(call, options, parts)) is None:
+        with progress_of_call(options.progress, bound.name):
+            traced = _traced(call, options, parts)
+        plan, _, found["memory"], _ = _fitted(traced)
+        whole = traced.whole.plan
+        found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
+        found["devices"] = tuple((each.axis, each.count) for each in traced.parts if each.count > 1)
+    changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
+    return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:

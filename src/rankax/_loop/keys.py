@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from rankax._base.arrays import counted, scalar
 from rankax._plan.levels import Level, Shape
@@ -145,11 +146,6 @@ def _times(place: Any, stride: Any) -> Any:
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
 
 
-def add_places(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
-    """Return the axes of a numbered level: it passes on the places along the levels around it."""
-    return (*in_axes, *(None,) * levels_around)
-
-
 def vmap_level(
     fun: Callable[..., Any],
     in_axes: Sequence[int | None],
@@ -169,13 +165,8 @@ def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> 
     """Count along an axis. On a mesh with explicit axes, the count is sharded like the leaves."""
     count = counted(size, PLACE.dtype)
     for leaf, axis in zip(leaves, in_axes, strict=True):
-        if axis is not None and _is_explicit(leaf):
+        if axis is not None and AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types:
             zeros = lax.full_like(leaf, 0, PLACE.dtype)
             others = tuple(other for other in range(zeros.ndim) if other != axis)
             return count + jnp.sum(zeros, others, dtype=PLACE.dtype)
     return count
-
-
-def _is_explicit(leaf: Any) -> bool:
-    mesh = jax.typeof(leaf).sharding.mesh
-    return jax.sharding.AxisType.Explicit in mesh.axis_types

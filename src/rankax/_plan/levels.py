@@ -66,6 +66,13 @@ class Level:
         chunk = self.chunk or self.size
         return -(-chunk // self.tile) * (self.size // chunk) if self.tile else 0
 
+    @property
+    def chunks(self) -> Chunks:
+        """How a call walks this level."""
+        if self.chunk:
+            return Chunks(self.size, self.chunk, self.size // self.chunk, self.tile)
+        return Chunks(self.size, self.tile, self.steps)
+
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_levels(
