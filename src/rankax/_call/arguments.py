@@ -120,15 +120,19 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, complex))
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a value; none of one with a dict whose keys JAX cannot sort."""
+    try:
+        return jax.tree.leaves(value)
+    except (TypeError, ValueError):
+        return []
+
+
 def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
     """Return path and shape of every array inside ``value`` that has axes."""
     if value is None or isinstance(value, (int, float, complex, str)):
         return []
-    try:
-        leaves = jax.tree.leaves(value)
-    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
-        return []
-    if not any(map(_has_axes, leaves)):  # much faster than making the paths
+    if not any(map(_has_axes, leaves_of(value))):  # much faster than making the paths
         return []
     named = leaves_with_names(value, path)
     return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]

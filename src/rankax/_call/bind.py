@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -31,6 +31,7 @@ from rankax._call.arguments import (
     converted,
     is_array,
     is_number,
+    leaves_of,
     rebind_arguments,
 )
 from rankax._call.bound import Bound, planned_reduction
@@ -64,17 +65,12 @@ class BoundKernel(Bound):
     names: tuple[str, ...]
     treedef: Any
     structure: Structure
-    cut: Shape | None = None  # the batch shape, if this is a part of a call
     is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
-
-    @property
-    def key(self) -> Hashable:
-        return super().key, self.cut
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
@@ -106,9 +102,6 @@ class BoundKernel(Bound):
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
-
-    def part(self, plan: Nesting, shape: Shape) -> Self:
-        return dataclasses.replace(super().part(plan, shape), cut=shape)
 
     @property
     def ranked(self) -> list[int]:
@@ -179,7 +172,8 @@ class BoundKernel(Bound):
     def stand_ins(self) -> tuple[list[Any], Callable[[list[Any]], BoundKernel]]:
         """Return the shapes among the arguments, and the call with arrays in their places."""
         others = self.others
-        leaves, treedef = jax.tree.flatten((self.leaves, others if _has_shapes(others) else {}))
+        has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves_of(others))
+        leaves, treedef = jax.tree.flatten((self.leaves, others if has_shapes else {}))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
         def fill(arrays: list[Any]) -> BoundKernel:
@@ -303,10 +297,3 @@ def _lists(subtree: Any, path: str, start: int) -> list[tuple[str, tuple[int, ..
             lists.append((name, tuple(range(start, start + count))))
         start += count
     return lists
-
-
-def _has_shapes(value: Any) -> bool:
-    try:
-        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
-    except (TypeError, ValueError):  # no pytree, as in `arrays_of`
-        return False

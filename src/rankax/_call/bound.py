@@ -55,6 +55,12 @@ class Bound(abc.ABC):
         Whether the kernel takes a batch itself.
     in_chunks : tuple of int
         How many items the chunks of such a kernel have, in ascending order.
+    cut : tuple of int or None
+        The batch shape, if this is a part of a call or is filled up.
+    out_axes : int, None, or a pytree prefix of those
+        Where outputs have the mapped axis, if the call has a single level.
+    axis_name : hashable or None
+        The name by which collectives in the kernel may refer to the mapped axis.
     """
 
     fun: Callable[..., Any]
@@ -65,21 +71,9 @@ class Bound(abc.ABC):
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     batched: bool = dataclasses.field(default=False, kw_only=True)
     in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
-
-    @property
-    def out_axes(self) -> Any:
-        """Where outputs have the mapped axis, if the call has a single level."""
-        return 0
-
-    @property
-    def key(self) -> Hashable:
-        """What a program of the call depends on beside its item, plan and options."""
-        return tuple(self.lengths)
-
-    @property
-    def axis_name(self) -> Hashable | None:
-        """The name by which collectives in the kernel may refer to the mapped axis."""
-        return None
+    cut: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    out_axes: Any = dataclasses.field(default=0, kw_only=True)
+    axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
@@ -142,7 +136,7 @@ class Bound(abc.ABC):
         for i, core in plan.reshaped:
             if i not in plan.mapped:
                 leaves[i] = shape_of(leaves[i], core)
-        return dataclasses.replace(self, leaves=leaves)
+        return dataclasses.replace(self, leaves=leaves, cut=shape)
 
     def on_item(self, plan: Nesting) -> Callable[..., Any]:
         """Return the kernel as a function of one item of each mapped leaf, then split numbers."""

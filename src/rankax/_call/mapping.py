@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,22 +64,12 @@ class BoundAxes(Bound):
     treedef: Any
     length: int
 
-    @property
-    def out_axes(self) -> Any:
-        return self.axes.out_axes
-
-    @property
-    def axis_name(self) -> Hashable | None:
-        return self.axes.axis_name
-
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
         reduction = planned_reduction(options)
-        return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tiles)
-
-    def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
-        return dataclasses.replace(super().part(plan, shape), length=shape[0])
+        length = self.length if self.cut is None else self.cut[0]
+        return plan_axis(self.name, length, arrays, options.chunk_size, reduction, tiles)
 
     @property
     def ranked(self) -> list[int]:
@@ -167,4 +157,6 @@ def bind_axes(
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     treedef = jax.tree.structure((args, kwargs))
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
-    return BoundAxes(*call, args, kwargs, axes, places, treedef, length, batched=batched)
+    named_axes = {"out_axes": axes.out_axes, "axis_name": axes.axis_name}
+    own = args, kwargs, axes, places, treedef, length
+    return BoundAxes(*call, *own, batched=batched, **named_axes)

@@ -99,7 +99,8 @@ def _run(call: Traced, progress: Progress | None) -> Any:
     reductions = options.reduce
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
-    key = None if is_ordered else (whole, parts, options, progress, bound.key)
+    of_bound = tuple(bound.lengths), bound.cut
+    key = None if is_ordered else (whole, parts, options, progress, *of_bound)
     committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
     with call_of_kernel(item.where), committed:
         try:

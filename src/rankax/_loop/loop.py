@@ -106,7 +106,8 @@ def map_level(
         return vmap_level(fun, level.in_axes, size, list(out_axes), numbered=numbered)
 
     def stores(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-        return [Store.of(outs, i, axis, chunks, back=back) for i, axis in enumerate(out_axes)]
+        pairs = enumerate(zip(out_axes, outs, strict=True))
+        return [Store(i, axis, chunks, out, back=back) for i, (axis, out) in pairs]
 
     return lambda *leaves: run_loop(fun, leaves, level, out_axes, stores, back=back)
 

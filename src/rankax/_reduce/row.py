@@ -304,7 +304,9 @@ def _sinks_of(steps: Sequence[Sink | Whole], **settings: bool) -> SinksOf:
 
     def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
         return [
-            Store.of(outs, step.output, 0, chunks, **settings) if isinstance(step, Whole) else step
+            Store(step.output, 0, chunks, outs[step.output], **settings)
+            if isinstance(step, Whole)
+            else step
             for step in steps
         ]
 
