@@ -34,7 +34,7 @@ from rankax._call.arguments import (
     leaves_of,
     rebind_arguments,
 )
-from rankax._call.bound import Bound, planned_reduction
+from rankax._call.bound import Bound, tiles_of
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
@@ -81,6 +81,7 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
+        tiles = tiles_of(options, tiles)
 
         def make() -> Nesting:
             arrays = [
@@ -90,10 +91,9 @@ class BoundKernel(Bound):
             ]
             if batch_shape is not None:
                 arrays.append((NO_ARRAY, "batch_shape", batch_shape, Rank(0)))
-            reduction = planned_reduction(options)
-            return plan_nesting(
-                self.fun, arrays, options.chunk_size, self.untouched, reduction, tiles
-            )
+            reduced = () if options.reduce is None else (str(options.reduce), options.reduce_axis)
+            call = self.fun, arrays, options.chunk_size, tiles, self.untouched
+            return plan_nesting(*call, *reduced)
 
         key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
         plan = self.structure.plans.find(key, make)

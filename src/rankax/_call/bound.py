@@ -24,7 +24,7 @@ from rankax._fit.memory import shape_of
 from rankax._loop.keys import PLACE, index_without_fill, item_key
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import NO_ARRAY, Nesting, PlannedReduction
+from rankax._plan.nesting import NO_ARRAY, Nesting
 from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
@@ -184,9 +184,9 @@ class Bound(abc.ABC):
         return trace_reduced(fun, avals, reductions, total)
 
 
-def planned_reduction(options: Options) -> PlannedReduction | None:
-    """Return what a plan needs to know about the reduction; None without one."""
-    if options.reduce is None:
-        return None
-    lanes = None if options.batched else most_lanes()
-    return PlannedReduction(str(options.reduce), options.reduce_axis, lanes)
+def tiles_of(options: Options, tiles: Tiles) -> Tiles:
+    """Return these tiles; those of a reduction have a limit of their own."""
+    most = most_lanes()
+    if options.reduce is None or options.batched or most is None:
+        return tiles
+    return Tiles(min(tiles.forward or most, most))

@@ -17,7 +17,7 @@ from rankax._base.checks import common_length, positive_int
 from rankax._base.functions import NotedErrors, argument_names, function_name
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._call.bound import Bound, planned_reduction
+from rankax._call.bound import Bound, tiles_of
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
@@ -67,9 +67,10 @@ class BoundAxes(Bound):
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
-        reduction = planned_reduction(options)
+        reduce = "" if options.reduce is None else str(options.reduce)
         length = self.length if self.cut is None else self.cut[0]
-        return plan_axis(self.name, length, arrays, options.chunk_size, reduction, tiles)
+        tiles = tiles_of(options, tiles)
+        return plan_axis(self.name, length, arrays, options.chunk_size, tiles, reduce)
 
     @property
     def ranked(self) -> list[int]:

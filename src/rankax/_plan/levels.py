@@ -80,7 +80,6 @@ def plan_levels(
     batch_shape: Shape,
     chunk_size: int | None,
     reduced: frozenset[int] = frozenset(),
-    most_lanes: int | None = None,
     tiles: Tiles = WHOLE_CHUNKS,
 ) -> tuple[Level, ...]:
     """Nest the maps that cover ``batch_shape``, outermost first; those that are reduced come last.
@@ -93,8 +92,6 @@ def plan_levels(
         How many items may be in flight over all levels together.
     reduced : frozenset of int
         The axes of ``batch_shape`` that are reduced.
-    most_lanes : int or None
-        Where axes are reduced in chunks, how many items a tile has at most.
     tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
     """
@@ -109,7 +106,6 @@ def plan_levels(
     tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
     merged = _merged(levels, batch_shape)
     if reduced:  # what is left over is a tile of its own, so no derivative copies more
-        tile = min(tile, most_lanes or tile)
         return _tiled(merged, _cut(merged, tile, tile))
     return _tiled(merged, _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other))
 
