@@ -83,12 +83,12 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
 
 def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
     """Return a call with its arrays filled up to these shapes, by copies of their last items."""
-    pairs = list(zip(call.leaves, shapes.leaves, strict=True))
-    short = [(x, y) for x, y in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
-    resized = iter(_resized([x for x, _ in short], [y.shape for _, y in short], copies=True))
-    leaves = [
-        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else next(resized) for x, y in pairs
-    ]
+    pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
+    short = [i for i, (x, y) in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
+    leaves = list(shapes.leaves)
+    arrays, wanted = [call.leaves[i] for i in short], [leaves[i].shape for i in short]
+    for i, x in zip(short, _resized(arrays, wanted, copies=True), strict=True):
+        leaves[i] = x
     return dataclasses.replace(shapes, leaves=leaves)
 
 

@@ -19,9 +19,7 @@ from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
-from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
-from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
 from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
@@ -47,31 +45,29 @@ class Nest:
 
     Attributes
     ----------
-    plan : BatchPlan
+    nesting : Nesting
+        If it is that of a part, its splits are numbered within the whole batch.
     specs : tuple of LoopSpec
         One for each level of the plan, outermost first.
     inputs : tuple of int
-        The leaves that an item takes.
-    mapped : tuple of int
-        The inputs that a level maps: not all if a part has only one item along an axis.
-    reshaped : tuple of (int, shape)
-        Leaves, and their shapes without stretched axes.
-    splits : tuple of Split
-        The keys that are split, numbered within the whole batch.
+        The leaves that an item takes. Levels map not all of them if a part has only one item along
+        an axis.
     reductions : Reductions or None
         What the reduced levels fold.
     differentiable : bool
         Whether the walk may be differentiated.
     """
 
-    plan: BatchPlan
+    nesting: Nesting
     specs: tuple[LoopSpec, ...]
     inputs: tuple[int, ...]
-    mapped: tuple[int, ...]
-    reshaped: tuple[tuple[int, Shape], ...]
-    splits: tuple[Split, ...]
     reductions: Reductions | None
     differentiable: bool
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan that is printed."""
+        return self.nesting.plan
 
     def walk(
         self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
@@ -96,7 +92,7 @@ class Nest:
         if self.plan.in_flight > 1:
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
-        mapped = [arrays.pop(position) for position in self.mapped]
+        mapped = [arrays.pop(position) for position in self.nesting.mapped]
         nest, reductions = self, self.reductions
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
         # longer by the copy than they gain.
@@ -121,8 +117,8 @@ class Nest:
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
         arrays = self._reshaped(leaves)
-        if self.splits:
-            fun = number_items(fun, self.splits, self.plan.levels, self.plan.batch_shape)
+        if self.nesting.splits:
+            fun = number_items(fun, self.nesting.splits, self.plan.levels, self.plan.batch_shape)
         for spec in reversed(self.specs):
             fun = vmap_level(fun, spec.in_axes, spec.chunks.length, numbered=spec.numbered)
         return self.in_batch_shape(fun(*arrays.values()))
@@ -131,7 +127,7 @@ class Nest:
         """Return the inputs by position, without stretched axes."""
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         arrays = dict(zip(self.inputs, leaves, strict=True))
-        for position, shape in self.reshaped:
+        for position, shape in self.nesting.reshaped:
             if position in arrays:
                 arrays[position] = jnp.reshape(arrays[position], shape)
         return arrays
@@ -241,16 +237,17 @@ class _Walk:
         self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
     ) -> Callable[..., list[Any]]:
         """Return the item as a function of the leaves that the levels map, and of its places."""
-        item, nest = self._with(consts), self.nest
+        item, inputs, nesting = self._with(consts), self.nest.inputs, self.nest.nesting
 
         def of_mapped(*items: Any) -> list[Any]:
-            here = {**others, **dict(zip(nest.mapped, items, strict=False))}
-            return item(*(here[i] for i in nest.inputs), *items[len(nest.mapped) :])
+            here = {**others, **dict(zip(nesting.mapped, items, strict=False))}
+            return item(*(here[i] for i in inputs), *items[len(nesting.mapped) :])
 
         fun = of_mapped if others else item
-        if not nest.splits:
+        if not nesting.splits:
             return fun
-        return number_items(fun, nest.splits, nest.plan.levels, nest.plan.batch_shape, begins)
+        plan = nesting.plan
+        return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
 
     def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the pass that is evaluated is also the best one to differentiate."""
@@ -283,21 +280,10 @@ def nest_of(
     options: Options,
     progress: Progress | None = None,
     *,
-    splits: tuple[Split, ...] | None = None,
     differentiable: bool = True,
 ) -> Nest:
-    """Build the nested maps of a plan.
-
-    Parameters
-    ----------
-    inputs : tuple of int
-        The leaves that an item takes.
-    splits : tuple of Split, optional
-        The splits of the whole batch, if the plan is that of a part.
-    differentiable : bool
-        As in `Nest`.
-    """
-    splits = plan.splits if splits is None else splits
+    """Build the nested maps of a plan; the other arguments are those of `Nest`."""
+    splits = plan.splits
     shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
     shared["checkpoint"] = options.checkpoint is not False
     specs: list[LoopSpec] = []
@@ -317,8 +303,7 @@ def nest_of(
         )
         specs.append(spec)
         progress = None if may_report else progress
-    maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
-    return Nest(*maps, options.reduce, differentiable)
+    return Nest(plan, tuple(specs), inputs, options.reduce, differentiable)
 
 
 def _lanes_last(

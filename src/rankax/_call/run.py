@@ -32,7 +32,7 @@ import jax
 
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
-from rankax._call.nest import nest_of
+from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
@@ -127,16 +127,14 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
         progress = dataclasses.replace(progress, parts=count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
-    nest = functools.partial(
-        nest_of,
-        inputs=whole.mapped,
-        options=options,
-        splits=whole.splits,  # numbered within the whole batch
-        differentiable=not is_now,
-    )
+
+    def nest(plan: Nesting, progress: Progress | None = None) -> Nest:
+        plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
+        return nest_of(plan, whole.mapped, options, progress, differentiable=not is_now)
+
     *others, shape = layout.shapes()
     nests = {other: nest(bound.part(whole, other).plan(options)) for other in others}
-    main = nest(plan, progress=progress)
+    main = nest(plan, progress)
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
