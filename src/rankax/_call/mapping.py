@@ -61,7 +61,6 @@ class BoundAxes(Bound):
     kwargs: dict[str, Any]
     axes: MappedAxes
     places: list[int | None]  # where each leaf has the mapped axis
-    treedef: Any
     length: int
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
@@ -78,7 +77,7 @@ class BoundAxes(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
-        args, kwargs = self.treedef.unflatten(leaves)
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
         with NotedErrors(self.fun, self._described):
             return self.fun(*args, **kwargs)
 
@@ -156,8 +155,7 @@ def bind_axes(
     length = common_length(table, where)
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
-    treedef = jax.tree.structure((args, kwargs))
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
     named_axes = {"out_axes": axes.out_axes, "axis_name": axes.axis_name}
-    own = args, kwargs, axes, places, treedef, length
+    own = args, kwargs, axes, places, length
     return BoundAxes(*call, *own, batched=batched, **named_axes)

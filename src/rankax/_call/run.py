@@ -47,7 +47,7 @@ from rankax._options import Options, check_batched
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import Nesting, plan_lanes, unparted
+from rankax._plan.nesting import Nesting, plan_lanes
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._reduce.run import Reduced
 from rankax._scan.while_loop import has_plain_loop
@@ -245,7 +245,9 @@ def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | 
         lanes = options.chunk_size or most_lanes()
         return plan_lanes(part.plan(options.unchunked), lanes, ends)
     plan = part.plan(options, tiles)
-    return plan if ends is None else unparted(plan)
+    if ends is None:
+        return plan
+    return dataclasses.replace(plan, plan=dataclasses.replace(plan.plan, ends=()))
 
 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:

@@ -108,12 +108,9 @@ def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
             for i in positions
         ]
         whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
-        start = 0
-        for i, x in zip(positions, flat, strict=True):
-            stop = start + x.shape[1]
-            piece = lax.slice_in_dim(whole, start, stop, axis=1)
+        pieces = lax.split(whole, [x.shape[1] for x in flat], axis=1)
+        for i, piece in zip(positions, pieces, strict=True):
             outs[i] = lax.reshape(piece, arrays[i].shape)
-            start = stop
     return outs
 
 

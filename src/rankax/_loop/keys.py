@@ -97,28 +97,21 @@ def number_items(
     callable
         Takes items of leaves, then one place for each level.
     """
+    first = first or {}
+
+    def number(split: Split, places: Sequence[Any]) -> Any:
+        terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
+        for place, level in zip(places, levels, strict=True):
+            terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
+        found = [term for term in terms if term is not None]
+        return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
     @functools.wraps(fun)
     def of_places(*args: Any) -> Any:
         count = len(args) - len(levels)
-        numbers = [_number(split, args[count:], levels, shape, first or {}) for split in splits]
-        return fun(*args[:count], *numbers)
+        return fun(*args[:count], *(number(split, args[count:]) for split in splits))
 
     return of_places
-
-
-def _number(
-    split: Split,
-    places: Sequence[Any],
-    levels: Sequence[Level],
-    shape: Shape,
-    first: Mapping[int, Any],
-) -> Any:
-    terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
-    for place, level in zip(places, levels, strict=True):
-        terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
-    found = [term for term in terms if term is not None]
-    return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
 
 def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:

@@ -106,8 +106,19 @@ def plan_levels(
     tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
     merged = _merged(levels, batch_shape)
     if reduced:  # what is left over is a tile of its own, so no derivative copies more
-        return _tiled(merged, _cut(merged, tile, tile))
-    return _tiled(merged, _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other))
+        cut = derivative = _cut(merged, tile, tile)
+    else:
+        cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)
+    return tuple(
+        dataclasses.replace(
+            level,
+            tile=chunks.tile or chunks.size,
+            chunk=chunks.size if chunks.tile else None,
+            # A level that is mapped whole is no loop, in any direction.
+            derivative=None if other == chunks or chunks.steps == 1 else other,
+        )
+        for level, chunks, other in zip(merged, cut, derivative, strict=True)
+    )
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
@@ -138,19 +149,3 @@ def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
         chunk_size //= in_tile
         tile //= in_tile
     return cut[::-1]
-
-
-def _tiled(
-    levels: Sequence[Level], cut: Sequence[Chunks], derivative: Sequence[Chunks] | None = None
-) -> tuple[Level, ...]:
-    """Return the levels in these tiles."""
-    return tuple(
-        dataclasses.replace(
-            level,
-            tile=chunks.tile or chunks.size,
-            chunk=chunks.size if chunks.tile else None,
-            # A level that is mapped whole is no loop, in any direction.
-            derivative=None if other == chunks or chunks.steps == 1 else other,
-        )
-        for level, chunks, other in zip(levels, cut, derivative or cut, strict=True)
-    )

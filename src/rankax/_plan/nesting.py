@@ -125,11 +125,6 @@ def plan_lanes(whole: Nesting, lanes: int, ends: Sequence[str]) -> Nesting:
     )
 
 
-def unparted(nesting: Nesting) -> Nesting:
-    """Return a plan that says that items do not part."""
-    return dataclasses.replace(nesting, plan=dataclasses.replace(nesting.plan, ends=()))
-
-
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_axis(
     name: str,
