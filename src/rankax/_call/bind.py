@@ -81,7 +81,6 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
-        tiles = tiles_of(options, tiles)
 
         def make() -> Nesting:
             arrays = [
@@ -91,8 +90,10 @@ class BoundKernel(Bound):
             ]
             if batch_shape is not None:
                 arrays.append((NO_ARRAY, "batch_shape", batch_shape, Rank(0)))
-            reduced = () if options.reduce is None else (str(options.reduce), options.reduce_axis)
-            call = self.fun, arrays, options.chunk_size, tiles, self.untouched
+            reduced: Any = (
+                () if options.reduce is None else (str(options.reduce), options.reduce_axis)
+            )
+            call = self.fun, arrays, options.chunk_size, tiles_of(options, tiles), self.untouched
             return plan_nesting(*call, *reduced)
 
         key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape

@@ -186,7 +186,6 @@ class Bound(abc.ABC):
 
 def tiles_of(options: Options, tiles: Tiles) -> Tiles:
     """Return these tiles; those of a reduction have a limit of their own."""
-    most = most_lanes()
-    if options.reduce is None or options.batched or most is None:
+    if options.reduce is None or options.batched or (most := most_lanes()) is None:
         return tiles
     return Tiles(min(tiles.forward or most, most))

@@ -156,6 +156,6 @@ def bind_axes(
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
-    named_axes = {"out_axes": axes.out_axes, "axis_name": axes.axis_name}
+    named_axes: dict[str, Any] = {"out_axes": axes.out_axes, "axis_name": axes.axis_name}
     own = args, kwargs, axes, places, length
     return BoundAxes(*call, *own, batched=batched, **named_axes)

@@ -120,7 +120,7 @@ class Nest:
         if self.nesting.splits:
             fun = number_items(fun, self.nesting.splits, self.plan.levels, self.plan.batch_shape)
         for spec in reversed(self.specs):
-            fun = vmap_level(fun, spec.in_axes, spec.chunks.length, numbered=spec.numbered)
+            fun = vmap_level(fun, spec)
         return self.in_batch_shape(fun(*arrays.values()))
 
     def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:

@@ -40,7 +40,6 @@ from rankax._devices.mesh import with_auto_axes, without_mesh
 from rankax._devices.parts import Parts, divided, gathered, join
 from rankax._devices.place import put, warn_of_hang
 from rankax._plan.levels import Shape
-from rankax._plan.nesting import Nesting
 from rankax._reduce.merge import RunStates
 from rankax._reduce.run import Reductions
 from rankax._trace.item import ItemProgram
@@ -56,12 +55,7 @@ class Layout:
     shape: Shape
     parts: tuple[Parts, ...]
     axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
-    reduced: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, whole: Nesting, parts: tuple[Parts, ...]) -> Layout:
-        """Cut the batch of a call, and its mapped leaves, into these parts."""
-        return cls(whole.plan.batch_shape, parts, whole.batch_axes, whole.plan.reduced)
+    reduced: tuple[int, ...]
 
     @property
     def batch(self) -> int:

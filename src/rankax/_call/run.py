@@ -38,7 +38,7 @@ from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
-from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
+from rankax._fit.cpu import best_tiles, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
@@ -61,7 +61,7 @@ class Traced(NamedTuple):
     options: Options
     whole: Nesting  # the plan of the whole batch, without chunks
     item: ItemProgram
-    parts: tuple[Parts, ...]
+    layout: Layout
 
 
 class Fitted(NamedTuple):
@@ -88,10 +88,10 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
 
 
 def _run(call: Traced, progress: Progress | None) -> Any:
-    bound, options, whole, item, parts = call
-    leaves = [bound.leaves[i] for i in whole.mapped]
+    bound, options, whole, item, layout = call
+    leaves, parts = [bound.leaves[i] for i in whole.mapped], layout.parts
     if parts:
-        item, leaves = placed(item, leaves, Layout.of(whole, parts))
+        item, leaves = placed(item, leaves, layout)
     else:
         leaves = list(map(on_every_device, leaves))
     mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
@@ -116,14 +116,13 @@ def _run(call: Traced, progress: Progress | None) -> Any:
 
 def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    bound, _, whole, _, parts = call
+    bound, _, whole, _, layout = call
     plan, options, _, is_walked = _fitted(call)
     if not is_walked:
         return None
-    layout = Layout.of(whole, parts)
     if progress is not None:
-        is_shown = parts or plan.plan.steps > 1
-        count = math.prod(each.count for each in parts)
+        is_shown = layout.parts or plan.plan.steps > 1
+        count = math.prod(each.count for each in layout.parts)
         progress = dataclasses.replace(progress, parts=count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
@@ -164,17 +163,17 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
 
 def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> BatchPlan:
     call = _in_chunks(bound, options, parts)
-    found: dict[str, Any] = {
-        "untouched": bound.untouched(),
-        "filled": tuple(bound.lengths.items()),
-    }
+    filled = tuple(bound.lengths.items())
+    found: dict[str, Any] = {"untouched": bound.untouched(), "filled": filled}
     if (plan := _untraced(call, options, parts)) is None:
         with progress_of_call(options.progress, bound.name):
             traced = _traced(call, options, parts)
         plan, _, found["memory"], _ = _fitted(traced)
         whole = traced.whole.plan
         found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
-        found["devices"] = tuple((each.axis, each.count) for each in traced.parts if each.count > 1)
+        found["devices"] = tuple(
+            (each.axis, each.count) for each in traced.layout.parts if each.count > 1
+        )
     changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
     return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
 
@@ -187,7 +186,7 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     whole = bound.plan(options.unchunked)
     if options.memory_limit is not None and not _is_empty(whole):
         options = _fitted(_traced(bound, options, parts)).options
-    runs = [bound.part(whole, shape) for shape in Layout.of(whole, parts).shapes()]
+    runs = [bound.part(whole, shape) for shape in _layout(whole, parts).shapes()]
     lengths = sorted({run.plan(options).plan.in_flight for run in runs})
     return dataclasses.replace(bound, in_chunks=tuple(lengths))
 
@@ -214,15 +213,21 @@ def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     whole = bound.plan(options.unchunked)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
-    return Traced(bound, options, whole, item, () if has_order(item.closed) else parts)
+    layout = _layout(whole, () if has_order(item.closed) else parts)
+    return Traced(bound, options, whole, item, layout)
+
+
+def _layout(whole: Nesting, parts: tuple[Parts, ...]) -> Layout:
+    plan = whole.plan
+    return Layout(plan.batch_shape, parts, whole.batch_axes, plan.reduced)
 
 
 def _fitted(call: Traced) -> Fitted:
     """Choose tiles, lanes and, with a memory limit, chunks."""
-    bound, options, whole, item, parts = call
+    bound, options, whole, item, layout = call
     if _is_empty(whole):
         return Fitted(whole, options)
-    part = bound.part(whole, Layout.of(whole, parts).shapes()[-1]) if parts else bound
+    part = bound.part(whole, layout.shapes()[-1]) if layout.parts else bound
     may_tile = tiles_matter(dict(options.compiler_options or ())) and not bound.batched
     tiles = best_tiles(item.closed) if may_tile else WHOLE_CHUNKS
     ends = None if options.lockstep else cut_program(item.closed).ends
@@ -235,7 +240,7 @@ def _fitted(call: Traced) -> Fitted:
         check_lanes(item)
     plan = _plan_in(part, options, tiles, ends)
     is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
-    is_walked = parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
+    is_walked = layout.parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
     return Fitted(plan, options, memory, bool(is_walked))
 
 
@@ -318,7 +323,6 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
         tuple(level.size for level in plan(1).plan.levels),
         min(options.chunk_size or evaluations, evaluations),
         checkpoint=options.checkpoint,
-        may_store=options.checkpoint is None and pays_to_store(item.closed),
         compiler_options=options.compiler_options,
     )
     of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
@@ -331,4 +335,4 @@ def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:
     if not call.bound.batched:
         return call.item
     bound = dataclasses.replace(call.bound, in_chunks=lengths)
-    return _traced(bound, call.options, call.parts).item
+    return _traced(bound, call.options, call.layout.parts).item

@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 
 from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
+from rankax._fit.cpu import pays_to_store
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._trace.derivatives import of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
@@ -48,7 +49,6 @@ class LimitedCall:
     sizes: tuple[int, ...]  # of the levels, outermost first
     most: int  # the largest chunk
     checkpoint: bool | None  # if False, the gradient need not stay within the limit
-    may_store: bool = False  # chunks that need no checkpoint to stay within the limit
     compiler_options: tuple[tuple[str, Any], ...] | None = None
 
 
@@ -82,7 +82,8 @@ def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) 
         limit = limit_in_bytes(task.limit, free_bytes)
         found = fit_chunk(measure, task.sizes, task.most, limit, task.where)
         is_loop = found.chunk_size < math.prod(task.sizes)
-        if not task.may_store or found.gradient is None or not is_loop:
+        may_store = task.checkpoint is None and pays_to_store(item)
+        if not may_store or found.gradient is None or not is_loop:
             return found
         _, call, arrays = program(found.chunk_size, False)
         traced, _ = _gradient(call, shapes, arrays)

@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from rankax._base.arrays import counted, scalar
+from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import Split
 
@@ -139,18 +140,12 @@ def _times(place: Any, stride: Any) -> Any:
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
 
 
-def vmap_level(
-    fun: Callable[..., Any],
-    in_axes: Sequence[int | None],
-    size: int,
-    out_axes: Any = 0,
-    *,
-    numbered: bool,
-) -> Callable[..., Any]:
+def vmap_level(fun: Callable[..., Any], level: LoopSpec, out_axes: Any = 0) -> Callable[..., Any]:
     """Return `jax.vmap` of ``fun``; if numbered, each item takes its place as its last input."""
-    if not numbered:
-        return jax.vmap(fun, in_axes=tuple(in_axes), out_axes=out_axes, axis_size=size)
-    mapped = jax.vmap(fun, in_axes=(*in_axes, 0), out_axes=out_axes, axis_size=size)
+    in_axes, size = level.in_axes, level.chunks.length
+    if not level.numbered:
+        return jax.vmap(fun, in_axes, out_axes, axis_size=size)
+    mapped = jax.vmap(fun, (*in_axes, 0), out_axes, axis_size=size)
     return lambda *leaves: mapped(*leaves, _places(size, leaves, in_axes))
 
 

@@ -102,8 +102,7 @@ def map_level(
 ) -> Callable[..., list[Any]]:
     """Return ``fun`` mapped over a level; it takes arrays and returns a list of arrays or trees."""
     if not level.is_loop:
-        size, numbered = level.chunks.length, level.numbered
-        return vmap_level(fun, level.in_axes, size, list(out_axes), numbered=numbered)
+        return vmap_level(fun, level, list(out_axes))
 
     def stores(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
         pairs = enumerate(zip(out_axes, outs, strict=True))

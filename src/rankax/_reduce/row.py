@@ -129,7 +129,7 @@ class Row:
             return [lax.expand_dims(out, (0,)) for out in outs]
         item = self.item
         for level in reversed(self.levels):
-            item = vmap_level(item, level.in_axes, level.chunks.length, numbered=level.numbered)
+            item = vmap_level(item, level)
         count = len(self.levels)
         return [jnp.reshape(x, (self.size, *x.shape[count:])) for x in item(*self.leaves)]
 
@@ -212,8 +212,7 @@ class Row:
             item = self.item
             for place, inner in enumerate(reversed(below), start=1):
                 axes = [0 if i in kept else -place for i in range(count)]
-                size, numbered = inner.chunks.length, inner.numbered
-                item = vmap_level(item, inner.in_axes, size, axes, numbered=numbered)
+                item = vmap_level(item, inner, axes)
             axes = [0 if i in kept else -len(below) - 1 for i in range(count)]
             sizes, dtype = tuple(inner.chunks.length for inner in below), index_dtype(self.size)
             states = run_loop(
