@@ -89,12 +89,11 @@ class BoundKernel(Bound):
                 if rank is not None and shape is not None
             ]
             if batch_shape is not None:
-                arrays.append((NO_ARRAY, "batch_shape", batch_shape, Rank(0)))
-            reduced: Any = (
-                () if options.reduce is None else (str(options.reduce), options.reduce_axis)
-            )
+                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
             call = self.fun, arrays, options.chunk_size, tiles_of(options, tiles), self.untouched
-            return plan_nesting(*call, *reduced)
+            if options.reduce is None:
+                return plan_nesting(*call)
+            return plan_nesting(*call, str(options.reduce), options.reduce_axis)
 
         key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
         plan = self.structure.plans.find(key, make)
