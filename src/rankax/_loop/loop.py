@@ -140,16 +140,19 @@ def run_loop(
         As in `TileLanes`, of a level that is reduced.
     """
     chunks = (back and level.derivative) or level.chunks
-    axes = level.axes
-    arrays = [jnp.asarray(x) for x in level.mapped(leaves)]
+    mapped = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
+    arrays, axes = [jnp.asarray(x) for x, _ in mapped], [axis for _, axis in mapped]
+    axes_in = [*axes, 0] if level.numbered else axes  # with that of the places
     # As a jaxpr: an inner loop is traced once, and all that the item closes over is an operand.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(arrays, axes, strict=True)]
     inputs = avals + ([with_axis(PLACE, 0, chunks.size)] if level.numbered else [])
 
     def on_items(*items: Any) -> Any:
-        return fun(*level.with_items(leaves, items))
+        rest, pairs = iter(items), zip(leaves, level.in_axes, strict=True)
+        own = [leaf if axis is None else next(rest) for leaf, axis in pairs]
+        return fun(*own, *rest)
 
-    on_chunk = _on_chunk(on_items, level, chunks, out_axes, back=back)
+    on_chunk = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
@@ -165,12 +168,11 @@ def run_loop(
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
-        pairs = zip(operands.sliced, sliced_axes, strict=True)
-        windows = [take_chunk(leaf, start, chunks, axis) for leaf, axis in pairs]
-        if back:
-            pairs = zip(windows, sliced_axes, strict=True)
-            windows = [use_once(window, chunks.size, axis) for window, axis in pairs]
-        sliced, rows = iter(windows), iter(operands.stacked)
+        def window(leaf: jax.Array, axis: int) -> jax.Array:
+            taken = take_chunk(leaf, start, chunks, axis)
+            return use_once(taken, chunks.size, axis) if back else taken
+
+        sliced, rows = map(window, operands.sliced, sliced_axes), iter(operands.stacked)
         chunk = [
             as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
@@ -179,7 +181,7 @@ def run_loop(
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         ok = new_items(start, chunks) if back and level.reduced else None
         if ok is not None:
-            chunk = without_repeated(chunk, [*axes, 0] if level.numbered else axes, ok)
+            chunk = without_repeated(chunk, axes_in, ok)
         return tree.unflatten(run(operands.shared, chunk))
 
     lanes = TileLanes(chunks.size, below, index_dtype)
@@ -188,6 +190,7 @@ def run_loop(
 
 def _on_chunk(
     on_items: Callable[..., Any],
+    axes: Sequence[int],
     level: LoopSpec,
     chunks: Chunks,
     out_axes: Sequence[int | None],
@@ -198,13 +201,12 @@ def _on_chunk(
 
     A single item is not mapped, so a branch stays a branch, and effects stay in order.
     """
-    axes = (*level.axes, *([0] if level.numbered else []))
     if chunks.tile is not None:
         tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-        within = LoopSpec(tiles, axes, checkpoint=level.checkpoint, linear=level.linear)
+        within = LoopSpec(tiles, tuple(axes), checkpoint=level.checkpoint, linear=level.linear)
         return map_level(on_items, within, out_axes, back=back)
     if chunks.size > 1:
-        return jax.vmap(on_items, axes, list(out_axes), axis_size=chunks.size)
+        return jax.vmap(on_items, tuple(axes), list(out_axes), axis_size=chunks.size)
 
     def on_one(*chunk: Any) -> Any:
         items = [lax.squeeze(x, (axis,)) for x, axis in zip(chunk, axes, strict=True)]
