@@ -221,16 +221,8 @@ def _(x: Any, *, shape: Shape, weak: bool, **_: Any) -> Any:
     return x.update(shape=shape, weak_type=weak)
 
 
-def _tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    out, (tangent,) = _resize.bind(*primals, **params), tangents
-    if isinstance(tangent, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _resize.bind(tangent, **{**params, "copies": False})
-
-
 def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:
-    is_zero = isinstance(cotangent, ad.Zero)
-    return [ad.Zero(x.aval) if is_zero else _resized_one(cotangent, x.aval.shape)]
+    return [_resized_one(cotangent, x.aval.shape)]
 
 
 def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:
@@ -239,7 +231,6 @@ def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params:
     return _resize.bind(x, shape=shape, **params), dim
 
 
-ad.primitive_jvps[_resize] = _tangent
-ad.primitive_transposes[_resize] = _transposed
+ad.deflinear2(_resize, _transposed)  # which drops the cotangents of copies
 batching.primitive_batchers[_resize] = _mapped
 mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))
