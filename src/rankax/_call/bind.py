@@ -177,10 +177,8 @@ class BoundKernel(Bound):
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
         def fill(arrays: list[Any]) -> BoundKernel:
-            merged = list(leaves)
-            for i, leaf in zip(at, arrays, strict=True):
-                merged[i] = leaf
-            ranked, filled = treedef.unflatten(merged)
+            given = dict(zip(at, arrays, strict=True))
+            ranked, filled = treedef.unflatten(given.get(i, x) for i, x in enumerate(leaves))
             arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **filled})
             return dataclasses.replace(self, leaves=ranked, arguments=arguments)
 

@@ -58,8 +58,7 @@ def find_parts(
         return _named_parts(devices, leaves, shape, where)
     found: tuple[Parts, ...] = ()
     for axis, size in enumerate(shape):
-        own = [leaf_axes[axis] for leaf_axes in axes]
-        parts = _sharded_parts(leaves, own, axis, size)
+        parts = _sharded_parts(leaves, axes, axis, size)
         if parts is not None and not any(set(parts.names) & set(each.names) for each in found):
             found = (*found, parts)
     if devices is None:
@@ -71,11 +70,11 @@ def find_parts(
 
 
 def _sharded_parts(
-    leaves: Sequence[Any], axes: Sequence[int | None], axis: int, size: int
+    leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], axis: int, size: int
 ) -> Parts | None:
     """Return the parts of one batch axis, from the first leaf that is sharded along it evenly."""
-    for leaf, leaf_axis in zip(leaves, axes, strict=True):
-        sharding = sharding_of(leaf)
+    for leaf, own in zip(leaves, axes, strict=True):
+        sharding, leaf_axis = sharding_of(leaf), own[axis]
         if leaf_axis is None or not isinstance(sharding, NamedSharding):
             continue
         names = _mesh_axes(sharding, leaf_axis)

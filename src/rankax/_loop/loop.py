@@ -63,23 +63,19 @@ from rankax._trace.programs import evaluate
 KEPT_IN_REVERSE = "rankax_kept"
 
 
-class _Policy:
-    """What a checkpoint saves.
+_save_kept = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+
+
+def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
+    """Say what a checkpoint saves.
 
     JAX's own policy fails for primitives with a parameter named ``prim``, such as those of Equinox.
     Test: ``test_chunked_kernels.py``.
     """
-
-    rankax_key = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
-
-    def __init__(self) -> None:
-        self._of_jax = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
-
-    def __call__(self, primitive: Any, /, *_: Any, **params: Any) -> Any:
-        return self._of_jax(primitive, name=params.get("name"))
+    return _save_kept(primitive, name=params.get("name"))
 
 
-_policy = _Policy()
+vars(_policy)["rankax_key"] = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
 
 
 class _Operands(NamedTuple):
