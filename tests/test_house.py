@@ -56,7 +56,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1760,
     "_scan": 1160,
     "_options": 159,
-    "_call": 1412,
+    "_call": 1408,
     "_tune": 467,
     "_blocks": 785,
     "_front": 1035,

@@ -59,7 +59,7 @@ class BoundAxes(Bound):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    axes: MappedAxes
+    in_axes: Any
     places: list[int | None]  # where each leaf has the mapped axis
     length: int
 
@@ -102,14 +102,13 @@ class BoundAxes(Bound):
             returned = True
             return out
 
-        axes = self.axes
         vmapped = jax.vmap(
-            checked, axes.in_axes, axes.out_axes, axis_name=axes.axis_name, axis_size=self.length
+            checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
         )
         try:
             return vmapped(*self.args, **self.kwargs)
         except ValueError:
-            if returned and axes.axis_name is None:  # `fun` itself did not fail
+            if returned and self.axis_name is None:  # `fun` itself did not fail
                 self.trace(plan).check_unmapped_outputs()
             raise
 
@@ -156,6 +155,6 @@ def bind_axes(
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
-    named_axes: dict[str, Any] = {"out_axes": axes.out_axes, "axis_name": axes.axis_name}
-    own = args, kwargs, axes, places, length
-    return BoundAxes(*call, *own, batched=batched, **named_axes)
+    own = args, kwargs, in_axes, places, length
+    out, name = axes.out_axes, axes.axis_name
+    return BoundAxes(*call, *own, batched=batched, out_axes=out, axis_name=name)

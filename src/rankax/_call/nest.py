@@ -316,16 +316,13 @@ def _lanes_last(
     """
     stored, changed = list(leaves), list(specs)
     for i, leaf in enumerate(leaves):
-        levels = [number for number, spec in enumerate(specs) if spec.in_axes[i] is not None]
-        if len(levels) != 1 or not (specs[levels[0]].reduced and specs[levels[0]].is_loop):
-            continue
-        (level,) = levels
-        axis = changed[level].in_axes[i]
-        if axis is not None and _is_small_vector(leaf, axis):
+        number, *others = [n for n, spec in enumerate(specs) if spec.in_axes[i] is not None]
+        spec = changed[number]
+        axis, is_again = spec.in_axes[i], spec.reduced and spec.is_loop and not others
+        if axis is not None and is_again and _is_small_vector(leaf, axis):
             stored[i] = jnp.moveaxis(leaf, axis, -1)
-            in_axes = list(changed[level].in_axes)
-            in_axes[i] = jnp.ndim(leaf) - 1
-            changed[level] = dataclasses.replace(changed[level], in_axes=tuple(in_axes))
+            in_axes = (*spec.in_axes[:i], jnp.ndim(leaf) - 1, *spec.in_axes[i + 1 :])
+            changed[number] = dataclasses.replace(spec, in_axes=in_axes)
     return stored, changed
 
 
