@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "a kept program does not depend on the plan",
         "_call/run.py",
-        "(tuple(nests.items()), main, chunks, layout, reductions)",
-        "(tuple(nests.items()), chunks, layout, reductions)",
+        "(whole, parts, options, progress, *of_bound)",
+        "(parts, options, progress, *of_bound)",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(
