@@ -51,7 +51,7 @@ MOST_LINES_OF_CODE = {
     "_progress": 210,
     "_fit": 219,
     "_loop": 601,
-    "_devices": 361,
+    "_devices": 363,
     "_lockstep": 725,
     "_reduce": 1760,
     "_scan": 1160,

@@ -108,8 +108,10 @@ def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
             for i in positions
         ]
         whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
-        pieces = lax.split(whole, [x.shape[1] for x in flat], axis=1)
-        for i, piece in zip(positions, pieces, strict=True):
+        stop = 0
+        for i, x in zip(positions, flat, strict=True):
+            start, stop = stop, stop + x.shape[1]
+            piece = lax.slice_in_dim(whole, start, stop, axis=1)
             outs[i] = lax.reshape(piece, arrays[i].shape)
     return outs
 
