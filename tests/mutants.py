@@ -67,15 +67,15 @@ MUTANTS = [
     Mutant(
         "a kept program does not depend on the plan",
         "_call/run.py",
-        "(tuple(nests.items()), main, chunks, layout, reductions)",
-        "(tuple(nests.items()), chunks, layout, reductions)",
+        "(whole, parts, options, progress, *of_bound)",
+        "(parts, options, progress, *of_bound)",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(
         "a kept loop does not depend on out_axes",
         "_loop/reuse.py",
-        "item.where, item.out_axes, key",
-        "item.where, key",
+        "(item.where, item.out_axes, key)",
+        "(item.where, key)",
         "eager::other_shapes_dtypes_and_axes_are_other_programs",
     ),
     Mutant(

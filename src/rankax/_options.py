@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Options of kernels: their defaults, their checks, and the scope that sets them from outside.
 
-An option is a field of `Options`, a key of `Given` or `Scoped`, and an entry of `_CHECKS`. It is
-also a parameter in the overloads of `auto_vmap`, because type checkers cannot read those from here.
+An option is a field of `Options`, with its check, and a key of `Given` or `Scoped`. It is also a
+parameter in the overloads of `auto_vmap`, because type checkers cannot read those from here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
 
 from jax.sharding import PartitionSpec
 
@@ -26,65 +26,6 @@ from rankax._plan.budget import checked_limit
 from rankax._plan.shapes import Bucket, checked_bucket
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, checked_where, read_reductions
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """All options of one call; hashable because `jax.jit` keys its programs on them."""
-
-    chunk_size: int | None = None
-    memory_limit: int | str | None = None
-    reduce: Reductions | None = None
-    reduce_axis: int | tuple[int, ...] | None = None
-    where: str | int | None = None
-    batch_shape: tuple[int, ...] | None = None
-    checkpoint: bool | None = None
-    jit: bool = False
-    compiler_options: tuple[tuple[str, Any], ...] | None = None
-    progress: bool | str | Callable[[int, int], object] = False
-    devices: Devices = None
-    lockstep: bool = True
-    bucket: Bucket = False
-    batched: bool = False
-
-    @property
-    def unchunked(self) -> Options:
-        """The same for the whole batch at once."""
-        return self if self.chunk_size is None else dataclasses.replace(self, chunk_size=None)
-
-    def __post_init__(self) -> None:
-        if self.where is not None and self.reduce is not None:
-            object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
-
-
-class Scoped(TypedDict, total=False):
-    """The options that a scope can set."""
-
-    chunk_size: int | None
-    memory_limit: int | str | None
-    checkpoint: bool | None
-    progress: bool | str | Callable[[int, int], object]
-    devices: int | str | Sequence[Any] | PartitionSpec | None
-    lockstep: bool
-
-
-class Given(Scoped, total=False):
-    """All options of `auto_vmap`, as its caller passes them."""
-
-    reduce: Any
-    reduce_axis: int | Sequence[int] | None
-    where: str | int | None
-    batch_shape: int | Sequence[int] | None
-    jit: bool
-    compiler_options: Mapping[str, Any] | None
-    bucket: bool | Sequence[int]
-    batched: bool
-
-
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
-
-_SCOPED = tuple(Scoped.__annotations__)
-
 
 # The checks of values; where None is the default, it is not checked.
 
@@ -127,22 +68,68 @@ def _compiler_options(value: Any, site: str) -> tuple[tuple[str, Any], ...]:
     return pairs
 
 
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "chunk_size": _chunk_size,
-    "memory_limit": checked_limit,
-    "reduce": read_reductions,
-    "reduce_axis": _reduce_axis,
-    "where": checked_where,
-    "batch_shape": _batch_shape,
-    "checkpoint": functools.partial(check_bool, name="checkpoint"),
-    "jit": functools.partial(check_bool, name="jit"),
-    "compiler_options": _compiler_options,
-    "progress": checked_progress,
-    "devices": checked_devices,
-    "lockstep": functools.partial(check_bool, name="lockstep"),
-    "bucket": checked_bucket,
-    "batched": functools.partial(check_bool, name="batched"),
-}
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """All options of one call, with their checks.
+
+    Hashable because `jax.jit` keys its programs on them.
+    """
+
+    chunk_size: Annotated[int | None, _chunk_size] = None
+    memory_limit: Annotated[int | str | None, checked_limit] = None
+    reduce: Annotated[Reductions | None, read_reductions] = None
+    reduce_axis: Annotated[int | tuple[int, ...] | None, _reduce_axis] = None
+    where: Annotated[str | int | None, checked_where] = None
+    batch_shape: Annotated[tuple[int, ...] | None, _batch_shape] = None
+    checkpoint: Annotated[bool | None, functools.partial(check_bool, name="checkpoint")] = None
+    jit: Annotated[bool, functools.partial(check_bool, name="jit")] = False
+    compiler_options: Annotated[tuple[tuple[str, Any], ...] | None, _compiler_options] = None
+    progress: Annotated[bool | str | Callable[[int, int], object], checked_progress] = False
+    devices: Annotated[Devices, checked_devices] = None
+    lockstep: Annotated[bool, functools.partial(check_bool, name="lockstep")] = True
+    bucket: Annotated[Bucket, checked_bucket] = False
+    batched: Annotated[bool, functools.partial(check_bool, name="batched")] = False
+
+    @property
+    def unchunked(self) -> Options:
+        """The same for the whole batch at once."""
+        return self if self.chunk_size is None else dataclasses.replace(self, chunk_size=None)
+
+    def __post_init__(self) -> None:
+        if self.where is not None and self.reduce is not None:
+            object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
+
+
+class Scoped(TypedDict, total=False):
+    """The options that a scope can set."""
+
+    chunk_size: int | None
+    memory_limit: int | str | None
+    checkpoint: bool | None
+    progress: bool | str | Callable[[int, int], object]
+    devices: int | str | Sequence[Any] | PartitionSpec | None
+    lockstep: bool
+
+
+class Given(Scoped, total=False):
+    """All options of `auto_vmap`, as its caller passes them."""
+
+    reduce: Any
+    reduce_axis: int | Sequence[int] | None
+    where: str | int | None
+    batch_shape: int | Sequence[int] | None
+    jit: bool
+    compiler_options: Mapping[str, Any] | None
+    bucket: bool | Sequence[int]
+    batched: bool
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
+
+_TYPES = get_type_hints(Options, include_extras=True)
+_CHECKS = {name: kind.__metadata__[0] for name, kind in _TYPES.items()}
+
+_SCOPED = tuple(Scoped.__annotations__)
 
 
 def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:

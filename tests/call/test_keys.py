@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """`SplitKey`: keys and draws of each item are those of `jax.random.split`, however it is walked."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -152,7 +153,8 @@ def in_parts(axis, count, batch, chunk_size):
         def on_item(x, number):
             return list(noisy(x, item_key(key, number)))
 
-        nest = nest_of(planned(shape, chunk_size), (0,), Options(), splits=whole.splits)
+        plan = dataclasses.replace(planned(shape, chunk_size), splits=whole.splits)
+        nest = nest_of(plan, (0,), Options())
         types = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint32)
         item = trace_item(on_item, lambda *items: (items, {}), types, 0)
         return nest.walk(item, [part], begins={axis: first})

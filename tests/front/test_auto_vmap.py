@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-import rankax._call.arguments
 from helpers import assert_same, primitives, slow
 from rankax import Static, auto_vmap
+from rankax._base.cache import Kept
 
 
 class Pair(NamedTuple):
@@ -615,18 +615,14 @@ def test_structures_of_two_calls_are_not_mixed_up():
         assert_same(got, want)
 
 
-def test_what_is_kept_of_many_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(rankax._call.arguments, "_MOST_KEPT", 2)
+def test_what_is_kept_of_many_calls_is_bounded():
     mapped = auto_vmap(0)(lambda x: jax.tree.map(lambda leaf: leaf * 2, x))
+    mapped.spec.structures = structures = Kept(2)
     for name in "abcab":
         for n in (1, 2, 3, 1):
             x = jnp.arange(float(n))
             assert_same(mapped({name: x}), {name: x * 2})
-    cache = {}
-    for n in range(5):
-        rankax._call.arguments.keep(cache, n, -n)
-        assert cache[n] == -n
-        assert len(cache) <= 2
+    assert len(structures._values) == 2
 
 
 def test_the_result_of_one_structure_does_not_depend_on_earlier_shapes():

@@ -23,8 +23,6 @@ from rankax._declare.ranks import Declaration
 from rankax._options import DEFAULTS, Options, resolve
 from rankax._plan.levels import Shape
 
-_MOST_KEPT = 1024  # structures per kernel, and plans per structure
-
 
 class KernelSpec:
     """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
@@ -42,7 +40,7 @@ class KernelSpec:
         self.explicit = dict(explicit)  # the options set for this kernel
         self.members = members  # the kernels that differ in their options only
         self.preset = Options(**explicit)
-        self.structures: dict[Any, Any] = {}
+        self.structures: Kept[Any] = Kept(1024)
         self.silent = set(declaration.silent)  # parameters not warned about yet
         self.defaults = {
             name: parameter.default
@@ -52,20 +50,9 @@ class KernelSpec:
             and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Kept structures need not be picklable, and a copy fills its own cache.
-        return {**vars(self), "structures": {}}
-
     def options(self) -> Options:
         """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
-
-
-def keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    """Remember ``value``, within bounds."""
-    if len(cache) >= _MOST_KEPT:
-        cache.clear()
-    cache[key] = value
 
 
 def bind_arguments(
@@ -133,15 +120,19 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, complex))
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a value; none of one with a dict whose keys JAX cannot sort."""
+    try:
+        return jax.tree.leaves(value)
+    except (TypeError, ValueError):
+        return []
+
+
 def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
     """Return path and shape of every array inside ``value`` that has axes."""
     if value is None or isinstance(value, (int, float, complex, str)):
         return []
-    try:
-        leaves = jax.tree.leaves(value)
-    except (TypeError, ValueError):  # JAX cannot sort the keys of a dict: no pytree, so untouched
-        return []
-    if not any(map(_has_axes, leaves)):  # much faster than making the paths
+    if not any(map(_has_axes, leaves_of(value))):  # much faster than making the paths
         return []
     named = leaves_with_names(value, path)
     return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -20,6 +20,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
+from rankax._base.cache import Kept
 from rankax._base.functions import function_location, noted_errors
 from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
@@ -30,10 +31,10 @@ from rankax._call.arguments import (
     converted,
     is_array,
     is_number,
-    keep,
+    leaves_of,
     rebind_arguments,
 )
-from rankax._call.bound import Bound, planned_reduction
+from rankax._call.bound import Bound, tiles_of
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
@@ -52,7 +53,7 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    plans: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes and options
+    plans: Kept[Nesting]  # by shapes and options
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,17 +65,12 @@ class BoundKernel(Bound):
     names: tuple[str, ...]
     treedef: Any
     structure: Structure
-    cut: Shape | None = None  # the batch shape, if this is a part of a call
     is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
         return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
-
-    @property
-    def key(self) -> Hashable:
-        return super().key, self.cut
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
@@ -85,9 +81,8 @@ class BoundKernel(Bound):
         batch_shape = options.batch_shape
         if batch_shape is not None and self.cut is not None:
             batch_shape = self.cut
-        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
-        plan = self.structure.plans.get(key)
-        if plan is None:
+
+        def make() -> Nesting:
             arrays = [
                 (i, self.structure.paths[i], tuple(shape), rank)
                 for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
@@ -95,19 +90,18 @@ class BoundKernel(Bound):
             ]
             if batch_shape is not None:
                 arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
-            reduction = planned_reduction(options)
-            plan = plan_nesting(
-                self.fun, arrays, options.chunk_size, self.untouched, reduction, tiles
-            )
-            keep(self.structure.plans, key, plan)
+            call = self.fun, arrays, options.chunk_size, tiles_of(options, tiles), self.untouched
+            if options.reduce is None:
+                return plan_nesting(*call)
+            return plan_nesting(*call, str(options.reduce), options.reduce_axis)
+
+        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
+        plan = self.structure.plans.find(key, make)
         if marked := self.lengths.keys() & plan.plan.reduced:
             strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
             plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
         return plan
-
-    def part(self, plan: Nesting, shape: Shape) -> Self:
-        return dataclasses.replace(super().part(plan, shape), cut=shape)
 
     @property
     def ranked(self) -> list[int]:
@@ -127,12 +121,6 @@ class BoundKernel(Bound):
         check = check_outputs if plan.plan.levels else check_returned
         check(self.fun, out)
         return self._checked(out, plan)
-
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return a call of the kernel itself if there is no batch."""
-        if plan.plan.levels:
-            return None
-        return functools.partial(self.evaluate, self.leaves, plan)
 
     def untouched(self) -> tuple[tuple[str, Shape], ...]:
         """Return path and shape of every array that has axes, but no rank."""
@@ -184,14 +172,13 @@ class BoundKernel(Bound):
     def stand_ins(self) -> tuple[list[Any], Callable[[list[Any]], BoundKernel]]:
         """Return the shapes among the arguments, and the call with arrays in their places."""
         others = self.others
-        leaves, treedef = jax.tree.flatten((self.leaves, others if _has_shapes(others) else {}))
+        has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves_of(others))
+        leaves, treedef = jax.tree.flatten((self.leaves, others if has_shapes else {}))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
         def fill(arrays: list[Any]) -> BoundKernel:
-            merged = list(leaves)
-            for i, leaf in zip(at, arrays, strict=True):
-                merged[i] = leaf
-            ranked, filled = treedef.unflatten(merged)
+            given = dict(zip(at, arrays, strict=True))
+            ranked, filled = treedef.unflatten(given.get(i, x) for i, x in enumerate(leaves))
             arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **filled})
             return dataclasses.replace(self, leaves=ranked, arguments=arguments)
 
@@ -235,9 +222,8 @@ def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Do what `bind` does, without checking or converting the leaves."""
     arguments = bind_arguments(kernel, args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
-    values = [arguments.arguments[name] for name in names]
-    leaves, treedef = jax.tree.flatten(values)
-    return _bound(kernel, arguments, names, values, leaves, treedef)
+    leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
+    return _bound(kernel, arguments, names, leaves, treedef)
 
 
 def rebind(
@@ -250,37 +236,23 @@ def rebind(
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = treedef.unflatten(leaves)
     arguments = rebind_arguments(kernel, {**others, **dict(zip(names, values, strict=True))})
-    return _bound(kernel, arguments, names, values, leaves, treedef)
+    return _bound(kernel, arguments, names, leaves, treedef)
 
 
 def _bound(
     kernel: KernelSpec,
     arguments: inspect.BoundArguments,
     names: tuple[str, ...],
-    values: list[Any],
     leaves: list[Any],
     treedef: Any,
 ) -> BoundKernel:
-    structure = _structure(kernel, names, values, leaves, treedef)
-    where = f"{kernel.name}()"
-    call = kernel.fun, kernel.name, where, leaves, structure.paths
-    batched = kernel.preset.batched
-    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
-
-
-def _structure(
-    kernel: KernelSpec, names: tuple[str, ...], values: list[Any], leaves: list[Any], treedef: Any
-) -> Structure:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
     This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
     for each entry, or the annotation of a list.
     """
-    key = (names, treedef)
-    structure = kernel.structures.get(key)
-    if structure is None:
-        structure = _new_structure(kernel, names, values)
-        keep(kernel.structures, key, structure)
+    values = {name: arguments.arguments[name] for name in names}
+    structure = kernel.structures.find((names, treedef), lambda: _new_structure(kernel, values))
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
@@ -288,21 +260,23 @@ def _structure(
                 f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
                 "rank for each in the declaration.)"
             )
-    return structure
+    call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
+    batched = kernel.preset.batched
+    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
 
 
-def _new_structure(kernel: KernelSpec, names: tuple[str, ...], values: list[Any]) -> Structure:
+def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
-    for name, value in zip(names, values, strict=True):
+    for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
             paths += [path for path, _ in leaves_with_names(subtree, path)]
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
+    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), Kept(1024))
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
@@ -321,10 +295,3 @@ def _lists(subtree: Any, path: str, start: int) -> list[tuple[str, tuple[int, ..
             lists.append((name, tuple(range(start, start + count))))
         start += count
     return lists
-
-
-def _has_shapes(value: Any) -> bool:
-    try:
-        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
-    except (TypeError, ValueError):  # no pytree, as in `arrays_of`
-        return False

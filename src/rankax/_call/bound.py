@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.functions import traced_as
-from rankax._call.over_parts import Layout
-from rankax._devices.parts import Parts
+from rankax._call.nest import nest_of
 from rankax._fit.memory import shape_of
 from rankax._loop.keys import PLACE, index_without_fill, item_key
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import NO_ARRAY, Nesting, PlannedReduction
+from rankax._plan.nesting import NO_ARRAY, Nesting
 from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
@@ -56,6 +55,12 @@ class Bound(abc.ABC):
         Whether the kernel takes a batch itself.
     in_chunks : tuple of int
         How many items the chunks of such a kernel have, in ascending order.
+    cut : tuple of int or None
+        The batch shape, if this is a part of a call or is filled up.
+    out_axes : int, None, or a pytree prefix of those
+        Where outputs have the mapped axis, if the call has a single level.
+    axis_name : hashable or None
+        The name by which collectives in the kernel may refer to the mapped axis.
     """
 
     fun: Callable[..., Any]
@@ -66,21 +71,9 @@ class Bound(abc.ABC):
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     batched: bool = dataclasses.field(default=False, kw_only=True)
     in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
-
-    @property
-    def out_axes(self) -> Any:
-        """Where outputs have the mapped axis, if the call has a single level."""
-        return 0
-
-    @property
-    def key(self) -> Hashable:
-        """What a program of the call depends on beside its item, plan and options."""
-        return tuple(self.lengths)
-
-    @property
-    def axis_name(self) -> Hashable | None:
-        """The name by which collectives in the kernel may refer to the mapped axis."""
-        return None
+    cut: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    out_axes: Any = dataclasses.field(default=0, kw_only=True)
+    axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
@@ -113,13 +106,22 @@ class Bound(abc.ABC):
 
         return call_for_item(self.fun, on_arrays, [leaves[i] for i in ranked], self.in_chunks)
 
-    @abc.abstractmethod
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any] | None:
-        """Return a function that evaluates a call without loops; None if nested maps do."""
+    def in_one_piece(self, plan: Nesting) -> Any:
+        """Evaluate a map that has no loop."""
+        on_item = self.on_item(plan)
+        if not plan.plan.levels:
+            return on_item()
+        nest = nest_of(plan, plan.mapped, Options())
+        trees: list[Any] = []
 
-    def layout(self, plan: Nesting, parts: tuple[Parts, ...]) -> Layout:
-        """Return how the mapped leaves are cut into parts, from the plan of the whole call."""
-        return Layout(plan.plan.batch_shape, parts, plan.batch_axes, plan.plan.reduced)
+        # Only leaves pass through the maps: a pytree class may reject the arrays of a level.
+        def flat(*items: Any) -> list[Any]:
+            outs, tree = jax.tree.flatten(on_item(*items))
+            trees.append(tree)
+            return outs
+
+        outs = nest.map_at_once(flat, [self.leaves[i] for i in plan.mapped])
+        return jax.tree.unflatten(trees[-1], outs)
 
     def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
         """Return the call for a part of this batch shape; its mapped leaves are shapes only."""
@@ -134,7 +136,7 @@ class Bound(abc.ABC):
         for i, core in plan.reshaped:
             if i not in plan.mapped:
                 leaves[i] = shape_of(leaves[i], core)
-        return dataclasses.replace(self, leaves=leaves)
+        return dataclasses.replace(self, leaves=leaves, cut=shape)
 
     def on_item(self, plan: Nesting) -> Callable[..., Any]:
         """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
@@ -182,9 +184,8 @@ class Bound(abc.ABC):
         return trace_reduced(fun, avals, reductions, total)
 
 
-def planned_reduction(options: Options) -> PlannedReduction | None:
-    """Return what a plan needs to know about the reduction; None without one."""
-    if options.reduce is None:
-        return None
-    lanes = None if options.batched else most_lanes()
-    return PlannedReduction(str(options.reduce), options.reduce_axis, lanes)
+def tiles_of(options: Options, tiles: Tiles) -> Tiles:
+    """Return these tiles; those of a reduction have a limit of their own."""
+    if options.reduce is None or options.batched or (most := most_lanes()) is None:
+        return tiles
+    return Tiles(min(tiles.forward or most, most))

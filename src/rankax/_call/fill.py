@@ -83,12 +83,12 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
 
 def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
     """Return a call with its arrays filled up to these shapes, by copies of their last items."""
-    pairs = list(zip(call.leaves, shapes.leaves, strict=True))
-    short = [(x, y) for x, y in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
-    resized = iter(_resized([x for x, _ in short], [y.shape for _, y in short], copies=True))
-    leaves = [
-        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else next(resized) for x, y in pairs
-    ]
+    pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
+    short = [i for i, (x, y) in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
+    leaves = list(shapes.leaves)
+    arrays, wanted = [call.leaves[i] for i in short], [leaves[i].shape for i in short]
+    for i, x in zip(short, _resized(arrays, wanted, copies=True), strict=True):
+        leaves[i] = x
     return dataclasses.replace(shapes, leaves=leaves)
 
 
@@ -221,16 +221,8 @@ def _(x: Any, *, shape: Shape, weak: bool, **_: Any) -> Any:
     return x.update(shape=shape, weak_type=weak)
 
 
-def _tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    out, (tangent,) = _resize.bind(*primals, **params), tangents
-    if isinstance(tangent, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _resize.bind(tangent, **{**params, "copies": False})
-
-
 def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:
-    is_zero = isinstance(cotangent, ad.Zero)
-    return [ad.Zero(x.aval) if is_zero else _resized_one(cotangent, x.aval.shape)]
+    return [_resized_one(cotangent, x.aval.shape)]
 
 
 def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:
@@ -239,7 +231,6 @@ def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params:
     return _resize.bind(x, shape=shape, **params), dim
 
 
-ad.primitive_jvps[_resize] = _tangent
-ad.primitive_transposes[_resize] = _transposed
+ad.deflinear2(_resize, _transposed)  # which drops the cotangents of copies
 batching.primitive_batchers[_resize] = _mapped
 mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))

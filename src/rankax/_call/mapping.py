@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from rankax._base.checks import common_length, positive_int
 from rankax._base.functions import argument_names, function_name, noted_errors
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._call.bound import Bound, planned_reduction
+from rankax._call.bound import Bound, tiles_of
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
@@ -59,27 +59,17 @@ class BoundAxes(Bound):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    axes: MappedAxes
+    in_axes: Any
     places: list[int | None]  # where each leaf has the mapped axis
-    treedef: Any
     length: int
-
-    @property
-    def out_axes(self) -> Any:
-        return self.axes.out_axes
-
-    @property
-    def axis_name(self) -> Hashable | None:
-        return self.axes.axis_name
 
     def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
-        reduction = planned_reduction(options)
-        return plan_axis(self.name, self.length, arrays, options.chunk_size, reduction, tiles)
-
-    def part(self, plan: Nesting, shape: tuple[int, ...]) -> Self:
-        return dataclasses.replace(super().part(plan, shape), length=shape[0])
+        reduce = "" if options.reduce is None else str(options.reduce)
+        length = self.length if self.cut is None else self.cut[0]
+        tiles = tiles_of(options, tiles)
+        return plan_axis(self.name, length, arrays, options.chunk_size, tiles, reduce)
 
     @property
     def ranked(self) -> list[int]:
@@ -87,7 +77,7 @@ class BoundAxes(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
-        args, kwargs = self.treedef.unflatten(leaves)
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
         with noted_errors(self.fun, self._described):
             return self.fun(*args, **kwargs)
 
@@ -100,8 +90,8 @@ class BoundAxes(Bound):
             rows.append((path, str(shape), str(axis), str(core)))
         return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
-    def in_one_piece(self, plan: Nesting) -> Callable[[], Any]:
-        """Return a call of `jax.vmap`, with our errors."""
+    def in_one_piece(self, plan: Nesting) -> Any:
+        """Call `jax.vmap`, with our errors."""
         returned = False
 
         @functools.wraps(self.fun)
@@ -112,20 +102,15 @@ class BoundAxes(Bound):
             returned = True
             return out
 
-        axes = self.axes
         vmapped = jax.vmap(
-            checked, axes.in_axes, axes.out_axes, axis_name=axes.axis_name, axis_size=self.length
+            checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
         )
-
-        def call() -> Any:
-            try:
-                return vmapped(*self.args, **self.kwargs)
-            except ValueError:
-                if returned and axes.axis_name is None:  # `fun` itself did not fail
-                    self.trace(plan).check_unmapped_outputs()
-                raise
-
-        return call
+        try:
+            return vmapped(*self.args, **self.kwargs)
+        except ValueError:
+            if returned and self.axis_name is None:  # `fun` itself did not fail
+                self.trace(plan).check_unmapped_outputs()
+            raise
 
 
 def bind_axes(
@@ -169,6 +154,7 @@ def bind_axes(
     length = common_length(table, where)
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
-    treedef = jax.tree.structure((args, kwargs))
     call = fun, function_name(fun), where, leaves, [name for name, _ in named]
-    return BoundAxes(*call, args, kwargs, axes, places, treedef, length, batched=batched)
+    own = args, kwargs, in_axes, places, length
+    out, name = axes.out_axes, axes.axis_name
+    return BoundAxes(*call, *own, batched=batched, out_axes=out, axis_name=name)

@@ -14,15 +14,12 @@ import jax.numpy as jnp
 
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
-from rankax._loop.keys import add_places, number_items, vmap_level
+from rankax._loop.keys import number_items, vmap_level
 from rankax._loop.loop import map_level
 from rankax._loop.spec import LoopSpec
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
-from rankax._plan.chunks import Chunks
-from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
-from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
 from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
@@ -48,35 +45,32 @@ class Nest:
 
     Attributes
     ----------
-    plan : BatchPlan
+    nesting : Nesting
+        If it is that of a part, its splits are numbered within the whole batch.
     specs : tuple of LoopSpec
         One for each level of the plan, outermost first.
     inputs : tuple of int
-        The leaves that an item takes.
-    mapped : tuple of int
-        The inputs that a level maps: not all if a part has only one item along an axis.
-    reshaped : tuple of (int, shape)
-        Leaves, and their shapes without stretched axes.
-    splits : tuple of Split
-        The keys that are split, numbered within the whole batch.
+        The leaves that an item takes. Levels map not all of them if a part has only one item along
+        an axis.
+    reductions : Reductions or None
+        What the reduced levels fold.
     differentiable : bool
         Whether the walk may be differentiated.
     """
 
-    plan: BatchPlan
+    nesting: Nesting
     specs: tuple[LoopSpec, ...]
     inputs: tuple[int, ...]
-    mapped: tuple[int, ...]
-    reshaped: tuple[tuple[int, Shape], ...]
-    splits: tuple[Split, ...]
-    differentiable: bool = True
+    reductions: Reductions | None
+    differentiable: bool
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan that is printed."""
+        return self.nesting.plan
 
     def walk(
-        self,
-        item: ItemProgram,
-        leaves: Sequence[Any],
-        reductions: Reductions | None = None,
-        begins: Begins | None = None,
+        self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
     ) -> list[Any]:
         """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
 
@@ -86,8 +80,6 @@ class Nest:
             Takes one item of each input, then one number for each split.
         leaves : sequence of arrays
             The inputs.
-        reductions : Reductions, optional
-            What the reduced levels fold.
         begins : mapping, optional
             Where a part of a batch begins, if keys are split (see `number_items`).
 
@@ -100,41 +92,42 @@ class Nest:
         if self.plan.in_flight > 1:
             item.check_order()
         arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
-        mapped = [arrays.pop(position) for position in self.mapped]
-        specs = list(self.specs)
+        mapped = [arrays.pop(position) for position in self.nesting.mapped]
+        nest, reductions = self, self.reductions
         # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
         # longer by the copy than they gain.
         if reductions is not None and self.plan.leaves and self.plan.lanes is None:
-            mapped, specs = _lanes_last(mapped, specs)
+            mapped, specs = _lanes_last(mapped, self.specs)
+            nest = dataclasses.replace(self, specs=tuple(specs))
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
-        jaxpr = keep_values(jaxpr) if any(x.is_loop and not x.lanes for x in specs) else jaxpr
-        bare = dataclasses.replace(item, closed=None)
-        walk = _Walk(self, tuple(specs), bare, jaxpr, reductions)
+        if any(spec.is_loop and not spec.lanes for spec in self.specs):
+            jaxpr = keep_values(jaxpr)
+        walk = _Walk(nest, dataclasses.replace(item, closed=None), jaxpr)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         if not self.differentiable or walk.is_linear(mapped):
             return walk.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = reductions is not None and reductions.are_ordered
         evaluated = functools.partial(walk.values, back=False)
-        key = None if is_ordered else (self, reductions)
+        key = None if is_ordered else self
         return call_with_derivative_of(walk.differentiated, evaluated, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
         arrays = self._reshaped(leaves)
-        if self.splits:
-            fun = number_items(fun, self.splits, self.plan.levels, self.plan.batch_shape)
+        if self.nesting.splits:
+            fun = number_items(fun, self.nesting.splits, self.plan.levels, self.plan.batch_shape)
         for spec in reversed(self.specs):
-            fun = vmap_level(fun, spec.in_axes, spec.chunks.length, numbered=spec.numbered)
+            fun = vmap_level(fun, spec)
         return self.in_batch_shape(fun(*arrays.values()))
 
     def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:
         """Return the inputs by position, without stretched axes."""
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         arrays = dict(zip(self.inputs, leaves, strict=True))
-        for position, shape in self.reshaped:
+        for position, shape in self.nesting.reshaped:
             if position in arrays:
                 arrays[position] = jnp.reshape(arrays[position], shape)
         return arrays
@@ -162,23 +155,21 @@ class _Walk:
     """The walk of one item over the levels of a nest."""
 
     nest: Nest
-    specs: tuple[LoopSpec, ...]
     item: ItemProgram  # without its program
     jaxpr: Any
-    reductions: Reductions | None
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
         consts, mapped, others, begins = operands
-        if self.reductions is not None:
+        if self.nest.reductions is not None:
             return self._reduced(operands, back=back)
         fun = self._of_items(consts, others, begins)
         if self.nest.plan.lanes is not None:
             by = map_in_lockstep if back else walk_in_lanes
-            return self.nest.in_batch_shape(by(fun, mapped, self.specs, self.item))
+            return self.nest.in_batch_shape(by(fun, mapped, self.nest.specs, self.item))
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
-        for spec in reversed(self.specs):
+        for spec in reversed(self.nest.specs):
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
@@ -191,14 +182,14 @@ class _Walk:
 
     @property
     def _reverses_loops(self) -> bool:
-        is_free = not all(spec.lockstep for spec in self.specs)
+        is_free = not all(spec.lockstep for spec in self.nest.specs)
         return is_free and has_plain_loop(self.jaxpr.eqns)
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:
         """Where each level has its items in the outputs."""
         axes = self.item.out_axes
-        return axes if len(self.specs) == 1 else (0,) * len(axes)
+        return axes if len(self.nest.specs) == 1 else (0,) * len(axes)
 
     def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
         consts, mapped, others, begins = operands
@@ -208,7 +199,7 @@ class _Walk:
             return row.values(consts, items, back=back)
 
         entries = row.reductions.entries
-        kept = [spec for spec in self.specs if not spec.reduced]
+        kept = [spec for spec in self.nest.specs if not spec.reduced]
         for spec in reversed(kept):
             fun = map_level(fun, spec, [0] * len(entries), back=back)
         values = fun(*mapped)
@@ -229,12 +220,12 @@ class _Walk:
         ]
 
     def _row(self, others: Mapping[int, Any], begins: Begins) -> RowReduction:
-        assert self.reductions is not None
+        assert self.nest.reductions is not None
         return RowReduction(
             lambda consts: self._of_items(consts, others, begins),
-            tuple(spec for spec in self.specs if spec.reduced),
+            tuple(spec for spec in self.nest.specs if spec.reduced),
             self.item.outputs,
-            self.reductions,
+            self.nest.reductions,
             self.jaxpr,
         )
 
@@ -246,31 +237,32 @@ class _Walk:
         self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
     ) -> Callable[..., list[Any]]:
         """Return the item as a function of the leaves that the levels map, and of its places."""
-        item, nest = self._with(consts), self.nest
+        item, inputs, nesting = self._with(consts), self.nest.inputs, self.nest.nesting
 
         def of_mapped(*items: Any) -> list[Any]:
-            here = {**others, **dict(zip(nest.mapped, items, strict=False))}
-            return item(*(here[i] for i in nest.inputs), *items[len(nest.mapped) :])
+            here = {**others, **dict(zip(nesting.mapped, items, strict=False))}
+            return item(*(here[i] for i in inputs), *items[len(nesting.mapped) :])
 
         fun = of_mapped if others else item
-        if not nest.splits:
+        if not nesting.splits:
             return fun
-        return number_items(fun, nest.splits, nest.plan.levels, nest.plan.batch_shape, begins)
+        plan = nesting.plan
+        return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
 
     def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the pass that is evaluated is also the best one to differentiate."""
         if self.nest.plan.lanes is not None or self._reverses_loops:
             return False
-        if self.reductions is not None:
+        if self.nest.reductions is not None:
             row = self._row({}, {})
             if not (row.is_linear or row.is_at_once):
                 return False
-        loops = [spec for spec in self.specs if spec.is_loop]
+        loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
         outs = [v.aval.shape for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
-        for spec in self.specs:
+        for spec in self.nest.specs:
             pairs = list(zip(shapes, spec.in_axes, strict=False))
             # The chunks of all others are read by index, or written.
             rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
@@ -288,38 +280,30 @@ def nest_of(
     options: Options,
     progress: Progress | None = None,
     *,
-    splits: tuple[Split, ...] | None = None,
     differentiable: bool = True,
 ) -> Nest:
-    """Build the nested maps of a plan.
-
-    Parameters
-    ----------
-    inputs : tuple of int
-        The leaves that an item takes.
-    splits : tuple of Split, optional
-        The splits of the whole batch, if the plan is that of a part.
-    differentiable : bool
-        As in `Nest`.
-    """
-    splits = plan.splits if splits is None else splits
+    """Build the nested maps of a plan; the other arguments are those of `Nest`."""
+    splits = plan.splits
     shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
     shared["checkpoint"] = options.checkpoint is not False
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
-        chunks = Chunks(level.size, level.tile, level.steps)
-        if level.chunk:
-            chunks = Chunks(level.size, level.chunk, level.size // level.chunk, level.tile)
-        shared["derivative"] = level.derivative if is_loop else None
-        axes = add_places(plan.in_axes[around], around) if splits else plan.in_axes[around]
         may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
-        shared["progress"] = progress if may_report else None
+        spec = LoopSpec(
+            level.chunks,
+            # A numbered level passes on the places along the levels around it.
+            plan.in_axes[around] + (None,) * around if splits else plan.in_axes[around],
+            is_loop,
+            reduced=level.reduced,
+            numbered=bool(splits),
+            progress=progress if may_report else None,
+            derivative=level.derivative if is_loop else None,
+            lanes=plan.plan.lanes if level.in_lanes else None,
+            **shared,
+        )
+        specs.append(spec)
         progress = None if may_report else progress
-        shared["lanes"] = plan.plan.lanes if level.in_lanes else None
-        shared["reduced"] = level.reduced
-        specs.append(LoopSpec(chunks, axes, is_loop, numbered=bool(splits), **shared))
-    maps = plan.plan, tuple(specs), inputs, plan.mapped, plan.reshaped, splits
-    return Nest(*maps, differentiable)
+    return Nest(plan, tuple(specs), inputs, options.reduce, differentiable)
 
 
 def _lanes_last(
@@ -332,16 +316,13 @@ def _lanes_last(
     """
     stored, changed = list(leaves), list(specs)
     for i, leaf in enumerate(leaves):
-        levels = [number for number, spec in enumerate(specs) if spec.in_axes[i] is not None]
-        if len(levels) != 1 or not (specs[levels[0]].reduced and specs[levels[0]].is_loop):
-            continue
-        (level,) = levels
-        axis = changed[level].in_axes[i]
-        if axis is not None and _is_small_vector(leaf, axis):
+        number, *others = [n for n, spec in enumerate(specs) if spec.in_axes[i] is not None]
+        spec = changed[number]
+        axis, is_again = spec.in_axes[i], spec.reduced and spec.is_loop and not others
+        if axis is not None and is_again and _is_small_vector(leaf, axis):
             stored[i] = jnp.moveaxis(leaf, axis, -1)
-            in_axes = list(changed[level].in_axes)
-            in_axes[i] = jnp.ndim(leaf) - 1
-            changed[level] = dataclasses.replace(changed[level], in_axes=tuple(in_axes))
+            in_axes = (*spec.in_axes[:i], jnp.ndim(leaf) - 1, *spec.in_axes[i + 1 :])
+            changed[number] = dataclasses.replace(spec, in_axes=in_axes)
     return stored, changed
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +39,6 @@ from rankax._call.nest import Begins, Nest
 from rankax._devices.mesh import with_auto_axes, without_mesh
 from rankax._devices.parts import Parts, divided, gathered, join
 from rankax._devices.place import put, warn_of_hang
-from rankax._options import Options
-from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Shape
 from rankax._reduce.passes import RunStates
 from rankax._reduce.run import Reductions
@@ -58,17 +55,7 @@ class Layout:
     shape: Shape
     parts: tuple[Parts, ...]
     axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
-    reduced: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """The number of parts along all axes together."""
-        return math.prod(parts.count for parts in self.parts)
-
-    @property
-    def row(self) -> Shape:
-        """The lengths of the reduced axes."""
-        return tuple(self.shape[axis] for axis in self.reduced)
+    reduced: tuple[int, ...]
 
     @property
     def batch(self) -> int:
@@ -126,30 +113,6 @@ class Layout:
         return value
 
 
-def is_mergeable(axis: int, plan: BatchPlan, reductions: Reductions | None) -> bool:
-    """Whether parts of an axis are consecutive items of a row, if a reduction needs their order."""
-    before = math.prod(plan.batch_shape[other] for other in plan.reduced if other < axis)
-    is_ordered = reductions is not None and reductions.are_ordered
-    return not is_ordered or axis not in plan.reduced or before == 1
-
-
-def mergeable_parts(
-    parts: tuple[Parts, ...], plan: BatchPlan, options: Options, where: str
-) -> tuple[Parts, ...]:
-    """Drop axes whose parts are not `is_mergeable`.
-
-    It is an error if the caller asked for such parts.
-    """
-    odd = [each for each in parts if not is_mergeable(each.axis, plan, options.reduce)]
-    for each in odd:
-        if options.devices is not None:
-            raise ValueError(
-                f"{where}: {options.reduce} takes items in their order, so of the axes that are "
-                f"reduced, {plan.reduced}, only the first can be sharded, but axis {each.axis} is"
-            )
-    return tuple(each for each in parts if each not in odd)
-
-
 def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
     """Put the arrays of an eager call on its devices."""
     parts, item = layout.parts[0], without_mesh(item)
@@ -186,13 +149,14 @@ def over_parts(
     states = None
     if reductions is not None and (cut := [each for each in parts if each.axis in layout.reduced]):
         # A state gets the parts on an axis in front.
-        states = RunStates(reductions, item.outputs, layout.row)
+        row = tuple(layout.shape[axis] for axis in layout.reduced)
+        states = RunStates(reductions, item.outputs, row)
         names = tuple(name for each in cut for name in each.names)
         pairs = zip(reductions.entries, specs, strict=True)
         specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
 
     def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
-        part = _Part(nests, item.with_constants(consts), layout, reductions, states)
+        part = _Part(nests, item.with_constants(consts), layout, states)
         values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
         if states is None:
             return values
@@ -230,17 +194,17 @@ class _Part:
     nests: Mapping[Shape, Nest]
     item: ItemProgram
     layout: Layout
-    reductions: Reductions | None
     states: RunStates | None  # if parts are merged
 
     def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
         """Walk a part of which the first axes have this shape, its runs one after another."""
         layout, states, axis = self.layout, self.states, len(shape)
         if axis == len(layout.shape):
-            own = self.reductions if states is None else states.reductions.for_runs(states.size)
-            values = self.nests[shape].walk(self.item, leaves, own, begins)
+            nest = self.nests[shape]
             if states is None:
-                return values
+                return nest.walk(self.item, leaves, begins)
+            nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
+            values = nest.walk(self.item, leaves, begins)
             starts = [begins.get(axis, 0) for axis in layout.reduced]
             return states.renumber(values, [shape[axis] for axis in layout.reduced], starts)
         sizes = layout.sizes(axis)

@@ -3,7 +3,7 @@
 
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
 hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
-limit, the tile, the loops, the devices) work on the program of that item. `prepare` returns what
+limit, the tile, the loops, the devices) work on the program of that item. `plan_of` returns what
 ``plan`` prints; `run` takes the same steps, but an eager call that is known skips those after the
 trace.
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,13 +32,13 @@ import jax
 
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
-from rankax._call.nest import nest_of
-from rankax._call.over_parts import is_mergeable, mergeable_parts, over_parts, placed
+from rankax._call.nest import Nest, nest_of
+from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.find import find_parts
 from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
-from rankax._fit.cpu import best_tiles, pays_to_store, tiles_matter
+from rankax._fit.cpu import best_tiles, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
@@ -46,29 +47,29 @@ from rankax._options import Options, check_batched
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import Nesting, plan_lanes, unparted
+from rankax._plan.nesting import Nesting, plan_lanes
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._scan.while_loop import has_plain_loop
 from rankax._trace.item import ItemProgram, has_order
 
 
-class Prepared(NamedTuple):
-    """What a call will do."""
+class Traced(NamedTuple):
+    """A bound call whose kernel is traced."""
+
+    bound: Bound
+    options: Options
+    whole: Nesting  # the plan of the whole batch, without chunks
+    item: ItemProgram
+    layout: Layout
+
+
+class Fitted(NamedTuple):
+    """How a call runs."""
 
     plan: Nesting  # of one part, if the batch has parts
     options: Options  # with a chunk size that meets the memory limit
-    whole: Nesting  # the plan of the whole batch, without chunks
-    item: ItemProgram | None = None  # the traced kernel, if there is a loop
-    parts: tuple[Parts, ...] = ()
     memory: MemoryFit | None = None
-
-
-class Traced(NamedTuple):
-    """A call whose kernel is traced."""
-
-    whole: Nesting  # the plan of the whole batch, without chunks
-    item: ItemProgram
-    parts: tuple[Parts, ...]
+    is_walked: bool = True  # otherwise it is evaluated without its traced program
 
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
@@ -77,32 +78,28 @@ def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) 
         parts = parts_of(bound, options) if parts is None else parts
         bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
-            return _in_one_piece(bound, plan)
-        traced = functools.partial(_traced, bound, options, parts)
+            return bound.in_one_piece(plan)
         if options.progress is False:
-            return _run(bound, options, traced(), None)
+            return _run(_traced(bound, options, parts), None)
         # Decorated kernels that this one calls must not report as well.
         with progress_of_call(options.progress, bound.name) as progress:
-            return _run(bound, options, traced(), progress)
+            return _run(_traced(bound, options, parts), progress)
 
 
-def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | None) -> Any:
-    whole, item, parts = traced
-    leaves = [bound.leaves[i] for i in whole.mapped]
+def _run(call: Traced, progress: Progress | None) -> Any:
+    bound, options, whole, item, layout = call
+    leaves, parts = [bound.leaves[i] for i in whole.mapped], layout.parts
     if parts:
-        item, leaves = placed(item, leaves, bound.layout(whole, parts))
+        item, leaves = placed(item, leaves, layout)
     else:
         leaves = list(map(on_every_device, leaves))
     mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
+    make = functools.partial(_program, call, progress, is_now=mode is Mode.EAGER)
     reductions = options.reduce
-
-    def make() -> Program | None:
-        ready = _fitted(bound, options, traced)
-        return ready.item and _program(bound, ready, progress, is_now=mode is Mode.EAGER)
-
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
-    key = None if is_ordered else (whole, parts, options, progress, bound.key)
+    of_bound = tuple(bound.lengths), bound.cut
+    key = None if is_ordered else (whole, parts, options, progress, *of_bound)
     committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
     with call_of_kernel(item.where), committed:
         try:
@@ -110,77 +107,74 @@ def _run(bound: Bound, options: Options, traced: Traced, progress: Progress | No
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
     if out is None:
-        return _in_one_piece(bound, whole)
+        return bound.in_one_piece(whole)
     if reductions is None:
         return item.out_tree.unflatten(out)
     return reductions.assembled(item.outputs, out)
 
 
-def _program(bound: Bound, ready: Prepared, progress: Progress | None, *, is_now: bool) -> Program:
+def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
-    options, layout = ready.options, bound.layout(ready.whole, ready.parts)
+    bound, _, whole, _, layout = call
+    plan, options, _, is_walked = _fitted(call)
+    if not is_walked:
+        return None
     if progress is not None:
-        is_shown = ready.parts or ready.plan.plan.steps > 1
-        progress = dataclasses.replace(progress, parts=layout.count) if is_shown else None
+        is_shown = layout.parts or plan.plan.steps > 1
+        count = math.prod(each.count for each in layout.parts)
+        progress = dataclasses.replace(progress, parts=count) if is_shown else None
     if is_now:  # not differentiated, so nothing is ever recomputed
         options = dataclasses.replace(options, checkpoint=False)
-    nest = functools.partial(
-        nest_of,
-        inputs=ready.whole.mapped,
-        options=options,
-        splits=ready.whole.splits,  # numbered within the whole batch
-        differentiable=not is_now,
-    )
+
+    def nest(plan: Nesting, progress: Progress | None = None) -> Nest:
+        plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
+        return nest_of(plan, whole.mapped, options, progress, differentiable=not is_now)
+
     *others, shape = layout.shapes()
-    nests = {other: nest(bound.part(ready.whole, other).plan(options)) for other in others}
-    main = nest(ready.plan, progress=progress)
-    reductions = options.reduce
+    nests = {other: nest(bound.part(whole, other).plan(options)) for other in others}
+    main = nest(plan, progress)
 
     # JAX keeps it, so it holds no arrays: neither the call nor its item.
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
         if not layout.parts:
-            return main.walk(item, leaves, reductions)
-        return over_parts({**nests, shape: main}, item, leaves, layout, reductions)
+            return main.walk(item, leaves)
+        return over_parts({**nests, shape: main}, item, leaves, layout, options.reduce)
 
     return program
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
-    """Return what `run` would do; the arguments may be shapes."""
-    with on_mesh(bound.leaves):
-        ready = _prepare_shapes(bound, options)
-    batch_plan = ready.plan.plan
-    if ready.parts:
-        whole = ready.whole.plan
-        devices = tuple((parts.axis, parts.count) for parts in ready.parts if parts.count > 1)
-        fields = {"batch_shape": whole.batch_shape, "leaves": whole.leaves, "devices": devices}
-        batch_plan = dataclasses.replace(batch_plan, **fields)
-    untouched, filled = bound.untouched(), tuple(bound.lengths.items())
-    if ready.memory is None and not untouched and not filled:
-        return batch_plan
-    return dataclasses.replace(batch_plan, untouched=untouched, memory=ready.memory, filled=filled)
-
-
-def _prepare_shapes(bound: BoundKernel, options: Options) -> Prepared:
-    """Prepare a call whose arguments may be shapes: tracers take their places."""
-    parts = parts_of(bound, options)
+    """Return what `run` would do; the arguments may be shapes, for which tracers stand in."""
     shapes, fill = bound.stand_ins()
-    if not shapes:
-        return prepare(bound, options, parts)
-    prepared: list[Prepared] = []
-    jax.eval_shape(lambda arrays: prepared.append(prepare(fill(arrays), options, parts)), shapes)
-    return prepared[0]
+    plans: list[BatchPlan] = []
+    with on_mesh(bound.leaves):
+        parts = parts_of(bound, options)
+
+        def plan(arrays: list[Any]) -> None:
+            plans.append(_plan_of(fill(arrays), options, parts))
+
+        if shapes:
+            jax.eval_shape(plan, shapes)
+        else:
+            plan([])
+    return plans[0]
 
 
-def prepare(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Prepared:
-    """Plan a call; with a loop or a memory limit, trace its kernel and fit the plan to it."""
-    parts = parts_of(bound, options) if parts is None else parts
-    bound = _in_chunks(bound, options, parts)
-    if (plan := _untraced(bound, options, parts)) is not None:
-        return Prepared(plan, options, plan)
-    with progress_of_call(options.progress, bound.name):
-        traced = _traced(bound, options, parts)
-    return _fitted(bound, options, traced)
+def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> BatchPlan:
+    call = _in_chunks(bound, options, parts)
+    filled = tuple(bound.lengths.items())
+    found: dict[str, Any] = {"untouched": bound.untouched(), "filled": filled}
+    if (plan := _untraced(call, options, parts)) is None:
+        with progress_of_call(options.progress, bound.name):
+            traced = _traced(call, options, parts)
+        plan, _, found["memory"], _ = _fitted(traced)
+        whole = traced.whole.plan
+        found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
+        found["devices"] = tuple(
+            (each.axis, each.count) for each in traced.layout.parts if each.count > 1
+        )
+    changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
+    return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:
@@ -190,9 +184,8 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
     whole = bound.plan(options.unchunked)
     if options.memory_limit is not None and not _is_empty(whole):
-        options = _fitted(bound, options, _traced(bound, options, parts)).options
-    shapes = bound.layout(whole, parts).shapes()
-    runs = [bound.part(whole, shape) for shape in shapes] if parts else [bound]
+        options = _fitted(_traced(bound, options, parts)).options
+    runs = [bound.part(whole, shape) for shape in _layout(whole, parts).shapes()]
     lengths = sorted({run.plan(options).plan.in_flight for run in runs})
     return dataclasses.replace(bound, in_chunks=tuple(lengths))
 
@@ -219,64 +212,74 @@ def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     whole = bound.plan(options.unchunked)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
-    return Traced(whole, item, () if parts and has_order(item.closed) else parts)
+    layout = _layout(whole, () if has_order(item.closed) else parts)
+    return Traced(bound, options, whole, item, layout)
 
 
-def _item_of_lengths(
-    bound: Bound, options: Options, parts: tuple[Parts, ...], *lengths: int
-) -> ItemProgram:
-    """Trace a kernel that takes a batch itself, for chunks of these lengths."""
-    return _traced(dataclasses.replace(bound, in_chunks=lengths), options, parts).item
+def _layout(whole: Nesting, parts: tuple[Parts, ...]) -> Layout:
+    plan = whole.plan
+    return Layout(plan.batch_shape, parts, whole.batch_axes, plan.reduced)
 
 
-def _fitted(bound: Bound, options: Options, traced: Traced) -> Prepared:
+def _fitted(call: Traced) -> Fitted:
     """Choose tiles, lanes and, with a memory limit, chunks."""
-    whole, item, parts = traced
-    limited = options
-    options = dataclasses.replace(options, memory_limit=None)
+    bound, options, whole, item, layout = call
     if _is_empty(whole):
-        return Prepared(whole, options, whole, item)
-    part = bound.part(whole, bound.layout(whole, parts).shapes()[-1]) if parts else bound
-    compiler_options = dict(options.compiler_options or ())
-    may_tile = tiles_matter(compiler_options) and not bound.batched
+        return Fitted(whole, options)
+    part = bound.part(whole, layout.shapes()[-1]) if layout.parts else bound
+    may_tile = tiles_matter(dict(options.compiler_options or ())) and not bound.batched
     tiles = best_tiles(item.closed) if may_tile else WHOLE_CHUNKS
-    ends = () if options.lockstep else cut_program(item.closed).ends
+    ends = None if options.lockstep else cut_program(item.closed).ends
     memory = None
-    if limited.memory_limit is not None:
-        of_lengths = functools.partial(_item_of_lengths, bound, limited, parts)
-        of_one = of_lengths() if bound.batched else item
-        again = of_lengths if bound.batched else None
-        memory = _fit(part, limited, whole.mapped, of_one, tiles, ends, again)
+    if options.memory_limit is not None:
+        memory = _fit(call, part, tiles, ends)
         checkpoint = False if memory.stored else options.checkpoint
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
-    planned = part.plan(options, tiles)
     if ends:
         check_lanes(item)
-        loose = part.plan(options.unchunked)
-        lanes = plan_lanes(loose, options.chunk_size or most_lanes(), ends)
-        return Prepared(lanes, options, whole, item, parts, memory)
-    if not options.lockstep:
-        planned, whole = unparted(planned), unparted(whole)
-    if not any(planned.loops) and not parts:
-        is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
-        is_walked = options.reduce or is_reversed
-        return Prepared(whole, options, whole, item if is_walked else None, memory=memory)
-    return Prepared(planned, options, whole, item, parts, memory)
+    plan = _plan_in(part, options, tiles, ends)
+    is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
+    is_walked = layout.parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
+    return Fitted(plan, options, memory, bool(is_walked))
+
+
+def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None) -> Nesting:
+    """Plan a call in tiles, or in lanes if items end by themselves."""
+    if ends:
+        lanes = options.chunk_size or most_lanes()
+        return plan_lanes(part.plan(options.unchunked), lanes, ends)
+    plan = part.plan(options, tiles)
+    if ends is None:
+        return plan
+    return dataclasses.replace(plan, plan=dataclasses.replace(plan.plan, ends=()))
 
 
 def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     """Return the parts of the batch of a call; none if `jax.vmap` will do."""
     devices = options.devices
-    if devices is None and not any(map(is_spread, bound.leaves)):
+    if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
         return ()
     whole = bound.plan(options.unchunked)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
-    serves = [axis for axis in range(len(shape)) if is_mergeable(axis, whole.plan, options.reduce)]
+    is_ordered = options.reduce is not None and options.reduce.are_ordered
+
+    def is_mergeable(axis: int) -> bool:
+        # Parts that are merged in order are consecutive items of a row.
+        before = math.prod(shape[other] for other in reduced if other < axis)
+        return not is_ordered or axis not in reduced or before == 1
+
+    serves = list(filter(is_mergeable, range(len(shape))))
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
     parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
-    return mergeable_parts(parts, whole.plan, options, bound.where)
+    odd = [each.axis for each in parts if each.axis not in serves]
+    if odd and devices is not None:
+        raise ValueError(
+            f"{bound.where}: {options.reduce} takes items in their order, so of the axes that are "
+            f"reduced, {reduced}, only the first can be sharded, but axis {odd[0]} is"
+        )
+    return () if 0 in shape else tuple(each for each in parts if each.axis in serves)
 
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
@@ -288,74 +291,47 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 
 
-def _in_one_piece(bound: Bound, plan: Nesting) -> Any:
-    """Evaluate a map that has no loop."""
-    if (call := bound.in_one_piece(plan)) is not None:
-        return call()
-    nest = nest_of(plan, plan.mapped, Options())
-    trees: list[Any] = []
-    on_item = bound.on_item(plan)
-
-    # Only leaves pass through the maps: a pytree class may reject the arrays of a level.
-    def flat(*items: Any) -> list[Any]:
-        outs, tree = jax.tree.flatten(on_item(*items))
-        trees.append(tree)
-        return outs
-
-    outs = nest.map_at_once(flat, [bound.leaves[i] for i in plan.mapped])
-    return jax.tree.unflatten(trees[-1], outs)
-
-
-def _fit(
-    part: Bound,
-    options: Options,
-    inputs: tuple[int, ...],
-    item: ItemProgram,
-    tiles: Tiles,
-    ends: Sequence[str],
-    of_lengths: Callable[[int], ItemProgram] | None = None,
-) -> MemoryFit:
-    """Return the chunk size that meets the memory limit, with its measurements.
-
-    ``of_lengths`` traces a kernel that takes a batch itself, for other chunks.
-    """
-    limit = options.memory_limit
-    assert limit is not None
-    options = dataclasses.replace(options, memory_limit=None)
-
-    def plan(chunk_size: int | None, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
-        if ends and chunk_size is not None:
-            return plan_lanes(plan(None), chunk_size, ends)
-        return part.plan(dataclasses.replace(options, chunk_size=chunk_size), tiles)
-
-    loose = plan(None)
+def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) -> MemoryFit:
+    """Return the chunk size that meets the memory limit, with its measurements."""
+    options = dataclasses.replace(call.options, progress=False, jit=False)
+    item, inputs = _of_lengths(call), call.whole.mapped
     shapes = [shape_of(part.leaves[i]) for i in inputs]
+
+    def plan(chunk_size: int) -> Nesting:
+        return _plan_in(part, dataclasses.replace(options, chunk_size=chunk_size), tiles, ends)
 
     def program(
         chunk_size: int, checkpoint: bool | None
     ) -> tuple[int, Callable[..., Any], list[Any]]:
-        planned = plan(chunk_size, tiles)
+        planned = plan(chunk_size)
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
-        own = item if of_lengths is None else of_lengths(planned.plan.in_flight)
+        own = _of_lengths(call, planned.plan.in_flight)
         others = own.closed.consts[len(item.closed.consts) :]
 
-        def call(consts: list[Any], leaves: list[Any]) -> list[Any]:
-            whole = nest.walk(own.with_constants([*consts, *others]), leaves, options.reduce)
-            return jax.tree.leaves(whole)
+        def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
+            return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
 
-        return planned.plan.in_flight, call, shapes
+        return planned.plan.in_flight, measured, shapes
 
+    loose = part.plan(options.unchunked)
     evaluations = loose.plan.evaluations
+    assert options.memory_limit is not None
     task = LimitedCall(
         part.where,
-        limit,
+        options.memory_limit,
         tuple(level.size for level in plan(1).plan.levels),
         min(options.chunk_size or evaluations, evaluations),
         checkpoint=options.checkpoint,
-        may_store=options.checkpoint is None and pays_to_store(item.closed),
         compiler_options=options.compiler_options,
     )
     of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
-    # With one item in flight, every level is a loop, so the nest has all options of loops.
-    key = of_leaves, nest_of(plan(1), inputs, options), item.out_axes, options.reduce
-    return fit_to_limit(task, item.closed, item.closed.consts, program, key)
+    key = of_leaves, loose, options, item.out_axes
+    return fit_to_limit(task, item.closed, program, key)
+
+
+def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:
+    """Return the item; of a kernel that takes a batch itself, for chunks of these lengths."""
+    if not call.bound.batched:
+        return call.item
+    bound = dataclasses.replace(call.bound, in_chunks=lengths)
+    return _traced(bound, call.options, call.layout.parts).item

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.words import listed, plural
-from rankax._devices.mesh import can_leave_mesh, is_inside, is_spread, mesh_of, sharding_of
+from rankax._devices.mesh import can_leave_mesh, is_inside, mesh_of, sharding_of
 from rankax._devices.parts import Parts
 from rankax._devices.place import Devices, named
 
@@ -37,8 +37,8 @@ def find_parts(
 
     Parameters
     ----------
-    devices : int, str, tuple of devices, PartitionSpec, False or None
-        The option; None takes the shardings of the leaves, False divides nothing.
+    devices : int, str, tuple of devices, PartitionSpec or None
+        The option; None takes the shardings of the leaves.
     leaves : sequence
         Arrays, tracers or `jax.ShapeDtypeStruct`.
     axes : sequence of sequences
@@ -50,8 +50,6 @@ def find_parts(
     serves : sequence of int
         The axes of the batch that may be cut, the best one first.
     """
-    if devices is False or (devices is None and not any(map(is_spread, leaves))):
-        return ()
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types or not can_leave_mesh():
         return ()
     if devices is not None and is_inside():
@@ -60,8 +58,7 @@ def find_parts(
         return _named_parts(devices, leaves, shape, where)
     found: tuple[Parts, ...] = ()
     for axis, size in enumerate(shape):
-        own = [leaf_axes[axis] for leaf_axes in axes]
-        parts = _sharded_parts(leaves, own, axis, size)
+        parts = _sharded_parts(leaves, axes, axis, size)
         if parts is not None and not any(set(parts.names) & set(each.names) for each in found):
             found = (*found, parts)
     if devices is None:
@@ -73,11 +70,11 @@ def find_parts(
 
 
 def _sharded_parts(
-    leaves: Sequence[Any], axes: Sequence[int | None], axis: int, size: int
+    leaves: Sequence[Any], axes: Sequence[Sequence[int | None]], axis: int, size: int
 ) -> Parts | None:
     """Return the parts of one batch axis, from the first leaf that is sharded along it evenly."""
-    for leaf, leaf_axis in zip(leaves, axes, strict=True):
-        sharding = sharding_of(leaf)
+    for leaf, own in zip(leaves, axes, strict=True):
+        sharding, leaf_axis = sharding_of(leaf), own[axis]
         if leaf_axis is None or not isinstance(sharding, NamedSharding):
             continue
         names = _mesh_axes(sharding, leaf_axis)

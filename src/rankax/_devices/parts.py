@@ -3,7 +3,7 @@
 
 Where D devices do not divide N items, the first ``N % D`` parts have one item more than the others,
 which begin one item earlier instead: so all parts are equally long, and D - ``N % D`` items are
-evaluated twice. `join` takes each once; `reduce_parts` merges the first item of a part into its
+evaluated twice. `join` takes each once; `over_parts` merges the first item of a part into its
 state only where it counts. JAX cannot store such an axis in equal shards, so each device has all of
 an array that is cut so inside a program, and each gets all outputs: one all-gather of those, one of
 the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but JAX
@@ -108,12 +108,11 @@ def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
             for i in positions
         ]
         whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
-        start = 0
+        stop = 0
         for i, x in zip(positions, flat, strict=True):
-            stop = start + x.shape[1]
+            start, stop = stop, stop + x.shape[1]
             piece = lax.slice_in_dim(whole, start, stop, axis=1)
             outs[i] = lax.reshape(piece, arrays[i].shape)
-            start = stop
     return outs
 
 

@@ -26,13 +26,14 @@ from jax.sharding import AxisType
 
 from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
+from rankax._fit.cpu import pays_to_store
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._trace.derivatives import of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call
 # as a function of constants and arrays, and the shapes of the arrays.
-Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], Sequence[Any]]]
+Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], list[Any]]]
 
 Answer = TypeVar("Answer")
 
@@ -48,54 +49,50 @@ class LimitedCall:
     sizes: tuple[int, ...]  # of the levels, outermost first
     most: int  # the largest chunk
     checkpoint: bool | None  # if False, the gradient need not stay within the limit
-    may_store: bool = False  # chunks that need no checkpoint to stay within the limit
     compiler_options: tuple[tuple[str, Any], ...] | None = None
 
 
-def fit_to_limit(
-    task: LimitedCall, item: Any, consts: Sequence[Any], program: Program, key: Hashable
-) -> MemoryFit:
+def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) -> MemoryFit:
     """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
     task : LimitedCall
     item : ClosedJaxpr
-        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call.
-    consts : sequence
-        The arrays that this program closes over; only their shapes are used.
+        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call. Of
+        the arrays that it closes over, only the shapes are used.
     program : callable
         Returns, for a chunk size, how many items are in flight, the call as a function
         ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
     key : hashable
         Everything else that the call depends on.
     """
-    shapes = [shape_of(const) for const in consts]
+    shapes = [shape_of(const) for const in item.consts]
     options = None if task.compiler_options is None else dict(task.compiler_options)
 
     def measure(chunk_size: int) -> Cost:
         in_flight, call, arrays = program(chunk_size, task.checkpoint)
-        forward = jax.jit(call).trace(shapes, list(arrays))
-        gradient, why = (None, "") if task.checkpoint is False else measure_gradient(call, arrays)
-        return Cost(in_flight, _temporaries(forward, options), gradient, why)
-
-    def measure_gradient(call: Callable[..., Any], arrays: Sequence[Any]) -> tuple[int | None, str]:
-        traced, why = _gradient(call, shapes, list(arrays))
-        return None if traced is None else _temporaries(traced, options), why
+        forward = _temporaries(jax.jit(call).trace(shapes, arrays), options)
+        if task.checkpoint is False:
+            return Cost(in_flight, forward, None)
+        traced, why = _gradient(call, shapes, arrays)
+        return Cost(in_flight, forward, traced and _temporaries(traced, options), why)
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(task.limit, free_bytes)
         found = fit_chunk(measure, task.sizes, task.most, limit, task.where)
         is_loop = found.chunk_size < math.prod(task.sizes)
-        if not task.may_store or found.gradient is None or not is_loop:
+        may_store = task.checkpoint is None and pays_to_store(item)
+        if not may_store or found.gradient is None or not is_loop:
             return found
         _, call, arrays = program(found.chunk_size, False)
-        gradient, _ = measure_gradient(call, arrays)
-        if gradient is None or gradient > limit:
+        traced, _ = _gradient(call, shapes, arrays)
+        gradient = _temporaries(traced, options)
+        if gradient > limit:
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(task.where, item, consts, (task, key), fit)
+    return fit_once(task.where, item, item.consts, (task, key), fit)
 
 
 def fit_once(
@@ -114,7 +111,12 @@ def fit_once(
         )
     leaves, treedef = jax.tree.flatten(arrays)
     types = tuple((shape.shape, shape.dtype) for shape in map(shape_of, leaves))
-    return _kept.find((key, _program_key(item), treedef, types, jax.default_backend()), fit)
+    try:
+        program: Hashable = fingerprint(item)
+    except Unknown:
+        # If the program cannot be compared, its structure will do, because only memory matters.
+        program = tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
+    return _kept.find((key, program, treedef, types, jax.default_backend()), fit)
 
 
 def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any) -> int:
@@ -122,14 +124,6 @@ def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any)
     shapes, arrays = jax.tree.map(shape_of, (list(consts), arrays))
     traced, _ = _gradient(call, shapes, arrays)
     return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
-
-
-def _program_key(item: Any) -> Hashable:
-    try:
-        return fingerprint(item)
-    except Unknown:
-        # If the program cannot be compared, its structure will do, because only memory matters.
-        return tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
 
 
 def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -68,9 +68,7 @@ class JitSpec(KernelSpec):
         return jax.jit(call, static_argnums=0, compiler_options=compiler_options)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_jitted", None)  # a copy compiles for itself
-        return state
+        return {k: v for k, v in vars(self).items() if k != "_jitted"}  # a copy compiles for itself
 
     def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""

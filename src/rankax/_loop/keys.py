@@ -23,8 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from rankax._base.arrays import counted, scalar
+from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import Split
 
@@ -96,28 +98,21 @@ def number_items(
     callable
         Takes items of leaves, then one place for each level.
     """
+    first = first or {}
+
+    def number(split: Split, places: Sequence[Any]) -> Any:
+        terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
+        for place, level in zip(places, levels, strict=True):
+            terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
+        found = [term for term in terms if term is not None]
+        return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
     @functools.wraps(fun)
     def of_places(*args: Any) -> Any:
         count = len(args) - len(levels)
-        numbers = [_number(split, args[count:], levels, shape, first or {}) for split in splits]
-        return fun(*args[:count], *numbers)
+        return fun(*args[:count], *(number(split, args[count:]) for split in splits))
 
     return of_places
-
-
-def _number(
-    split: Split,
-    places: Sequence[Any],
-    levels: Sequence[Level],
-    shape: Shape,
-    first: Mapping[int, Any],
-) -> Any:
-    terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
-    for place, level in zip(places, levels, strict=True):
-        terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
-    found = [term for term in terms if term is not None]
-    return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
 
 def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:
@@ -145,23 +140,12 @@ def _times(place: Any, stride: Any) -> Any:
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
 
 
-def add_places(in_axes: Sequence[Any], levels_around: int) -> tuple[Any, ...]:
-    """Return the axes of a numbered level: it passes on the places along the levels around it."""
-    return (*in_axes, *(None,) * levels_around)
-
-
-def vmap_level(
-    fun: Callable[..., Any],
-    in_axes: Sequence[int | None],
-    size: int,
-    out_axes: Any = 0,
-    *,
-    numbered: bool,
-) -> Callable[..., Any]:
+def vmap_level(fun: Callable[..., Any], level: LoopSpec, out_axes: Any = 0) -> Callable[..., Any]:
     """Return `jax.vmap` of ``fun``; if numbered, each item takes its place as its last input."""
-    if not numbered:
-        return jax.vmap(fun, in_axes=tuple(in_axes), out_axes=out_axes, axis_size=size)
-    mapped = jax.vmap(fun, in_axes=(*in_axes, 0), out_axes=out_axes, axis_size=size)
+    in_axes, size = level.in_axes, level.chunks.length
+    if not level.numbered:
+        return jax.vmap(fun, in_axes, out_axes, axis_size=size)
+    mapped = jax.vmap(fun, (*in_axes, 0), out_axes, axis_size=size)
     return lambda *leaves: mapped(*leaves, _places(size, leaves, in_axes))
 
 
@@ -169,13 +153,8 @@ def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> 
     """Count along an axis. On a mesh with explicit axes, the count is sharded like the leaves."""
     count = counted(size, PLACE.dtype)
     for leaf, axis in zip(leaves, in_axes, strict=True):
-        if axis is not None and _is_explicit(leaf):
+        if axis is not None and AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types:
             zeros = lax.full_like(leaf, 0, PLACE.dtype)
             others = tuple(other for other in range(zeros.ndim) if other != axis)
             return count + jnp.sum(zeros, others, dtype=PLACE.dtype)
     return count
-
-
-def _is_explicit(leaf: Any) -> bool:
-    mesh = jax.typeof(leaf).sharding.mesh
-    return jax.sharding.AxisType.Explicit in mesh.axis_types

@@ -63,23 +63,19 @@ from rankax._trace.programs import evaluate
 KEPT_IN_REVERSE = "rankax_kept"
 
 
-class _Policy:
-    """What a checkpoint saves.
+_save_kept = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+
+
+def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
+    """Say what a checkpoint saves.
 
     JAX's own policy fails for primitives with a parameter named ``prim``, such as those of Equinox.
     Test: ``test_chunked_kernels.py``.
     """
-
-    rankax_key = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
-
-    def __init__(self) -> None:
-        self._of_jax = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
-
-    def __call__(self, primitive: Any, /, *_: Any, **params: Any) -> Any:
-        return self._of_jax(primitive, name=params.get("name"))
+    return _save_kept(primitive, name=params.get("name"))
 
 
-_policy = _Policy()
+vars(_policy)["rankax_key"] = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
 
 
 class _Operands(NamedTuple):
@@ -94,7 +90,6 @@ class _Operands(NamedTuple):
     stacked: list[Any]
 
 
-Chunk = Callable[[Any, _Operands], Any]  # what the chunk that starts at an index returns
 SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
 
 
@@ -103,11 +98,11 @@ def map_level(
 ) -> Callable[..., list[Any]]:
     """Return ``fun`` mapped over a level; it takes arrays and returns a list of arrays or trees."""
     if not level.is_loop:
-        size, numbered = level.chunks.length, level.numbered
-        return vmap_level(fun, level.in_axes, size, list(out_axes), numbered=numbered)
+        return vmap_level(fun, level, list(out_axes))
 
     def stores(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-        return [Store.of(outs, i, axis, chunks, back=back) for i, axis in enumerate(out_axes)]
+        pairs = enumerate(zip(out_axes, outs, strict=True))
+        return [Store(i, axis, chunks, out, back=back) for i, (axis, out) in pairs]
 
     return lambda *leaves: run_loop(fun, leaves, level, out_axes, stores, back=back)
 
@@ -141,13 +136,19 @@ def run_loop(
         As in `TileLanes`, of a level that is reduced.
     """
     chunks = (back and level.derivative) or level.chunks
-    axes = level.axes
-    arrays = [jnp.asarray(x) for x in level.mapped(leaves)]
+    mapped = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
+    arrays, axes = [jnp.asarray(x) for x, _ in mapped], [axis for _, axis in mapped]
+    axes_in = [*axes, 0] if level.numbered else axes  # with that of the places
     # As a jaxpr: an inner loop is traced once, and all that the item closes over is an operand.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(arrays, axes, strict=True)]
     inputs = avals + ([with_axis(PLACE, 0, chunks.size)] if level.numbered else [])
-    on_items = _on_items(fun, leaves, level)
-    on_chunk = _on_chunk(on_items, level, chunks, out_axes, back=back)
+
+    def on_items(*items: Any) -> Any:
+        rest, pairs = iter(items), zip(leaves, level.in_axes, strict=True)
+        own = [leaf if axis is None else next(rest) for leaf, axis in pairs]
+        return fun(*own, *rest)
+
+    on_chunk = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
@@ -163,12 +164,11 @@ def run_loop(
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
-        pairs = zip(operands.sliced, sliced_axes, strict=True)
-        windows = [take_chunk(leaf, start, chunks, axis) for leaf, axis in pairs]
-        if back:
-            pairs = zip(windows, sliced_axes, strict=True)
-            windows = [use_once(window, chunks.size, axis) for window, axis in pairs]
-        sliced, rows = iter(windows), iter(operands.stacked)
+        def window(leaf: jax.Array, axis: int) -> jax.Array:
+            taken = take_chunk(leaf, start, chunks, axis)
+            return use_once(taken, chunks.size, axis) if back else taken
+
+        sliced, rows = map(window, operands.sliced, sliced_axes), iter(operands.stacked)
         chunk = [
             as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
@@ -177,22 +177,16 @@ def run_loop(
             chunk.append(start.astype(PLACE.dtype) + counted(chunks.size, PLACE.dtype))
         ok = new_items(start, chunks) if back and level.reduced else None
         if ok is not None:
-            chunk = without_repeated(chunk, [*axes, 0] if level.numbered else axes, ok)
+            chunk = without_repeated(chunk, axes_in, ok)
         return tree.unflatten(run(operands.shared, chunk))
 
     lanes = TileLanes(chunks.size, below, index_dtype)
     return _scan_chunks(chunk_at, operands, level, chunks, folds, lanes)
 
 
-def _on_items(
-    fun: Callable[..., Any], leaves: Sequence[Any], level: LoopSpec
-) -> Callable[..., Any]:
-    """Return ``fun`` as a function of the items that a level maps, and their place if numbered."""
-    return lambda *items: fun(*level.with_items(leaves, items))
-
-
 def _on_chunk(
     on_items: Callable[..., Any],
+    axes: Sequence[int],
     level: LoopSpec,
     chunks: Chunks,
     out_axes: Sequence[int | None],
@@ -203,13 +197,12 @@ def _on_chunk(
 
     A single item is not mapped, so a branch stays a branch, and effects stay in order.
     """
-    axes = (*level.axes, *([0] if level.numbered else []))
     if chunks.tile is not None:
         tiles = Chunks(chunks.size, chunks.tile, -(-chunks.size // chunks.tile))
-        within = LoopSpec(tiles, axes, checkpoint=level.checkpoint, linear=level.linear)
+        within = LoopSpec(tiles, tuple(axes), checkpoint=level.checkpoint, linear=level.linear)
         return map_level(on_items, within, out_axes, back=back)
     if chunks.size > 1:
-        return jax.vmap(on_items, axes, list(out_axes), axis_size=chunks.size)
+        return jax.vmap(on_items, tuple(axes), list(out_axes), axis_size=chunks.size)
 
     def on_one(*chunk: Any) -> Any:
         items = [lax.squeeze(x, (axis,)) for x, axis in zip(chunk, axes, strict=True)]
@@ -239,7 +232,7 @@ def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[An
 
 
 def _scan_chunks(
-    chunk_at: Chunk,
+    chunk_at: Callable[[Any, _Operands], Any],
     operands: _Operands,
     level: LoopSpec,
     chunks: Chunks,

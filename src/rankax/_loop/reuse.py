@@ -36,6 +36,7 @@ from typing import Any
 
 import jax
 from jax import core
+from jax.sharding import AxisType
 
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
@@ -72,7 +73,8 @@ def mode_of(arrays: Sequence[Any], *, on_mesh: bool = False) -> Mode:
     # On a mesh with explicit axes, arrays made inside `jax.jit` have types that arrays from outside
     # lack.
     # JAX cannot differentiate a call of `jax.jit` that keeps a `jax.Ref` for its reverse pass.
-    if is_staged() or (_is_explicit() and not on_mesh) or any(map(is_ref, arrays)):
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    if is_staged() or (is_explicit and not on_mesh) or any(map(is_ref, arrays)):
         return Mode.STAGED
     tracers = [x for x in arrays if isinstance(x, core.Tracer)]
     if not tracers:
@@ -97,41 +99,32 @@ def run_kept(
     if mode is Mode.STAGED:
         program = make()
         return program and program(item, list(leaves))
+    closed = opened(item.closed)
     try:
-        run, consts = _find(make, item, leaves, key, mode)
+        whole = _key_of(closed, (item.where, item.out_axes, key), leaves, mode)
     except Unknown:
-        run, consts = _compiled(make(), item, item.closed.jaxpr), _on_device(item.closed.consts)
+        run = _compiled(make(), item, closed.jaxpr)
+    else:
+        bare = without_rules if mode is Mode.EAGER else without_constants
+        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr)))
+    # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
+    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
     return run and run(consts, list(leaves))
 
 
-def _is_explicit() -> bool:
-    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-def _find(
-    make: Callable[[], Program | None],
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    key: Hashable,
-    mode: Mode,
-) -> tuple[Any, list[jax.Array]]:
-    """Return the kept program as a function of constants and leaves, and the current constants."""
-    if key is None:
+def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
+    """Return the key of a program that can be compared."""
+    if of_call[-1] is None:
         raise Unknown
-    closed = opened(item.closed)
-    jaxpr = closed.jaxpr
-    of_call = fingerprint(closed), item.where, item.out_axes, key
+    key = fingerprint(closed), *of_call
     rules = None
     if mode is Mode.TRANSFORMED:
         try:
-            rules = derivatives_key(jaxpr)
+            rules = derivatives_key(closed.jaxpr)
         except UnknownRule:
-            _warn_if_compiled_again(_Key(of_call), [*leaves, *closed.consts])
+            _warn_if_compiled_again(_Key(key), [*leaves, *closed.consts])
             raise
-    whole = _Key((*of_call, mode, rules))
-    bare = without_rules if mode is Mode.EAGER else without_constants
-    run = _kept.find(whole, lambda: _compiled(make(), item, bare(jaxpr)))
-    return run, _on_device(closed.consts)
+    return _Key((*key, mode, rules))
 
 
 def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
@@ -144,11 +137,6 @@ def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
         return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)
 
     return jax.jit(run)
-
-
-def _on_device(consts: Sequence[Any]) -> list[jax.Array]:
-    """Put NumPy arrays on the device explicitly, which the transfer guard of JAX permits."""
-    return [const if isinstance(const, jax.Array) else jax.device_put(const) for const in consts]
 
 
 class _Key:

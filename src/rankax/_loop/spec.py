@@ -62,22 +62,6 @@ class LoopSpec:
     lockstep: bool = True
     lanes: int | None = None
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Where the leaves that are mapped have the axis."""
-        return tuple(axis for axis in self.in_axes if axis is not None)
-
-    def mapped(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves that have the axis."""
-        pairs = zip(leaves, self.in_axes, strict=True)
-        return [leaf for leaf, axis in pairs if axis is not None]
-
-    def with_items(self, leaves: Sequence[Any], items: Sequence[Any]) -> list[Any]:
-        """Return the leaves with items in place of those that are mapped, then the place if any."""
-        rest = iter(items)
-        pairs = zip(leaves, self.in_axes, strict=True)
-        return [*(leaf if axis is None else next(rest) for leaf, axis in pairs), *rest]
-
 
 def places_of(index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
     """Return the place of an item along each level, given its flat index."""

@@ -105,19 +105,15 @@ class Store(Sink):
     position: int
     axis: int | None
     chunks: Chunks
-    avals: tuple[Any, ...]  # of the arrays of a chunk
-    tree: Any
+    chunk: Any  # the types of the output of a chunk
     back: bool = False
     reduced: bool = False
     in_lanes: bool = False  # where tiles are put together out of order, there are no rows
 
-    @classmethod
-    def of(
-        cls, outs: Sequence[Any], position: int, axis: int | None, chunks: Chunks, **settings: bool
-    ) -> Store:
-        """Store an output of chunks of these types, with the items along ``axis``."""
-        avals, tree = jax.tree.flatten(outs[position])
-        return cls(position, axis, chunks, tuple(avals), tree, **settings)
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the arrays of a chunk."""
+        return jax.tree.leaves(self.chunk)
 
     @property
     def as_rows(self) -> list[bool]:
@@ -157,7 +153,7 @@ class Store(Sink):
         triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
         outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
-        return self.tree.unflatten(outs)
+        return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
 
 
 def steps_of(folds: Sequence[Sink], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:

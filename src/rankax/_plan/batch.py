@@ -123,21 +123,21 @@ class BatchPlan:
             f"{'items end by themselves' if self.lanes else plural(self.steps, 'step')}"
         )
 
-    def _items_of_part(self, axis: int, count: int) -> str:
-        shorter, longer = divmod(self.batch_shape[axis], count)
-        return plural(shorter, "item") if not longer else f"{shorter} or {shorter + 1} items"
-
     def _notes(self) -> list[str]:
         """Describe what the leaves and levels do not show, such as devices and reductions."""
         notes = [
             f"axis {axis}: {length} items, in a bucket of {self.batch_shape[axis]}"
             for axis, length in self.filled
         ]
-        notes += [] if self.ends is None else ends_lines(self.ends, self.lanes)
-        notes += [
-            f"axis {axis}: over {count} devices, {self._items_of_part(axis, count)} on each"
-            for axis, count in self.devices
-        ]
+        if self.lanes is not None:
+            notes.append(f"{plural(self.lanes, 'lane')}; items diverge at")
+            notes += [f"  {end}" for end in self.ends or ()]
+        elif self.ends is not None:
+            notes.append("in lockstep: no loop, and no expensive branch, depends on the item")
+        for axis, count in self.devices:
+            shorter, longer = divmod(self.batch_shape[axis], count)
+            items = f"{shorter} or {shorter + 1} items" if longer else plural(shorter, "item")
+            notes.append(f"axis {axis}: over {count} devices, {items} on each")
         if self.reduced:
             kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)
             notes.append(f"reduced by {self.reduce}, to {kept}")
@@ -235,13 +235,6 @@ def _level_how(level: Level) -> str:
     other = level.derivative
     there = "" if other is None else f" ({other.tile or other.size} in derivatives)"
     return f"{plural(level.steps, word)} of {level.tile} over {level.size}{there}"
-
-
-def ends_lines(ends: Sequence[str], lanes: int | None) -> list[str]:
-    """Say where items part, and so end by themselves."""
-    if lanes is None:
-        return ["in lockstep: no loop, and no expensive branch, depends on the item"]
-    return [f"{plural(lanes, 'lane')}; items diverge at", *(f"  {end}" for end in ends)]
 
 
 def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:

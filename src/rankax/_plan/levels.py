@@ -66,6 +66,13 @@ class Level:
         chunk = self.chunk or self.size
         return -(-chunk // self.tile) * (self.size // chunk) if self.tile else 0
 
+    @property
+    def chunks(self) -> Chunks:
+        """How a call walks this level."""
+        if self.chunk:
+            return Chunks(self.size, self.chunk, self.size // self.chunk, self.tile)
+        return Chunks(self.size, self.tile, self.steps)
+
 
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_levels(
@@ -73,7 +80,6 @@ def plan_levels(
     batch_shape: Shape,
     chunk_size: int | None,
     reduced: frozenset[int] = frozenset(),
-    most_lanes: int | None = None,
     tiles: Tiles = WHOLE_CHUNKS,
 ) -> tuple[Level, ...]:
     """Nest the maps that cover ``batch_shape``, outermost first; those that are reduced come last.
@@ -86,8 +92,6 @@ def plan_levels(
         How many items may be in flight over all levels together.
     reduced : frozenset of int
         The axes of ``batch_shape`` that are reduced.
-    most_lanes : int or None
-        Where axes are reduced in chunks, how many items a tile has at most.
     tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
     """
@@ -102,9 +106,19 @@ def plan_levels(
     tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
     merged = _merged(levels, batch_shape)
     if reduced:  # what is left over is a tile of its own, so no derivative copies more
-        tile = min(tile, most_lanes or tile)
-        return _tiled(merged, _cut(merged, tile, tile))
-    return _tiled(merged, _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other))
+        cut = derivative = _cut(merged, tile, tile)
+    else:
+        cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)
+    return tuple(
+        dataclasses.replace(
+            level,
+            tile=chunks.tile or chunks.size,
+            chunk=chunks.size if chunks.tile else None,
+            # A level that is mapped whole is no loop, in any direction.
+            derivative=None if other == chunks or chunks.steps == 1 else other,
+        )
+        for level, chunks, other in zip(merged, cut, derivative, strict=True)
+    )
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
@@ -135,19 +149,3 @@ def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
         chunk_size //= in_tile
         tile //= in_tile
     return cut[::-1]
-
-
-def _tiled(
-    levels: Sequence[Level], cut: Sequence[Chunks], derivative: Sequence[Chunks] | None = None
-) -> tuple[Level, ...]:
-    """Return the levels in these tiles."""
-    return tuple(
-        dataclasses.replace(
-            level,
-            tile=chunks.tile or chunks.size,
-            chunk=chunks.size if chunks.tile else None,
-            # A level that is mapped whole is no loop, in any direction.
-            derivative=None if other == chunks or chunks.steps == 1 else other,
-        )
-        for level, chunks, other in zip(levels, cut, derivative or cut, strict=True)
-    )

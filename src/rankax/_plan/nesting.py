@@ -22,15 +22,6 @@ NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batc
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedReduction:
-    """The parts of a reduction that a plan depends on; by default, nothing is reduced."""
-
-    name: str = ""
-    axis: int | tuple[int, ...] | None = ()  # as passed by the caller
-    most_lanes: int | None = None  # the largest number of items in a tile
-
-
-@dataclasses.dataclass(frozen=True)
 class Nesting:
     """A plan, and what follows from it for the arrays of a call.
 
@@ -52,9 +43,10 @@ def plan_nesting(
     fun: Callable[..., Any],
     arrays: Sequence[tuple[int, str, Shape, Rank]],
     chunk_size: int | None,
-    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
-    reduction: PlannedReduction | None = None,
     tiles: Tiles = WHOLE_CHUNKS,
+    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
+    reduce: str = "",
+    reduce_axis: int | tuple[int, ...] | None = (),
 ) -> Nesting:
     """Check the shapes of a call, and plan it.
 
@@ -66,12 +58,12 @@ def plan_nesting(
         Each leaf that has a rank; last, `NO_ARRAY` for a shape that only broadcasts with them.
     chunk_size : int or None
         How many items may be in flight.
-    untouched : callable
-        Returns path and shape of the arrays without a rank; called for an error only.
-    reduction : PlannedReduction, optional
-        What is reduced.
     tiles : Tiles
         How many items a tile should have where there are chunks, because that is faster.
+    untouched : callable
+        Returns path and shape of the arrays without a rank; called for an error only.
+    reduce, reduce_axis
+        The name of the reduction, and what it reduces, as the caller says it; by default nothing.
 
     Raises
     ------
@@ -90,12 +82,9 @@ def plan_nesting(
     if clashes or len(whole) < len(leaves):
         raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
     batches = tuple(leaf.batch_axes for leaf in leaves)
-    reduction = reduction or PlannedReduction()
-    axes, lanes = reduced_axes(fun, reduction.axis, batch_shape), reduction.most_lanes
-    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), lanes, tiles)
-    plan = BatchPlan(
-        function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduction.name
-    )
+    axes = reduced_axes(fun, reduce_axis, batch_shape)
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), tiles)
+    plan = BatchPlan(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
     positions = [position for position, *_ in arrays]
     in_order = sorted(plan.levels, key=lambda level: level.axes)
     batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
@@ -136,19 +125,14 @@ def plan_lanes(whole: Nesting, lanes: int, ends: Sequence[str]) -> Nesting:
     )
 
 
-def unparted(nesting: Nesting) -> Nesting:
-    """Return a plan that says that items do not part."""
-    return dataclasses.replace(nesting, plan=dataclasses.replace(nesting.plan, ends=()))
-
-
 @functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
 def plan_axis(
     name: str,
     length: int,
     arrays: tuple[tuple[int, Shape, int], ...],
     chunk_size: int | None,
-    reduction: PlannedReduction | None = None,
     tiles: Tiles = WHOLE_CHUNKS,
+    reduce: str = "",
 ) -> Nesting:
     """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
 
@@ -156,15 +140,13 @@ def plan_axis(
     ----------
     arrays : tuple of (position, shape, axis)
         Each array that is mapped.
-    chunk_size, reduction, tiles
+    chunk_size, tiles, reduce
         As in `plan_nesting`; the one axis is the reduced one.
     """
-    shape, axes = (length,), () if reduction is None else (0,)
-    reduction = reduction or PlannedReduction()
-    batches, lanes = (shape,) * len(arrays), reduction.most_lanes
-    levels = plan_levels(batches, shape, chunk_size, frozenset(axes), lanes, tiles)
+    shape, axes = (length,), (0,) if reduce else ()
+    levels = plan_levels((shape,) * len(arrays), shape, chunk_size, frozenset(axes), tiles)
     return Nesting(
-        BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduction.name),
+        BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduce),
         {},
         tuple(position for position, *_ in arrays),
         tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),

@@ -106,7 +106,7 @@ class Row:
             return [lax.expand_dims(out, (0,)) for out in outs]
         item = self.item
         for level in reversed(self.levels):
-            item = vmap_level(item, level.in_axes, level.chunks.length, numbered=level.numbered)
+            item = vmap_level(item, level)
         count = len(self.levels)
         return [jnp.reshape(x, (self.size, *x.shape[count:])) for x in item(*self.leaves)]
 
@@ -184,8 +184,7 @@ class Row:
 
             item = self.item
             for place, inner in enumerate(reversed(below), start=1):
-                size, numbered = inner.chunks.length, inner.numbered
-                item = vmap_level(item, inner.in_axes, size, axes(place), numbered=numbered)
+                item = vmap_level(item, inner, axes(place))
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
             lanes = {"below": sizes, "index_dtype": index_dtype(self.size)}
             states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **lanes)
@@ -265,6 +264,6 @@ def _sinks_of(steps: Sequence[Sink], kept: Sequence[int], **settings: bool) -> S
     """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
 
     def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-        return [*steps, *(Store.of(outs, i, 0, chunks, **settings) for i in kept)]
+        return [*steps, *(Store(i, 0, chunks, outs[i], **settings) for i in kept)]
 
     return sinks
