@@ -3,7 +3,6 @@
 
 import gc
 import os
-from collections import defaultdict
 from pathlib import Path
 
 # Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
@@ -63,28 +62,28 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = flags.strip()
 
 
-# Where a case is a program to compile. Elsewhere all cases are cheap.
-ROOMS = {"blocks", "call", "devices", "fit", "front", "fuzz", "lockstep", "loop", "reduce", "scan"}
-CHEAP = {"test_auto_vmap_errors.py", "test_call_errors.py", "test_options.py"}
-CASES = int(os.environ.get("RANKAX_CASES", "3"))
+# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
+ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector):
+    """Mark slow the cases of a test that its mark `quick` does not name."""
+    found = yield
+    cases = found if isinstance(found, list) else []  # and not a class, or nothing
+    if cases and cases[0].get_closest_marker("quick"):
+        names = cases[0].get_closest_marker("quick").args
+        if unknown := {*names} - {case.callspec.id for case in cases}:
+            raise collector.CollectError(f"{cases[0].nodeid}: quick names no case: {unknown}")
+        for case in cases:
+            if case.callspec.id not in (names[:1] if ONE_CASE else names):
+                case.add_marker("slow")
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Mark slow all but some cases of a test, and choose by how they compile."""
-    cases = defaultdict(list)
-    for item in items:
-        room = item.path.parent.name
-        few = room in ROOMS and item.path.name not in CHEAP
-        if CASES == 1:  # on another version of JAX, which may break any operation
-            few = room != "ops"
-        if few and not item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
-        kept = {i * (len(same) - 1) // max(1, CASES - 1) for i in range(CASES)}
-        for i, item in enumerate(same):
-            if i not in kept:
-                item.add_marker("slow")
+    """Choose by how the tests compile."""
     as_users = config.getoption("as_users")
     left = {
         item

@@ -88,6 +88,7 @@ def test_every_item_counts_in_a_reduction(options):
     ],
     ids=str,
 )
+@pytest.mark.quick("(2, 4)-{'chunk_size': 7}", "(4, 0)-{'chunk_size': 2}")
 def test_a_kernel_without_a_mapped_argument_fills_the_batch(shape, options):
     def kernel(x, label):
         assert label == "untouched"
@@ -123,6 +124,7 @@ def test_one_item_draws_once():
 @pytest.mark.parametrize(
     "options", [{}, {"chunk_size": 4}, {"chunk_size": 5, "jit": True}], ids=str
 )
+@pytest.mark.quick("{'chunk_size': 4}", "{}", "{'chunk_size': 5, 'jit': True}")
 def test_derivatives_sum_over_the_items(options):
     shape, scale = (3, 4), np.float32([[1], [2], [3]])
 

@@ -106,12 +106,19 @@ def process(devices):
         enters_mesh("eager_calls_on_an_explicit_mesh", "Explicit", 4, also=[pytest.mark.slow]),
     ],
 )
+@pytest.mark.quick(
+    "maps_send_nothing-Auto-4",
+    "items_end_alone-Auto-4",
+    "random_calls_with_other_options-Auto-4",
+)
 def test_parts_are_walked_side_by_side(name, kind, devices):
     process(devices).submit(devices_cases.run, name, kind, devices).result()
 
 
 def test_no_case_is_forgotten():
-    (cases,) = test_parts_are_walked_side_by_side.pytestmark
+    (cases,) = (
+        mark for mark in test_parts_are_walked_side_by_side.pytestmark if mark.name == "parametrize"
+    )
     given = {getattr(values, "values", values)[0] for values in cases.args[1]}
     assert given == set(devices_cases.CASES)
 

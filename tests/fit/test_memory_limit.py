@@ -529,6 +529,7 @@ def test_a_real_run_keeps_to_it():
     ids=["one argument", "all arguments", "one axis"],
 )
 @pytest.mark.parametrize("reduce", [None, "sum"])
+@pytest.mark.quick("sum-one axis", "None-one argument")
 def test_batch_axes_of_length_1(kernel, shapes, reduce):
     args = [np.sin(np.arange(np.prod(s), dtype=np.float32)).reshape(s) for s in shapes]
     want = auto_vmap(a=0, v=1, reduce=reduce, jit=True)(kernel)(*args)

@@ -180,6 +180,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("fun", COLLECTIVES.values(), ids=COLLECTIVES)
 @pytest.mark.parametrize("around", ["nothing", "the same name", "another name"])
+@pytest.mark.quick("the same name-axis_index", "another name-pmean")
 def test_a_collective_works_in_one_chunk_and_is_refused_in_several(fun, around):
     outer = {"nothing": None, "the same name": "items", "another name": "other"}[around]
 
@@ -385,6 +386,7 @@ CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "typed": lambda: jnp.float32(2), 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.quick("weak-False", "typed-False", "int-True")
 def test_a_constant_output_is_an_array(name, jit):
     def kernel(x):
         return {"x": jnp.sin(x), "c": CONSTANTS[name]()}

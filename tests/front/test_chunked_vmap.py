@@ -75,6 +75,7 @@ EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 14),
 
 
 @pytest.mark.parametrize("length", EVERY_LENGTH)
+@pytest.mark.quick("7", "1", "12")
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are evaluated once."""
     rng = np.random.default_rng(length)
@@ -154,7 +155,12 @@ class Pose(NamedTuple):
 
 
 @LENGTHS
-@pytest.mark.parametrize("out_axes", [0, slow(1), slow(-1), -2, {"a": 2, "b": (0, None)}])
+@pytest.mark.parametrize(
+    "out_axes",
+    [0, slow(1), slow(-1), -2, {"a": 2, "b": (0, None)}],
+    ids=["0", "1", "-1", "-2", "tree"],
+)
+@pytest.mark.quick("-2-12", "0-12", "tree-13")
 def test_prefixes_of_in_axes_and_out_axes(length, out_axes):
     def one(pose, pair, scale):
         moved = pose.rotation @ pair[0] * scale + pose.shift
@@ -535,6 +541,7 @@ def both_arguments(derivative):
     ],
     ids=["jvp", "vjp", "linearize", "jacfwd", "jacrev", "jvp-vjp", "vjp-jvp"],
 )
+@pytest.mark.quick("vjp-jvp-13", "jvp-12", "jacfwd-12")
 def test_first_derivatives(length, derivative):
     both(length, lambda transform: derivative(rows(transform)))
 
@@ -556,6 +563,7 @@ HIGHER = {
 
 @LENGTHS
 @pytest.mark.parametrize("derivative", at_each_run(["hessian", "rev-rev", "fwd-fwd"], HIGHER))
+@pytest.mark.quick("hessian-12", "fwd-fwd-13")
 def test_higher_derivatives(length, derivative):
     both(length, lambda transform: derivative(total(transform)))
 
@@ -581,6 +589,7 @@ HIGHER_INSIDE = {
     "case",
     at_each_run(["hessian in scan", "hessian in chunks", "rev-rev in scan"], HIGHER_INSIDE),
 )
+@pytest.mark.quick("hessian in scan", "hessian in chunks")
 def test_higher_derivatives_inside_another_loop(case):
     """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
     chunked = functools.partial(_chunked_with, chunk_size=2)
@@ -617,6 +626,7 @@ def of_outputs(out):
 
 @pytest.mark.parametrize("how", EVALUATED)
 @pytest.mark.parametrize("outer", [jax.grad, slow(jax.jacfwd)])
+@pytest.mark.quick("grad-jit", "grad-eager")
 def test_outputs_that_move_in_the_second_derivative_only(outer, how):
     def one(x, y):
         return {"first": jnp.sin(x), "second": jnp.cos(y), "both": x * y**2, "neither": 3}
@@ -684,6 +694,7 @@ def test_vmap_of_grad_inside(length):
 
 @LENGTHS
 @pytest.mark.parametrize("inner_size", [slow(3), 4])
+@pytest.mark.quick("4-13", "4-12")
 def test_nested_in_itself(length, inner_size):
     def nested(outer, inner):
         def block(x, w):
@@ -698,6 +709,7 @@ def test_nested_in_itself(length, inner_size):
 
 
 @LENGTHS
+@pytest.mark.quick("13", "12")
 def test_under_vmap_with_batched_closed_over_values(length):
     def make(transform):
         def f(x, w):
@@ -733,6 +745,7 @@ def test_under_scan_and_checkpoint(length):
 
 @UNEVEN_FIRST
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+@pytest.mark.quick("checkpoint-13", "jit-13")
 def test_second_derivatives_through_a_wrapper(length, wrap):
     def make(transform):
         gradient = jax.grad(wrap(total(transform)))
@@ -775,6 +788,7 @@ def _(primals, tangents):
 
 
 @LENGTHS
+@pytest.mark.quick("13", "12")
 def test_kernels_with_rules_of_their_own(length):
     both(length, lambda t: pulled(lambda x, w: t(lambda row: clipped(row * w))(x)))
     both(length, lambda t: pulled(lambda x, w: t(lambda row: doubled(row * w))(x)))

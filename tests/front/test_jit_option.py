@@ -271,6 +271,7 @@ def test_an_outer_trace_sees_no_call_that_the_kernel_does_not_make(f):
             assert programs[0] == programs[1]
 
 
+@pytest.mark.quick("3", "None", "20")
 def test_values_gradients_and_tangents(f):
     def plain(s, v):
         return by_hand(s[:, 0], v)

@@ -214,6 +214,7 @@ AT_EACH_RUN = {"jvp: rule calls itself", "jvp: symbolic zeros", "jvp: in cond", 
 
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, FUNCTIONS))
+@pytest.mark.quick("jvp: symbolic zeros", "jvp: rule calls itself", "vjp: scaled")
 def test_chunked_derivatives_are_those_of_vmap(case):
     fun, kinds = case
     kernel = kernel_of(fun)  # seven items: the last chunk overlaps
@@ -336,6 +337,7 @@ def _sliced(result):
         ["jvp", "vjp"], {"jvp": self_calling, "jit": jax.jit(body_calling), "vjp": scaled_back}
     ),
 )
+@pytest.mark.quick("jvp-sliced", "vjp-chunked")
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
         carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)

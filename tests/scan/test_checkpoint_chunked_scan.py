@@ -156,7 +156,10 @@ def test_policy_reaches_every_checkpoint():
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, traced, slow(traced_hessian)])
 @pytest.mark.parametrize("length", [0, slow(12), 13])
-@pytest.mark.parametrize("chunk_size", [slow(None), 4, (6, 4, 2)])
+@pytest.mark.parametrize(
+    "chunk_size", [slow(None), 4, (6, 4, 2)], ids=["None", "4", "in three levels"]
+)
+@pytest.mark.quick("in three levels-13-traced", "4-0-<lambda>")
 def test_body_is_traced_once(length, transform, chunk_size):
     traces = []
 
@@ -182,7 +185,10 @@ def transformed_scan(name):
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.parametrize("chunk_size", [slow(4), (5, 2)])
+@pytest.mark.parametrize("chunk_size", [slow(4), (5, 2)], ids=["4", "in two levels"])
+@pytest.mark.quick(
+    "in two levels-grad", "in two levels-jvp in xs", "in two levels-grad of checkpoint"
+)
 def test_transformations(name, chunk_size):
     transform = TRANSFORMATIONS[name]
     chunked = functools.partial(checkpoint_chunked_scan, chunk_size=chunk_size)

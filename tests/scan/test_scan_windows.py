@@ -280,6 +280,7 @@ def transformed_scan(name):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("options", [KEPT, slow(WINDOWS)], ids=["kept", "mean"])
+@pytest.mark.quick("kept-grad", "kept-jvp in xs", "kept-grad of checkpoint")
 def test_transformations(name, options):
     in_window = windows(options["save_at"], 10)
     mean = in_window / in_window.sum(1, keepdims=True)

@@ -119,8 +119,11 @@ def random_walk_of_scan():
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    "window", [slice(1, None, 4), slice(-1, None, -2), slow(slice(0)), slow(slice(2, 3))]
+    "window",
+    [slice(1, None, 4), slice(-1, None, -2), slow(slice(0)), slow(slice(2, 3))],
+    ids=["every fourth", "from the end", "none", "one"],
 )
+@pytest.mark.quick("every fourth-True", "from the end-False")
 def test_random_keys_in_xs_carry_and_ys(window, checkpoint):
     bounds = {"start": window.start, "stop": window.stop, "step": window.step}
     carry, ys, slope = random_walk_of_scan()
@@ -175,6 +178,7 @@ def test_nothing_skipped_is_the_program_of_scan(bounds, reverse):
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, traced, slow(traced_hessian)])
 @pytest.mark.parametrize("length", [0, slow(1), slow(12), 13])
+@pytest.mark.quick("13-traced-True", "0-<lambda>-False")
 def test_body_is_traced_once(length, transform, checkpoint):
     traces = []
 
@@ -245,6 +249,7 @@ def transformed_scan(name):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("checkpoint", [slow(False), True])
+@pytest.mark.quick("True-grad", "True-jvp in xs", "True-grad of checkpoint")
 def test_transformations(name, checkpoint):
     transform = TRANSFORMATIONS[name]
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)

@@ -245,6 +245,7 @@ AT_EACH_RUN = {
 
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
+@pytest.mark.quick("values", "jvp of grad of items", "in lanes, grad")
 def test_transformations(case):
     got, want = case()
     assert_same(got, want, rtol=1e-3, atol=1e-4)
