@@ -110,13 +110,15 @@ collect_ignore = ["tests/typing"]
 
 def pytest_ignore_collect(collection_path, config):
     """Collect the client programs only where they are named; others lack their packages."""
-    clients = Path(__file__).parent / "tests" / "clients"
+    tests = Path(__file__).parent / "tests"
+    clients = tests / "clients"
     named = any(
         (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
         for arg in config.args
     )
     if collection_path == clients and not named:
         return True
-    # To import every module takes longer than some of these tests.
-    modules = config.getoption("as_users") and collection_path.suffix == ".py"
-    return True if modules and "mark.optimized" not in collection_path.read_text() else None
+    if config.getoption("as_users") and collection_path.suffix == ".py":
+        # Doctests have no marks, and to import every module takes longer than some of the tests.
+        return True if not TWO_FUSIONS or tests not in collection_path.parents else None
+    return None
