@@ -42,6 +42,12 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `optimized`, and no others, with the fusions that users have",
     )
+    parser.addoption(
+        "--devices",
+        type=int,
+        default=1,
+        help="have so many CPU devices: run tests of tests/devices that need them in this process",
+    )
 
 
 # XLA has two ways to hand a fusion to LLVM. The older compiles in about 0.6 of the time, and makes
@@ -58,8 +64,16 @@ def pytest_configure(config):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
     if TWO_FUSIONS and not config.getoption("as_users"):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-        os.environ["XLA_FLAGS"] = flags.strip()
+        add_flag("--xla_cpu_use_fusion_emitters=false")
+    if (devices := config.getoption("devices")) > 1:
+        add_flag(f"--xla_force_host_platform_device_count={devices}")
+        # With more threads than devices, LAPACK cannot hang (JAX 0.10).
+        os.environ["PJRT_NPROC"] = str(2 * devices)
+
+
+def add_flag(flag):
+    """Hand a flag to XLA, which reads them when the first program compiles."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 # On another version of JAX, which breaks a test and not one of its cases, the first one runs.
