@@ -109,7 +109,9 @@ def test_an_int_is_one_axis_and_none_takes_it_back():
     assert_same(kernel(KEY), jax.jit(jax.vmap(jax.random.bits))(jax.random.split(KEY, 5)))
     assert kernel.with_options(batch_shape=[5]) is kernel.with_options(batch_shape=5)
     assert_same(kernel.with_options(batch_shape=None)(KEY), jax.random.bits(KEY))
-    assert kernel.with_options(batch_shape=(2, 3))(KEY).shape == (2, 3)
+    drawn = kernel.with_options(batch_shape=(2, 3))(KEY)
+    keys = jax.random.split(KEY, 6)
+    assert_same(drawn, jax.vmap(jax.random.bits)(keys).reshape(2, 3))
 
 
 def test_one_item_draws_once():

@@ -330,7 +330,7 @@ def test_a_warm_call_transfers_results_together(monkeypatch):
     assert transfers == [2, 1, 3]  # the arguments, the length, the outputs
 
 
-def test_results_of_a_length_that_comes_often_are_cut_without_a_transfer(monkeypatch):
+def test_results_of_a_frequent_length_need_no_transfer(monkeypatch):
     mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(several)
     plain = jax.jit(jax.vmap(several))
     rows = jnp.arange(42.0).reshape(14, 3)

@@ -143,7 +143,7 @@ def test_all_else_keeps_its_chunk(name):
 
 
 @needs_tiles
-def test_a_chunk_smaller_than_the_tile_is_kept_and_one_that_holds_all_is_vmap():
+def test_chunks_below_a_tile_and_chunks_that_hold_all():
     x = clouds(100)
     kernel = auto_vmap(2)(distances)
     assert [
@@ -460,7 +460,7 @@ def test_jax_0_11_1_gets_large_tiles_and_a_warning(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_costs_choose_tiles_that_are_faster_by_the_times_in_the_files(monkeypatch):
+def test_the_costs_choose_faster_tiles_by_the_measured_times(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     speed = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

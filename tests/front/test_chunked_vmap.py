@@ -18,8 +18,8 @@ from helpers import (
     REMAT3,
     assert_same,
     at_each_run,
+    equations,
     is_checkpoint,
-    name_and_params,
     primitives,
     slow,
 )
@@ -368,19 +368,10 @@ def test_one_chunk_is_exactly_the_program_of_vmap(chunk_size):
 def test_otherwise_one_loop_holds_the_chunk(length):
     x, k = items(length)
     program = jax.make_jaxpr(chunked_vmap(kernel, 4))(x, k)
-    (loop,) = (e for e in _equations(program.jaxpr) if e.primitive.name == "scan")
+    (loop,) = (e for e in equations(program.jaxpr) if e.primitive.name == "scan")
     assert loop.params["length"] == math.ceil(length / 4)
-    (sine,) = (e for e in _equations(loop.params["jaxpr"].jaxpr) if e.primitive.name == "sin")
+    (sine,) = (e for e in equations(loop.params["jaxpr"].jaxpr) if e.primitive.name == "sin")
     assert sine.outvars[0].aval.shape == (4, 3)
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in name_and_params(equation)[1].values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 def _is_whole(shape):
@@ -391,10 +382,10 @@ def test_what_is_read_by_index_is_flat_before_the_loop():
     """Only reads touch the whole: a reshape there, and the loop would not be transposed well."""
 
     def whole_operands(f, *args):
-        (loop,) = (e for e in _equations(jax.make_jaxpr(f)(*args).jaxpr) if e.params.get("length"))
+        (loop,) = (e for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.params.get("length"))
         return Counter(
             equation.primitive.name
-            for equation in _equations(loop.params["jaxpr"].jaxpr)
+            for equation in equations(loop.params["jaxpr"].jaxpr)
             if any(_is_whole(v.aval.shape) for v in equation.invars if hasattr(v, "aval"))
         )
 
@@ -407,7 +398,7 @@ def test_an_axis_that_32_bits_cannot_count_is_not_made():
     """Only shapes: 2**29 + 1 items of 8 numbers, as one axis, would be past 2**31."""
     x = jax.ShapeDtypeStruct((2**29 + 1, 8), jnp.float32)
     program = jax.make_jaxpr(chunked_vmap(jnp.sin, 2**20))(x)
-    reads = [e for e in _equations(program.jaxpr) if e.primitive.name == "dynamic_slice"]
+    reads = [e for e in equations(program.jaxpr) if e.primitive.name == "dynamic_slice"]
     assert [e.invars[0].aval.shape for e in reads] == [x.shape]
 
 
@@ -456,7 +447,7 @@ def test_checkpoint_recomputes_in_the_reverse_pass(length, checkpoint):
 
 def test_a_smaller_chunk_that_divides_is_preferred():
     f, x = chunked_vmap(jnp.sin, 6), jnp.ones(20)  # 4 x 5, not 6 + 6 + 6 + 2
-    (loop,) = (e for e in _equations(jax.make_jaxpr(f)(x).jaxpr) if e.primitive.name == "scan")
+    (loop,) = (e for e in equations(jax.make_jaxpr(f)(x).jaxpr) if e.primitive.name == "scan")
     assert loop.params["length"] == 4
     assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives(f, x))
 
@@ -1034,7 +1025,7 @@ def test_errors_name_arguments_as_the_kernel_does():
         chunked_vmap(functools.partial(tagged, FIVE), 2)(1.0, FIVE)
 
 
-def test_errors_count_arguments_where_the_kernel_has_no_signature():
+def test_errors_count_arguments_without_a_signature():
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
         chunked_vmap(max, 2)(FIVE, FIVE[:4])
     assert str(caught.value) == (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, at_each_run, name_and_params
+from helpers import REMAT3, assert_same, at_each_run, name_of
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -405,7 +405,7 @@ def test_what_a_map_does_not_map_is_not_broadcast():
         return jax.vmap(lambda y: chunked_vmap(kernel_of(self_calling), 2)(x).sum() + y)(y)
 
     jaxpr = jax.make_jaxpr(program)(X, jnp.ones(5)).jaxpr
-    (call,) = (eqn for eqn in jaxpr.eqns if name_and_params(eqn)[0] == "rankax_call")
+    (call,) = (eqn for eqn in jaxpr.eqns if name_of(eqn) == "rankax_call")
     assert [v.aval.shape for v in call.outvars] == [(7,)]
 
 

@@ -109,7 +109,7 @@ def test_a_second_jacobian_compiles_nothing(chunked, reduce):
     assert some > more == 0
 
 
-def test_a_second_derivative_in_tiles_of_its_own_compiles_nothing(monkeypatch):
+def test_a_second_derivative_in_tiles_compiles_nothing(monkeypatch):
     monkeypatch.setattr(run, "best_tiles", lambda _: Tiles(5, 2))
     monkeypatch.setattr(run, "tiles_matter", lambda _: True)
 
@@ -549,7 +549,7 @@ def warnings_of(f, *args):
 @pytest.mark.parametrize("reduce", [None, "sum"])
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 @pytest.mark.quick("grad-sum", "vmap-sum")
-def test_a_derivative_with_rules_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
+def test_a_derivative_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
     monkeypatch.setattr(eager, "_warnings", Kept(4))
 
     def kernel(x):

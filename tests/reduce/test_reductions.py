@@ -1165,7 +1165,7 @@ def test_the_picture_of_a_plan_says_it_too():
     assert "reduced by sum, to (4,)" in shown
 
 
-def test_the_least_of_more_than_an_inner_row_has_are_items_though_they_are_nan():
+def test_the_least_of_many_are_items_though_they_are_nan():
     """Its empty places, which rank with nan, must not pass for items with other indices."""
     x, y = jnp.array([[jnp.nan], [jnp.nan], [5.0], [jnp.nan]]), jnp.arange(2.0)
     kernel = auto_vmap(x=0, y=0, reduce=BottomK(5))(lambda x, y: x + y)

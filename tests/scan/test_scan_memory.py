@@ -4,12 +4,11 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from helpers import slow, temporary_bytes
+from helpers import slow, subprograms, temporary_bytes
 from rankax import checkpoint_chunked_scan, sliced_scan
 
 pytestmark = pytest.mark.optimized
@@ -134,14 +133,8 @@ def largest_inside_loops(jaxpr, inside=False):
         if inside:
             sizes += [variable.aval.size for variable in equation.outvars]
         below = inside or equation.primitive.name == "scan"
-        for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
-            if is_jaxpr(parameter):
-                sizes.append(largest_inside_loops(getattr(parameter, "jaxpr", parameter), below))
+        sizes += [largest_inside_loops(program, below) for program in subprograms(equation)]
     return max(sizes)
-
-
-def is_jaxpr(value):
-    return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
 
 
 @pytest.mark.parametrize(
