@@ -118,6 +118,16 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.OK
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _caches():
+    """Choose tiles as for cores with a cache of a megabyte each, whatever this machine has."""
+    from rankax._fit import cpu  # not before coverage begins
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_cache_bytes", lambda: 2**20)
+        yield
+
+
 # Read by type checkers (see tox.ini); some of it is wrong on purpose.
 collect_ignore = ["tests/typing"]
 

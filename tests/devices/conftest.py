@@ -46,6 +46,10 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def pytest_unconfigure():
-    while SESSIONS:
-        SESSIONS.popitem()[1].close()
+@pytest.hookimpl(wrapper=True, trylast=True)  # before coverage is put together
+def pytest_runtestloop():
+    try:
+        return (yield)
+    finally:
+        while SESSIONS:
+            SESSIONS.popitem()[1].close()

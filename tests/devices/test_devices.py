@@ -3,7 +3,7 @@
 
 `meshes.on` says on which devices a test runs. One session has them all, also for a debugger::
 
-    pytest -n 0 --devices 4 tests/devices -k "errors and Auto-4" --pdb
+    pytest -n 0 --devices 4 tests/devices -k "test_errors and Auto-4" --pdb
 """
 
 from __future__ import annotations

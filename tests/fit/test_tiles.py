@@ -33,7 +33,7 @@ def distances(points):
     return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
 
 
-CACHE_BYTES = cpu._cache_bytes  # which tests replace
+CACHE_BYTES = cpu._cache_bytes  # which conftest.py replaces
 
 
 def test_a_cache_that_the_machine_does_not_tell(monkeypatch):
@@ -57,12 +57,6 @@ def pushed(mapped, x):
 def steps(fun, *args):
     """The lengths of the loops in a program, and of those inside."""
     return [int(n) for n in re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(fun)(*args)))]
-
-
-@pytest.fixture(autouse=True)
-def caches(monkeypatch):
-    """Test on a machine whose cores have a cache of a megabyte each."""
-    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
 
 
 # Which tile.
