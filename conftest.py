@@ -87,10 +87,11 @@ def pytest_pycollect_makeitem(collector):
     cases = found if isinstance(found, list) else []  # and not a class, or nothing
     if cases and cases[0].get_closest_marker("quick"):
         names = cases[0].get_closest_marker("quick").args
-        if unknown := {*names} - {case.callspec.id for case in cases}:
+        by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
+        if unknown := {*names} - by_id.keys():
             raise collector.CollectError(f"{cases[0].nodeid}: quick names no case: {unknown}")
-        for case in cases:
-            if case.callspec.id not in (names[:1] if ONE_CASE else names):
+        for name, case in by_id.items():
+            if name not in (names[:1] if ONE_CASE else names):
                 case.add_marker("slow")
     return found
 
