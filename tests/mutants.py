@@ -57,7 +57,7 @@ MUTANTS = [
         "one more",
         "lockstep::loops_of_closed_over_arrays_and_of_length_zero",
     ),
-    Mutant("_move", "backwards", "lockstep::carried_values_change_places", 1),
+    Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
     Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 1),
     # Reductions.
     Mutant("RunStates.renumber.place", "argument itself", "blocks", 4),
