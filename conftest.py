@@ -3,7 +3,6 @@
 
 import gc
 import os
-from collections import defaultdict
 from pathlib import Path
 
 # Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
@@ -43,6 +42,12 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `optimized`, and no others, with the fusions that users have",
     )
+    parser.addoption(
+        "--devices",
+        type=int,
+        default=1,
+        help="have so many CPU devices: run tests of tests/devices that need them in this process",
+    )
 
 
 # XLA has two ways to hand a fusion to LLVM. The older compiles in about 0.6 of the time, and makes
@@ -59,32 +64,41 @@ def pytest_configure(config):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
     if TWO_FUSIONS and not config.getoption("as_users"):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-        os.environ["XLA_FLAGS"] = flags.strip()
+        add_flag("--xla_cpu_use_fusion_emitters=false")
+    if (devices := config.getoption("devices")) > 1:
+        add_flag(f"--xla_force_host_platform_device_count={devices}")
+        # With more threads than devices, LAPACK cannot hang (JAX 0.10).
+        os.environ["PJRT_NPROC"] = str(2 * devices)
 
 
-# Where a case is a program to compile. Elsewhere all cases are cheap.
-ROOMS = {"blocks", "call", "devices", "fit", "front", "fuzz", "lockstep", "loop", "reduce", "scan"}
-CHEAP = {"test_auto_vmap_errors.py", "test_call_errors.py", "test_options.py"}
-CASES = int(os.environ.get("RANKAX_CASES", "3"))
+def add_flag(flag):
+    """Hand a flag to XLA, which reads them when the first program compiles."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
+ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector):
+    """Mark slow the cases of a test that its mark `quick` does not name."""
+    found = yield
+    cases = found if isinstance(found, list) else []  # and not a class, or nothing
+    if cases and cases[0].get_closest_marker("quick"):
+        names = cases[0].get_closest_marker("quick").args
+        by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
+        if unknown := {*names} - by_id.keys():
+            raise collector.CollectError(f"{cases[0].nodeid}: quick names no case: {unknown}")
+        for name, case in by_id.items():
+            if name not in (names[:1] if ONE_CASE else names):
+                case.add_marker("slow")
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Mark slow all but some cases of a test, and choose by how they compile."""
-    cases = defaultdict(list)
-    for item in items:
-        room = item.path.parent.name
-        few = room in ROOMS and item.path.name not in CHEAP
-        if CASES == 1:  # on another version of JAX, which may break any operation
-            few = room != "ops"
-        if few and not item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
-        kept = {i * (len(same) - 1) // max(1, CASES - 1) for i in range(CASES)}
-        for i, item in enumerate(same):
-            if i not in kept:
-                item.add_marker("slow")
+    """Choose by how the tests compile."""
     as_users = config.getoption("as_users")
     left = {
         item
@@ -105,19 +119,31 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.OK
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _caches():
+    """Choose tiles as for cores with a cache of a megabyte each, whatever this machine has."""
+    from rankax._fit import cpu  # not before coverage begins
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_cache_bytes", lambda: 2**20)
+        yield
+
+
 # Read by type checkers (see tox.ini); some of it is wrong on purpose.
 collect_ignore = ["tests/typing"]
 
 
 def pytest_ignore_collect(collection_path, config):
     """Collect the client programs only where they are named; others lack their packages."""
-    clients = Path(__file__).parent / "tests" / "clients"
+    tests = Path(__file__).parent / "tests"
+    clients = tests / "clients"
     named = any(
         (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
         for arg in config.args
     )
     if collection_path == clients and not named:
         return True
-    # To import every module takes longer than some of these tests.
-    modules = config.getoption("as_users") and collection_path.suffix == ".py"
-    return True if modules and "mark.optimized" not in collection_path.read_text() else None
+    if config.getoption("as_users") and collection_path.suffix == ".py":
+        # Doctests have no marks, and to import every module takes longer than some of the tests.
+        return True if not TWO_FUSIONS or tests not in collection_path.parents else None
+    return None

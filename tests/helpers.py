@@ -7,10 +7,11 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from rankax._trace.programs import name_and_params, subprograms
 
 
 def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
@@ -51,36 +52,34 @@ def enable_x64() -> Any:
     return enable_x64()
 
 
+def refusal(error: type[Exception], fun: Any, *args: Any, **kwargs: Any) -> str:
+    """Return what the error says that a call raises."""
+    with pytest.raises(error) as info:
+        fun(*args, **kwargs)
+    return str(info.value)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a program and of those that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in subprograms(equation):
+            yield from equations(inner)
+
+
 def primitives(fun: Any, *args: Any) -> Counter[str]:
     """Count the primitives in the program of ``fun(*args)``, at any depth."""
-    return Counter(_names(jax.make_jaxpr(fun)(*args).jaxpr))
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        name, params = name_and_params(equation)
-        yield name
-        for parameter in jax.tree.leaves(params, is_leaf=_is_jaxpr):
-            if _is_jaxpr(parameter):
-                yield from _names(getattr(parameter, "jaxpr", parameter))
+    return Counter(map(name_of, equations(jax.make_jaxpr(fun)(*args).jaxpr)))
 
 
 # Whether `jax.checkpoint` is the new one, which JAX 0.12 has with ``JAX_REMAT3=1``.
 REMAT3 = getattr(jax.config, "jax_remat3", False)
 
 
-def name_and_params(equation: Any) -> tuple[str, dict[str, Any]]:
+def name_of(equation: Any) -> str:
     """What an equation calls; of a new checkpoint, what it stands for."""
-    name, params = equation.primitive.name, equation.params
-    if name != "call_hi_primitive":
-        return name, params
-    name = type(params["_prim"]).__name__
-    low_level = {"RematTraced": "checkpoint", "HighLevelCall": "rankax_call"}
-    return low_level.get(name, name), params["_prim"].params
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
+    name, _ = name_and_params(equation)
+    return {"RematTraced": "checkpoint", "HighLevelCall": "rankax_call"}.get(name, name)
 
 
 def is_checkpoint(name: str) -> bool:

@@ -1,211 +1,241 @@
 # SPDX-License-Identifier: MIT
 # ruff: noqa: T201
-"""Break the library in twenty ways, and see that the tests notice: ``python -m tox -e mutants``.
+"""Break the library in many ways, and see that the tests notice: ``python -m tox -e mutants``.
 
-Each mutant is one change to a copy, and the quick tests named beside it must fail on it.
-Words or numbers choose some: ``python -m tox -e mutants -- 3 lockstep``.
+A mutant is a copy in which one place of one function is changed; the quick tests that are named
+beside it must fail. Words or numbers choose some: ``python -m tox -e mutants -- 3 lockstep``.
+
+To add one, list the places of a function, and add a line with one of them to `MUTANTS`::
+
+    python tests/mutants.py --places split_into_chunks
 """
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
+SOURCE = PROJECT / "src" / "rankax"
 
 
 class Mutant(NamedTuple):
-    what: str
-    file: str
-    old: str
-    new: str
+    function: str  # its qualified name, or the end of it
+    kind: str
     tests: str  # files, or a test in them, without "test_" and ".py"
+    place: int = 0  # which of the places in the function where the kind applies
+    slow: bool = False  # whether the tests are marked slow
 
 
-DEVICES = "devices::parts_are_walked_side_by_side"
+CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
+PARTS = "devices::keys_of_any_length_are_those_of_the_whole_batch[Auto-4]"
 
 MUTANTS = [
+    # Maps.
+    Mutant("next_start", "one less", "chunked_vmap::equals_a_python_loop", 1),
+    Mutant("join_chunks", "one less", "chunked_vmap::gradients_for_every_length_and_chunk_size", 1),
+    Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
+    Mutant("broadcast", "comparison", "auto_vmap"),
+    # Random keys.
+    Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
+    Mutant("keys._number", "nothing listed", "keys::a_part_of_a_batch_has_the_keys_of_the_whole"),
+    # Programs that eager calls keep.
+    Mutant("run._run", "element left out", CALLS, 0),
+    Mutant("reuse._find", "element left out", CALLS, 2),
+    Mutant("derivatives_key", "no error", "eager::rules_may_change"),
+    Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
+    Mutant("fingerprint._of_program", "unordered", "eager::operands_may_change_places", 1),
+    # Items that end by themselves.
     Mutant(
-        "the last chunk starts one item early",
-        "_loop/access.py",
-        "number(chunks.length - chunks.size)",
-        "number(chunks.length - chunks.size - 1)",
-        "chunked_vmap::equals_a_python_loop",
-    ),
-    Mutant(
-        "joined chunks take the overlap twice",
-        "_loop/access.py",
-        "slice_in_dim(leaf, -(chunks.length - whole), None, axis=axis)",
-        "slice_in_dim(leaf, whole, chunks.length, axis=axis)",
-        "chunked_vmap::gradients_for_every_length_and_chunk_size",
-    ),
-    Mutant(
-        "more items in flight than allowed",
-        "_plan/chunks.py",
-        "    steps = -(-length // chunk_size)\n",
-        "    steps = max(1, length // chunk_size)\n",
-        "chunked_vmap::otherwise_one_loop_holds_the_chunk",
-    ),
-    Mutant(
-        "the numbers of keys begin anew in each chunk",
-        "_loop/loop.py",
-        "start.astype(PLACE.dtype) + counted",
-        "counted",
-        "keys::items_draw_what_split_keys_draw",
-    ),
-    Mutant(
-        "keys of a part do not count what is before the part",
-        "_loop/keys.py",
-        "terms = [_times(start, split.strides[axis]) for axis, start in first.items()]",
-        "terms = []",
-        "keys::a_part_of_a_batch_has_the_keys_of_the_whole",
-    ),
-    Mutant(
-        "a kept program does not depend on the plan",
-        "_call/run.py",
-        "(whole, parts, options, progress, *of_bound)",
-        "(parts, options, progress, *of_bound)",
-        "eager::other_shapes_dtypes_and_axes_are_other_programs",
-    ),
-    Mutant(
-        "a kept loop does not depend on out_axes",
-        "_loop/reuse.py",
-        "(item.where, item.out_axes, key)",
-        "(item.where, key)",
-        "eager::other_shapes_dtypes_and_axes_are_other_programs",
-    ),
-    Mutant(
-        "derivative rules that cannot be compared are equal",
-        "_trace/fingerprint.py",
-        "            raise UnknownRule\n        if (other",
-        "            continue\n        if (other",
-        "eager::rules_may_change",
-    ),
-    Mutant(
-        "literals are equal if their types are",
-        "_trace/fingerprint.py",
-        "value.dtype, value.tobytes()\n\n\ndef _of_params",
-        "value.dtype\n\n\ndef _of_params",
-        "eager::what_is_outside_may_change",
-    ),
-    Mutant(
-        "the order of operands does not matter",
-        "_trace/fingerprint.py",
-        "arguments = tuple(map(used, eqn.invars))",
-        "arguments = frozenset(map(used, eqn.invars))",
-        "eager::operands_may_change_places",
-    ),
-    Mutant(
-        "a reversed scan in lanes begins one step late",
-        "_lockstep/machine.py",
-        "length - 1 - i if is_reversed",
-        "length - i if is_reversed",
+        "_scan.body",
+        "one more",
         "lockstep::loops_of_closed_over_arrays_and_of_length_zero",
     ),
+    Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
+    Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 1),
+    # Reductions.
+    Mutant("RunStates.renumber.place", "argument itself", "blocks", 4),
+    Mutant("merge_neighbours", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
+    Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
+    Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
     Mutant(
-        "carried values in lanes move one after another",
-        "_lockstep/machine.py",
-        "self.here.add(lambda *values: values, [x for x, _ in pairs], [slot for _, slot in pairs])",
-        "[self.here.add(lambda value: [value], [x], [slot]) for x, slot in pairs]",
-        "lockstep::carried_values_change_places",
-    ),
-    Mutant(
-        "a lane that is free skips an item",
-        "_lockstep/engine.py",
-        "jnp.cumsum(is_free, dtype=dtype) - dtype.type(1)",
-        "jnp.cumsum(is_free, dtype=dtype)",
-        "lockstep::trees_integers_and_bools",
-    ),
-    Mutant(
-        "axes of a run are renumbered from the outermost",
-        "_reduce/passes.py",
-        "reversed(list(zip(self.sizes, shape, starts, strict=True)))",
-        "zip(self.sizes, shape, starts, strict=True)",
-        "blocks",
-    ),
-    Mutant(
-        "an even number of items is folded in the wrong order",
-        "_reduce/states.py",
-        "for start in range(2)]",
-        "for start in (1, 0)]",
-        "reductions::a_fold_keeps_the_order_of_the_items",
-    ),
-    Mutant(
-        "the best of no items takes part in a merge",
-        "_reduce/winners.py",
-        "jnp.where(index == no_index(index.dtype), worst, by)",
-        "by",
-        "where::the_best_step_that_counts_in_a_window",
-    ),
-    Mutant(
-        "the mask does not reach moments",
-        "_reduce/states.py",
-        "return new if counts is None else choose(counts, new, state)",
-        "return new",
-        "where::values_and_gradients",
-    ),
-    Mutant(
-        "what no item counts for sends a gradient back",
-        "_reduce/passes.py",
-        "return jnp.where(number > 0, x, lax.stop_gradient(x))",
-        "return x",
+        "masked_row.if_any",
+        "always true",
         "where::what_items_share_gets_nothing_from_what_is_left_out",
+        1,
     ),
+    # Jacobians, devices, windows of scans.
     Mutant(
-        "a Gram matrix of columns is not conjugated",
-        "_front/jacobians.py",
-        "jnp.conj(leaf) * weight",
-        "leaf * weight",
+        "gram.product",
+        "argument itself",
         "jacobians::the_gram_matrix_of_a_complex_jacobian",
+        1,
     ),
-    Mutant(
-        "the basis of a Jacobian begins one number late",
-        "_front/jacobians.py",
-        "_size(self.basis)) == number",
-        "_size(self.basis)) == number + 1",
-        "jacobians::as_in_jax",
-    ),
-    Mutant(
-        "joined parts lose their last item in place of the repeated one",
-        "_devices/parts.py",
-        "slice_in_dim(tail, 1, None, axis=axis + 1)",
-        "slice_in_dim(tail, 0, -1, axis=axis + 1)",
-        f"{DEVICES}[keys_of_any_length_are_those_of_the_whole_batch-Auto-4]",
-    ),
-    Mutant(
-        "a part begins where the one before ends, although it repeats an item",
-        "_devices/parts.py",
-        "jnp.minimum(number, longer) - repeats",
-        "jnp.minimum(number, longer)",
-        f"{DEVICES}[keys_of_any_length_are_those_of_the_whole_batch-Auto-4]",
-    ),
-    Mutant(
-        "the step of a window counts from the whole scan",
-        "_scan/sliced.py",
-        "fold.step(held, ys, at - starts[window])",
-        "fold.step(held, ys, at)",
-        "where::steps_that_count_in_a_window",
-    ),
-    Mutant(
-        "a stretched axis decides the length",
-        "_plan/shapes.py",
-        "len(batch) >= -axis and batch[axis] != 1",
-        "len(batch) > -axis and batch[axis] != 1",
-        "auto_vmap",
-    ),
+    Mutant("Jacobian.image", "comparison", "jacobians::as_in_jax"),
+    Mutant("Parts.begin", "left operand", PARTS, 1, slow=True),
+    Mutant("Parts.begin", "comparison", PARTS, slow=True),
+    Mutant("scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
 ]
 
 
-def apply(mutant: Mutant, source: Path) -> None:
-    path = source / "rankax" / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.what}: {mutant.file} has changed; change the mutant, too")
-    path.write_text(text.replace(mutant.old, mutant.new))
+# What stands in place of a node, for each way in which a kind applies to it.
+
+OTHER = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+
+
+def is_call(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names
+
+
+def operand(node: ast.AST, side: str) -> list[ast.AST]:
+    return [getattr(node, side)] if isinstance(node, ast.BinOp) else []
+
+
+def shifted(node: ast.AST, by: int) -> list[ast.AST]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return [ast.BinOp(node, ast.Sub() if by < 0 else ast.Add(), ast.Constant(abs(by)))]
+    return []
+
+
+def branch(node: ast.AST, *, value: bool) -> list[ast.AST]:
+    if isinstance(node, ast.IfExp):
+        return [node.body if value else node.orelse]
+    if is_call(node, "where", "choose", "select") and len(node.args) == 3:
+        return [node.args[1 if value else 2]]
+    if isinstance(node, ast.If):
+        return [ast.If(ast.Constant(value), node.body, node.orelse)]
+    return []
+
+
+def comparison(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.Compare) and (other := OTHER.get(type(node.ops[0]))):
+        return [ast.Compare(node.left, [other(), *node.ops[1:]], node.comparators)]
+    return []
+
+
+def left_out(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+        shorter = ([*node.elts[:i], *node.elts[i + 1 :]] for i in range(len(node.elts)))
+        return [ast.Tuple(elements, node.ctx) for elements in shorter]
+    return []
+
+
+def backwards(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.ListComp) or is_call(node, "map", "zip", "range"):
+        as_list = ast.Call(ast.Name("list", ast.Load()), [node], [])
+        return [ast.Subscript(as_list, ast.Slice(step=ast.Constant(-1)), ast.Load())]
+    return []
+
+
+def argument(node: ast.AST) -> list[ast.AST]:
+    is_single = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+    return node.args if is_single and not isinstance(node.args[0], ast.Starred) else []
+
+
+def unordered(node: ast.AST) -> list[ast.AST]:
+    if is_call(node, "tuple"):
+        return [ast.Call(ast.Name("frozenset", ast.Load()), node.args, [])]
+    return []
+
+
+def round_down(node: ast.AST) -> list[ast.AST]:
+    match node:
+        case ast.UnaryOp(
+            ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), left), ast.FloorDiv(), right)
+        ):
+            return [ast.BinOp(left, ast.FloorDiv(), right)]
+    return []
+
+
+def constant(node: ast.AST) -> list[ast.AST]:
+    is_int = isinstance(node, ast.Constant) and type(node.value) is int
+    return [ast.Constant(node.value + 1)] if is_int else []
+
+
+KINDS: dict[str, Callable[[ast.AST], list[ast.AST]]] = {
+    "always false": lambda node: branch(node, value=False),
+    "always true": lambda node: branch(node, value=True),
+    "argument itself": argument,  # of a call
+    "backwards": backwards,
+    "comparison": comparison,
+    "constant": constant,
+    "element left out": left_out,
+    "left operand": lambda node: operand(node, "left"),
+    "no error": lambda node: [ast.Pass()] if isinstance(node, ast.Raise) else [],
+    "nothing listed": lambda node: [ast.List([], ast.Load())] * isinstance(node, ast.ListComp),
+    "one less": lambda node: shifted(node, -1),
+    "one more": lambda node: shifted(node, 1),
+    "right operand": lambda node: operand(node, "right"),
+    "round down": round_down,
+    "unordered": unordered,
+}
+
+
+# Finding and changing.
+
+
+def functions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every function below a node with its qualified name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{name}.{child.name}"
+            if isinstance(child, ast.FunctionDef):
+                yield inner, child
+            yield from functions(child, inner)
+        else:
+            yield from functions(child, name)
+
+
+def found(name: str) -> tuple[Path, ast.Module, ast.AST]:
+    """Return the file of the one function with this name, its tree, and the function in that."""
+    all_found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for qualified, function in functions(tree, path.stem):
+            if f".{qualified}".endswith(f".{name}"):
+                all_found.append((path, tree, function))
+    if len(all_found) != 1:
+        files = [str(path.relative_to(SOURCE)) for path, _, _ in all_found]
+        raise LookupError(f"{name}: {len(all_found)} functions are called so {files}")
+    return all_found[0]
+
+
+def places(function: ast.AST, kind: str) -> list[tuple[ast.AST, ast.AST]]:
+    """Return each node where a kind applies, and what stands there then, in reading order."""
+    body = [node for part in function.body for node in ast.walk(part)]
+    pairs = [(node, new) for node in body for new in KINDS[kind](node)]
+    return sorted(pairs, key=lambda pair: (pair[0].lineno, pair[0].col_offset))
+
+
+def changed(mutant: Mutant) -> tuple[Path, str, str]:
+    """Return a file, its text with the change, and the change in words."""
+    path, tree, function = found(mutant.function)
+    pairs = places(function, mutant.kind)
+    if mutant.place >= len(pairs):
+        raise LookupError(f"{mutant.function}: {mutant.kind!r} applies at {len(pairs)} places only")
+    old, new = pairs[mutant.place]
+    words = f"{ast.unparse(old)} -> {ast.unparse(new)}"
+
+    class Change(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return new if node is old else self.generic_visit(node)
+
+    return path, ast.unparse(ast.fix_missing_locations(Change().visit(tree))), words
 
 
 def named(name: str) -> str:
@@ -214,20 +244,20 @@ def named(name: str) -> str:
     return "::".join([str(path.relative_to(PROJECT)), *(f"test_{each}" for each in test)])
 
 
-def failure(mutant: Mutant) -> str | None:
+def failure(mutant: Mutant, path: Path, text: str) -> str | None:
     """Return the first test that fails on a mutant, or None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("src", "tests", "examples"):  # tests look for files beside them
             shutil.copytree(PROJECT / name, Path(folder) / name)
         for name in ("pyproject.toml", "conftest.py"):
             shutil.copy(PROJECT / name, folder)
-        source = Path(folder) / "src"
-        apply(mutant, source)
+        (Path(folder) / path.relative_to(PROJECT)).write_text(text)
         tests = [named(name) for name in mutant.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not slow", *tests]
+        which = [] if mutant.slow else ["-m", "not slow"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *which, *tests]
         run = subprocess.run(
             [*command, "-p", "no:cacheprovider", "--tb=no"],
-            env=os.environ | {"PYTHONPATH": str(source)},
+            env=os.environ | {"PYTHONPATH": str(Path(folder) / "src")},
             cwd=folder,
             capture_output=True,
             text=True,
@@ -237,24 +267,41 @@ def failure(mutant: Mutant) -> str | None:
         return None
     lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if run.returncode != 1 or not lines:
-        raise SystemExit(f"{mutant.what}: the tests did not run\n{run.stdout}{run.stderr}")
+        raise SystemExit(f"{mutant.function}: the tests did not run\n{run.stdout}{run.stderr}")
     return lines[0].partition(" - ")[0]
+
+
+def show_places(name: str) -> None:
+    _, _, function = found(name)
+    for kind in KINDS:
+        for place, (old, new) in enumerate(places(function, kind)):
+            first, *_ = ast.unparse(old).splitlines()
+            print(f"{kind:16} {place:2}  {first}  ->  {ast.unparse(new).splitlines()[0]}")
 
 
 def main() -> None:
     wanted = sys.argv[1:]
-    survived = []
+    if wanted[:1] == ["--places"]:
+        show_places(wanted[1])
+        return
+    wrong = []
     for number, mutant in enumerate(MUTANTS):
-        words = f"{mutant.what} {mutant.file}"
+        words = f"{mutant.function} {mutant.tests}"
         if wanted and not any(w == str(number) or (not w.isdigit() and w in words) for w in wanted):
             continue
         began = time.monotonic()
-        found = failure(mutant)
-        survived += [] if found else [mutant.what]
-        result = f"{found or 'SURVIVED'}, {time.monotonic() - began:.0f} s"
-        print(f"{number:2} {mutant.file}: {mutant.what}: {result}", flush=True)
-    if survived:
-        raise SystemExit(f"survived: {survived}")
+        what = f"{number:2} {mutant.function}: {mutant.kind}"
+        try:
+            path, text, change = changed(mutant)
+        except LookupError as error:  # the function has another name now
+            wrong.append(str(error))
+            continue
+        test = failure(mutant, path, text)
+        wrong += [] if test else [f"{what}: survived"]
+        result = f"{test or 'SURVIVED'}, {time.monotonic() - began:.0f} s"
+        print(f"{what}: {change}: {result}", flush=True)
+    if wrong:
+        raise SystemExit("\n".join(["", *wrong]))
 
 
 if __name__ == "__main__":

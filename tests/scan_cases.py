@@ -115,6 +115,13 @@ TRANSFORMATIONS = {
 }
 
 
+@functools.cache
+def transformed_scan(name, scan, length=None):
+    """Evaluate a transformation of a plain scan, once for all that is compared with it."""
+    transformed = jax.jit(TRANSFORMATIONS[name](sum_of_squares(scan)))
+    return transformed(jnp.float32(0.3), XS[:length])
+
+
 def traced(f):
     """Trace ``f`` under jit, without a program to compile."""
     return functools.partial(jax.eval_shape, jax.jit(f))

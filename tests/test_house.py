@@ -206,6 +206,13 @@ def test_no_two_classes_share_a_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_names_of_tests_are_short():
+    tests = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("docs/tests/test_*.py")]
+    assert tests
+    names = (name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text()))
+    assert [name for name in names if len(name) > 60] == []
+
+
 # Pages that describe the house.
 
 

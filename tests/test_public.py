@@ -52,7 +52,7 @@ def test_what_modules_hold_pickles_by_public_names_too(module, name):
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_list_what_they_offer_in_order_and_nothing_is_in_two_places(module):
+def test_modules_list_what_they_offer_in_order_and_once(module):
     names = getattr(rankax, module).__all__
     assert names == sorted(names)
     assert not {*names} & {*vars(rankax)}
@@ -78,7 +78,7 @@ def test_instances_pickle_by_public_names():
         assert repr(pickle.loads(stored)) == repr(value)
 
 
-def test_fields_of_public_classes_are_known_where_the_classes_are():
+def test_fields_of_public_classes_are_public():
     results = [getattr(rankax.plans, name) for name in rankax.plans.__all__]
     classes = [rankax.Static, *filter(dataclasses.is_dataclass, results)]
     assert len(classes) == 9

@@ -79,7 +79,7 @@ def test_blank_lines_in_an_output_are_part_of_it():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_teaches_a_chunked_kernel_that_compiles_at_every_call(page):
+def test_no_page_teaches_a_kernel_that_compiles_at_every_call(page):
     code = "\n".join(re.findall(r"(?m)^(?:>>> |\.\.\. |@)(.*)$", page.read_text()))
     kernels = re.findall(r".*auto_vmap\([^()]*\bchunk_size=[^()]*\).*", code)
     assert [line for line in kernels if "jit=True" not in line and "jax.jit(" not in line] == []

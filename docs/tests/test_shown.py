@@ -40,7 +40,7 @@ def test_other_results_make_another_readme(shown, monkeypatch):
     assert "5.4\N{NO-BREAK SPACE}GB" in changed
 
 
-def test_a_figure_is_refused_where_its_numbers_contradict_its_caption(shown, monkeypatch):
+def test_a_figure_that_contradicts_its_caption_is_refused(shown, monkeypatch):
     shown.check()
     document = shown.document()
     monkeypatch.setattr(shown, "document", lambda *platform: document)
@@ -124,7 +124,7 @@ def test_a_result_is_older_once_the_code_is_another(shown, monkeypatch, tmp_path
     assert (str(old), old.source, old.is_older()) == (text, None, True)
 
 
-def test_every_link_of_the_readme_leads_to_a_file_that_github_renders():
+def test_every_link_of_the_readme_leads_to_a_rendered_file():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", readme)
     assert len(links) > 6
@@ -176,7 +176,7 @@ def test_the_curves_of_the_benchmarks_can_be_drawn(curves, name):
     assert all(panel.get_lines() for panel in panels)
 
 
-def test_the_curves_of_the_benchmarks_have_the_colours_of_the_page(curves):
+def test_benchmark_curves_have_the_colours_of_the_page(curves):
     with curves.plt.rc_context(fname=ROOT / "docs/matplotlibrc"):
         drawn = curves.drawn(curves.tiles, 'Tiles, "fast".')
     assert drawn.startswith(

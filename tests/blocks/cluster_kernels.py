@@ -24,10 +24,15 @@ def hottest(p, t):
     return jnp.sum(t * (1000 / p) ** 0.286)
 
 
-def traced(block, folder, seconds=0.0):
-    """Hand on a block, slowly, and leave a file that says which process did."""
-    time.sleep(seconds)
-    (Path(folder) / f"{os.getpid()}-{uuid.uuid4().hex}").touch()
+def traced(block, folder, permission=None):
+    """Hand on a block, and leave a file that says which process did.
+
+    With ``permission``, a process does so once, and then waits for that file.
+    """
+    own = f"{os.getpid()}-"
+    while permission and any(Path(folder).glob(f"{own}*")) and not Path(permission).exists():
+        time.sleep(0.05)
+    (Path(folder) / f"{own}{uuid.uuid4().hex}").touch()
     return block
 
 

@@ -19,7 +19,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import rankax
-from helpers import assert_same, slow
+from helpers import assert_same, refusal, slow
 from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
@@ -46,13 +46,6 @@ def computed(tree):
         assert isinstance(value, np.ndarray)
         assert (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
     return treedef.unflatten(values)
-
-
-def refusal(error, fun, *args):
-    """What an error says."""
-    with pytest.raises(error) as info:
-        fun(*args)
-    return str(info.value)
 
 
 class Pair(NamedTuple):
@@ -127,7 +120,7 @@ def forbidden(block, block_info=None):
     raise AssertionError("computed too early")
 
 
-def test_nothing_is_computed_or_traced_but_one_item_to_know_the_outputs():
+def test_only_one_item_is_traced_to_know_the_outputs():
     shapes = []
 
     @auto_vmap(v=1)
@@ -250,7 +243,7 @@ winners = auto_vmap(x=0, reduce=EACH)(lambda x: x)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_equals_the_first_in_the_whole_wins_wherever_blocks_lie(case):
+def test_of_equals_the_first_in_the_whole_wins(case):
     x = CASES[case]
     # Blocks of four items in two rows: the items of one lie among those of another.
     assert_same(computed(winners(da.from_array(x, chunks=(2, 2)))), jax.jit(winners)(x))
@@ -294,7 +287,7 @@ def test_outputs_without_numbers(package):
     assert_same(computed(none(in_blocks(package, V, (2, 3)))), none(V))
 
 
-def test_dask_arrays_that_are_cut_differently_are_cut_where_any_is():
+def test_dask_arrays_are_cut_where_any_is():
     add = auto_vmap(x=0, y=0)(lambda x, y: x + y)
     x = np.arange(10.0, dtype="float32")
     got = add(da.from_array(x, chunks=4), da.from_array(x, chunks=5))
@@ -311,7 +304,7 @@ def test_each_item_has_its_own_key():
         auto_vmap(key=0, x=0)(lambda key, x: key)(keys, da.from_array(x, chunks=2))
 
 
-def test_blocks_are_computed_as_jax_was_set_where_the_call_was_made():
+def test_blocks_are_computed_as_jax_was_set_at_the_call():
     x = np.linspace(0, 1, 6)
     half = auto_vmap(x=0)(lambda x: x / 3)
     with enable_x64(True):
@@ -373,7 +366,7 @@ def test_a_program_is_found_again_by_its_pickle():
     assert TRACES == []
 
 
-def test_a_kernel_that_nothing_can_pickle_still_works_in_this_process():
+def test_a_kernel_that_nothing_can_pickle_works_in_this_process():
     kernel = auto_vmap(v=1, lock=None)(lambda v, lock: v @ v)
     lazy = kernel(da.from_array(V, chunks=(2, 3)), threading.Lock())
     assert_same(computed(lazy), np.sum(V * V, 1))

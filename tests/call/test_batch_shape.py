@@ -88,6 +88,7 @@ def test_every_item_counts_in_a_reduction(options):
     ],
     ids=str,
 )
+@pytest.mark.quick("(2, 4)-{'chunk_size': 7}", "(4, 0)-{'chunk_size': 2}")
 def test_a_kernel_without_a_mapped_argument_fills_the_batch(shape, options):
     def kernel(x, label):
         assert label == "untouched"
@@ -108,7 +109,9 @@ def test_an_int_is_one_axis_and_none_takes_it_back():
     assert_same(kernel(KEY), jax.jit(jax.vmap(jax.random.bits))(jax.random.split(KEY, 5)))
     assert kernel.with_options(batch_shape=[5]) is kernel.with_options(batch_shape=5)
     assert_same(kernel.with_options(batch_shape=None)(KEY), jax.random.bits(KEY))
-    assert kernel.with_options(batch_shape=(2, 3))(KEY).shape == (2, 3)
+    drawn = kernel.with_options(batch_shape=(2, 3))(KEY)
+    keys = jax.random.split(KEY, 6)
+    assert_same(drawn, jax.vmap(jax.random.bits)(keys).reshape(2, 3))
 
 
 def test_one_item_draws_once():
@@ -123,6 +126,7 @@ def test_one_item_draws_once():
 @pytest.mark.parametrize(
     "options", [{}, {"chunk_size": 4}, {"chunk_size": 5, "jit": True}], ids=str
 )
+@pytest.mark.quick("{'chunk_size': 4}", "{}", "{'chunk_size': 5, 'jit': True}")
 def test_derivatives_sum_over_the_items(options):
     shape, scale = (3, 4), np.float32([[1], [2], [3]])
 

@@ -82,6 +82,7 @@ QUICK = ("chunks", "the other in chunks", "indices of both", "a fold")
 
 
 @pytest.mark.parametrize("options", at_each_run(QUICK, OPTIONS))
+@pytest.mark.quick("chunks", "a fold")
 def test_values_and_gradients_are_those_without_a_bucket(options):
     kernel = PAIRS.with_options(**options)
 
@@ -167,6 +168,7 @@ def test_items_that_end_by_themselves(reduce):
     [(X[0], Y[0, 0], W), (X[:1], Y[:1], W), (X[:0], Y, W), (X[:, None, None], Y, W), (X, X, X)],
     ids=["no batch", "length 1", "no item", "three axes", "one axis"],
 )
+@pytest.mark.quick("no item", "no batch", "one axis")
 def test_other_batches(args):
     for kernel in (PAIRS, PAIRS.with_options(reduce="sum")):
         assert_same(kernel.with_options(bucket=(8, 16))(*args), kernel(*args))
@@ -328,7 +330,7 @@ def test_a_warm_call_transfers_results_together(monkeypatch):
     assert transfers == [2, 1, 3]  # the arguments, the length, the outputs
 
 
-def test_results_of_a_length_that_comes_often_are_cut_without_a_transfer(monkeypatch):
+def test_results_of_a_frequent_length_need_no_transfer(monkeypatch):
     mapped = auto_vmap(1, 1, jit=True, bucket=(8,))(several)
     plain = jax.jit(jax.vmap(several))
     rows = jnp.arange(42.0).reshape(14, 3)

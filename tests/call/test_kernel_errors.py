@@ -174,7 +174,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("mapped", "m", "names"), CHOICES.values(), ids=CHOICES)
-def test_an_if_on_a_traced_value_names_the_kernel_and_its_arguments(mapped, m, names):
+def test_an_if_on_a_traced_value_names_the_kernel(mapped, m, names):
     error, notes = error_of(lambda: mapped(V, m))
     assert isinstance(error, jax.errors.TracerBoolConversionError)
     where = at(chosen).replace("()", "")

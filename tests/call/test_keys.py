@@ -73,6 +73,7 @@ SIZES = [1, 7, 100, None]
 
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"checkpoint": False}], ids=str)
 @pytest.mark.parametrize("chunk_size", SIZES)
+@pytest.mark.quick("7-{}", "1-{}", "7-{'checkpoint': False}")
 def test_items_draw_what_split_keys_draw(chunk_size, options):
     keys = jax.random.split(KEY, (4, 23))
     mapped = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, **options)(noisy)
@@ -105,6 +106,7 @@ def test_reduced_items_draw_what_split_keys_draw(chunk_size):
 
 
 @pytest.mark.parametrize("tile", [1, 3, 4])
+@pytest.mark.quick("3", "1", "4")
 def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
     """Behind the last whole tile there is a smaller one, which begins where that ends."""
     words = auto_vmap(x=0, key=SplitKey, reduce=BottomK(10), chunk_size=tile)(
@@ -184,6 +186,7 @@ def in_parts(axis, count, batch, chunk_size):
     ],
     ids=str,
 )
+@pytest.mark.quick("1-(3, 8)-5", "0-(12,)-2", "1-(3, 4)-2")
 def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
     x, (draws, keys) = in_parts(axis, 4, batch, chunk_size)
     want = jax.random.split(KEY, batch)
@@ -222,6 +225,7 @@ SHAPES = [(), (1,), (5,), (3, 1), (1, 5), (1, 1), (3, 5), (2, 1, 1), (2, 1, 5)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.quick("4-(2, 1, 5)", "4-()", "None-(2, 1, 5)")
 def test_keys_are_split_over_the_axes_that_they_lack(shape, chunk_size):
     keys = jax.random.split(KEY, shape) if shape else KEY
     batch = np.broadcast_shapes(BATCH, shape)
@@ -294,6 +298,7 @@ def test_keys_of_args_and_of_a_method():
 
 @pytest.mark.parametrize("chunk_size", [4, 1, None])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.quick("threefry2x32-4", "rbg-1", "unsafe_rbg-None")
 def test_each_generator(impl, chunk_size):
     key = jax.random.key(3, impl=impl)
     got = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(lambda x, key: key)(X, key)
@@ -368,6 +373,7 @@ def test_symbolic_shapes_export():
 
 
 @pytest.mark.parametrize("chunk_size", [4, 5, None])
+@pytest.mark.quick("5", "4", "None")
 def test_strict_modes_of_jax(chunk_size):
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=True)(
         lambda x, key: x + jax.random.normal(key)
@@ -422,7 +428,7 @@ def test_a_memory_limit_counts_the_draws_of_a_chunk(reduce):
     x = jnp.arange(20_000.0)
     plan = kernel.plan(x, jax.eval_shape(jax.random.key, 0))
     assert max(plan.memory.forward, plan.memory.gradient) <= 1e6
-    assert 100 < plan.in_flight < 20_000
+    assert 100 < plan.memory.chunk_size < 20_000
     assert_same(
         kernel(x[:200], KEY), kernel.with_options(memory_limit=None)(x[:200], KEY), rtol=1e-4
     )

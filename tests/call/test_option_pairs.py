@@ -165,11 +165,13 @@ def with_others(*names, quick):
 
 
 @pytest.mark.parametrize("other", with_others("lanes", quick=("a bucket", "a mask", "keys")))
+@pytest.mark.quick("a mask", "a bucket", "keys")
 def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
     check((other, "lanes"), tmp_path)
 
 
 @pytest.mark.parametrize("other", with_others("a stream", quick=("lanes", "a mask", "a device")))
+@pytest.mark.quick("a device", "a mask", "lanes")
 def test_a_stream_and_an_option(tmp_path, other):
     check((other, "a stream"), tmp_path)
 

@@ -267,7 +267,7 @@ def test_an_error_inside_a_class_names_the_field():
         auto_vmap(kernel)
 
 
-def test_a_lone_variadic_in_a_class_is_an_error_unless_it_leads_another_field():
+def test_a_lone_variadic_in_a_class_is_an_error():
     """Seen with unxt's ``Quantity``: a norm of shape (5, 3) came out per component."""
 
     class Quantity(NamedTuple):
@@ -296,7 +296,7 @@ def test_a_lone_variadic_in_a_class_is_an_error_unless_it_leads_another_field():
     assert_same(got, jnp.stack([norm(Quantity(item)) for item in value]))
 
 
-def test_a_variadic_that_leads_another_field_of_the_class_is_the_batch():
+def test_a_variadic_that_leads_another_field_is_the_batch():
     class Cloud(NamedTuple):
         mass: Float[Array, "*batch"]
         at: Float[Array, "*batch 3"]
@@ -570,7 +570,7 @@ class Tree(NamedTuple):
     at: Vector
 
 
-def test_mutually_recursive_classes_without_arrays_declare_no_rank():
+def test_recursive_classes_without_arrays_declare_no_rank():
     assert ranks(Hen, Hen([Egg(None, 1)], 2)) == {}
     assert ranks(Egg, Egg(None, 2)) == {}
 
@@ -668,7 +668,7 @@ def test_type_aliases_of_typing_extensions():
 # Where a name cannot be found.
 
 
-def test_an_unresolvable_annotation_is_an_error_that_an_explicit_rank_avoids():
+def test_an_explicit_rank_avoids_an_unresolvable_annotation():
     def kernel(x: "Nowhere", y: "Vector"):
         return y
 
@@ -736,7 +736,8 @@ def test_a_return_annotation_is_checked_while_tracing():
     def kernel(x: Float[Array, "n"]) -> tuple[Float[Array, "n+1"], Float[Array, ""]]:
         return jnp.concatenate([x, x]), jnp.sum(x)
 
-    assert kernel(jnp.ones((4, 1)))[0].shape == (4, 2)
+    x = jnp.arange(4.0)[:, None]
+    assert_same(kernel(x), (jnp.repeat(x, 2, axis=1), x[:, 0]))
     with pytest.raises(CoreDimensionError, match=r"declared as n\+1 = 4 is 6 \(output\[0\]\)\."):
         kernel(jnp.ones((4, 3)))
     with pytest.raises(CoreDimensionError, match=r"declared as n\+1 = 4 is 6 \(output\[0\]\)\."):
@@ -749,7 +750,7 @@ def test_a_return_annotation_is_checked_while_tracing():
 def test_a_return_annotation_without_one_rank_is_not_checked(hint):
     kernel = lambda_annotated(Vector)
     kernel.__annotations__["return"] = hint
-    assert auto_vmap(kernel)(matrix).shape == (3, 3)
+    assert_same(auto_vmap(kernel)(matrix), matrix)
 
 
 def test_a_returned_structure_that_is_not_as_declared():
@@ -762,12 +763,12 @@ def test_a_returned_structure_that_is_not_as_declared():
         kernel(matrix)
 
 
-def test_a_return_annotation_of_a_named_variadic_means_one_scalar():
+def test_a_returned_named_variadic_means_one_scalar():
     @auto_vmap
     def kernel(x: Float[Array, "*batch n"]) -> Float[Array, "*batch"]:
         return x if x.size > 3 else jnp.sum(x)
 
-    assert kernel(matrix).shape == (3,)
+    assert_same(kernel(matrix), matrix.sum(1))
     message = 'output has 1 axis, but its rank "" declares 0.'
     with pytest.raises(CoreDimensionError, match=re.escape(message)):
         kernel(jnp.ones((2, 4)))
@@ -782,7 +783,8 @@ def test_jaxtyped_below_checks_one_item():
     def kernel(x: Float[Array, "n 3"], m: Float[Array, "n"]) -> Float[Array, "3"]:
         return m @ x
 
-    assert kernel(jnp.ones((4, 1, 5, 3)), jnp.ones((6, 5))).shape == (4, 6, 3)
+    x, m = jnp.arange(60.0).reshape(4, 1, 5, 3), jnp.arange(30.0).reshape(6, 5)
+    assert_same(kernel(x, m), jnp.einsum("anc,bn->abc", x[:, 0], m))
     with pytest.raises(BatchShapeError):
         kernel(jnp.ones((4, 5, 3)), jnp.ones((6, 5)))
 
@@ -795,8 +797,9 @@ def test_jaxtyped_above_checks_the_batch():
     ) -> Float[Array, "*batch 3"]:
         return m @ x
 
-    assert kernel(jnp.ones((4, 6, 5, 3)), jnp.ones((4, 6, 5))).shape == (4, 6, 3)
-    assert kernel(jnp.ones((5, 3)), jnp.ones(5)).shape == (3,)
+    x, m = jnp.arange(360.0).reshape(4, 6, 5, 3), jnp.arange(120.0).reshape(4, 6, 5)
+    assert_same(kernel(x, m), jnp.einsum("...nc,...n->...c", x, m))
+    assert_same(kernel(x[3, 2], m[1, 4]), m[1, 4] @ x[3, 2])
 
 
 @pytest.mark.parametrize("above", [False, True])

@@ -65,7 +65,7 @@ def clashes(*leaves: tuple[str, tuple[int, ...]], **options) -> list[str]:
         ("?n 3", (5, 3)),
     ],
 )
-def test_the_rank_is_the_number_of_words_after_a_leading_variadic(text, core):
+def test_the_rank_is_the_number_of_words_after_a_variadic(text, core):
     (leaf,) = planned((text, (2, *core))).leaves
     assert (leaf.rank, leaf.batch_axes, leaf.core_shape) == (len(core), (2,), core)
 
@@ -137,7 +137,7 @@ def test_expressions_do_not_depend_on_the_order_of_arguments(swap):
     assert clashes(*bad[order]) == [f"A dimension declared as n+1 = 5 is 6 ({name})."]
 
 
-def test_an_expression_of_names_that_this_call_does_not_bind_is_not_checked():
+def test_an_expression_of_unbound_names_is_not_checked():
     assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("{n}", (2,))) == []
 
 
@@ -148,7 +148,8 @@ def test_an_expression_is_compared_by_its_value():
 
 def test_an_expression_that_fails_for_this_call_is_a_clash():
     kernel = auto_vmap("n", "m", "m//n")(lambda a, b, c: c)
-    assert kernel(jnp.ones(2), jnp.ones(5), jnp.ones((3, 2))).shape == (3, 2)
+    c = np.arange(6.0, dtype="f").reshape(3, 2)
+    np.testing.assert_array_equal(kernel(jnp.ones(2), jnp.ones(5), c), c)
     with pytest.raises(CoreDimensionError) as error:
         kernel(jnp.ones(0), jnp.ones(5), jnp.ones(2))
     assert str(error.value).endswith(
@@ -178,15 +179,16 @@ def test_no_axis_is_proposed_where_an_expression_fails():
 
 
 @pytest.mark.parametrize("text", ["...", "*_", " ... "])
-def test_a_string_that_declares_no_rank_leaves_the_argument_untouched(text):
+def test_a_string_without_a_rank_leaves_the_argument_untouched(text):
     plan = auto_vmap(text, "n")(lambda a, b: b).plan(jnp.ones((2, 2)), jnp.ones((4, 3)))
     assert [leaf.path for leaf in plan.leaves] == ["b"]
     assert plan.untouched == (("a", (2, 2)),)
 
 
-def test_an_expression_whose_names_an_absent_argument_binds_is_not_checked():
+def test_an_expression_of_an_absent_argument_is_not_checked():
     kernel = auto_vmap("n", "m", "n+m")(lambda a, b, c: c if b is None else a[0] + b[0] + c)
-    assert kernel(jnp.ones(3), None, jnp.ones((2, 9))).shape == (2, 9)
+    c = np.arange(18.0, dtype="f").reshape(2, 9)
+    np.testing.assert_array_equal(kernel(jnp.ones(3), None, c), c)
     with pytest.raises(CoreDimensionError, match=r"declared as n\+m = 7 is 9 \(c\)\.$"):
         kernel(jnp.ones(3), jnp.ones(4), jnp.ones(9))
 
@@ -201,7 +203,7 @@ def test_an_expression_whose_names_an_absent_argument_binds_is_not_checked():
         ("2*{n}", "the value of an argument is not looked up; name the size, or write '_'"),
     ],
 )
-def test_an_expression_of_unknown_names_is_an_error_at_decoration(text, problem):
+def test_an_expression_of_unknown_names_is_an_error(text, problem):
     expected = f"auto_vmap(<lambda>): b: the dimension {text!r} could never be checked: "
     with pytest.raises(ValueError, match=f"^{re.escape(expected + problem)}$"):
         auto_vmap("n", {"x": f"3 {text}"})(lambda a, b: a)
@@ -257,7 +259,8 @@ def test_what_jaxtyping_accepts_in_an_annotation_is_accepted():
     def kernel(a: Float[Array, "n"], b: Float[Array, "n/2"], c: Float[Array, "{k} n+k"], k: int):
         return c
 
-    assert kernel(jnp.ones(4), jnp.ones(2), jnp.ones((6, 7, 8)), 7).shape == (6, 7, 8)
+    c = np.arange(336.0, dtype="f").reshape(6, 7, 8)
+    np.testing.assert_array_equal(kernel(jnp.ones(4), jnp.ones(2), c, 7), c)
     with pytest.raises(CoreDimensionError, match=r"declared as n/2 = 2\.5 is 2 \(b\)\.$"):
         kernel(jnp.ones(5), jnp.ones(2), jnp.ones((6, 7, 8)), 7)
 
@@ -295,11 +298,13 @@ def test_names_are_compared_within_one_pytree_argument():
 def test_names_hold_for_one_call_only():
     kernel = auto_vmap("n", "n")(lambda a, b: a @ b)
     for n in (3, 5):
-        assert kernel(jnp.ones((2, n)), jnp.ones(n)).shape == (2,)
+        a, b = np.arange(2.0 * n, dtype="f").reshape(2, n), np.arange(n, dtype="f")
+        np.testing.assert_array_equal(kernel(a, b), a @ b)
 
 
 def test_dimension_strings_and_ints_mix():
     kernel = auto_vmap("n", 1, c=None)(lambda a, b, c: a + b * c)
-    assert kernel(jnp.ones((4, 2)), jnp.ones(2), 3.0).shape == (4, 2)
+    a, b = np.arange(8.0, dtype="f").reshape(4, 2), np.arange(2.0, dtype="f")
+    np.testing.assert_array_equal(kernel(a, b, 3.0), a + b * 3)
     with pytest.raises(CoreDimensionError, match=r"A dimension declared as n\+1 = 4 is 3 \(b\)\.$"):
         auto_vmap("n", "n+1")(lambda a, b: a)(jnp.ones(3), jnp.ones(3))

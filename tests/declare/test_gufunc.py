@@ -81,7 +81,8 @@ def test_it_overrides_annotations_of_the_return_too():
     def kernel(x: Float[Array, "n"]) -> Float[Array, "n"]:
         return jnp.concatenate([x, x])
 
-    assert kernel(jnp.ones((4, 3))).shape == (4, 6)
+    x = jnp.arange(12.0).reshape(4, 3)
+    assert_same(kernel(x), jnp.concatenate([x, x], 1))
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,17 @@ def test_defaults_keyword_only_and_self_need_no_input():
             assert note == "none"
             return self.power * x * n + shift
 
-    assert Lens().bend(jnp.ones((4, 3)), jnp.ones((5, 1))).shape == (5, 4, 3)
+    x, n = jnp.arange(12.0).reshape(4, 3), jnp.arange(5.0)
+    assert_same(Lens().bend(x, n[:, None]), 2 * jnp.multiply.outer(n, x) + 1)
 
 
 def test_an_input_may_reach_a_default_and_args():
     kernel = auto_vmap("(n),(n)->()")(lambda x, y=m: x @ y)
     assert kernel(x[..., 0]).shape == (4,)
     every = auto_vmap("(n)->()")(lambda *xs: sum(v @ v for v in xs))
-    assert every(x, jnp.ones((2, 3)), jnp.ones(3)).shape == (4, 2)
+    ys, z = jnp.arange(6.0).reshape(2, 3), jnp.arange(3.0)
+    want = (x**2).sum(-1) + (ys**2).sum(-1)[None] + z @ z
+    assert_same(every(x, ys, z), want)
 
 
 def test_named_ranks_beside_a_signature_are_an_error():

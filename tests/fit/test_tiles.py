@@ -33,7 +33,7 @@ def distances(points):
     return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
 
 
-CACHE_BYTES = cpu._cache_bytes  # which tests replace
+CACHE_BYTES = cpu._cache_bytes  # which conftest.py replaces
 
 
 def test_a_cache_that_the_machine_does_not_tell(monkeypatch):
@@ -57,12 +57,6 @@ def pushed(mapped, x):
 def steps(fun, *args):
     """The lengths of the loops in a program, and of those inside."""
     return [int(n) for n in re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(fun)(*args)))]
-
-
-@pytest.fixture(autouse=True)
-def caches(monkeypatch):
-    """Test on a machine whose cores have a cache of a megabyte each."""
-    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
 
 
 # Which tile.
@@ -143,7 +137,7 @@ def test_all_else_keeps_its_chunk(name):
 
 
 @needs_tiles
-def test_a_chunk_smaller_than_the_tile_is_kept_and_one_that_holds_all_is_vmap():
+def test_chunks_below_a_tile_and_chunks_that_hold_all():
     x = clouds(100)
     kernel = auto_vmap(2)(distances)
     assert [
@@ -460,7 +454,7 @@ def test_jax_0_11_1_gets_large_tiles_and_a_warning(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_costs_choose_tiles_that_are_faster_by_the_times_in_the_files(monkeypatch):
+def test_the_costs_choose_faster_tiles_by_the_measured_times(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     speed = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -350,7 +350,7 @@ def test_trees_that_may_be_meant_for_an_outer_product(decorate):
     ]
 
 
-def test_several_arguments_that_may_be_meant_for_an_outer_product(decorate):
+def test_several_arguments_of_an_outer_product(decorate):
     f = decorate(0, 1, scale=0)(untraced)
     assert hints_of(f, jnp.ones(4), jnp.ones((5, 3)), scale=jnp.ones(4)) == [
         "To combine every pos with every mass and scale, pass pos[:, None]."
@@ -360,8 +360,9 @@ def test_several_arguments_that_may_be_meant_for_an_outer_product(decorate):
         "pos[:, None]."
     ]
     mapped = auto_vmap(0, 1, scale=0)(kernel)
-    args = jnp.ones(4)[:, None, None], jnp.ones((5, 3))[:, None]
-    assert mapped(*args, scale=jnp.ones(6)).shape == (4, 5, 6)
+    mass, pos, scale = jnp.arange(4.0), jnp.arange(15.0).reshape(5, 3), jnp.arange(6.0)
+    out = mapped(mass[:, None, None], pos[:, None], scale=scale)
+    np.testing.assert_array_equal(out, np.einsum("a,bc,d->abd", mass, pos, scale))
 
 
 def test_items_of_args_that_may_be_meant_for_an_outer_product(decorate):

@@ -101,7 +101,7 @@ def test_an_outer_product_is_never_broadcast():
     assert plan.in_flight > 100
 
 
-def test_an_outer_product_of_vectors_broadcasts_nothing_without_chunks_either():
+def test_an_outer_product_broadcasts_nothing_without_chunks():
     """The two inputs are 1.5 MB; their broadcast product with all 64 elements would be 2.3 GB."""
     mapped = auto_vmap(1, 1)(jnp.dot)
     args = shapes((3000, 1, 64), (1, 3001, 64))

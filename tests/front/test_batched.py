@@ -68,6 +68,7 @@ def lengths_of(call):
 
 
 @pytest.mark.parametrize("chunk_size", SIZES)
+@pytest.mark.quick("3", "None", "100")
 def test_values_and_gradients(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     close(kernel(X, S), ONE(X, S))
@@ -89,6 +90,7 @@ def test_eager_and_second_derivatives(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
 @pytest.mark.parametrize("reduce", ["sum", "max", "logsumexp", TopK(3)], ids=str)
+@pytest.mark.quick("sum-7", "max-7", "TopK(where=None, k=3)-7")
 def test_reductions(reduce, chunk_size):
     options = {"reduce": Out(reduce, None)}
     kernel, one = (f.with_options(**options) for f in (BATCHED, ONE))

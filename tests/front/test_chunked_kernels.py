@@ -180,7 +180,8 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("fun", COLLECTIVES.values(), ids=COLLECTIVES)
 @pytest.mark.parametrize("around", ["nothing", "the same name", "another name"])
-def test_a_collective_works_in_one_chunk_and_is_refused_in_several(fun, around):
+@pytest.mark.quick("the same name-axis_index", "another name-pmean")
+def test_a_collective_works_in_one_chunk_only(fun, around):
     outer = {"nothing": None, "the same name": "items", "another name": "other"}[around]
 
     def call(chunk_size):
@@ -313,7 +314,7 @@ def test_ordered_callbacks_in_larger_chunks_are_refused(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3])
-def test_a_key_that_every_chunk_uses_is_named_by_the_check_for_reuse(chunk_size):
+def test_the_check_for_reuse_names_a_key_that_every_chunk_uses(chunk_size):
     def kernel(key, x):
         return jax.random.normal(key) * x
 
@@ -385,6 +386,7 @@ CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "typed": lambda: jnp.float32(2), 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.quick("weak-False", "typed-False", "int-True")
 def test_a_constant_output_is_an_array(name, jit):
     def kernel(x):
         return {"x": jnp.sin(x), "c": CONSTANTS[name]()}

@@ -18,8 +18,8 @@ from helpers import (
     REMAT3,
     assert_same,
     at_each_run,
+    equations,
     is_checkpoint,
-    name_and_params,
     primitives,
     slow,
 )
@@ -75,6 +75,7 @@ EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 14),
 
 
 @pytest.mark.parametrize("length", EVERY_LENGTH)
+@pytest.mark.quick("7", "1", "12")
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are evaluated once."""
     rng = np.random.default_rng(length)
@@ -154,7 +155,12 @@ class Pose(NamedTuple):
 
 
 @LENGTHS
-@pytest.mark.parametrize("out_axes", [0, slow(1), slow(-1), -2, {"a": 2, "b": (0, None)}])
+@pytest.mark.parametrize(
+    "out_axes",
+    [0, slow(1), slow(-1), -2, {"a": 2, "b": (0, None)}],
+    ids=["0", "1", "-1", "-2", "tree"],
+)
+@pytest.mark.quick("-2-12", "0-12", "tree-13")
 def test_prefixes_of_in_axes_and_out_axes(length, out_axes):
     def one(pose, pair, scale):
         moved = pose.rotation @ pair[0] * scale + pose.shift
@@ -362,19 +368,10 @@ def test_one_chunk_is_exactly_the_program_of_vmap(chunk_size):
 def test_otherwise_one_loop_holds_the_chunk(length):
     x, k = items(length)
     program = jax.make_jaxpr(chunked_vmap(kernel, 4))(x, k)
-    (loop,) = (e for e in _equations(program.jaxpr) if e.primitive.name == "scan")
+    (loop,) = (e for e in equations(program.jaxpr) if e.primitive.name == "scan")
     assert loop.params["length"] == math.ceil(length / 4)
-    (sine,) = (e for e in _equations(loop.params["jaxpr"].jaxpr) if e.primitive.name == "sin")
+    (sine,) = (e for e in equations(loop.params["jaxpr"].jaxpr) if e.primitive.name == "sin")
     assert sine.outvars[0].aval.shape == (4, 3)
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in name_and_params(equation)[1].values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 def _is_whole(shape):
@@ -385,10 +382,10 @@ def test_what_is_read_by_index_is_flat_before_the_loop():
     """Only reads touch the whole: a reshape there, and the loop would not be transposed well."""
 
     def whole_operands(f, *args):
-        (loop,) = (e for e in _equations(jax.make_jaxpr(f)(*args).jaxpr) if e.params.get("length"))
+        (loop,) = (e for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.params.get("length"))
         return Counter(
             equation.primitive.name
-            for equation in _equations(loop.params["jaxpr"].jaxpr)
+            for equation in equations(loop.params["jaxpr"].jaxpr)
             if any(_is_whole(v.aval.shape) for v in equation.invars if hasattr(v, "aval"))
         )
 
@@ -401,7 +398,7 @@ def test_an_axis_that_32_bits_cannot_count_is_not_made():
     """Only shapes: 2**29 + 1 items of 8 numbers, as one axis, would be past 2**31."""
     x = jax.ShapeDtypeStruct((2**29 + 1, 8), jnp.float32)
     program = jax.make_jaxpr(chunked_vmap(jnp.sin, 2**20))(x)
-    reads = [e for e in _equations(program.jaxpr) if e.primitive.name == "dynamic_slice"]
+    reads = [e for e in equations(program.jaxpr) if e.primitive.name == "dynamic_slice"]
     assert [e.invars[0].aval.shape for e in reads] == [x.shape]
 
 
@@ -450,7 +447,7 @@ def test_checkpoint_recomputes_in_the_reverse_pass(length, checkpoint):
 
 def test_a_smaller_chunk_that_divides_is_preferred():
     f, x = chunked_vmap(jnp.sin, 6), jnp.ones(20)  # 4 x 5, not 6 + 6 + 6 + 2
-    (loop,) = (e for e in _equations(jax.make_jaxpr(f)(x).jaxpr) if e.primitive.name == "scan")
+    (loop,) = (e for e in equations(jax.make_jaxpr(f)(x).jaxpr) if e.primitive.name == "scan")
     assert loop.params["length"] == 4
     assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives(f, x))
 
@@ -535,6 +532,7 @@ def both_arguments(derivative):
     ],
     ids=["jvp", "vjp", "linearize", "jacfwd", "jacrev", "jvp-vjp", "vjp-jvp"],
 )
+@pytest.mark.quick("vjp-jvp-13", "jvp-12", "jacfwd-12")
 def test_first_derivatives(length, derivative):
     both(length, lambda transform: derivative(rows(transform)))
 
@@ -556,6 +554,7 @@ HIGHER = {
 
 @LENGTHS
 @pytest.mark.parametrize("derivative", at_each_run(["hessian", "rev-rev", "fwd-fwd"], HIGHER))
+@pytest.mark.quick("hessian-12", "fwd-fwd-13")
 def test_higher_derivatives(length, derivative):
     both(length, lambda transform: derivative(total(transform)))
 
@@ -581,6 +580,7 @@ HIGHER_INSIDE = {
     "case",
     at_each_run(["hessian in scan", "hessian in chunks", "rev-rev in scan"], HIGHER_INSIDE),
 )
+@pytest.mark.quick("hessian in scan", "hessian in chunks")
 def test_higher_derivatives_inside_another_loop(case):
     """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
     chunked = functools.partial(_chunked_with, chunk_size=2)
@@ -617,6 +617,7 @@ def of_outputs(out):
 
 @pytest.mark.parametrize("how", EVALUATED)
 @pytest.mark.parametrize("outer", [jax.grad, slow(jax.jacfwd)])
+@pytest.mark.quick("grad-jit", "grad-eager")
 def test_outputs_that_move_in_the_second_derivative_only(outer, how):
     def one(x, y):
         return {"first": jnp.sin(x), "second": jnp.cos(y), "both": x * y**2, "neither": 3}
@@ -684,6 +685,7 @@ def test_vmap_of_grad_inside(length):
 
 @LENGTHS
 @pytest.mark.parametrize("inner_size", [slow(3), 4])
+@pytest.mark.quick("4-13", "4-12")
 def test_nested_in_itself(length, inner_size):
     def nested(outer, inner):
         def block(x, w):
@@ -698,6 +700,7 @@ def test_nested_in_itself(length, inner_size):
 
 
 @LENGTHS
+@pytest.mark.quick("13", "12")
 def test_under_vmap_with_batched_closed_over_values(length):
     def make(transform):
         def f(x, w):
@@ -733,6 +736,7 @@ def test_under_scan_and_checkpoint(length):
 
 @UNEVEN_FIRST
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+@pytest.mark.quick("checkpoint-13", "jit-13")
 def test_second_derivatives_through_a_wrapper(length, wrap):
     def make(transform):
         gradient = jax.grad(wrap(total(transform)))
@@ -775,6 +779,7 @@ def _(primals, tangents):
 
 
 @LENGTHS
+@pytest.mark.quick("13", "12")
 def test_kernels_with_rules_of_their_own(length):
     both(length, lambda t: pulled(lambda x, w: t(lambda row: clipped(row * w))(x)))
     both(length, lambda t: pulled(lambda x, w: t(lambda row: doubled(row * w))(x)))
@@ -1020,7 +1025,7 @@ def test_errors_name_arguments_as_the_kernel_does():
         chunked_vmap(functools.partial(tagged, FIVE), 2)(1.0, FIVE)
 
 
-def test_errors_count_arguments_where_the_kernel_has_no_signature():
+def test_errors_count_arguments_without_a_signature():
     with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
         chunked_vmap(max, 2)(FIVE, FIVE[:4])
     assert str(caught.value) == (

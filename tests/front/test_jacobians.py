@@ -95,6 +95,7 @@ def same_as_in_jax(got, plain, name):
     [(jax.jit, [2]), slow(jax.jit, [1, None]), slow(lambda fun: fun, [2])],
     ids=["jit", "jit-one-all", "eager"],
 )
+@pytest.mark.quick("jit-jacfwd-tree", "jit-jacrev-weak and not", "jit-hessian-a number as output")
 def test_as_in_jax(plain, chunked, name, wrap, chunk_sizes):
     fun, args, options = CASES[name]
     each = [chunked(fun, **options, chunk_size=size) for size in chunk_sizes]
@@ -325,6 +326,7 @@ def test_the_gram_matrix_of_real_inputs_is_real():
 
 
 @pytest.mark.parametrize(("plain", "chunked"), BOTH)
+@pytest.mark.quick("jacrev", "jacfwd")
 def test_reduced_rows_have_derivatives(plain, chunked):
     def fun(x):
         return jnp.sin(x) * jnp.sum(x**2)
@@ -412,6 +414,7 @@ def test_a_jacobian_needs_one_chunk_beyond_itself():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
+@pytest.mark.quick("chunked_jacrev", "chunked_jacfwd")
 def test_what_is_reduced_needs_no_jacobian(chunked):
     assert temporary_bytes(chunked(waves, reduce="gram", chunk_size=10), POINT) < 20e6
     assert temporary_bytes(chunked(waves, reduce="max", chunk_size=10), POINT) < 10e6

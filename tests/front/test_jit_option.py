@@ -250,7 +250,7 @@ def f(request):
     return auto_vmap(0, 1, chunk_size=request.param, jit=True)(wave)
 
 
-def test_an_outer_trace_sees_no_call_that_the_kernel_does_not_make(f):
+def test_an_outer_trace_sees_only_calls_of_the_kernel(f):
     plain = auto_vmap(0, 1)(wave)
     chunked = f.plan(*ARGS).in_flight < 20
     for transform in (jax.jit, lambda f: f):
@@ -271,6 +271,7 @@ def test_an_outer_trace_sees_no_call_that_the_kernel_does_not_make(f):
             assert programs[0] == programs[1]
 
 
+@pytest.mark.quick("3", "None", "20")
 def test_values_gradients_and_tangents(f):
     def plain(s, v):
         return by_hand(s[:, 0], v)

@@ -209,7 +209,7 @@ def test_wrong_options_are_refused_at_once(give, error, text):
 # A new option of loops.
 
 
-def test_an_option_that_is_a_field_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
+def test_an_option_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Spec(LoopSpec):
         devices: int | None = None  # stands for the new option

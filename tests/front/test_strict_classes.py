@@ -94,6 +94,7 @@ def looped(fun, *args):
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.quick("False-1", "True-None")
 def test_in_and_out_of_a_kernel(chunk_size, jit):
     normals = Normal(M, jnp.ones(LENGTH))
     want = jax.jit(looped, static_argnums=0)(shifted, normals, M)
@@ -118,6 +119,7 @@ def test_levels_of_a_nest_are_not_seen(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
+@pytest.mark.quick("2", "None")
 def test_chunked_with_axes(chunk_size):
     if chunk_size is None and jax.__version_info__ < (0, 8):
         pytest.skip("without a chunk size it is jax.vmap, which fails here with JAX 0.7")
@@ -162,6 +164,7 @@ def plain(name):
 
 @pytest.mark.parametrize("init", [0.3, slow(jnp.float32(0.3))], ids=["weak", "strong"])
 @pytest.mark.parametrize("name", SCANS)
+@pytest.mark.quick("sliced-weak", "checkpointed-weak")
 def test_as_carry_of_a_scan(name, init):
     def body(state, x):
         state = State(jnp.sin(state.x) + x)
@@ -180,6 +183,7 @@ def test_as_carry_of_a_scan(name, init):
 
 
 @pytest.mark.parametrize("name", SCANS)
+@pytest.mark.quick("sliced", "sliced backwards", "checkpointed")
 def test_as_inputs_and_outputs_of_a_scan(name):
     def body(carry, x):
         carry = carry * x.scale + x.mean

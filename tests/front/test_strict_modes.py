@@ -144,6 +144,7 @@ def checks():
 
 
 @pytest.mark.parametrize("mode", [checks, jax.disable_jit])
+@pytest.mark.quick("auto_vmap, jit and chunks-checks", "checkpoint_while_loop-disable_jit")
 def test_strict_modes(case, mode):
     with mode():
         check(*case)
@@ -154,6 +155,7 @@ def test_promotion_is_strict_in_this_session():
     assert jax.config.jax_numpy_dtype_promotion == "strict"
 
 
+@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_compiled_calls_transfer_nothing(case):
     f, args, want = case
     compiled = jax.jit(lambda *args: outputs_and_gradients(f, *args))
@@ -171,6 +173,7 @@ EAGER = {name: case for name, case in CASES.items() if name not in WITH_CONSTANT
 
 
 @pytest.mark.parametrize("name", EAGER)
+@pytest.mark.quick("auto_vmap", "chunked_vmap, even", "checkpoint_while_loop")
 def test_eager_calls_transfer_nothing_implicitly(name):
     f, args, plain = EAGER[name]
     with jax.transfer_guard("disallow"):
@@ -178,6 +181,7 @@ def test_eager_calls_transfer_nothing_implicitly(name):
     assert_same(got, jax.jit(plain)(*args))
 
 
+@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_double_precision(case):
     f, args, _ = case
     plain = next(p for g, _, p in CASES.values() if g is f)
@@ -189,6 +193,7 @@ def test_double_precision(case):
         assert_same(f(*args), jax.jit(plain)(*args))  # and single stays single
 
 
+@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_export_round_trip(case):
     f, args, want = case
     exported = jax.export.export(jax.jit(f))(*args)
@@ -196,6 +201,7 @@ def test_export_round_trip(case):
     check(again.call, args, want)
 
 
+@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_several_threads_at_once(case):
     f, args, want = case
 

@@ -100,7 +100,7 @@ def test_another_gradient_is_found_and_only_if_asked_for():
         kernel.check(W, gradient=True)
 
 
-def test_an_item_that_is_not_finite_does_not_hide_the_gradients_of_others():
+def test_an_item_that_is_not_finite_hides_no_other_gradient():
     x = X.at[2, 3].set(-1.0)
     LENGTH.check(x, W, items=3, gradient=True)
     LENGTH.check(x, W, items=35, gradient=True)

@@ -193,6 +193,7 @@ def test_modules_that_cloudpickle_takes_by_value():
 
 
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.quick("{'chunk_size': 2}", "{'jit': True}")
 def test_copies_and_weak_references(options):
     mapped = auto_vmap(0, **options)(lambda x: x)
     mapped(S)
@@ -207,6 +208,7 @@ def test_copies_and_weak_references(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
+@pytest.mark.quick("{'chunk_size': 2}", "{}")
 def test_a_call_keeps_no_argument_alive(options):
     class Marker:
         pass
@@ -424,6 +426,7 @@ ORDERS = {
     "order",
     [pytest.param(o, marks=crashes_at_exit) if o == "filter_jit" else o for o in ORDERS],
 )
+@pytest.mark.quick("jit-chunks", "checkpoint-chunks")
 def test_the_order_of_wrappers_does_not_matter(order, options):
     def f(s, v):
         return jnp.sin(s) * jnp.sum(v**2)

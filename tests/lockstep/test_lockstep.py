@@ -174,6 +174,7 @@ def free(fun, lanes=5, **options):
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 37, 100])
+@pytest.mark.quick("4", "1")
 def test_trees_integers_and_bools(lanes):
     want = in_lockstep(X)
     assert_same(free(halvings, lanes)(X), want)
@@ -252,6 +253,7 @@ def test_an_expensive_branch_runs_for_the_items_that_take_it():
 
 
 @pytest.mark.parametrize(("numbers", "loops"), [(1, 1), (999, 2)], ids=["cheap", "expensive"])
+@pytest.mark.quick("cheap", "expensive")
 def test_a_cheap_loop_inside_a_step_stays_whole(numbers, loops):
     def kernel(x):
         def inner(s):
@@ -302,6 +304,7 @@ def test_carried_values_change_places():
     ],
     ids=lambda reduction: getattr(reduction, "name", str(reduction)),
 )
+@pytest.mark.quick("sum", "BottomK(3)", "Fold")
 def test_reductions_are_those_of_lockstep(reduction):
     def kernel(x):
         out = halvings(x)
@@ -314,6 +317,7 @@ def test_reductions_are_those_of_lockstep(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "argmin"])
+@pytest.mark.quick("mean", "sum", "argmin")
 def test_only_items_that_count_are_reduced(reduction):
     def kernel(x):
         return {"y": newton(x), "ok": x.astype(jnp.int32) % 3 == 0}

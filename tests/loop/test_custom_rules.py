@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, at_each_run, name_and_params
+from helpers import REMAT3, assert_same, at_each_run, name_of
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -214,6 +214,7 @@ AT_EACH_RUN = {"jvp: rule calls itself", "jvp: symbolic zeros", "jvp: in cond", 
 
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, FUNCTIONS))
+@pytest.mark.quick("jvp: symbolic zeros", "jvp: rule calls itself", "vjp: scaled")
 def test_chunked_derivatives_are_those_of_vmap(case):
     fun, kinds = case
     kernel = kernel_of(fun)  # seven items: the last chunk overlaps
@@ -336,6 +337,7 @@ def _sliced(result):
         ["jvp", "vjp"], {"jvp": self_calling, "jit": jax.jit(body_calling), "vjp": scaled_back}
     ),
 )
+@pytest.mark.quick("jvp-sliced", "vjp-chunked")
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
         carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)
@@ -403,7 +405,7 @@ def test_what_a_map_does_not_map_is_not_broadcast():
         return jax.vmap(lambda y: chunked_vmap(kernel_of(self_calling), 2)(x).sum() + y)(y)
 
     jaxpr = jax.make_jaxpr(program)(X, jnp.ones(5)).jaxpr
-    (call,) = (eqn for eqn in jaxpr.eqns if name_and_params(eqn)[0] == "rankax_call")
+    (call,) = (eqn for eqn in jaxpr.eqns if name_of(eqn) == "rankax_call")
     assert [v.aval.shape for v in call.outvars] == [(7,)]
 
 

@@ -85,6 +85,7 @@ def by_vmap(transform, kernel):
 
 @pytest.mark.parametrize("chunk_size", [5, 4, 1])
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.quick("sum-5", "branches-1", "random-1")
 def test_a_second_call_compiles_nothing(name, chunk_size):
     kernel = KERNELS[name]
     mapped = chunked_vmap(kernel, chunk_size)
@@ -98,6 +99,7 @@ def test_a_second_call_compiles_nothing(name, chunk_size):
 
 @pytest.mark.parametrize("reduce", [None, "gram"])
 @pytest.mark.parametrize("chunked", [rankax.chunked_jacfwd, rankax.chunked_jacrev])
+@pytest.mark.quick("chunked_jacrev-gram", "chunked_jacfwd-None")
 def test_a_second_jacobian_compiles_nothing(chunked, reduce):
     def fun(x):
         return jnp.sin(x) * jnp.sum(x**3)
@@ -107,7 +109,7 @@ def test_a_second_jacobian_compiles_nothing(chunked, reduce):
     assert some > more == 0
 
 
-def test_a_second_derivative_in_tiles_of_its_own_compiles_nothing(monkeypatch):
+def test_a_second_derivative_in_tiles_compiles_nothing(monkeypatch):
     monkeypatch.setattr(run, "best_tiles", lambda _: Tiles(5, 2))
     monkeypatch.setattr(run, "tiles_matter", lambda _: True)
 
@@ -124,6 +126,7 @@ def test_a_second_derivative_in_tiles_of_its_own_compiles_nothing(monkeypatch):
 
 @pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize("reduce", [None, "sum", "argmax", "logsumexp"])
+@pytest.mark.quick("None-True", "sum-False", "logsumexp-False")
 def test_a_warm_call_traces_the_kernel_and_nothing_else(monkeypatch, reduce, lockstep):
     def kernel(x):
         return jnp.sum(jnp.sin(x) * 0.3317)
@@ -186,7 +189,9 @@ def assert_fresh(kernel, change):
         (np.float32(2), np.full(3, 3, np.float32), 2.0),
         (jnp.int32(3), jnp.float32(3), np.int32(4)),
     ],
+    ids=["floats", "weak types", "zeros", "rows", "shapes", "weak and typed", "types"],
 )
+@pytest.mark.quick("rows", "weak and typed", "floats")
 def test_what_is_outside_may_change(values):
     outside = SimpleNamespace(value=None)
     outside_list = [None]
@@ -426,6 +431,7 @@ def test_transformations_of_an_eager_call():
     ["sum", "argmin", "logsumexp", "max", "mean", rankax.reductions.Best(0), None],
     ids=str,
 )
+@pytest.mark.quick("sum", "max", "None")
 def test_a_second_reduction_compiles_nothing(reduce):
     scale = 2.0
     points, others = jnp.arange(12.0).reshape(4, 1, 3), jnp.cos(jnp.arange(33.0)).reshape(11, 3)
@@ -487,6 +493,7 @@ SMOOTH = {
 @pytest.mark.parametrize("chunk_size", [5, 4])
 @pytest.mark.parametrize("transform", list(TRANSFORMS)[1:])
 @pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.quick("sum-grad-5", "constants-hessian-4", "scan-hessian-4")
 def test_a_second_transformed_call_compiles_nothing(name, transform, chunk_size):
     kernel, apply = SMOOTH[name], TRANSFORMS[transform]
     first, some = compilations(apply(chunked_vmap(kernel, chunk_size)), X)
@@ -498,6 +505,7 @@ def test_a_second_transformed_call_compiles_nothing(name, transform, chunk_size)
 
 
 @pytest.mark.parametrize("reduce", [None, "sum", "max", "logsumexp"])
+@pytest.mark.quick("sum", "None", "logsumexp")
 def test_a_second_gradient_of_two_levels_compiles_nothing(reduce):
     call = auto_vmap(1, 1, reduce=reduce, chunk_size=3)(lambda x, y: jnp.sum(jnp.cos(x * y)))
     gradient = jax.grad(lambda x: jnp.sum(call(x[:, None], X)))
@@ -540,7 +548,8 @@ def warnings_of(f, *args):
 
 @pytest.mark.parametrize("reduce", [None, "sum"])
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_a_derivative_with_rules_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
+@pytest.mark.quick("grad-sum", "vmap-sum")
+def test_a_derivative_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
     monkeypatch.setattr(eager, "_warnings", Kept(4))
 
     def kernel(x):

@@ -95,6 +95,7 @@ if hasattr(jax, "new_ref"):
 
 
 @pytest.mark.parametrize("name", at_each_run(EACH_RUN, {name: name for name in KERNELS}))
+@pytest.mark.quick("jit", "custom_vmap_call", "inverse")
 def test_a_primitive_that_holds_programs(name):
     kernel = KERNELS[name]
     used = primitives(kernel, M[0])

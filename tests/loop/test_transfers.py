@@ -62,6 +62,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.quick("a map", "best", "checkpoints")
 def test_eager_calls_transfer_nothing_implicitly(name):
     x, keys = jax.device_put(X), jax.random.split(jax.random.key(0), 7)
     if name in ("a matrix", "rows"):

@@ -46,6 +46,7 @@ NUMBERED = {
 
 @pytest.mark.parametrize("reduce", NUMBERED.values(), ids=NUMBERED)
 @pytest.mark.parametrize("chunk_size", [None, 1000])
+@pytest.mark.quick("None-argmin", "None-Best", "1000-Best")
 def test_indices_need_64_bits(reduce, chunk_size):
     kernel = with_mask if isinstance(reduce, Best) else distance
     mapped = auto_vmap(0, 0, reduce=reduce, chunk_size=chunk_size)(kernel)

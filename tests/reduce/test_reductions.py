@@ -70,6 +70,7 @@ def all_names(call, *args, names=tuple(PLAIN)):
 
 
 @pytest.mark.parametrize("axis", [-1, 0, (1, 0), None], ids=str)
+@pytest.mark.quick("0", "-1", "None")
 def test_values(axis):
     found = all_names(lambda name: reduced(name, axis), *ARGS)
     # jnp.argmin takes no tuple: all axes are one there.
@@ -88,6 +89,7 @@ def over_each_axis_plainly(name):
 
 @pytest.mark.parametrize("size", [1, 5, 40, *map(slow, (2, 22, 23, 24, 91, 92, None))])
 @pytest.mark.parametrize("name", ["sum", "argmax", "logsumexp"])
+@pytest.mark.quick("argmax-5", "sum-1", "logsumexp-40")
 def test_any_chunk_size(name, size):
     assert_same(
         over_each_axis(lambda axis: reduced(name, axis, size)), over_each_axis_plainly(name)
@@ -109,6 +111,7 @@ def loss_of(fun):
 
 @pytest.mark.parametrize("axis", [-1, slow(0), slow(None)], ids=str)
 @pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.quick("sum--1", "prod--1", "logsumexp--1")
 def test_first_derivatives(name, axis):
     def derivatives(fun):
         return jax.grad(loss_of(fun), (0, 1, 2))(*ARGS), jax.jvp(fun, ARGS, TANGENTS)[1]
@@ -163,6 +166,7 @@ DTYPES = ["bool", "int8", "int32", "uint8", "float16", "bfloat16", "float32", "c
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.quick("uint8", "bool", "complex64")
 def test_dtypes(dtype):
     real = np.asarray([3, 1, 1, 0, 2, 5, 5, 4, 2, 7, 0])
     values = jnp.asarray(real, dtype) * jnp.asarray(1 + 2j if dtype == "complex64" else 1, dtype)
@@ -218,6 +222,7 @@ def plain_and_reduced(values):
 
 
 @pytest.mark.parametrize("case", SPECIAL)
+@pytest.mark.quick("nan", "all inf", "huge")
 def test_special_values(case):
     expected, found = plain_and_reduced(jnp.asarray(SPECIAL[case]))
     for by_name in found.values():
@@ -244,6 +249,7 @@ def test_what_one_item_does_stays_with_it(name, bad):
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("name", ["sum", "mean", "prod", "any", "all", "logsumexp"])
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
+@pytest.mark.quick("sum-(0, 3)", "logsumexp-(0, 0)")
 def test_empty_batches(name, shape):
     values = jnp.ones(shape)
     kernel = auto_vmap(0, reduce=name, reduce_axis=-1, chunk_size=2)(lambda v: v)
@@ -288,6 +294,7 @@ def test_best(largest, size):
 
 @pytest.mark.parametrize("kind", [BottomK, TopK])
 @pytest.mark.parametrize("size", [1, 4, 500])
+@pytest.mark.quick("4-BottomK", "1-BottomK", "500-TopK")
 def test_top_and_bottom_k(kind, size):
     values = np.float32([3.0, 1.0, -np.nan, 1.0, -0.0, 0.0, np.inf, 3.0, -np.inf, 2.0, 1.0])
     order = np.argsort(values, stable=True)
@@ -313,6 +320,7 @@ def test_the_names_of_top_and_bottom_are_those_of_jax():
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "float16", "int32"])
 @pytest.mark.parametrize("kind", [BottomK, TopK])
+@pytest.mark.quick("BottomK-int8", "BottomK-int32", "TopK-int32")
 def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
     ends = [] if dtype in ("bool", "float16") else [jnp.iinfo(dtype).max, jnp.iinfo(dtype).min]
     values = np.asarray([1, 0, 1, 3, 0, *ends, 2, *ends]).astype(dtype)
@@ -325,6 +333,7 @@ def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
 
 @pytest.mark.parametrize("kind", [BottomK, TopK])
 @pytest.mark.parametrize("k", [1, 2, 8, 9])  # up to 8, each lane has its own
+@pytest.mark.quick("2-TopK", "1-BottomK", "9-TopK")
 def test_top_and_bottom_k_of_many_equals(k, kind):
     """With the worst value among the items, in one level, in two, and with a remainder."""
 
@@ -764,6 +773,7 @@ def test_the_kernel_is_traced_once(reduce):
 @pytest.mark.parametrize(
     ("reduce", "again"), [("min", 1), ("max", 1), (Best("distance"), 1), (BottomK(3), 3)], ids=str
 )
+@pytest.mark.quick("max-1", "BottomK(where=None, k=3)-3")
 def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
     evaluated = []
 
@@ -1068,6 +1078,7 @@ def test_many_of_a_length_that_no_tile_divides(kind):
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("weights", [np.ones(3), jnp.ones(3), {"a": [1.0]}], ids=type)
+@pytest.mark.quick("ndarray-None", "dict-2")
 def test_weights_are_those_of_a_jacobian(weights, chunk_size):
     line = row.__code__.co_firstlineno
     text = (
@@ -1154,7 +1165,7 @@ def test_the_picture_of_a_plan_says_it_too():
     assert "reduced by sum, to (4,)" in shown
 
 
-def test_the_least_of_more_than_an_inner_row_has_are_items_though_they_are_nan():
+def test_the_least_of_many_are_items_though_they_are_nan():
     """Its empty places, which rank with nan, must not pass for items with other indices."""
     x, y = jnp.array([[jnp.nan], [jnp.nan], [5.0], [jnp.nan]]), jnp.arange(2.0)
     kernel = auto_vmap(x=0, y=0, reduce=BottomK(5))(lambda x, y: x + y)

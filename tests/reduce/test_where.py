@@ -234,6 +234,7 @@ def test_the_mask_may_have_an_entry_of_its_own():
 
 @pytest.mark.parametrize("dtype", ["int8", slow("uint32"), "bool", "float16", "complex64"])
 @pytest.mark.parametrize("size", [3, slow(None)])
+@pytest.mark.quick("3-int8", "3-bool", "3-complex64")
 def test_dtypes_and_the_worst_of_each(dtype, size):
     """What counts may equal the identity: it is found all the same."""
     if dtype in ("int8", "uint32", "bool"):
@@ -279,6 +280,7 @@ def test_nan_that_counts(size):
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.quick("5-True", "None-False")
 def test_best(size, largest):
     def kernel(x, y, w):
         out = pair(x, y, w)

@@ -4,7 +4,6 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,9 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from helpers import (
     assert_same,
     is_checkpoint,
-    name_and_params,
+    name_of,
     primitives,
     slow,
+    subprograms,
     temporary_bytes,
 )
 from rankax import checkpoint_chunked_scan
@@ -36,6 +36,7 @@ from scan_cases import (
     sum_of_squares,
     traced,
     traced_hessian,
+    transformed_scan,
 )
 
 sizes = st.integers(1, 23)
@@ -87,20 +88,14 @@ def chunk_lengths(fun, *args):
 
     def inside(jaxpr):
         for equation in jaxpr.eqns:
-            below = []
-            name, params = name_and_params(equation)
-            for parameter in jax.tree.leaves(params, is_leaf=is_jaxpr):
-                if is_jaxpr(parameter):
-                    below += inside(getattr(parameter, "jaxpr", parameter))
+            below = [each for program in subprograms(equation) for each in inside(program)]
+            name = name_of(equation)
             if is_checkpoint(name):
                 yield "checkpoint", below
             elif name == "scan":
-                yield params["length"], below
+                yield equation.params["length"], below
             else:
                 yield from below
-
-    def is_jaxpr(value):
-        return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
 
     return list(inside(jax.make_jaxpr(fun)(*args).jaxpr))
 
@@ -156,7 +151,10 @@ def test_policy_reaches_every_checkpoint():
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, traced, slow(traced_hessian)])
 @pytest.mark.parametrize("length", [0, slow(12), 13])
-@pytest.mark.parametrize("chunk_size", [slow(None), 4, (6, 4, 2)])
+@pytest.mark.parametrize(
+    "chunk_size", [slow(None), 4, (6, 4, 2)], ids=["None", "4", "in three levels"]
+)
+@pytest.mark.quick("in three levels-13-traced", "4-0-<lambda>")
 def test_body_is_traced_once(length, transform, chunk_size):
     traces = []
 
@@ -175,20 +173,17 @@ def test_body_is_traced_once(length, transform, chunk_size):
 # Transformations.
 
 
-@functools.cache
-def transformed_scan(name):
-    """Evaluate a transformation of `jax.lax.scan`, once for all chunks of it."""
-    return jax.jit(TRANSFORMATIONS[name](sum_of_squares(lax.scan)))(jnp.float32(0.3), XS[:9])
-
-
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.parametrize("chunk_size", [slow(4), (5, 2)])
+@pytest.mark.parametrize("chunk_size", [slow(4), (5, 2)], ids=["4", "in two levels"])
+@pytest.mark.quick(
+    "in two levels-grad", "in two levels-jvp in xs", "in two levels-grad of checkpoint"
+)
 def test_transformations(name, chunk_size):
     transform = TRANSFORMATIONS[name]
     chunked = functools.partial(checkpoint_chunked_scan, chunk_size=chunk_size)
     with jax.checking_leaks():
         got = jax.jit(transform(sum_of_squares(chunked)))(jnp.float32(0.3), XS[:9])
-    assert_same(got, transformed_scan(name), rtol=1e-4)
+    assert_same(got, transformed_scan(name, lax.scan, 9), rtol=1e-4)
 
 
 def test_values_closed_over_get_gradients():

@@ -21,6 +21,7 @@ INIT = np.float32(0.5)
 
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.quick("False-slice", "True-chunks")
 def test_a_warm_eager_scan_compiles_nothing(name, differentiated):
     def call(scale, xs):
         def step(carry, x):  # another function in each call

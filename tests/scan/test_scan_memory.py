@@ -4,12 +4,11 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from helpers import slow, temporary_bytes
+from helpers import slow, subprograms, temporary_bytes
 from rankax import checkpoint_chunked_scan, sliced_scan
 
 pytestmark = pytest.mark.optimized
@@ -53,6 +52,9 @@ WINDOWS = [
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [EVEN, PRIME])
 @pytest.mark.parametrize("reverse", [False, slow(True)])
+@pytest.mark.quick(
+    "False-20011-{'start': 777, 'stop': -777, 'step': 100}", "False-20000-{'step': 100}"
+)
 def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
     sliced = functools.partial(sliced_scan, body, length=length, reverse=reverse, **window)
     assert temporary_bytes(sliced, STATE) < 0.5 * MB
@@ -131,14 +133,8 @@ def largest_inside_loops(jaxpr, inside=False):
         if inside:
             sizes += [variable.aval.size for variable in equation.outvars]
         below = inside or equation.primitive.name == "scan"
-        for parameter in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
-            if is_jaxpr(parameter):
-                sizes.append(largest_inside_loops(getattr(parameter, "jaxpr", parameter), below))
+        sizes += [largest_inside_loops(program, below) for program in subprograms(equation)]
     return max(sizes)
-
-
-def is_jaxpr(value):
-    return isinstance(value, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +146,10 @@ def is_jaxpr(value):
         (checkpoint_chunked_scan, {"chunk_size": 10}),
         (checkpoint_chunked_scan, {"chunk_size": (50, 10)}),
     ],
+    ids=["steps", "checkpointed steps", "ends", "chunks", "chunks in chunks"],
 )
 @pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.quick("1-steps", "1-chunks in chunks", "2-chunks")
 def test_no_step_of_a_gradient_touches_all_of_xs(scan, options, order):
     """Reading ``xs`` by index would: each step would add a cotangent as large as ``xs``."""
     gradient = jax.grad(loss(functools.partial(scan, **options)), 1)

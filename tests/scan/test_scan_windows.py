@@ -208,7 +208,7 @@ def test_a_step_that_is_computed_twice_is_found():
     assert_same((at, top.indices), (jnp.zeros(12, int), jnp.zeros((12, 1), int)))
 
 
-def test_a_window_of_equal_items_has_the_derivative_of_logsumexp_and_of_the_first_largest():
+def test_equal_items_in_a_window_have_these_derivatives():
     def each(reduce):
         return jax.grad(
             lambda xs: sliced_scan(lambda c, x: (c, x), 0.0, xs, save_at=[3], reduce=reduce)[1][0]
@@ -265,7 +265,7 @@ WINDOWS = {"save_at": (7, 0, 2), "checkpoint": True, "reduce": "mean"}
 
 
 @functools.cache
-def transformed_scan(name):
+def weighted_scan(name):
     """Compile a transformation of the plain scan, once for all weights of its outputs."""
 
     def of(init, xs, weights):
@@ -280,11 +280,12 @@ def transformed_scan(name):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("options", [KEPT, slow(WINDOWS)], ids=["kept", "mean"])
+@pytest.mark.quick("kept-grad", "kept-jvp in xs", "kept-grad of checkpoint")
 def test_transformations(name, options):
     in_window = windows(options["save_at"], 10)
     mean = in_window / in_window.sum(1, keepdims=True)
     weights = mean if "reduce" in options else np.eye(10)[list(options["save_at"])]
-    want = transformed_scan(name)(jnp.float32(0.3), XS, weights.astype("float32"))
+    want = weighted_scan(name)(jnp.float32(0.3), XS, weights.astype("float32"))
     sliced = functools.partial(sliced_scan, **options)
     with jax.checking_leaks():
         got = jax.jit(TRANSFORMATIONS[name](sum_of_squares(sliced)))(jnp.float32(0.3), XS)

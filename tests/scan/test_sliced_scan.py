@@ -29,6 +29,7 @@ from scan_cases import (
     sum_of_squares,
     traced,
     traced_hessian,
+    transformed_scan,
 )
 
 
@@ -120,8 +121,11 @@ def random_walk_of_scan():
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    "window", [slice(1, None, 4), slice(-1, None, -2), slow(slice(0)), slow(slice(2, 3))]
+    "window",
+    [slice(1, None, 4), slice(-1, None, -2), slow(slice(0)), slow(slice(2, 3))],
+    ids=["every fourth", "from the end", "none", "one"],
 )
+@pytest.mark.quick("every fourth-True", "from the end-False")
 def test_random_keys_in_xs_carry_and_ys(window, checkpoint):
     bounds = {"start": window.start, "stop": window.stop, "step": window.step}
     carry, ys, slope = random_walk_of_scan()
@@ -176,6 +180,7 @@ def test_nothing_skipped_is_the_program_of_scan(bounds, reverse):
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad, traced, slow(traced_hessian)])
 @pytest.mark.parametrize("length", [0, slow(1), slow(12), 13])
+@pytest.mark.quick("13-traced-True", "0-<lambda>-False")
 def test_body_is_traced_once(length, transform, checkpoint):
     traces = []
 
@@ -237,21 +242,18 @@ def test_compiler_drops_what_only_serves_skipped_ys():
 # Transformations.
 
 
-@functools.cache
-def transformed_scan(name):
-    """Evaluate a transformation of the plain scan, once for both values of ``checkpoint``."""
-    plain = functools.partial(scan_then_slice, window=slice(1, None, 4))
-    return jax.jit(TRANSFORMATIONS[name](sum_of_squares(plain)))(jnp.float32(0.3), XS)
+PLAIN = functools.partial(scan_then_slice, window=slice(1, None, 4))
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("checkpoint", [slow(False), True])
+@pytest.mark.quick("True-grad", "True-jvp in xs", "True-grad of checkpoint")
 def test_transformations(name, checkpoint):
     transform = TRANSFORMATIONS[name]
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)
     with jax.checking_leaks():
         got = jax.jit(transform(sum_of_squares(sliced)))(jnp.float32(0.3), XS)
-    assert_same(got, transformed_scan(name), rtol=1e-4)
+    assert_same(got, transformed_scan(name, PLAIN), rtol=1e-4)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -245,6 +245,7 @@ AT_EACH_RUN = {
 
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
+@pytest.mark.quick("values", "jvp of grad of items", "in lanes, grad")
 def test_transformations(case):
     got, want = case()
     assert_same(got, want, rtol=1e-3, atol=1e-4)
@@ -475,7 +476,7 @@ def test_refused_arguments():
         loop(body=widen, init=(jnp.float32(1), jnp.zeros(3)))
 
 
-def test_effects_in_order_are_refused_where_they_are_differentiated():
+def test_effects_in_order_are_refused_in_derivatives():
     seen = []
 
     def f(x):
@@ -499,7 +500,7 @@ def test_effects_in_order_are_refused_where_they_are_differentiated():
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 has no jax.new_ref")
-def test_refs_are_written_and_refused_where_they_are_differentiated():
+def test_refs_are_written_and_refused_in_derivatives():
     def f(x):
         total = jax.new_ref(jnp.float32(0))
 
@@ -515,7 +516,7 @@ def test_refs_are_written_and_refused_where_they_are_differentiated():
         jax.grad(f)(1.0)
 
 
-def test_derivatives_that_devices_add_up_in_each_step_are_refused():
+def test_derivatives_that_devices_add_up_are_refused():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
 

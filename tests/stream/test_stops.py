@@ -138,7 +138,7 @@ def test_another_call_may_take_a_store_that_was_not_created(tmp_path):
     assert not (out / "distance").exists()
 
 
-def test_a_store_that_was_not_created_may_be_taken_without_resume(tmp_path):
+def test_a_store_that_was_not_created_needs_no_resume(tmp_path):
     out = tmp_path / "a.zarr"
     begun(out)
     x, y = stream_child.points()

@@ -27,7 +27,7 @@ from filelock import FileLock
 import rankax.__main__
 import rankax.stream
 import stream_child
-from helpers import assert_same, at_each_run, slow
+from helpers import assert_same, at_each_run, refusal, slow
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax._blocks.programs import CONFIG
@@ -68,12 +68,6 @@ def values(tree):
     """What a run has stored, in memory."""
     assert all(isinstance(leaf, zarr.Array) for leaf in jax.tree.leaves(tree))
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
-
-
-def refusal(error, fun, *args, **kwargs):
-    with pytest.raises(error) as info:
-        fun(*args, **kwargs)
-    return str(info.value)
 
 
 def mapped_file(tmp_path, array, name="x.npy"):
@@ -197,7 +191,7 @@ def test_reductions_and_maps_of_no_items(tmp_path):
     assert_same(values(run(each, none, out=tmp_path / "b.zarr")), each(none))
 
 
-def test_blocks_follow_the_chunks_of_a_source_and_read_little_twice(tmp_path, monkeypatch):
+def test_blocks_follow_the_chunks_of_a_source(tmp_path, monkeypatch):
     monkeypatch.setattr(_job, "_LEAST", 100)
     tall = zarr.create_array(tmp_path / "t", shape=(1000, 1000), chunks=(10, 1000), dtype="f4")
     wide = zarr.create_array(tmp_path / "w", shape=(1000, 1000), chunks=(1000, 10), dtype="f4")
@@ -360,7 +354,7 @@ NAN_IN_REDUCTIONS = {
 
 
 @pytest.mark.parametrize("kernel", at_each_run(("sum", "narrow"), NAN_IN_REDUCTIONS))
-def test_nan_in_a_reduction_is_told_with_the_indices_of_its_items(tmp_path, kernel):
+def test_nan_in_a_reduction_is_told_with_its_indices(tmp_path, kernel):
     x = X.copy()
     x[200, 0, 1], x[203] = np.nan, np.inf
     ten = ", ".join(str((200 + i // 7 * 3, i % 7)) for i in range(10))
@@ -383,7 +377,7 @@ def test_items_that_do_not_count_are_not_told(tmp_path):
     assert told(tmp_path / "b", masked, x, Y) == said
 
 
-def test_a_block_whose_items_are_finite_is_told_if_it_becomes_nan(tmp_path):
+def test_a_block_that_becomes_nan_is_told(tmp_path):
     x = np.full(300, 1e30, np.float32)
     x[200] = 0
     said = "what is reduced is not finite at the batch indices [190:209]"

@@ -177,7 +177,6 @@ def test_eager_calls_with_jit_and_without():
 
 @pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_tiles_are_larger_where_values_are_kept(monkeypatch):
-    monkeypatch.setattr(cpu, "_cache_bytes", lambda: 2**20)
     program = jax.make_jaxpr(lambda x: chain(chain(chain(x))))(X[0])
     kept = cpu.best_tiles(program).derivative
     monkeypatch.setattr(kept_values, "_HOLDS", False)

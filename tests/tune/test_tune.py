@@ -57,7 +57,7 @@ def tiles(tuning):
 # What is tried.
 
 
-def test_items_that_end_by_themselves_are_tried_where_items_differ(clock):
+def test_lanes_are_tried_where_items_differ(clock):
     def collatz(n):
         step = lambda n: jnp.where(n % 2 == 0, n // 2, 3 * n + 1)  # noqa: E731
         return jax.lax.while_loop(lambda s: s[0] > 1, lambda s: (step(s[0]), s[1] + 1), (n, 0))[1]
@@ -68,7 +68,7 @@ def test_items_that_end_by_themselves_are_tried_where_items_differ(clock):
     assert all("lockstep" not in candidate.options for candidate in others)
 
 
-def test_items_in_lockstep_are_tried_where_they_are_not_asked_for(clock):
+def test_lockstep_is_tried_where_it_is_not_asked_for(clock):
     halves = auto_vmap(0, lockstep=False)(
         lambda x: jax.lax.while_loop(lambda y: y > 0.1, lambda y: y / 2, x)
     )
@@ -95,7 +95,7 @@ def test_a_chunk_size_is_a_bound_unless_a_limit_is_given(clock):
 
 
 @needs_library
-def test_where_jit_is_ours_sums_are_tried_without_the_library_of_xla(clock):
+def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
     given = {"xla_embed_ir_in_executable": True}
     jitted = kernel.with_options(jit=True, compiler_options=given)
     option = "xla_cpu_experimental_ynn_fusion_type"
@@ -326,7 +326,7 @@ def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock):
     assert measured(chunked.tune(*x, seconds=1).tuning) == [8]
 
 
-def test_the_faster_half_runs_on_and_the_options_as_they_are_are_never_given_up(clock):
+def test_the_faster_half_runs_on_and_the_options_as_they_are(clock):
     kernel, _ = watched(clock, lambda n: 1e-4 * n)
     tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=20).tuning
     notes = [c.note for c in tuning.candidates]

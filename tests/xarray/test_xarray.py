@@ -12,6 +12,7 @@ import xarray as xr
 from jaxtyping import Array, Float
 
 import rankax.xarray
+from helpers import refusal
 from rankax import auto_vmap
 from rankax.reductions import BottomK
 
@@ -56,7 +57,7 @@ def chunked(x, **chunks):
 
 
 @pytest.mark.parametrize("t", [T, T.transpose("level", "x", "time"), T.chunk(time=1, x=2)])
-def test_core_dimensions_are_found_in_any_order_and_batches_broadcast_by_name(t):
+def test_dimensions_are_found_in_any_order(t):
     got = rankax.xarray.apply(mean, P, t, W)
     assert isinstance(got.data, da.Array if t.chunks else np.ndarray)
     assert got.dtype == np.float32
@@ -198,96 +199,94 @@ def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
 WHERE = "rankax.xarray.apply"
 
 
-def refusal(error, *args, **kwargs):
-    with pytest.raises(error) as info:
-        rankax.xarray.apply(*args, **kwargs)
-    return str(info.value)
+def refused(error, *args, **kwargs):
+    return refusal(error, rankax.xarray.apply, *args, **kwargs)
 
 
 def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
     high = T.rename(level="height")
-    assert refusal(ValueError, profile, P, high) == (
+    assert refused(ValueError, profile, P, high) == (
         f"{WHERE}(profile): for t, rank \"level\" declares the core dimension 'level', which is "
         "absent: t has the dimensions 'time', 'height' and 'x'; rename one, or write "
         "core_dims={'t': ('x',)}"
     )
-    assert refusal(ValueError, auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W) == (
+    assert refused(ValueError, auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W) == (
         f"{WHERE}(mean): p has rank 1, which does not name its core axes, and p has the dimensions "
         "'level'; name the core dimensions in order: core_dims={'p': ('level',)}"
     )
-    assert refusal(ValueError, profile, P, T.chunk(level=2)) == (
+    assert refused(ValueError, profile, P, T.chunk(level=2)) == (
         f"{WHERE}(profile): t is cut into 2 chunks along its core dimension 'level', and one item "
         "needs all of it; pass t.chunk({'level': -1})"
     )
     trace = auto_vmap("n n")(jnp.trace)
-    assert refusal(ValueError, trace, T.rename(x="n")) == (
+    assert refused(ValueError, trace, T.rename(x="n")) == (
         f'{WHERE}(trace): a has rank "n n", but no xarray object has two dimensions of one name; '
         "name the core dimensions: core_dims={'a': ('level', 'n')}"
     )
 
 
 def test_wrong_names():
-    assert refusal(ValueError, profile, P, T, core_dims={"t": "lev"}) == (
+    assert refused(ValueError, profile, P, T, core_dims={"t": "lev"}) == (
         f"{WHERE}(profile): for t, core_dims names the core dimension 'lev', which is absent: t "
         "has the dimensions 'time', 'level' and 'x'; rename one, or write "
         "core_dims={'t': ('level',)}"
     )
-    assert refusal(ValueError, profile, P, T, core_dims={"t": ("level", "x")}) == (
+    assert refused(ValueError, profile, P, T, core_dims={"t": ("level", "x")}) == (
         f'{WHERE}(profile): t has rank "level", that is 1 core axis, but core_dims names 2 '
         "dimensions: level and x"
     )
-    assert refusal(TypeError, profile, P, T, core_dims=["level"]) == (
+    assert refused(TypeError, profile, P, T, core_dims=["level"]) == (
         f"{WHERE}(profile): core_dims must be a dict from parameters to names of dimensions, as in "
         "{'p': ('level',)}, got list ['level']"
     )
     unnamed = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
-    assert refusal(ValueError, unnamed, P, T) == (
+    assert refused(ValueError, unnamed, P, T) == (
         f"{WHERE}(<lambda>): output has 1 core axis, but no names; write output_dims=('dim0',)"
     )
-    assert refusal(ValueError, unnamed, P, T, output_dims=("a", "b")) == (
+    assert refused(ValueError, unnamed, P, T, output_dims=("a", "b")) == (
         f"{WHERE}(<lambda>): output has 1 core axis, but output_dims names 2 dimensions: a and b"
     )
-    assert refusal(ValueError, unnamed, P, T, output_dims="x") == (
+    assert refused(ValueError, unnamed, P, T, output_dims="x") == (
         f"{WHERE}(<lambda>): output has the core dimension 'x', which is a batch dimension of the "
         "arguments; give it another name by output_dims"
     )
-    assert refusal(TypeError, profile, P, T, output_dims=1) == (
+    assert refused(TypeError, profile, P, T, output_dims=1) == (
         f"{WHERE}(profile): output_dims must be a name or a tuple of names, got 1"
     )
     pair = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
-    assert refusal(ValueError, pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == (
+    assert refused(ValueError, pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == (
         f"{WHERE}(<lambda>): the output_dims of output has an entry for output['c'], which is "
         "absent"
     )
     scalar = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
-    assert refusal(ValueError, scalar, P, T) == (
+    assert refused(ValueError, scalar, P, T) == (
         f"{WHERE}(<lambda>): 'level' is a core dimension of p, but a batch dimension of t, whose "
         'rank is ""; rename it in one of them, or declare it as core in both'
     )
 
 
 def test_arrays_that_cannot_be_taken():
-    assert refusal(TypeError, profile, P, T.astype("float64")) == (
+    assert refused(TypeError, profile, P, T.astype("float64")) == (
         f"{WHERE}(profile): t is an array of dtype float64, but JAX computes with float32 by "
         "default, which would silently lose digits; call jax.config.update("
         '"jax_enable_x64", True) first, or convert t to float32'
     )
-    assert refusal(TypeError, profile, P, T.values) == (
+    assert refused(TypeError, profile, P, T.values) == (
         f'{WHERE}(profile): t has shape (3, 4, 5) and rank "level", so it has batch axes, but they '
         "have no names; pass an xarray.DataArray"
     )
-    assert refusal(TypeError, profile, P.values, P.values) == (
+    assert refused(TypeError, profile, P.values, P.values) == (
         f"{WHERE}(profile): no argument with a rank is a DataArray or a Dataset; call profile "
         "itself"
     )
-    assert refusal(TypeError, auto_vmap(p="level", t="level")(lambda p, t: ()), P, T) == (
+    assert refused(TypeError, auto_vmap(p="level", t="level")(lambda p, t: ()), P, T) == (
         f"{WHERE}(<lambda>): the kernel returns no array"
     )
-    assert refusal(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (
+    assert refused(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (
         f"{WHERE}(<lambda>): t is an xarray object, but it has no rank; give it one, or pass "
         "its values"
     )
-    assert refusal(TypeError, len, P).startswith(
+    assert refused(TypeError, len, P).startswith(
         f"{WHERE}: kernel must be decorated with rankax.auto_vmap, got <built-in"
     )
     with pytest.raises(TypeError) as info:
@@ -299,20 +298,20 @@ def test_arrays_that_cannot_be_taken():
 
 
 def test_reduced_dimensions_that_cannot_be():
-    assert refusal(TypeError, profile, P, T, reduce_dims="time") == (
+    assert refused(TypeError, profile, P, T, reduce_dims="time") == (
         f"{WHERE}(profile): reduce_dims='time' needs a kernel with the option reduce"
     )
     total = profile.with_options(reduce="sum", reduce_axis=0)
-    assert refusal(ValueError, total, P, T) == (
+    assert refused(ValueError, total, P, T) == (
         f"{WHERE}(profile): profile has reduce_axis=0, but the batch dimensions have names; name "
         "those to reduce: reduce_dims=('x',)"
     )
     both = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
-    assert refusal(ValueError, total, P, both, reduce_dims="time") == (
+    assert refused(ValueError, total, P, both, reduce_dims="time") == (
         f"{WHERE}(profile): the reduced dimensions of t['cold'] are none, but those of the other "
         "variables are time"
     )
-    assert refusal(ValueError, total, P, T, reduce_dims="level") == (
+    assert refused(ValueError, total, P, T, reduce_dims="level") == (
         f"{WHERE}(profile): reduce_dims names 'level', which is not a batch dimension; these are "
         "'time' and 'x'"
     )
