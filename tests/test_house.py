@@ -52,7 +52,7 @@ MOST_LINES_OF_CODE = {
     "_fit": 219,
     "_loop": 601,
     "_devices": 363,
-    "_lockstep": 680,
+    "_lockstep": 690,
     "_reduce": 1488,
     "_scan": 971,
     "_options": 159,

@@ -462,6 +462,22 @@ def test_effects_in_order_and_collectives_are_refused():
         "it has an ordered effect, as a callback with ordered=True, but with lockstep=False items "
         "end in any order; use lockstep=True, or ordered=False"
     )
+
+    def told_in_loop(x):
+        def step(x):
+            io_callback(lambda _: None, None, x, ordered=True)
+            return x / 2
+
+        return lax.cond(x > 0, lambda x: lax.while_loop(lambda x: x > 1, step, x), newton, x)
+
+    with pytest.raises(ValueError, match="ordered effect") as error:
+        free(told_in_loop)(X)
+    line = told_in_loop.__code__.co_firstlineno + 5
+    told = re.sub(r":\d+ \(.*?\),", ",", str(error.value).partition(": it ")[2])
+    assert told == (
+        f"has an ordered effect in the loop at {__file__}:{line}, as a callback with ordered=True, "
+        "but with lockstep=False items end in any order; use lockstep=True, or ordered=False"
+    )
     with pytest.raises(ValueError, match="collective") as error:
         jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])
     assert str(error.value).partition(": ")[2] == (

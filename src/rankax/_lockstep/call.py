@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import source_info_util
 
 from rankax._base.arrays import counted, index_dtype, is_ref, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
@@ -32,6 +33,7 @@ from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items,
 from rankax._plan.chunks import Chunks, split_into_chunks
 from rankax._progress.report import Reports
 from rankax._trace.item import ItemProgram, has_order, with_shape
+from rankax._trace.programs import subprograms
 
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
@@ -47,7 +49,8 @@ def check_lanes(item: ItemProgram) -> None:
     names = [effect.name for effect in item.closed.effects if hasattr(effect, "name")]
     order = "items end in any order"
     if has_order(item.closed):
-        cause = "has an ordered effect, as a callback with ordered=True"
+        place = _loop_in_order(item.closed.jaxpr)
+        cause = f"has an ordered effect{place}, as a callback with ordered=True"
         clash, instead = order, "ordered=False"
     elif any(map(is_ref, item.closed.jaxpr.constvars)):
         cause, clash, instead = "uses a jax.Ref", order, "read it before the call"
@@ -58,6 +61,16 @@ def check_lanes(item: ItemProgram) -> None:
         return
     cause += f", but with lockstep=False {clash}"
     raise ValueError(f"{item.where}: it {cause}; use lockstep=True, or {instead}")
+
+
+def _loop_in_order(jaxpr: Any) -> str:
+    """Name the innermost `while` loop with an ordered effect; nothing if there is none."""
+    for eqn in filter(has_order, jaxpr.eqns):
+        inside = "".join(map(_loop_in_order, subprograms(eqn)))
+        if inside or eqn.primitive.name != "while":
+            return inside
+        return f" in the loop at {source_info_util.summarize(eqn.source_info)}"
+    return ""
 
 
 def walk_in_lanes(
