@@ -44,10 +44,12 @@ MUTANTS = [
     Mutant("broadcast", "comparison", "auto_vmap"),
     # Random keys.
     Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
-    Mutant("keys._number", "nothing listed", "keys::a_part_of_a_batch_has_the_keys_of_the_whole"),
+    Mutant(
+        "number_items.number", "nothing listed", "keys::a_part_of_a_batch_has_the_keys_of_the_whole"
+    ),
     # Programs that eager calls keep.
-    Mutant("run._run", "element left out", CALLS, 0),
-    Mutant("reuse._find", "element left out", CALLS, 2),
+    Mutant("run._run", "element left out", CALLS, 4),
+    Mutant("_key_of", "element left out", CALLS, 1),
     Mutant("derivatives_key", "no error", "eager::rules_may_change"),
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
     Mutant("fingerprint._of_program", "unordered", "eager::operands_may_change_places", 1),
@@ -58,14 +60,14 @@ MUTANTS = [
         "lockstep::loops_of_closed_over_arrays_and_of_length_zero",
     ),
     Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
-    Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 1),
+    Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 7),
     # Reductions.
     Mutant("RunStates.renumber.place", "argument itself", "blocks", 4),
-    Mutant("merge_neighbours", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
+    Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
     Mutant(
-        "masked_row.if_any",
+        "_masked_row.if_any",
         "always true",
         "where::what_items_share_gets_nothing_from_what_is_left_out",
         1,
@@ -77,10 +79,10 @@ MUTANTS = [
         "jacobians::the_gram_matrix_of_a_complex_jacobian",
         1,
     ),
-    Mutant("Jacobian.image", "comparison", "jacobians::as_in_jax"),
+    Mutant("_Jacobian.image", "comparison", "jacobians::as_in_jax"),
     Mutant("Parts.begin", "left operand", PARTS, 1, slow=True),
     Mutant("Parts.begin", "comparison", PARTS, slow=True),
-    Mutant("scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
+    Mutant("_scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
 ]
 
 
