@@ -24,10 +24,11 @@ class Kept(Generic[V]):
 
     def find(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if it is missing; two threads may both make it."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key]
+        try:  # without the lock, because each of these is one step; another thread may come between
+            self._values.move_to_end(key)
+            return self._values[key]
+        except KeyError:
+            pass
         value = make()
         with self._lock:
             value = self._values.setdefault(key, value)

@@ -251,8 +251,11 @@ def _bound(
     This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
     for each entry, or the annotation of a list.
     """
-    values = {name: arguments.arguments[name] for name in names}
-    structure = kernel.structures.find((names, treedef), lambda: _new_structure(kernel, values))
+
+    def make() -> Structure:
+        return _new_structure(kernel, {name: arguments.arguments[name] for name in names})
+
+    structure = kernel.structures.find((names, treedef), make)
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(

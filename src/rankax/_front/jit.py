@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -115,10 +114,12 @@ class JitSpec(KernelSpec):
             axes = cut_axes(call, options, parts)
             leaves = [put(x, axes.get(i), parts[0]) for i, x in enumerate(leaves)]
             rest = [put(x, None, parts[0]) for x in rest]
-        ranks = itertools.chain(call.structure.ranks, itertools.repeat(None))
+        values, ranks = [*leaves, *rest], call.structure.ranks
         inputs = [
-            leaf if rank is not None else self._as_input(leaf, call, i, shapes_only)
-            for i, (leaf, rank) in enumerate(zip([*leaves, *rest], ranks, strict=False))
+            leaf
+            if i < len(ranks) and ranks[i] is not None
+            else self._as_input(leaf, call, i, shapes_only)
+            for i, leaf in enumerate(values)
         ]
         static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
         arrays = [x for x in inputs if not isinstance(x, _Fixed)]
