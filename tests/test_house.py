@@ -44,7 +44,7 @@ ROOMS = [
 MOST_LINES_OF_CODE = {
     "_errors": 3,
     "_static": 17,
-    "_base": 461,
+    "_base": 464,
     "_declare": 709,
     "_trace": 1062,
     "_plan": 892,

@@ -321,10 +321,13 @@ def check_leaves(site: str, tree: Any, name: str) -> None:
 
 
 def _is_array_like(leaf: Any) -> bool:
-    with contextlib.suppress(TypeError):
+    if isinstance(leaf, str):  # JAX reads "a" and "b" as the names of dtypes
+        return False
+    try:
         jax.eval_shape(lambda: jnp.asarray(leaf))
-        return not isinstance(leaf, str)  # JAX reads "a" and "b" as the names of dtypes
-    return False
+    except TypeError:
+        return False
+    return True
 
 
 def type_name(value: Any) -> str:
