@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -65,6 +65,7 @@ class BoundKernel(Bound):
     treedef: Any
     structure: Structure
     cut: Shape | None = None  # the batch shape, if this is a part of a call
+    masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up (`ragged.py`)
     is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
@@ -115,9 +116,24 @@ class BoundKernel(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
-        arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
+        arguments = {**self.arguments.arguments, **dict(values)}
+        arguments |= self._masks(plan)
+        bound = rebind_arguments(self.kernel, arguments, written=True)
         with NotedErrors(self.fun, functools.partial(self._described, plan.plan.leaves)):
-            return self.fun(*arguments.args, **arguments.kwargs)
+            return self.fun(*bound.args, **bound.kwargs)
+
+    def _masks(self, plan: Nesting) -> dict[str, Any]:
+        """Return the arguments that callers do not pass: all rows are real, if none says more."""
+        masks = self.masks or {}
+        found: dict[str, Any] = {}
+        for name, dim in self.kernel.declaration.masks.items():
+            if dim not in masks and dim not in plan.sizes:
+                raise ValueError(
+                    f"{self.where}: {name} is the mask of {dim!r}, but no argument of this call "
+                    "has that dimension"
+                )
+            found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
+        return found
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         pairs = zip(leaves, self.structure.ranks, strict=True)

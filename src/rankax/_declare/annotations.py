@@ -28,6 +28,7 @@ from rankax._declare.hints import (
     resolved,
     value_of,
 )
+from rankax._declare.ragged import mask_in, mask_rank
 from rankax._declare.split_key import SplitKey, key_rank, marked
 
 
@@ -143,6 +144,8 @@ class _Reader:
         hint = resolved(hint, names)
         if hint is SplitKey or marked(hint):
             return self._split_key(hint, names)
+        if (mask := mask_in(hint)) is not None:
+            return mask_rank(mask)
         if _is_subclass(hint, jaxtyping.AbstractArray):
             return self._array(hint)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):

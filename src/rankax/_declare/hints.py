@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankax._base.functions import unwrapped
+from rankax._declare.ragged import mask_in
 from rankax._declare.split_key import marked
 
 _QUALIFIERS = {
@@ -120,7 +121,7 @@ def resolved(hint: Any, names: Names) -> Any:
     """Evaluate an annotation that is a string or a forward reference, as Python would.
 
     Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
-    ``Annotated[..., SplitKey]`` stays.
+    ``Annotated[..., SplitKey]`` and ``Annotated[..., Mask("n")]`` stay.
 
     Raises
     ------
@@ -136,7 +137,7 @@ def resolved(hint: Any, names: Names) -> Any:
                 hint = eval(text, names.module, {**names.enclosing(), **names.local})
         except Exception as error:
             raise UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
-    while not marked(hint):
+    while not (marked(hint) or mask_in(hint)):
         if typing.get_origin(hint) in _QUALIFIERS:
             hint = typing.get_args(hint)[0]
         elif isinstance(hint, typing.NewType):

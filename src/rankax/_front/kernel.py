@@ -56,6 +56,8 @@ class Kernel(Generic[P, R]):
 
     def __init__(self, spec: KernelSpec, tuning: Tuning | None = None) -> None:
         _wrap_as(self, spec.fun)
+        if spec.declaration.masks:
+            vars(self)["__signature__"] = spec.declaration.signature
         self.spec = spec
         self.tuning = tuning
 
@@ -198,6 +200,9 @@ class Method(Kernel[P, R]):
     def __init__(self, kernel: Kernel[..., R], instance: Any) -> None:
         self.__func__, self.__self__ = kernel, instance
         self.__dict__ = vars(kernel)  # its name, docstring and other attributes
+        if kernel.spec.declaration.masks:
+            _, *passed = kernel.spec.declaration.signature.parameters.values()
+            self.__dict__ = {**vars(kernel), "__signature__": inspect.Signature(passed)}
         self.spec, self.tuning = kernel.spec, kernel.tuning
 
     def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:
