@@ -35,6 +35,7 @@ from rankax._call.arguments import (
 )
 from rankax._call.bound import Bound, planned_reduction
 from rankax._declare.dims import Rank
+from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
@@ -52,6 +53,7 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
+    ragged: Mapping[int, Ragged] = dataclasses.field(default_factory=dict)  # without values, by leaf
     plans: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes and options
 
 
@@ -223,13 +225,17 @@ def bind(
     *,
     shapes_only: bool = False,
     takes_blocks: bool = False,
+    takes_ragged: bool = False,
 ) -> BoundKernel:
     """Bind arguments and flatten those that have a rank.
 
     With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
     marked; its leaves are then checked in `rankax._blocks`. Otherwise such an array is refused.
+    With ``takes_ragged``, a call with `Ragged` arguments goes on in `rankax._call.ragged`.
     """
     bound = flatten(kernel, args, kwargs)
+    if bound.structure.ragged and not takes_ragged:
+        refuse_ragged(bound)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
@@ -245,6 +251,16 @@ def bind(
     for i in structure.keys:
         check_key(kernel, leaves[i], structure.paths[i], structure.ranks[i])
     return bound
+
+
+def refuse_ragged(call: BoundKernel) -> None:
+    """Refuse a `Ragged` argument where the batch is not that of a call."""
+    for i in call.structure.ragged:
+        raise TypeError(
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
+            "its plan and check; elsewhere (tune, nonfinite, lower, streams, arrays in blocks), "
+            "pass an array that you fill up, and rows to leave out by a boolean array"
+        )
 
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
@@ -311,14 +327,22 @@ def _new_structure(kernel: KernelSpec, names: tuple[str, ...], values: list[Any]
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
+    ragged: dict[int, Ragged] = {}
     for name, value in zip(names, values, strict=True):
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            paths += [path for path, _ in leaves_with_names(subtree, path)]
+            for at, node in leaves_with_names(subtree, path, stops=_is_ragged):
+                if rank is not None and _is_ragged(node):
+                    ragged[len(paths)] = jax.tree.map(lambda _: None, node)
+                paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys))
+    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged)
+
+
+def _is_ragged(node: Any) -> bool:
+    return isinstance(node, Ragged)
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

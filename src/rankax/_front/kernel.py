@@ -27,11 +27,12 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
+from rankax._call.ragged import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
-from rankax._front.jit import JitSpec
+from rankax._front.jit import JitSpec, compiled_part
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -66,16 +67,21 @@ class Kernel(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
         spec = kernel.spec
-        call = bind(spec, arguments, kwargs, takes_blocks=True)
+        call = bind(spec, arguments, kwargs, takes_blocks=True, takes_ragged=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
+        if call.structure.ragged:
+            return call_ragged(call, compiled_part(spec))
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
-        call = fill_up(bind(kernel.spec, args, kwargs, shapes_only=True), options)
+        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_ragged=True)
+        if call.structure.ragged:
+            return plan_ragged(call, compiled_part(kernel.spec))
+        call = fill_up(call, options)
         plan = plan_of(call, marked(call, options))
         warn_of_small_chunks(plan)
         return plan

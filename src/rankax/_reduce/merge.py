@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from rankax._base.arrays import index_dtype, scalar
 from rankax._reduce.extrema import no_index
-from rankax._reduce.protocol import Outputs, Reduction
+from rankax._reduce.protocol import Outputs, Place, Reduction
 from rankax._reduce.run import Reduced, Reductions, trace_reduced
 
 
@@ -79,6 +79,10 @@ class RunStates:
                 rest, stride = rest // scalar(length, dtype), stride * size
             return total
 
+        return self.placed(states, place)
+
+    def placed(self, states: Sequence[Any], place: Place) -> list[Any]:
+        """Replace each index of an item by its ``place``."""
         return [
             state if reduction.is_kept else reduction.renumber(outputs, state, place)
             for reduction, outputs, state in self._each(states)

@@ -17,7 +17,7 @@ import rankax
 from rankax._base.words import plural
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten
+from rankax._call.bind import flatten, refuse_ragged
 from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
@@ -65,6 +65,7 @@ def prepared(
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, args, dict(kwargs))
+    refuse_ragged(call)
     triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
     leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
