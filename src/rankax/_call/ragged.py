@@ -114,9 +114,9 @@ class _Padded:
         for role in self.roles:
             leaf = next(whole if role.rank is None else mapped)
             if role.rows is not None:
-                leaf = self._rows(leaf, items[1 + 2 * role.rows :], role)
+                leaf = self._rows(jnp.asarray(leaf), items[1 + 2 * role.rows :], role)
             elif role.by_number:
-                leaf = leaf.at[items[0]].get(mode="promise_in_bounds")
+                leaf = jnp.asarray(leaf).at[items[0]].get(mode="promise_in_bounds")
             leaves.append(weakened(leaf) if role.weak else leaf)
         for i, role in enumerate(self.roles):
             if role.split is not None:
@@ -197,7 +197,7 @@ class RaggedCall:
 
     def items_of(self, group: Group) -> np.ndarray[Any, Any]:
         """Return the number, starts and lengths of each item of a group, filled up by the last."""
-        size = self.size(len(group.items))
+        size = len(group.items) if self.is_direct else self.size(len(group.items))
         at = group.items[np.minimum(np.arange(size), len(group.items) - 1)]
         table = np.zeros((size, 1 + 2 * len(self.dims)), np.int32)
         table[:, 0], table[:, 1::2], table[:, 2::2] = at, self.starts[at], self.lengths[at]
@@ -337,7 +337,7 @@ def _by_dimension(call: BoundKernel) -> dict[str, Ragged]:
     paths: dict[str, str] = {}
     structure, where = call.structure, call.where
     for i, ragged in structure.ragged.items():
-        path, rank = structure.paths[i].removesuffix(".values"), structure.ranks[i]
+        path, rank = structure.paths[i], structure.ranks[i]
         dims = rank.dims if rank is not None else None
         if not dims or dims[0].name is None:
             raise TypeError(
@@ -489,7 +489,7 @@ def _put_rows(held: Any, part: Any, items: Any, size: int) -> Any:
     starts, lengths = items[:, :1], items[:, 1:]
     rows = jnp.arange(part.shape[1], dtype=items.dtype)
     index = jnp.where(rows < lengths, starts + rows, jnp.full_like(starts, size))
-    return _put(held, part, index, 0, size)
+    return _put(held, jnp.reshape(part, (-1, *part.shape[2:])), jnp.ravel(index), 0, size)
 
 
 # What is the same for all lengths.
