@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.arrays import index_dtype
+from rankax._base.arrays import index_dtype, zeros
 from rankax._base.trees import entries, leaves_with_names
 from rankax._call.arguments import KernelSpec, keep
 from rankax._call.bind import BoundKernel, bind, rebind
@@ -131,7 +131,7 @@ class _Padded:
         last = jnp.maximum(length - 1, jnp.zeros_like(length))
         rows = values.at[start + jnp.minimum(at, last)].get(mode="promise_in_bounds")
         rows = rows.astype(role.dtype) if rows.dtype != role.dtype else rows
-        return jnp.where(length > jnp.zeros_like(length), rows, jnp.zeros_like(rows))
+        return jnp.where(length > jnp.zeros_like(length), rows, zeros(rows.shape, rows.dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,9 +195,22 @@ class RaggedCall:
             return count
         return bucket_of(count, True) or count
 
+    def slots(self, group: Group) -> int:
+        """Return how many items a group is filled up to."""
+        count, bucket = len(group.items), self.options.bucket or True
+        if self.is_direct or self.compiled is None:
+            return count
+        if (size := bucket_of(count, bucket)) is None:
+            most = bucket[-1] if isinstance(bucket, tuple) else ""
+            raise ValueError(
+                f"{self.call.where}: {count} items have the same length, but the largest bucket is "
+                f"{most}; add a larger one, or use bucket=True, which has no end"
+            )
+        return size
+
     def items_of(self, group: Group) -> np.ndarray[Any, Any]:
         """Return the number, starts and lengths of each item of a group, filled up by the last."""
-        size = len(group.items) if self.is_direct else self.size(len(group.items))
+        size = self.slots(group)
         at = group.items[np.minimum(np.arange(size), len(group.items) - 1)]
         table = np.zeros((size, 1 + 2 * len(self.dims)), np.int32)
         table[:, 0], table[:, 1::2], table[:, 2::2] = at, self.starts[at], self.lengths[at]
@@ -227,8 +240,7 @@ class RaggedCall:
             return _Role(None), leaf
         weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
         if i in self.call.structure.ragged:
-            dtype = leaf.dtype if hasattr(leaf, "dtype") else None
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             leaf = widen(leaf) if isinstance(leaf, jax.core.Tracer) else leaf
             rows = self.dims.index(_first(self.call, i))
             return _Role(None, rows, dtype=dtype, weak=weak), self._sized(leaf, 0)
@@ -439,7 +451,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
             continue
         held, size = None, ragged.size(ragged.count)
         for part, group in zip(parts, ragged.groups, strict=True):
-            index = np.full(ragged.size(len(group.items)), size, np.int32)
+            index = np.full(ragged.slots(group), size, np.int32)
             index[: len(group.items)] = group.items
             held = _put(held, part, as_inputs(index), axis, size)
         leaves.append(_cut(held, axis, ragged.count))
@@ -460,7 +472,7 @@ def _rows_in_order(ragged: RaggedCall, path: str, name: str, parts: Sequence[Any
     total = int(lengths.sum())
     held, size = None, max(1, ragged.size(total))
     for part, group in zip(parts, ragged.groups, strict=True):
-        items = np.full((ragged.size(len(group.items)), 2), 0, np.int32)
+        items = np.full((ragged.slots(group), 2), 0, np.int32)
         items[: len(group.items), 0] = starts[group.items]
         items[: len(group.items), 1] = lengths[group.items]
         held = _put_rows(held, part, as_inputs(items), size)
@@ -514,7 +526,7 @@ def _check_reduced_outputs(ragged: RaggedCall) -> None:
 def _check_same_outputs(ragged: RaggedCall, bound: BoundKernel) -> None:
     """Refuse outputs that depend on the padded length, where there is one only."""
     longer = Group(ragged.groups[0].items, tuple(n + 1 for n in ragged.groups[0].lengths))
-    pair = [bound, ragged.bound(longer, None)]
+    pair = [dataclasses.replace(x, lengths={}) for x in (bound, ragged.bound(longer, None))]
     items = [each.trace(each.plan(ragged.options.unchunked)) for each in pair]
     declared = ragged.call.kernel.declaration.outputs
     out = items[0].out_tree.unflatten(items[0].closed.out_avals)
@@ -563,7 +575,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
         values = reductions.structure.flatten_up_to(ragged.evaluate(bound))
         kept.append([v if e.is_kept else () for e, v in zip(reductions.entries, values, strict=True)])
         states = [() if e.is_kept else v for e, v in zip(reductions.entries, values, strict=True)]
-        size = ragged.size(len(group.items))
+        size = ragged.slots(group)
         index = np.zeros(size, index_dtype(total))
         index[: len(group.items)] = group.items
         held = _merged(runs, batch, held, states, as_inputs(index), np.int64(ragged.count))
@@ -608,11 +620,11 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         plan_of(bound, bound.kernel.options())
         for bound in (ragged.bound(group, None) for group in ragged.groups)
     ]
-    groups = [(len(group.items), group.lengths) for group in ragged.groups]
+    groups = [(ragged.slots(group), group.lengths) for group in ragged.groups]
     notes: list[str] = []
     for at, name in enumerate(ragged.dims):
         lengths = ragged.lengths[:, at]
-        evaluated = sum(ragged.size(count) * longest[at] for count, longest in groups)
+        evaluated = sum(count * longest[at] for count, longest in groups)
         padding = 1 - lengths.sum() / max(1, evaluated)
         several = len({longest[at] for _, longest in groups})
         plural = "length" if several == 1 else "lengths"
