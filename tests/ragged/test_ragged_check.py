@@ -40,7 +40,18 @@ def test_padding_that_leaks():
         lambda x, y, mask: x.sum() + jnp.sum(y, where=mask)
     )
     y = Ragged(np.ones(13, np.float32), X.lengths)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="fill x up") as caught:
         kernel.check(X, y, items=3)
-    assert "the items depend on the rows that fill x up: by copies, large" in str(caught.value)
-    assert "fill y up" not in str(caught.value)
+    error = str(caught.value)
+    assert error.startswith("<lambda>.check: ")
+    assert "the items depend on the rows that fill x up: by large numbers and NaN" in error
+    assert "fill y up" not in error
+    with pytest.raises(
+        ValueError, match="filled up with copies"
+    ) as caught:  # no item of these needs padding in this call
+        auto_vmap(x="n 3")(lambda x: x.sum()).check(Ragged(X.values[:4], [2, 2]), items=2)
+    assert str(caught.value) == (
+        "<lambda>.check: the items differ if they are filled up with copies of their last rows; "
+        "the items depend on the rows that fill x up: by large numbers and NaN; leave these rows "
+        "out, by a parameter of rank Mask"
+    )

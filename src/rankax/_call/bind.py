@@ -53,7 +53,9 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    ragged: Mapping[int, Ragged] = dataclasses.field(default_factory=dict)  # without values, by leaf
+    ragged: Mapping[int, Ragged] = dataclasses.field(
+        default_factory=dict
+    )  # without values, by leaf
     plans: dict[Any, Nesting] = dataclasses.field(default_factory=dict)  # by shapes and options
 
 

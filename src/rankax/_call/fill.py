@@ -85,9 +85,9 @@ def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
     """Return a call with its arrays filled up to these shapes, by copies of their last items."""
     pairs = list(zip(call.leaves, shapes.leaves, strict=True))
     short = [(x, y) for x, y in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
-    resized = iter(resized([x for x, _ in short], [y.shape for _, y in short], copies=True))
+    arrays = iter(resized([x for x, _ in short], [y.shape for _, y in short], copies=True))
     leaves = [
-        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else next(resized) for x, y in pairs
+        y if x is y or isinstance(x, jax.ShapeDtypeStruct) else next(arrays) for x, y in pairs
     ]
     return dataclasses.replace(shapes, leaves=leaves)
 

@@ -16,6 +16,8 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
   in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
   were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `_loop/access.py`.
 * Keys are split by the number of an item in the batch as it was given.
+  Each length has its own cotangent, as large as the values, and XLA adds all of them at once: so
+  the gradient needs the memory of a chunk and, inside one program, of that many gradients.
 * Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
 * Where the items are reduced, the states of the groups are merged like those of devices.
 
@@ -50,7 +52,7 @@ from rankax._loop.access import widen
 from rankax._loop.keys import PLACE, item_key
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
-from rankax._plan.lengths import Group, groups_of
+from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.shapes import bucket_of
 from rankax._reduce.merge import RunStates
 from rankax._reduce.protocol import FILL
@@ -197,14 +199,15 @@ class RaggedCall:
 
     def slots(self, group: Group) -> int:
         """Return how many items a group is filled up to."""
-        count, bucket = len(group.items), self.options.bucket or True
+        count, bucket = len(group.items), self.options.bucket
         if self.is_direct or self.compiled is None:
             return count
+        if not isinstance(bucket, tuple):
+            return slots_for(count)
         if (size := bucket_of(count, bucket)) is None:
-            most = bucket[-1] if isinstance(bucket, tuple) else ""
             raise ValueError(
                 f"{self.call.where}: {count} items have the same length, but the largest bucket is "
-                f"{most}; add a larger one, or use bucket=True, which has no end"
+                f"{bucket[-1]}; add a larger one, or use bucket=True, which has no end"
             )
         return size
 
@@ -291,7 +294,16 @@ class RaggedCall:
         treedef = jax.tree.structure(stripped)
         padded = _Padded(call.kernel, call.names, treedef, roles, self.dims, group.lengths)
         others = call.others
-        key = "ragged", padded.names, treedef, roles, padded.dims, padded.lengths, (*others,), reduce
+        key = (
+            "ragged",
+            padded.names,
+            treedef,
+            roles,
+            padded.dims,
+            padded.lengths,
+            (*others,),
+            reduce,
+        )
         derived = call.kernel.structures.get(key)
         if derived is None:
             derived = padded.kernel(list(others), self._explicit(reduce))
@@ -324,7 +336,8 @@ def _is(node: Any) -> bool:
 def _first(call: BoundKernel, i: int) -> str:
     """Return the name of the first core dimension of a leaf."""
     rank = call.structure.ranks[i]
-    assert rank is not None and rank.dims
+    assert rank is not None
+    assert rank.dims
     return rank.dims[0].name or ""
 
 
@@ -499,7 +512,7 @@ def _put(held: Any, part: Any, index: Any, axis: int, size: int) -> Any:
 @functools.partial(jax.jit, static_argnums=3)
 def _put_rows(held: Any, part: Any, items: Any, size: int) -> Any:
     starts, lengths = items[:, :1], items[:, 1:]
-    rows = jnp.arange(part.shape[1], dtype=items.dtype)
+    rows = jnp.arange(part.shape[1], dtype=items.dtype)[None]
     index = jnp.where(rows < lengths, starts + rows, jnp.full_like(starts, size))
     return _put(held, jnp.reshape(part, (-1, *part.shape[2:])), jnp.ravel(index), 0, size)
 
@@ -573,7 +586,9 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     held, kept = None, list[list[Any]]()
     for bound, group in zip(bounds, ragged.groups, strict=True):
         values = reductions.structure.flatten_up_to(ragged.evaluate(bound))
-        kept.append([v if e.is_kept else () for e, v in zip(reductions.entries, values, strict=True)])
+        kept.append(
+            [v if e.is_kept else () for e, v in zip(reductions.entries, values, strict=True)]
+        )
         states = [() if e.is_kept else v for e, v in zip(reductions.entries, values, strict=True)]
         size = ragged.slots(group)
         index = np.zeros(size, index_dtype(total))
@@ -593,7 +608,7 @@ def _outputs(ragged: RaggedCall, bound: BoundKernel, reductions: Reductions, tot
 def _merged(
     runs: RunStates, batch: int, held: Any, states: list[Any], items: Any, count: Any
 ) -> Any:
-    """Number the items of a group as they were given, and merge its states with those before."""
+    """Merge the states of a group with those before; its items get the numbers they had."""
     size = items.shape[0]
 
     def place(index: jax.Array) -> jax.Array:
@@ -620,7 +635,7 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         plan_of(bound, bound.kernel.options())
         for bound in (ragged.bound(group, None) for group in ragged.groups)
     ]
-    groups = [(ragged.slots(group), group.lengths) for group in ragged.groups]
+    groups = [(len(group.items), group.lengths) for group in ragged.groups]
     notes: list[str] = []
     for at, name in enumerate(ragged.dims):
         lengths = ragged.lengths[:, at]
@@ -633,11 +648,12 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
                 "%", " %"
             )
         )
-    plan = dataclasses.replace(
+    if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
+        notes.append(f"items of a length in buckets, {slots} in all")
+    return dataclasses.replace(
         ragged.dense.plan,
         levels=(),
         untouched=call.untouched(),
         ragged=tuple(notes),
         parts=tuple((longest, part) for (_, longest), part in zip(groups, parts, strict=True)),
     )
-    return plan

@@ -81,7 +81,9 @@ class Ragged:
         self.lengths = _checked_lengths(lengths)
         self.lengths.flags.writeable = False
         if not self.values.shape:
-            raise ValueError("Ragged: values must have the rows of all items on axis 0, got a number")
+            raise ValueError(
+                "Ragged: values must have the rows of all items on axis 0, got a number"
+            )
         rows, total = self.values.shape[0], int(self.lengths.sum())
         if rows != total:
             raise ValueError(
@@ -200,7 +202,9 @@ class Mask:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise TypeError(f"Mask takes the name of a dimension, as in Mask('n'), got {self.name!r}")
+            raise TypeError(
+                f"Mask takes the name of a dimension, as in Mask('n'), got {self.name!r}"
+            )
 
 
 def mask_rank(mask: Mask) -> Rank:

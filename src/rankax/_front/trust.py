@@ -374,7 +374,7 @@ def _is_odd(spec: KernelSpec, gradient: bool) -> Callable[..., dict[str, jax.Arr
 
 # Ragged items: each is evaluated with its own rows only, and filled up in other ways.
 
-_FILLS = {"copies": None, "large numbers": 1e6, "NaN": np.nan}
+_FILLS = {"large numbers": 1e6, "NaN": np.nan}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -479,27 +479,28 @@ def _check_ragged(
     exact = jax.jit(them.evaluate)
     most = np.max([them.lengths(index) for index in chosen], 0) + 3
     worst: dict[str, tuple[float, Index]] = {}
-    leaks: dict[tuple[int, str], None] = {}
+    leaks: dict[tuple[int | None, str], None] = {}
     for index in chosen:
-        leaves = [x for x in them.leaves(index, {})]
+        leaves = them.leaves(index, {})
         wanted = exact(leaves, them.lengths(index))
+        lengths = them.lengths(index)
+        copies = _cut(wanted, exact(them.filled(leaves, most, {}), lengths))
+        if not _agree(wanted, copies):
+            leaks[None, "copies"] = None
         for i in call.structure.ragged:
             for fill, number in _FILLS.items():
-                padded = exact(them.filled(leaves, most, {i: number}), them.lengths(index))
-                pairs = zip(wanted, padded, strict=True)
-                cut = [(x, y if x.shape == y.shape else y[: len(x)]) for x, y in pairs]
-                if any(_difference(x, y)[0] > _most_ulps(x.dtype) for x, y in cut):
+                padded = exact(them.filled(leaves, most, {i: number}), lengths)
+                if not _agree(copies, _cut(wanted, padded)):
                     leaks[i, fill] = None
         for path, want, got in zip(names, wanted, them.gathered(out, index), strict=True):
             ulps, _ = _difference(want, got)
             worst[path] = max(worst.get(path, (-1.0, index)), (ulps, index))
             if ulps > _most_ulps(want.dtype):
-                hint = f"; {'; '.join(_leak_lines(call, leaks)[:1])}" if leaks else ""
-                raise _disagreement(them.site, path, index, ulps, want, got, hint)
-    if any(fill == "copies" for _, fill in leaks):  # also where these lengths need no padding
+                raise _disagreement(them.site, path, index, ulps, want, got, _hint(call, leaks))
+    if (None, "copies") in leaks:  # also where these lengths need no padding
         raise ValueError(
-            f"{them.site}: {'; '.join(_leak_lines(call, leaks))}; the results depend on the other "
-            'lengths in the batch, so leave these rows out, by a parameter of rank Mask("n")'
+            f"{them.site}: the items differ if they are filled up with copies of their last rows"
+            f"{_hint(call, leaks)}; leave these rows out, by a parameter of rank Mask"
         )
     differences = [(path, *found) for path, found in worst.items()]
     if gradient:
@@ -508,7 +509,24 @@ def _check_ragged(
     return CheckReport(name, them.shape, tuple(chosen), tuple(differences), lines)
 
 
-def _leak_lines(call: BoundKernel, leaks: Mapping[tuple[int, str], None]) -> list[str]:
+def _cut(wanted: Sequence[Any], padded: Sequence[Any]) -> list[Any]:
+    """Return outputs without the rows that fill them up."""
+    pairs = zip(wanted, padded, strict=True)
+    return [y if x.shape == y.shape else y[: len(x)] for x, y in pairs]
+
+
+def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether outputs are equal up to rounding."""
+    pairs = zip(wanted, found, strict=True)
+    return all(_difference(x, y)[0] <= _most_ulps(x.dtype) for x, y in pairs)
+
+
+def _hint(call: BoundKernel, leaks: Mapping[tuple[int | None, str], None]) -> str:
+    lines = _leak_lines(call, leaks)
+    return f"; {'; '.join(lines)}" if lines else ""
+
+
+def _leak_lines(call: BoundKernel, leaks: Mapping[tuple[int | None, str], None]) -> list[str]:
     return [
         f"the items depend on the rows that fill {path} up: by {listed(fills)}"
         for i, path in enumerate(call.structure.paths)

@@ -21,11 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from rankax._plan.shapes import bucket_of
+
 Array = np.ndarray[Any, Any]
 
 MOST_LENGTHS = 12
 _ENOUGH = 1 / 0.9  # of the rows that there are, the rows that are evaluated
 _RATIO = 1.5  # of one length of the series to the next, which fills a fifth in on average
+_FEW = 64
 _MOST_CANDIDATES = 400  # distinct lengths at which a run may end
 
 
@@ -63,6 +66,17 @@ def groups_of(lengths: Array, *, in_series: bool) -> list[Group]:
         Group(np.sort(order[begin:end]), tuple(filled[begin:end].max(0).tolist()))
         for begin, end in itertools.pairwise(bounds)
     ]
+
+
+def slots_for(count: int) -> int:
+    """Return how many items a group of so many is filled up to, so that others reuse its program.
+
+    Those of large groups vary less from batch to batch, so their steps are finer: an eighth.
+    """
+    if count <= _FEW:
+        return bucket_of(count, True) or count
+    step = 2 ** (count.bit_length() - 4)
+    return -(-count // step) * step
 
 
 def series_to(longest: int) -> Array:
