@@ -64,8 +64,10 @@ def pytest_configure(config):
 
 
 # Where a case is a program to compile. Elsewhere all cases are cheap.
-ROOMS = {"blocks", "call", "devices", "fit", "front", "fuzz", "lockstep", "loop", "reduce", "scan"}
+ROOMS = {"blocks", "call", "devices", "fit", "front", "fuzz", "lockstep", "loop", "ragged"}
+ROOMS |= {"reduce", "scan"}
 CHEAP = {"test_auto_vmap_errors.py", "test_call_errors.py", "test_options.py"}
+CHEAP |= {"test_ragged_errors.py", "test_ragged_type.py"}
 CASES = int(os.environ.get("RANKAX_CASES", "3"))
 
 

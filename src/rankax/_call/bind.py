@@ -255,14 +255,15 @@ def bind(
     return bound
 
 
-def refuse_ragged(call: BoundKernel) -> None:
-    """Refuse a `Ragged` argument where the batch is not that of a call."""
+def refuse_ragged(call: BoundKernel) -> BoundKernel:
+    """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
     for i in call.structure.ragged:
         raise TypeError(
             f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
             "its plan and check; elsewhere (tune, nonfinite, lower, streams, arrays in blocks), "
             "pass an array that you fill up, and rows to leave out by a boolean array"
         )
+    return call
 
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from rankax._base.words import plural
 from rankax._declare.dims import Dim, Rank
@@ -119,7 +120,7 @@ class Ragged:
         """Return the items as NumPy arrays; inside a transformation of JAX, as slices."""
         values = self.values
         is_key = jnp.issubdtype(values.dtype, jax.dtypes.extended)
-        if not (is_key or isinstance(values, jax.core.Tracer)):
+        if not (is_key or isinstance(values, core.Tracer)):
             values = np.asarray(values)
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
         return [values[start : start + length] for start, length in pairs]
@@ -154,7 +155,7 @@ def span(lengths: np.ndarray[Any, Any]) -> str:
 
 
 def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
-    if isinstance(lengths, jax.core.Tracer):
+    if isinstance(lengths, core.Tracer):
         raise TypeError(
             "Ragged: the lengths are traced, but they must be known when the call is made; pass "
             "NumPy integers from outside of jax.jit, or a Ragged as an argument of it"
@@ -201,7 +202,8 @@ class Mask:
     name: str
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.name, str) and self.name.isidentifier()):
+        name: Any = self.name
+        if not (isinstance(name, str) and name.isidentifier()):
             raise TypeError(
                 f"Mask takes the name of a dimension, as in Mask('n'), got {self.name!r}"
             )

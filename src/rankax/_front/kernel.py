@@ -27,13 +27,14 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import bind
 from rankax._call.fill import fill_up, marked
-from rankax._call.ragged import call_ragged, plan_ragged
+from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitSpec, compiled_part
-from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
+from rankax._front.ragged_check import check
+from rankax._front.trust import CheckReport, NonFinite, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned

@@ -46,7 +46,7 @@ def most_lanes() -> int | None:
     return 1024 if jax.default_backend() == "cpu" else None
 
 
-class Mask(NamedTuple):
+class RowMask(NamedTuple):
     """Which items of a row count, where one that does not is differentiated as if it did."""
 
     counts: Callable[..., jax.Array]  # of one item
@@ -64,7 +64,7 @@ class Row:
     is_expensive: bool = False  # see `_trace.work.evaluates_functions`
     pure: bool = False  # whether items may be evaluated again
     back: bool = False  # whether it is differentiated
-    mask: Mask | None = None
+    mask: RowMask | None = None
 
     @property
     def size(self) -> int:
@@ -278,7 +278,7 @@ def _fold_in_lockstep(row: Row, steps: Steps, *, linear: bool) -> list[Any]:
     ]
 
 
-def _that_count(row: Row, mask: Mask, steps: Steps) -> tuple[Row, Steps]:
+def _that_count(row: Row, mask: RowMask, steps: Steps) -> tuple[Row, Steps]:
     """Return a row without a mask, and steps to which an item that is left out adds nothing."""
     accumulations = [step for step in steps if isinstance(step, Accumulation)]
 

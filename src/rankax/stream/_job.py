@@ -64,8 +64,7 @@ def prepared(
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = flatten(kernel, args, dict(kwargs))
-    refuse_ragged(call)
+    call = refuse_ragged(flatten(kernel, args, dict(kwargs)))
     triples = zip(call.leaves, call.structure.paths, call.structure.ranks, strict=True)
     leaves = [leaf if rank is None else streamed(leaf, path, where) for leaf, path, rank in triples]
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
