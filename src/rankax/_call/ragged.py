@@ -42,7 +42,7 @@ from jax import core
 from rankax._base.arrays import zeros
 from rankax._call.arguments import KernelSpec, keep
 from rankax._call.bind import BoundKernel, bind, rebind
-from rankax._call.fill import resized, weakened
+from rankax._call.fill import marked, resized, weakened
 from rankax._call.run import run
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
@@ -188,6 +188,11 @@ class RaggedCall:
         """Whether a single group is evaluated as an ordinary call, in the order given."""
         return self.count < 2 or (len(self.groups) == 1 and self.compiled is None)
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether groups may be filled up by items that do not count."""
+        return self.compiled is not None or bool(self.options.devices)
+
     def size(self, count: int) -> int:
         """Return a number of items or rows, in its bucket if programs are to be reused."""
         if self.compiled is None:
@@ -197,7 +202,11 @@ class RaggedCall:
     def slots(self, group: Group) -> int:
         """Return how many items a group is filled up to."""
         count, bucket = len(group.items), self.options.bucket
-        if self.is_direct or self.compiled is None:
+        if self.is_direct or not self.is_filled:
+            return count
+        if self.options.devices:  # each of them has an item, so that all results are on all
+            count = max(count, jax.device_count())
+        if self.compiled is None:
             return count
         if not isinstance(bucket, tuple):
             return slots_for(count)
@@ -308,7 +317,7 @@ class RaggedCall:
         items = self.items_of(group)
         given = {_ITEMS: items, _MAPPED: tuple(mapped), _WHOLE: tuple(whole), **others}
         bound = bind(derived, (), given, shapes_only=True)
-        if self.compiled is None or self.is_direct or not self.is_last_reduced:
+        if not self.is_filled or self.is_direct or not self.is_last_reduced:
             return bound
         axis = len(self.dense.plan.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
@@ -323,7 +332,9 @@ class RaggedCall:
 
     def evaluate(self, bound: BoundKernel) -> Any:
         """Evaluate the call of one group."""
-        return run(bound, bound.kernel.options()) if self.compiled is None else self.compiled(bound)
+        if self.compiled is not None:
+            return self.compiled(bound)
+        return run(bound, marked(bound, bound.kernel.options()))
 
 
 def _is(node: Any) -> bool:

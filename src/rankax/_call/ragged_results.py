@@ -184,10 +184,9 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     row = tuple(plan.batch_shape[axis] for axis in plan.reduced)
     total = int(np.prod(row))
     # The number of items decides the type of indices, and must not be part of the program.
-    is_compiled = ragged.compiled is not None
-    of_run = max(total, 2**31 - 1) if is_compiled else total
+    of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
     bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
-    reductions = reductions.of_items(FILL) if is_compiled else reductions
+    reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
     traced = [_outputs(ragged, bound, reductions, total) for bound in (bounds[0], bounds[-1])]
     if len(bounds) == 1:
         _check_same_outputs(ragged, bounds[0])

@@ -30,7 +30,7 @@ from rankax._loop.loop import apart_from_constants
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg
 from rankax._reduce.protocol import Outputs, Reduction, counting
-from rankax._reduce.row import RowMask, Row
+from rankax._reduce.row import Row, RowMask
 from rankax._reduce.run import Reduced, Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of
