@@ -1596,6 +1596,29 @@ def random_programs_on_all_devices(mesh):
             dataclasses.replace(program, options=program.options | {"devices": "all"}).check()
 
 
+@case
+def ragged_items_are_shared(mesh):
+    """Also by more devices than a length has items."""
+    lengths = [3, 0, 11, 7, 1, 1, 4, 2, 5]
+    x = rankax.Ragged(data(sum(lengths), 3), lengths)
+    s = np.arange(9, dtype=np.float32)
+    kernel = auto_vmap(x="n 3", mask=rankax.Mask("n"), s=0)(
+        lambda x, mask, s: jnp.sum(jnp.tanh(x).sum(-1), where=mask) * s
+    )
+    rows = auto_vmap("(n,3)->(n)")(lambda x: x.sum(-1))
+    for options in ({}, {"jit": True, "chunk_size": 2}):
+        shared, one = kernel.with_options(devices="all", **options), kernel.with_options(**options)
+        same(shared(x, s), one(x, s))
+        for reduce in ("sum", "argmax", "logsumexp"):
+            both = [f.with_options(reduce=reduce) for f in (shared, one)]
+            same(both[0](x, s), both[1](x, s))
+        loss = lambda f: lambda x: jnp.sum(f(x, s) ** 2)  # noqa: E731
+        same(jax.grad(loss(shared))(x), jax.grad(loss(one))(x))
+        same(rows.with_options(devices="all", **options)(x), rows(x))
+    with pytest.raises(ValueError, match="s is sharded over devices, but ragged items are read"):
+        kernel(x, put(mesh, np.arange(8, dtype=np.float32), "d"))
+
+
 def run(name, kind, devices):
     of_all = mesh_of(getattr(AxisType, kind), devices)
     # These cases enter the mesh themselves.

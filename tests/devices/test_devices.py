@@ -74,6 +74,7 @@ def process(devices):
         ("plans_and_tuning_know_devices", "Auto", 4),
         ("errors_of_devices", "Auto", 4),
         ("buckets_are_filled_up_and_shared", "Auto", 4),
+        ("ragged_items_are_shared", "Auto", 4),
         ("gradients_of_convolutions_are_right", "Auto", 4),
         enters_mesh("gradients_of_convolutions_are_right", "Explicit", 4),
         ("jacobians_of_convolutions", "Auto", 4),
