@@ -56,7 +56,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1760,
     "_scan": 1160,
     "_options": 175,
-    "_call": 2090,
+    "_call": 2095,
     "_tune": 467,
     "_blocks": 785,
     "_front": 1250,

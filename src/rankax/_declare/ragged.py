@@ -58,9 +58,15 @@ class Ragged:
 
     Notes
     -----
-    *Pytree.* ``values`` is a leaf, and the lengths belong to the structure, so `jax.grad` returns a
+    *Pytrees.* ``values`` is a leaf, and the lengths belong to the structure, so `jax.grad` returns a
     ``Ragged`` of the same lengths, and a function under `jax.jit` is compiled again for other
     lengths. A kernel with ``jit=True`` is not.
+
+    *Padding.* A kernel sees one item, filled up with copies of its last row to one of at most
+    twelve lengths; an item without rows gets zeros. So values, and derivatives, must not depend on
+    the copies, for which there is `Mask`, and must be finite there: `jax.numpy.where` after a
+    function keeps NaN out of its values, not out of its derivatives. ``kernel.check`` finds kernels
+    that depend on the copies.
 
     Examples
     --------

@@ -242,7 +242,8 @@ def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:
     how = [f"axis {', '.join(map(str, x.axes))}: {_level_how(x)}" for x in part.levels]
     how += [] if part.lanes is None else [plural(part.lanes, "lane")]
     how += [] if part.memory is None else [str(part.memory)]
-    return f"  {', '.join(map(str, lengths))} rows, {'; '.join(how)}"
+    front = [str(length) for length in lengths[:-1]]
+    return f"  {', '.join([*front, plural(lengths[-1], 'row')])}: {'; '.join(how)}"
 
 
 def _level_how(level: Level) -> str:
