@@ -223,7 +223,6 @@ REDUCTIONS = {
     "top": TopK(3),
     "bottom": BottomK(2),
     "moments": Moments(),
-    "best": Best("min"),
     "fold": FOLD,
 }
 
@@ -242,6 +241,19 @@ def test_reductions(reduce, mode):
         kernel = total_of.with_options(reduce=reduce, reduce_axis=axis, **mode)
         want = plain.with_options(reduce_axis=axis)(outs)
         assert_same(kernel(x, grid), want, rtol=1e-4, atol=1e-5)
+
+
+@modes
+def test_the_best_item_with_its_other_outputs(mode):
+    x, s = case("some")
+
+    def item(x, mask, s):
+        return {"v": total(x, mask, s), "s": s, "n": mask.sum()}
+
+    kernel = auto_vmap(x="n 3", mask=Mask("n"), s=0, reduce=Best("v"), **mode)(item)
+    best, at = kernel(x, s), int(jnp.argmin(one_by_one(total, x, s)))
+    np.testing.assert_allclose(best["s"], s[at])
+    assert best["n"] == x.lengths[at]
 
 
 @pytest.mark.parametrize("mode", [MODES["chunks"], MODES["jit"]], ids=["chunks", "jit"])

@@ -58,8 +58,8 @@ class Ragged:
 
     Notes
     -----
-    *Pytrees.* ``values`` is a leaf, and the lengths belong to the structure, so `jax.grad` returns a
-    ``Ragged`` of the same lengths, and a function under `jax.jit` is compiled again for other
+    *Pytrees.* ``values`` is a leaf, and the lengths belong to the structure, so `jax.grad` returns
+    a ``Ragged`` of the same lengths, and a function under `jax.jit` is compiled again for other
     lengths. A kernel with ``jit=True`` is not.
 
     *Padding.* A kernel sees one item, filled up with copies of its last row to one of at most
