@@ -27,12 +27,14 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, marked
+from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
-from rankax._front.jit import JitSpec
-from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
+from rankax._front.jit import JitSpec, compiled_part
+from rankax._front.ragged_check import check
+from rankax._front.trust import CheckReport, NonFinite, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned
@@ -69,15 +71,19 @@ class Kernel(Generic[P, R]):
         for name in vars(self).keys() & vars(Kernel).keys():
             if not name.startswith("__"):  # an attribute of the user's would hide a method
                 del vars(self)[name]
+        if spec.declaration.masks:
+            vars(self)["__signature__"] = spec.declaration.signature
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
         spec = kernel.spec
-        call = bind(spec, arguments, kwargs, takes_blocks=True)
+        call = bind(spec, arguments, kwargs, takes_blocks=True, takes_ragged=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
+        if call.structure.ragged:
+            return call_ragged(call, compiled_part(spec))
         return kernel.run_bound(call)
 
     def run_bound(self, call: BoundKernel) -> Any:
@@ -89,7 +95,10 @@ class Kernel(Generic[P, R]):
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
-        call = fill_up(bind(kernel.spec, args, kwargs, shapes_only=True), options)
+        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_ragged=True)
+        if call.structure.ragged:
+            return plan_ragged(call, compiled_part(kernel.spec))
+        call = fill_up(call, options)
         plan = plan_of(call, marked(call, options))
         warn_of_small_chunks(plan)
         return plan
@@ -211,6 +220,9 @@ class Method(Kernel[P, R]):
     def __init__(self, kernel: Kernel[..., R], instance: Any) -> None:
         self.__func__, self.__self__ = kernel, instance
         self.__dict__ = vars(kernel)  # its name, docstring and other attributes
+        if kernel.spec.declaration.masks:
+            _, *passed = kernel.spec.declaration.signature.parameters.values()
+            self.__dict__ = {**vars(kernel), "__signature__": inspect.Signature(passed)}
         self.spec, self.tuning = kernel.spec, kernel.tuning
 
     def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:

@@ -47,18 +47,22 @@ class CheckReport:
         For each output, and each gradient: its path, the largest difference in units of the last
         place of its largest number, and the item that has it; for a gradient, the position in the
         argument.
+    padding : tuple of str
+        Which ragged arguments the items would depend on if they were filled up with other numbers
+        than copies, and with which. The results are right all the same.
     """
 
     kernel: str
     batch_shape: tuple[int, ...]
     items: tuple[tuple[int, ...], ...]
     differences: tuple[tuple[str, float, tuple[int, ...]], ...]
+    padding: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         total = math.prod(self.batch_shape)
         title = f"{self.kernel}: {len(self.items)} of {total} items agree with the kernel by itself"
         lines = [f"  {path}: {ulps:.3g} ulps, at {list(at)}" for path, ulps, at in self.differences]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *(f"  {line}" for line in self.padding)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +150,7 @@ def check(
     call = bind(kernel.spec, args, kwargs)
     them = _CallItems(call, kernel.spec.options())
     random = np.random.default_rng(seed)
-    chosen = _chosen(them.shape, items, random)
+    chosen = choose_items(them.shape, items, random)
     differences: list[tuple[str, float, Index]] = []
     if chosen:
         alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
@@ -158,21 +162,17 @@ def check(
         draws = [random.normal(size=want.shape) for want in wanted]
         gradients = _gradients(kernel, them, chosen, draws) if gradient else ()
         for path, want, got in itertools.chain(values, gradients):
-            ulps, place = _difference(want, got)
+            ulps, place = difference(want, got)
             is_value = len(differences) < len(names)
             at, one = (chosen[place[0]], place[:1]) if is_value else (place, place)
             differences.append((path, ulps, at))
-            # What may be rounding: a chunk adds in another order, and fuses other operations.
-            if ulps > (_eps(want.dtype) ** -0.5 if _has_gradient(want) else 0):
+            if ulps > most_ulps(want.dtype):
                 item = f"; the item has {_shown(them.arguments(at))}" if is_value else ""
-                raise ValueError(
-                    f"{site}: {path} at {list(at)} is {_text(got[one])}, but the kernel by itself "
-                    f"gives {_text(want[one])} ({ulps:.3g} ulps of the largest number){item}"
-                )
+                raise disagreement(site, path, at, ulps, want[one], got[one], item)
     return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences))
 
 
-def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> list[Index]:
+def choose_items(shape: Sequence[int], items: int, random: np.random.Generator) -> list[Index]:
     """Choose items at random, and the first and the last, which a chunk may treat differently."""
     total = math.prod(shape)
     flat = list(range(min(total, items)))
@@ -187,14 +187,14 @@ def _gradients(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the gradient of a random sum of the chosen items: of themselves, and of the call."""
     call = them.call
-    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if _has_gradient(leaf)}
+    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if has_gradient(leaf)}
 
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
-        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if _has_gradient(out)]
+        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if has_gradient(out)]
         return sum(map(jnp.sum, terms), jnp.zeros(()))
 
     def of_call(values: Mapping[int, Any]) -> Any:
@@ -219,7 +219,7 @@ def _gradients(
         yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
 
 
-def _has_gradient(leaf: Any) -> bool:
+def has_gradient(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
 
 
@@ -229,7 +229,7 @@ def _eps(dtype: Any) -> float:
     return eps if jax.default_backend() == "cpu" else max(eps, 2**-10)
 
 
-def _difference(want: Any, got: Any) -> tuple[float, Index]:
+def difference(want: Any, got: Any) -> tuple[float, Index]:
     """Return the largest difference, in ulps of the largest number, and where it is."""
     want, got = _numbers(want), _numbers(got)
     if not want.size:
@@ -242,6 +242,20 @@ def _difference(want: Any, got: Any) -> tuple[float, Index]:
         apart = jnp.where(jnp.isnan(want) & jnp.isnan(got), 0, jnp.minimum(apart, ulps))
     where = jnp.unravel_index(jnp.argmax(apart), want.shape)
     return float(jnp.max(apart)), tuple(map(int, where))
+
+
+def most_ulps(dtype: Any) -> float:
+    """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
+    return _eps(dtype) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
+
+
+def disagreement(
+    site: str, path: str, at: Index, ulps: float, want: Any, got: Any, item: str = ""
+) -> ValueError:
+    return ValueError(
+        f"{site}: {path} at {list(at)} is {_text(got)}, but the kernel by itself gives "
+        f"{_text(want)} ({ulps:.3g} ulps of the largest number){item}"
+    )
 
 
 def _numbers(value: Any) -> Any:
@@ -274,7 +288,8 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
-        declaration = dataclasses.replace(spec.declaration, outputs=None)
+        seen = {"outputs": None, "masks": {}, "written": None}  # `_is_odd` takes no mask
+        declaration = dataclasses.replace(spec.declaration, **seen)
         odd = KernelSpec(_is_odd(spec, given.where, gradient), declaration, {}, spec.members)
         found, first = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
         count = int(found)
@@ -289,13 +304,13 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
     """Return a kernel that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
-        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _has_gradient(x)]
+        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_gradient(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
     @functools.wraps(spec.fun)
     def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
         call = bind(spec, args, kwargs)
-        places = [i for i, leaf in enumerate(call.leaves) if gradient and _has_gradient(leaf)]
+        places = [i for i, leaf in enumerate(call.leaves) if gradient and has_gradient(leaf)]
 
         def of(values: list[Any]) -> tuple[list[Any], Any]:
             leaves = list(call.leaves)
@@ -303,7 +318,7 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
                 leaves[i] = value
             out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
-            return [x for x in jax.tree.leaves(out) if _has_gradient(x)], out
+            return [x for x in jax.tree.leaves(out) if has_gradient(x)], out
 
         outs, pull, out = jax.vjp(of, [jnp.asarray(call.leaves[i]) for i in places], has_aux=True)
         is_bad = ~is_finite(out)
