@@ -157,7 +157,7 @@ class RaggedCall:
         longest = dict(zip(dims, lengths.max(0, initial=1).tolist(), strict=True))
         leaves = list(call.leaves)
         for i in call.structure.ragged:
-            shape = (len(lengths), longest[_first(call, i)], *leaves[i].shape[1:])
+            shape = (len(lengths), longest[first_dim(call, i)], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan(options.unchunked)
         return cls(call, options, dims, lengths, starts, dense, compiled)
@@ -251,7 +251,7 @@ class RaggedCall:
         if i in self.call.structure.ragged:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             leaf = widen(leaf) if isinstance(leaf, core.Tracer) else leaf
-            rows = self.dims.index(_first(self.call, i))
+            rows = self.dims.index(first_dim(self.call, i))
             return _Role(None, rows, dtype=dtype, weak=weak), self._sized(leaf, 0)
         if self.count < 2:
             return _Role(rank), leaf
@@ -293,11 +293,7 @@ class RaggedCall:
     def bound(self, group: Group, reduce: Reductions | None) -> BoundKernel:
         """Return the ordinary call of one group."""
         call, (roles, mapped, whole) = self.call, self.arguments
-        stripped = [
-            jax.tree.map(lambda x: x.values if isinstance(x, Ragged) else x, value, is_leaf=_is)
-            for value in call.treedef.unflatten(call.leaves)
-        ]
-        treedef = jax.tree.structure(stripped)
+        treedef = dense_treedef(call)
         padded = _Padded(call.kernel, call.names, treedef, roles, self.dims, group.lengths)
         others = call.others
         key = (
@@ -336,11 +332,15 @@ class RaggedCall:
         return run(bound, marked(bound, bound.kernel.options()))
 
 
-def _is(node: Any) -> bool:
-    return isinstance(node, Ragged)
+def dense_treedef(call: BoundKernel) -> Any:
+    """Return the tree of the arguments with an array in place of each `Ragged`."""
+    tree = call.treedef.unflatten(call.leaves)
+    return jax.tree.structure(
+        jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, Ragged))
+    )
 
 
-def _first(call: BoundKernel, i: int) -> str:
+def first_dim(call: BoundKernel, i: int) -> str:
     """Return the name of the first core dimension of a leaf."""
     rank = call.structure.ranks[i]
     assert rank is not None

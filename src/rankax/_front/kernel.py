@@ -33,8 +33,8 @@ from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitSpec, compiled_part
-from rankax._front.ragged_check import check
-from rankax._front.trust import CheckReport, NonFinite, nonfinite
+from rankax._front.ragged_check import RaggedItems
+from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned
@@ -82,13 +82,13 @@ class Kernel(Generic[P, R]):
         call = bind(spec, arguments, kwargs, takes_blocks=True, takes_ragged=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
-        if call.structure.ragged:
-            return call_ragged(call, compiled_part(spec))
         return kernel.run_bound(call)
 
     def run_bound(self, call: BoundKernel) -> Any:
         """Evaluate a bound call, by a compiled program with ``jit=True``."""
         spec = self.spec
+        if call.structure.ragged:
+            return call_ragged(call, compiled_part(spec))
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
@@ -136,7 +136,8 @@ class Kernel(Generic[P, R]):
         self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
     ) -> CheckReport:
         """Compare some items of a call with the kernel by itself; raise where they differ."""
-        return check(*self.unbound(args), kwargs, items, seed, gradient=gradient)
+        kernel, args = self.unbound(args)
+        return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any

@@ -2,238 +2,154 @@
 """``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from rankax._base.checks import check_bool, checked_int, positive_int
-from rankax._base.trees import leaves_with_names
 from rankax._base.words import listed
-from rankax._call.arguments import rebind_arguments
-from rankax._call.bind import BoundKernel, bind, rebind
-from rankax._call.ragged import RaggedCall
+from rankax._call.bind import BoundKernel, rebind
+from rankax._call.ragged import RaggedCall, dense_treedef, first_dim
 from rankax._declare.ragged import Ragged
-from rankax._front import trust
-from rankax._front.trust import (
-    CheckReport,
-    Index,
-    choose_items,
-    difference,
-    disagreement,
-    has_gradient,
-    most_ulps,
-)
-from rankax._loop.keys import item_key
+from rankax._declare.ranks import ranks_of_leaves
+from rankax._front.trust import CallItems, Index, difference, has_gradient, most_ulps, numbers_of
 from rankax._options import Options
 
 _FILLS = {"large numbers": 1e6, "NaN": np.nan}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _RaggedItems:
-    """The items of a call with ragged arguments."""
+class RaggedItems(CallItems):
+    """The items of a call with ragged arguments.
 
-    ragged: RaggedCall
-    mapped: Any
-    site: str
+    An item is one of a dense call that gets its own rows without a batch axis. Outputs with a row
+    for each of these are filled up with zeros to the longest item, to be compared at once.
+    """
 
-    @property
-    def shape(self) -> Index:
-        return self.ragged.dense.plan.batch_shape
+    def __init__(self, call: BoundKernel, options: Options) -> None:
+        self.call, self.ragged = call, RaggedCall.of(call, None)
+        self.shape = self.ragged.dense.plan.batch_shape
+        self.options = dataclasses.replace(options, batch_shape=self.shape)
 
-    def number(self, index: Index) -> int:
+    def _number(self, index: Index) -> int:
         return index[-1] if self.ragged.count > 1 else 0
 
-    def lengths(self, index: Index) -> list[int]:
-        return self.ragged.lengths[self.number(index)].tolist()
+    def _lengths(self, index: Index) -> Any:
+        return self.ragged.lengths[self._number(index)]
 
-    def leaves(self, index: Index, values: Mapping[int, Any]) -> list[Any]:
-        """Return the leaves of one item, with its own rows; ``values`` take the place of leaves."""
-        call, plan, number = self.ragged.call, self.ragged.dense, self.number(index)
-        axes = dict(zip(plan.mapped, plan.batch_axes, strict=True))
-        leaves: list[Any] = []
-        for i, leaf in enumerate(call.leaves):
-            leaf = values.get(i, leaf)
-            if (ragged := call.structure.ragged.get(i)) is not None:
-                begin = int(ragged.starts[number])
-                leaf = jnp.asarray(leaf)[begin : begin + int(ragged.lengths[number])]
-            elif (rank := call.structure.ranks[i]) is not None:
-                leaf = jnp.asarray(leaf)
-                for axis, place in zip(axes.get(i, ()), index, strict=False):
-                    if axis is not None:
-                        leaf = lax.slice_in_dim(leaf, place, place + 1, axis=axis)
-                leaf = jnp.reshape(leaf, leaf.shape[leaf.ndim - rank.rank :])
-            leaves.append(leaf)
-        for split in plan.splits:
-            number = sum(map(int.__mul__, split.strides, index))
-            leaves[split.position] = item_key(leaves[split.position], np.uint32(number))
-        return leaves
+    def has_rows(self, index: Index) -> bool:
+        return bool(self._lengths(index).all())
 
-    def filled(self, leaves: Sequence[Any], most: Sequence[int], fills: Mapping[int, Any]) -> Any:
-        """Return leaves filled up to these lengths: by copies, or by a number."""
-        filled = list(leaves)
-        for i in self.ragged.call.structure.ragged:
-            rows, more = leaves[i], most[self.ragged.dims.index(self._dim(i))] - len(leaves[i])
-            last = rows[-1:] if len(rows) else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
-            if fills.get(i) is not None and has_gradient(rows):
-                last = jnp.full_like(last, fills[i])
-            filled[i] = jnp.concatenate([rows, jnp.repeat(last, more, axis=0)])
-        return filled
+    def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
+        """Return the rows of each ragged leaf, their numbers, and what the dense call is given."""
+        number, rows = self._number(index), dict[int, Any]()
+        for i, ragged in self.call.structure.ragged.items():
+            start, length = int(ragged.starts[number]), int(ragged.lengths[number])
+            rows[i] = jnp.asarray(leaves[i])[start : start + length]
+        lengths = self._lengths(index)
+        leaves = self._with(rows, leaves)
+        return [rows, lengths, self._dense(leaves, lengths).inputs(index, leaves)]
 
-    def _dim(self, i: int) -> str:
-        rank: Any = self.ragged.call.structure.ranks[i]
-        return rank.dims[0].name
-
-    def evaluate(self, leaves: Sequence[Any], lengths: Any) -> list[Any]:
-        """Evaluate one item of which as many rows are real."""
-        call = self.ragged.call
-        values = [
-            jax.tree.map(lambda x: x.values if isinstance(x, Ragged) else x, value, is_leaf=_is)
-            for value in call.treedef.unflatten(leaves)
-        ]
-        flat, treedef = jax.tree.flatten(values)
-        one = rebind(call.kernel, call.names, flat, treedef, call.others)
-        most = {self._dim(i): len(leaves[i]) for i in call.structure.ragged}
-        masks = {
-            name: jnp.arange(most[name]) < length
-            for name, length in zip(self.ragged.dims, lengths, strict=True)
-        }
-        one = dataclasses.replace(one, masks=masks)
-        return jax.tree.leaves(one.evaluate(flat, one.plan(Options())))
-
-    def gathered(self, out: Any, index: Index) -> list[Any]:
-        """Return one item of the outputs of the call."""
-        outs: list[Any] = []
-        for leaf in jax.tree.leaves(out, is_leaf=_is):
-            if _is(leaf):
-                begin = int(leaf.starts[index[-1]])
-                outs.append(leaf.values[begin : begin + int(leaf.lengths[index[-1]])])
-            else:
-                outs.append(leaf[index])
+    def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
+        rows, lengths, others = inputs
+        leaves = self._with(rows, leaves)
+        out = self._dense(leaves, lengths).output(others, leaves)
+        outs, dims = jax.tree.leaves(out), self.ragged.dims
+        declared = self.call.kernel.declaration.outputs
+        ranks = [] if declared is None else ranks_of_leaves(declared, out, "output")
+        for i, rank in enumerate(ranks):
+            name = rank.dims[0].name if rank is not None and rank.dims else None
+            if name in dims:
+                at = dims.index(name)
+                outs[i] = _to_longest(outs[i], lengths[at], self.ragged.lengths[:, at])
         return outs
 
+    def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
+        by_leaf: list[Any] = []
+        for leaf in jax.tree.leaves(outs, is_leaf=lambda node: isinstance(node, Ragged)):
+            if not isinstance(leaf, Ragged):
+                by_leaf += super().gathered(leaf, chosen)
+                continue
+            items = leaf.to_list()
+            rows = [jnp.asarray(items[self._number(index)]) for index in chosen]
+            by_leaf.append(jnp.stack([_to_longest(x, len(x), leaf.lengths) for x in rows]))
+        return by_leaf
 
-def _is(node: Any) -> bool:
-    return isinstance(node, Ragged)
+    def described(self, index: Index) -> str:
+        lines = self._lines(self._leaks([index]))
+        return f"; {'; '.join(lines)}" if lines else ""
 
-
-def _compare(
-    them: _RaggedItems, items: int, random: np.random.Generator, *, gradient: bool
-) -> CheckReport:
-    call, given = them.ragged.call, them.ragged.call.arguments
-    chosen = [i for i in choose_items(them.shape, items, random) if min(them.lengths(i), default=1)]
-    name = call.kernel.name
-    if not chosen:
-        return CheckReport(name, them.shape, (), ())
-    out = them.mapped(*given.args, **given.kwargs)
-    names = [path for path, _ in leaves_with_names(out, "output", stops=_is)]
-    exact = jax.jit(them.evaluate)
-    most = np.max([them.lengths(index) for index in chosen], 0) + 3
-    worst: dict[str, tuple[float, Index]] = {}
-    leaks: dict[tuple[int | None, str], None] = {}
-    for index in chosen:
-        leaves = them.leaves(index, {})
-        wanted = exact(leaves, them.lengths(index))
-        lengths = them.lengths(index)
-        copies = _cut(wanted, exact(them.filled(leaves, most, {}), lengths))
-        if not _agree(wanted, copies):
-            leaks[None, "copies"] = None
-        for i in call.structure.ragged:
-            for fill, number in _FILLS.items():
-                padded = exact(them.filled(leaves, most, {i: number}), lengths)
-                if not _agree(copies, _cut(wanted, padded)):
-                    leaks[i, fill] = None
-        for path, want, got in zip(names, wanted, them.gathered(out, index), strict=True):
-            ulps, _ = difference(want, got)
-            worst[path] = max(worst.get(path, (-1.0, index)), (ulps, index))
-            if ulps > most_ulps(want.dtype):
-                raise disagreement(them.site, path, index, ulps, want, got, _hint(call, leaks))
-    if (None, "copies") in leaks:  # also where these lengths need no padding
+    def padding(self, chosen: Sequence[Index]) -> tuple[str, ...]:
+        leaks = set(self._leaks(chosen))
+        if None not in leaks:
+            return tuple(self._lines(leaks))
+        # Also where these lengths need no padding.
+        differ = "the items differ if they are filled up with copies of their last rows"
+        advice = "leave these rows out, by a parameter of rank Mask"
         raise ValueError(
-            f"{them.site}: the items differ if they are filled up with copies of their last rows"
-            f"{_hint(call, leaks)}; leave these rows out, by a parameter of rank Mask"
+            f"{self.call.name}.check: {'; '.join([differ, *self._lines(leaks), advice])}"
         )
-    differences = [(path, *found) for path, found in worst.items()]
-    if gradient:
-        differences += _gradients_ragged(them, chosen)
-    lines = tuple(_leak_lines(call, leaks))
-    return CheckReport(name, them.shape, tuple(chosen), tuple(differences), lines)
+
+    # Items with other rows.
+
+    def _leaks(self, chosen: Sequence[Index]) -> Iterator[tuple[int, str] | None]:
+        """Yield which leaves change the items, filled up with what; None for copies."""
+        leaves = self.call.leaves
+        evaluate = jax.jit(lambda inputs: self.evaluate(inputs, leaves))
+        most = np.max([self._lengths(index) for index in chosen], 0, initial=0) + 3
+        for index in chosen:
+            inputs = self.inputs(index, leaves)
+            copies = evaluate(self._filled(inputs, most, {}))
+            if not _agree(evaluate(inputs), copies):
+                yield None
+            for i in self.call.structure.ragged:
+                for fill, number in _FILLS.items():
+                    if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
+                        yield i, fill
+
+    def _filled(self, inputs: Sequence[Any], most: Any, fills: Mapping[int, float]) -> list[Any]:
+        """Fill rows up to these lengths: by copies of the last one, or by a number."""
+        rows, *others = inputs
+        filled: dict[int, Any] = {}
+        for i, x in rows.items():
+            last = x[-1:]
+            if i in fills and has_gradient(x):
+                last = jnp.full_like(last, fills[i])
+            more = most[self.ragged.dims.index(first_dim(self.call, i))] - len(x)
+            filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
+        return [filled, *others]
+
+    def _lines(self, leaks: Iterable[tuple[int, str] | None]) -> list[str]:
+        found = set(leaks)
+        return [
+            f"the items depend on the rows that fill {path} up: by {listed(fills)}"
+            for i, path in enumerate(self.call.structure.paths)
+            if (fills := [fill for fill in _FILLS if (i, fill) in found])
+        ]
+
+    # The dense call.
+
+    def _with(self, rows: Mapping[int, Any], leaves: Sequence[Any]) -> list[Any]:
+        return [rows.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+    def _dense(self, leaves: list[Any], lengths: Any) -> CallItems:
+        call, dims = self.call, self.ragged.dims
+        dense = rebind(call.kernel, call.names, leaves, dense_treedef(call), call.others)
+        most = {first_dim(call, i): len(leaves[i]) for i in call.structure.ragged}
+        masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
+        return CallItems(dataclasses.replace(dense, masks=masks), self.options)
 
 
-def _cut(wanted: Sequence[Any], padded: Sequence[Any]) -> list[Any]:
-    """Return outputs without the rows that fill them up."""
-    pairs = zip(wanted, padded, strict=True)
-    return [y if x.shape == y.shape else y[: len(x)] for x, y in pairs]
+def _to_longest(x: Any, length: Any, lengths: Any) -> Any:
+    """Return as many rows as the longest item has, with zeros in place of those that fill up."""
+    x, longest = numbers_of(x)[: lengths.max()], int(lengths.max())
+    is_own = jnp.arange(len(x)) < length
+    x = jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+    return jnp.pad(x, [(0, longest - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
 def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether outputs are equal up to rounding."""
     pairs = zip(wanted, found, strict=True)
     return all(difference(x, y)[0] <= most_ulps(x.dtype) for x, y in pairs)
-
-
-def _hint(call: BoundKernel, leaks: Mapping[tuple[int | None, str], None]) -> str:
-    lines = _leak_lines(call, leaks)
-    return f"; {'; '.join(lines)}" if lines else ""
-
-
-def _leak_lines(call: BoundKernel, leaks: Mapping[tuple[int | None, str], None]) -> list[str]:
-    return [
-        f"the items depend on the rows that fill {path} up: by {listed(fills)}"
-        for i, path in enumerate(call.structure.paths)
-        if (fills := [fill for fill in _FILLS if (i, fill) in leaks])
-    ]
-
-
-def _gradients_ragged(
-    them: _RaggedItems, chosen: Sequence[Index]
-) -> Iterator[tuple[str, float, Index]]:
-    """Compare the gradient of a random sum of the chosen items with that of them by themselves."""
-    call = them.ragged.call
-    floats = [i for i, leaf in enumerate(call.leaves) if has_gradient(leaf)]
-
-    def weighed(outs: Sequence[Any], number: int) -> Any:
-        draw = np.random.default_rng(number)
-        floating = [out for out in outs if has_gradient(out)]
-        terms = [jnp.sum(jnp.real(x * draw.normal(size=x.shape).astype(x.dtype))) for x in floating]
-        return sum(terms, jnp.zeros(()))
-
-    def of_call(values: Mapping[int, Any]) -> Any:
-        leaves = [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
-        named = dict(zip(call.names, call.treedef.unflatten(leaves), strict=True))
-        given = rebind_arguments(call.kernel, {**call.arguments.arguments, **named})
-        out = them.mapped(*given.args, **given.kwargs)
-        return sum(weighed(them.gathered(out, index), n) for n, index in enumerate(chosen))
-
-    def of_items(values: Mapping[int, Any]) -> Any:
-        outs = [them.evaluate(them.leaves(index, values), them.lengths(index)) for index in chosen]
-        return sum(weighed(out, n) for n, out in enumerate(outs))
-
-    at = {i: jnp.asarray(call.leaves[i]) for i in floats}
-    got, wanted = jax.grad(of_call)(at), jax.grad(of_items)(at)
-    for i in floats:
-        path = f"gradient of {call.structure.paths[i]}"
-        ulps, place = difference(wanted[i], got[i])
-        yield path, ulps, place
-        if ulps > most_ulps(wanted[i].dtype):
-            raise disagreement(them.site, path, place, ulps, wanted[i][place], got[i][place])
-
-
-def check(
-    kernel: Any, args: Any, kwargs: Any, items: int, seed: int, *, gradient: bool
-) -> CheckReport:
-    """Compare some items of a call with the kernel by itself, ragged or not."""
-    mapped = kernel.with_options(reduce=None, reduce_axis=None, where=None)
-    call = bind(mapped.spec, args, kwargs, takes_ragged=True)
-    if not call.structure.ragged:
-        return trust.check(kernel, args, kwargs, items, seed, gradient=gradient)
-    site = f"{kernel.spec.name}.check"
-    positive_int(items, site, "items")
-    checked_int(seed, f"{site}: seed must be an int, got")
-    check_bool(gradient, site, "gradient")
-    ragged = _RaggedItems(RaggedCall.of(call, None), mapped, site)
-    return _compare(ragged, items, np.random.default_rng(seed), gradient=gradient)
