@@ -112,7 +112,9 @@ def test_functions_have_their_source_and_examples():
         for test in finder.find(module)
         if test.examples
     ]
-    assert sorted(found) == sorted(["SplitKey", "Static", "apply", "run", *functions])  # each once
+    assert sorted(found) == sorted(
+        ["Mask", "Ragged", "SplitKey", "Static", "apply", "run", *functions]
+    )  # each once
 
 
 def test_help_shows_the_options_of_auto_vmap():

@@ -5,6 +5,8 @@ __version__ = "1.0.0rc1"
 __all__ = [
     "BatchShapeError",
     "CoreDimensionError",
+    "Mask",
+    "Ragged",
     "RankError",
     "SplitKey",
     "Static",
@@ -26,6 +28,7 @@ __all__ = [
 
 import rankax.plans as plans
 import rankax.reductions as reductions
+from rankax._declare.ragged import Mask, Ragged
 from rankax._declare.ranks import ranks_like
 from rankax._declare.split_key import SplitKey
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError

@@ -1180,6 +1180,38 @@ def test_buckets_are_filled_up_and_shared(mesh):
     same(filled.with_options(devices="all")(x, W), jax.vmap(scalar, (0, None))(X[: mesh.size], W))
 
 
+def check_ragged(mesh, reductions, **options):
+    """Also with more devices than a length has items."""
+    lengths = [3, 0, 11, 7, 1, 1, 4, 2, 5]
+    x = rankax.Ragged(data(sum(lengths), 3), lengths)
+    s = np.arange(9, dtype=np.float32)
+    kernel = auto_vmap(x="n 3", mask=rankax.Mask("n"), s=0, **options)(
+        lambda x, mask, s: jnp.sum(jnp.tanh(x).sum(-1), where=mask) * s
+    )
+    rows = auto_vmap("(n,3)->(n)", **options)(lambda x: x.sum(-1))
+    shared = kernel.with_options(devices="all")
+    same(shared(x, s), kernel(x, s))
+    for reduce in reductions:
+        both = [f.with_options(reduce=reduce) for f in (shared, kernel)]
+        same(both[0](x, s), both[1](x, s))
+    loss = lambda f: lambda x: jnp.sum(f(x, s) ** 2)  # noqa: E731
+    same(jax.grad(loss(shared))(x), jax.grad(loss(kernel))(x))
+    same(rows.with_options(devices="all")(x), rows(x))
+    with pytest.raises(ValueError, match="s is sharded over devices, but ragged items are read"):
+        kernel(x, put(mesh, np.arange(8, dtype=np.float32), "d"))
+
+
+@on("Auto-4")
+def test_ragged_items_are_shared(mesh):
+    check_ragged(mesh, ["argmax"], jit=True, chunk_size=2)
+
+
+@pytest.mark.slow
+@on("Auto-4")
+def test_ragged_items_are_shared_in_eager_calls(mesh):
+    check_ragged(mesh, ["sum", "argmax", "logsumexp"])
+
+
 # What XLA would divide wrongly, or with a collective in each step, if it saw a sharded axis.
 
 

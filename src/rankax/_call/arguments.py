@@ -70,9 +70,16 @@ def bind_arguments(
     return bound
 
 
-def rebind_arguments(kernel: KernelSpec, arguments: dict[str, Any]) -> inspect.BoundArguments:
-    """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them."""
+def rebind_arguments(
+    kernel: KernelSpec, arguments: dict[str, Any], *, written: bool = False
+) -> inspect.BoundArguments:
+    """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them.
+
+    With ``written``, they are those of the kernel as it was written, with its masks.
+    """
     signature = kernel.declaration.signature
+    if written and kernel.declaration.written is not None:
+        signature = kernel.declaration.written
     ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
     return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
 

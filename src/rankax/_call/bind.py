@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from rankax._call.arguments import (
 )
 from rankax._call.bound import Bound, tiles_of
 from rankax._declare.dims import Rank
+from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
 from rankax._fit.memory import shape_of
 from rankax._options import Options
@@ -53,6 +54,7 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
+    ragged: dict[int, Ragged]  # by leaf, without values
     plans: Kept[Nesting]  # by shapes and options
 
 
@@ -65,6 +67,7 @@ class BoundKernel(Bound):
     names: tuple[str, ...]
     treedef: Any
     structure: Structure
+    masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up (`ragged.py`)
     is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
@@ -109,9 +112,23 @@ class BoundKernel(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
-        arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **dict(values)})
+        arguments = {**self.arguments.arguments, **dict(values), **self._masks(plan)}
+        given = rebind_arguments(self.kernel, arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
-            return self.fun(*arguments.args, **arguments.kwargs)
+            return self.fun(*given.args, **given.kwargs)
+
+    def _masks(self, plan: Nesting) -> dict[str, Any]:
+        """Return the arguments that callers do not pass: all rows are real, if none says more."""
+        masks = self.masks or {}
+        found: dict[str, Any] = {}
+        for name, dim in self.kernel.declaration.masks.items():
+            if dim not in masks and dim not in plan.sizes:
+                raise ValueError(
+                    f"{self.where}: {name} is the mask of {dim!r}, but no argument of this call "
+                    "has that dimension"
+                )
+            found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
+        return found
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         pairs = zip(leaves, self.structure.ranks, strict=True)
@@ -194,13 +211,17 @@ def bind(
     *,
     shapes_only: bool = False,
     takes_blocks: bool = False,
+    takes_ragged: bool = False,
 ) -> BoundKernel:
     """Bind arguments and flatten those that have a rank.
 
     With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
     marked; its leaves are then checked in `rankax._blocks`. Otherwise such an array is refused.
+    With ``takes_ragged``, a call with `Ragged` arguments goes on in `rankax._call.ragged`.
     """
     bound = flatten(kernel, args, kwargs)
+    if bound.structure.ragged and not takes_ragged:
+        refuse_ragged(bound)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
@@ -216,6 +237,17 @@ def bind(
     for i in structure.keys:
         check_key(kernel, leaves[i], structure.paths[i], structure.ranks[i])
     return bound
+
+
+def refuse_ragged(call: BoundKernel) -> BoundKernel:
+    """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
+    for i in call.structure.ragged:
+        raise TypeError(
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
+            "its plan and check; elsewhere (tune, nonfinite, lower, streams, arrays in blocks), "
+            "pass an array that you fill up, and rows to leave out by a boolean array"
+        )
+    return call
 
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
@@ -272,14 +304,22 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
+    ragged: dict[int, Ragged] = {}
     for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            paths += [path for path, _ in leaves_with_names(subtree, path)]
+            for at, node in leaves_with_names(subtree, path, stops=_is_ragged):
+                if rank is not None and _is_ragged(node):
+                    ragged[len(paths)] = jax.tree.map(lambda _: None, node)
+                paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), Kept(1024))
+    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024))
+
+
+def _is_ragged(node: Any) -> bool:
+    return isinstance(node, Ragged)
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

@@ -87,7 +87,7 @@ def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
     short = [i for i, (x, y) in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
     leaves = list(shapes.leaves)
     arrays, wanted = [call.leaves[i] for i in short], [leaves[i].shape for i in short]
-    for i, x in zip(short, _resized(arrays, wanted, copies=True), strict=True):
+    for i, x in zip(short, resized(arrays, wanted, copies=True), strict=True):
         leaves[i] = x
     return dataclasses.replace(shapes, leaves=leaves)
 
@@ -121,7 +121,7 @@ def cut(out: Any, call: BoundKernel, options: Options) -> Any:
         front = [size for axis, size in enumerate(sizes) if axis not in gone]
         leaves, structure = jax.tree.flatten(part)
         shapes = [(*front, *x.shape[len(front) :]) for x in leaves]
-        return structure.unflatten(_resized(leaves, shapes))
+        return structure.unflatten(resized(leaves, shapes))
 
     return _by_entry(cut_part, out, options)
 
@@ -135,7 +135,7 @@ def _by_entry(fun: Callable[[Reduction, Any], Any], out: Any, options: Options) 
     return structure.unflatten([fun(entry, part) for entry, part in pairs])
 
 
-def _resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = False) -> list[Any]:
+def resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = False) -> list[Any]:
     """Cut the axes of arrays at their ends, or lengthen them: by zeros, or by copies."""
     pairs = list(zip(arrays, shapes, strict=True))
     if any(isinstance(x, core.Tracer) or _is_key(x) for x in arrays):
@@ -213,7 +213,7 @@ def _placed(resized: Any, x: Any) -> Any:
 
 @_resize.def_impl
 def _(x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
-    return _resized([x], [shape], copies=copies)[0]
+    return resized([x], [shape], copies=copies)[0]
 
 
 @_resize.def_abstract_eval

@@ -18,6 +18,7 @@ from rankax._base.functions import argument_names, function_name, noted_errors
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
 from rankax._call.bound import Bound, tiles_of
+from rankax._declare.ragged import Ragged
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
@@ -113,6 +114,18 @@ class BoundAxes(Bound):
             raise
 
 
+def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) -> None:
+    """Refuse to map the rows of ragged items as if they were items."""
+    nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
+    for (path, node), place in zip(nodes, places, strict=True):
+        is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
+        if is_whole and place is not None:
+            raise TypeError(
+                f"{where}: {path} is Ragged, and its rows are no items of a batch; use "
+                'rankax.auto_vmap with a rank such as "n 3", or map other arguments only'
+            )
+
+
 def bind_axes(
     fun: Callable[..., Any],
     where: str,
@@ -137,11 +150,13 @@ def bind_axes(
         *zip(names, prefixes, args, strict=True),
         *((name, 0, kwargs[name]) for name in sorted(kwargs)),
     ]:
-        named += leaves_with_names(arg, name)
+        found = leaves_with_names(arg, name)
+        named += found
         try:
             places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        _refuse_rows(arg, name, places[len(places) - len(found) :], where)
     table = [(name, x, a) for (name, x), a in zip(named, places, strict=True) if a is not None]
     if not table and axis_size is None:
         raise ValueError(

@@ -22,6 +22,7 @@ from rankax._base.functions import unwrapped
 from rankax._base.trees import ByKey, Items, entries
 from rankax._base.words import listed
 from rankax._declare.dims import Rank, UnreadableError, parse_dims
+from rankax._declare.ragged import mask_in, mask_rank
 from rankax._declare.split_key import SplitKey, key_rank, marked
 
 Names = dict[str, Any]  # what the names in an annotation mean
@@ -136,6 +137,8 @@ class _Reader:
         hint = _resolved(hint, names)
         if hint is SplitKey or marked(hint):
             return self._split_key(hint, names)
+        if (mask := mask_in(hint)) is not None:
+            return mask_rank(mask)
         if _is_subclass(hint, jaxtyping.AbstractArray):
             return self._array(hint)
         if isinstance(hint, type) and hasattr(hint, "leaftype"):
@@ -416,7 +419,7 @@ def _resolved(hint: Any, names: Names) -> Any:
     """Evaluate an annotation that is a string or a forward reference, as Python would.
 
     Wrappers without meaning for shapes are stripped: ``Annotated``, ``NewType``, ``Final``.
-    ``Annotated[..., SplitKey]`` stays.
+    ``Annotated[..., SplitKey]`` and ``Annotated[..., Mask("n")]`` stay.
 
     Raises
     ------
@@ -429,7 +432,7 @@ def _resolved(hint: Any, names: Names) -> Any:
             hint = eval(text, names)
         except Exception as error:
             raise _UnresolvedError(f"{text!r} cannot be resolved ({error})") from None
-    while not marked(hint):
+    while not (marked(hint) or mask_in(hint)):
         if typing.get_origin(hint) in _QUALIFIERS:
             hint = typing.get_args(hint)[0]
         elif isinstance(hint, typing.NewType):

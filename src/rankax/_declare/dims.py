@@ -78,13 +78,15 @@ class Rank:
     dims: tuple[Dim, ...] | None = None
     is_key: bool = False  # of typed PRNG keys
     is_split: bool = False  # a key that is split, one for each item
+    is_mask: bool = False  # says which rows are real; not passed by callers
 
     def __str__(self) -> str:
         if self.is_split:
             return "SplitKey"
         if self.dims is None:
             return str(self.rank)
-        return f'"{" ".join(dim.text for dim in self.dims)}"'
+        text = f'"{" ".join(dim.text for dim in self.dims)}"'
+        return f"Mask({text})" if self.is_mask else text
 
 
 _ANY_SHAPE = ("...", "*_")

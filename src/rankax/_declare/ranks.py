@@ -38,6 +38,7 @@ from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
 from rankax._declare.binding import bind_ranks, checked_ranks, from_gufunc
 from rankax._declare.dims import Dim, Rank, UnreadableError, parse_dims
+from rankax._declare.ragged import Mask, mask_rank
 from rankax._declare.split_key import SplitKey, key_rank
 
 Parameter = inspect.Parameter
@@ -50,19 +51,25 @@ class Declaration:
     Attributes
     ----------
     signature : inspect.Signature
-        Of the kernel as it was written.
+        Of the kernel as callers see it: without the parameters of rank `Mask`.
     ranks : dict
         Rank trees by parameter, without the parameters that are passed through untouched.
     outputs : pytree of Rank or None
         The declared ranks of the outputs, if any.
     silent : frozenset of str
         Parameters without a rank whose annotations have nothing to do with arrays.
+    masks : dict
+        The name of the dimension of each parameter of rank `Mask`.
+    written : inspect.Signature, optional
+        Of the kernel as it was written, if it has such parameters.
     """
 
     signature: inspect.Signature
     ranks: dict[str, Any]
     outputs: Any
     silent: frozenset[str] = frozenset()
+    masks: dict[str, str] = dataclasses.field(default_factory=dict)
+    written: inspect.Signature | None = None
 
 
 def declare(
@@ -97,9 +104,12 @@ def declare(
         ) from None
     by_parameter = checked_ranks(ranks, signature, site)
     if len(positional) == 1 and isinstance(positional[0], str) and "(" in positional[0]:
-        if named or by_parameter:
+        masks = {**named, **by_parameter}
+        if not all(isinstance(rank, Mask) for rank in masks.values()):
             raise TypeError(f"{site}: a gufunc signature declares every rank; drop the named ones")
-        bound = from_gufunc(positional[0], signature, site)
+        passed = [p for name, p in signature.parameters.items() if name not in masks]
+        bound = from_gufunc(positional[0], signature.replace(parameters=passed), site)
+        bound.whole.update(masks)
     else:
         bound = bind_ranks(positional, named, by_parameter, signature, site, known_options)
     explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
@@ -134,12 +144,44 @@ def declare(
     # With any explicit rank, a missing one is taken as deliberate.
     implicit = all(rank is None for rank in explicit.values())
     unranked = [name for name, tree in trees.items() if tree is None and name not in explicit]
-    return Declaration(
+    declaration = Declaration(
         signature,
         {name: tree for name, tree in trees.items() if tree is not None},
         bound.outputs if bound.outputs is not None else annotated.get("return"),
         silent_parameters(fun, unranked) if implicit else frozenset(),
     )
+    return _without_masks(declaration, site)
+
+
+def _without_masks(declaration: Declaration, site: str) -> Declaration:
+    """Take the parameters of rank `Mask` out of what callers pass."""
+    masks: dict[str, str] = {}
+    for name, tree in declaration.ranks.items():
+        found = [rank for rank in entries(tree) if isinstance(rank, Rank) and rank.is_mask]
+        if not found:
+            continue
+        kind = declaration.signature.parameters[name].kind
+        if tree is not found[0] or kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            raise TypeError(
+                f"{site}: {name}: Mask is the rank of a whole parameter, which callers do not pass"
+            )
+        masks[name] = str(found[0].dims[0].text) if found[0].dims else ""
+    if not masks:
+        return declaration
+    ranks = {name: tree for name, tree in declaration.ranks.items() if name not in masks}
+    first = [r.dims[0].name for t in ranks.values() for r in entries(t) if r and r.dims]
+    for name, dim in masks.items():
+        if dim not in first:
+            raise ValueError(
+                f"{site}: {name} is the mask of {dim!r}, but no parameter has {dim!r} as its first "
+                f'core dimension, as in x="{dim} 3"'
+            )
+    parameters = declaration.signature.parameters
+    signature = declaration.signature.replace(
+        parameters=[parameter for name, parameter in parameters.items() if name not in masks]
+    )
+    changed = {"signature": signature, "written": declaration.signature}
+    return dataclasses.replace(declaration, ranks=ranks, masks=masks, **changed)
 
 
 def subtrees_with_ranks(tree: Any, value: Any, name: str) -> list[tuple[str, Any, Rank | None]]:
@@ -172,6 +214,8 @@ def _normal(rank: Any, site: str) -> Any:
         return rank
     if rank is SplitKey:
         return key_rank()
+    if isinstance(rank, Mask):
+        return mask_rank(rank)
     if isinstance(rank, str):
         return _dims(rank, site)
     if is_leaf(rank):

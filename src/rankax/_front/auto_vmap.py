@@ -264,6 +264,10 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     of a chunk; only the first axis of an output may differ. An item must not depend on the others,
     which ``kernel.check`` tests.
 
+    *Ragged items.* An argument whose first core dimension has a name may be `Ragged`: items of
+    unlike length. Each is filled up to one of a few lengths; a parameter of rank `Mask` says which
+    rows are real.
+
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own
     bound on memory. Core axes must be whole in each chunk. Reduced axes may be cut: the states of

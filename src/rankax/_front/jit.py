@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -166,4 +166,18 @@ class JitSpec(KernelSpec):
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
         out = run(call, marked(call, frame.options), frame.parts)
-        return with_places(out, call, frame.options) if lengths else out
+        are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
+        return with_places(out, call, frame.options) if lengths and not are_states else out
+
+
+def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
+    """Return what calls a part of a ragged call by its compiled program, if there is one."""
+    if not isinstance(spec, JitSpec) or is_staged():
+        return None
+
+    def call(part: BoundKernel) -> Any:
+        kernel: Any = part.kernel
+        frame, arrays, _ = kernel._split(part)
+        return kernel._compiled(frame, arrays)
+
+    return call

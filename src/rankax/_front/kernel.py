@@ -27,11 +27,13 @@ from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, marked
+from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
 from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
-from rankax._front.jit import JitSpec
+from rankax._front.jit import JitSpec, compiled_part
+from rankax._front.ragged_check import RaggedItems
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
 from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
@@ -69,13 +71,15 @@ class Kernel(Generic[P, R]):
         for name in vars(self).keys() & vars(Kernel).keys():
             if not name.startswith("__"):  # an attribute of the user's would hide a method
                 del vars(self)[name]
+        if spec.declaration.masks:
+            vars(self)["__signature__"] = spec.declaration.signature
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
         spec = kernel.spec
-        call = bind(spec, arguments, kwargs, takes_blocks=True)
+        call = bind(spec, arguments, kwargs, takes_blocks=True, takes_ragged=True)
         if call.is_in_blocks:
             return call_on_blocks(kernel, call, spec.options())
         return kernel.run_bound(call)
@@ -83,13 +87,18 @@ class Kernel(Generic[P, R]):
     def run_bound(self, call: BoundKernel) -> Any:
         """Evaluate a bound call, by a compiled program with ``jit=True``."""
         spec = self.spec
+        if call.structure.ragged:
+            return call_ragged(call, compiled_part(spec))
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
-        call = fill_up(bind(kernel.spec, args, kwargs, shapes_only=True), options)
+        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_ragged=True)
+        if call.structure.ragged:
+            return plan_ragged(call, compiled_part(kernel.spec))
+        call = fill_up(call, options)
         plan = plan_of(call, marked(call, options))
         warn_of_small_chunks(plan)
         return plan
@@ -127,7 +136,8 @@ class Kernel(Generic[P, R]):
         self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
     ) -> CheckReport:
         """Compare some items of a call with the kernel by itself; raise where they differ."""
-        return check(*self.unbound(args), kwargs, items, seed, gradient=gradient)
+        kernel, args = self.unbound(args)
+        return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
@@ -211,6 +221,9 @@ class Method(Kernel[P, R]):
     def __init__(self, kernel: Kernel[..., R], instance: Any) -> None:
         self.__func__, self.__self__ = kernel, instance
         self.__dict__ = vars(kernel)  # its name, docstring and other attributes
+        if kernel.spec.declaration.masks:
+            _, *passed = kernel.spec.declaration.signature.parameters.values()
+            self.__dict__ = {**vars(kernel), "__signature__": inspect.Signature(passed)}
         self.spec, self.tuning = kernel.spec, kernel.tuning
 
     def unbound(self, args: tuple[Any, ...]) -> tuple[Kernel[..., Any], tuple[Any, ...]]:

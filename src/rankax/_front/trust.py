@@ -22,6 +22,7 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
+from rankax._declare.ragged import Ragged
 from rankax._loop.keys import PLACE
 from rankax._options import Options
 from rankax._reduce.protocol import Several
@@ -47,18 +48,22 @@ class CheckReport:
         For each output, and each gradient: its path, the largest difference in units of the last
         place of its largest number, and the item that has it; for a gradient, the position in the
         argument.
+    padding : tuple of str
+        Which ragged arguments the items would depend on if they were filled up with other numbers
+        than copies, and with which. The results are right all the same.
     """
 
     kernel: str
     batch_shape: tuple[int, ...]
     items: tuple[tuple[int, ...], ...]
     differences: tuple[tuple[str, float, tuple[int, ...]], ...]
+    padding: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         total = math.prod(self.batch_shape)
         title = f"{self.kernel}: {len(self.items)} of {total} items agree with the kernel by itself"
         lines = [f"  {path}: {ulps:.3g} ulps, at {list(at)}" for path, ulps, at in self.differences]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *(f"  {line}" for line in self.padding)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,7 @@ class NonFinite:
         return "\n".join([title, *lines, *([f"  and {more} more"] if more else [])])
 
 
-class _CallItems:
+class CallItems:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
@@ -124,52 +129,79 @@ class _CallItems:
 
     def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
         """Evaluate one item."""
-        item = dataclasses.replace(self.call, leaves=leaves).on_item(self.plan)
-        return jax.tree.leaves(item(*inputs))
+        return jax.tree.leaves(self.output(inputs, leaves))
+
+    def output(self, inputs: Sequence[Any], leaves: list[Any]) -> Any:
+        return dataclasses.replace(self.call, leaves=leaves).on_item(self.plan)(*inputs)
 
     def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
         """Return the chosen items of the outputs of a call, on axis 0."""
         places = tuple(np.array(chosen).T) if self.shape else None
         return [out[places] for out in jax.tree.leaves(outs)]
 
+    # What ragged items do otherwise (`ragged_check.py`).
+
+    def has_rows(self, index: Index) -> bool:  # noqa: ARG002
+        """Whether the kernel can be evaluated for this item by itself."""
+        return True
+
+    def described(self, index: Index) -> str:
+        """Say what helps to find out why an item differs."""
+        return f"; the item has {_shown(self.arguments(index))}"
+
+    def padding(self, chosen: Sequence[Index]) -> tuple[str, ...]:  # noqa: ARG002
+        """Return on which padding some items depend."""
+        return ()
+
 
 def check(
-    kernel: Any, args: Any, kwargs: Any, items: int, seed: int, *, gradient: bool
+    kernel: Any,
+    args: Any,
+    kwargs: Any,
+    items: int,
+    seed: int,
+    *,
+    gradient: bool,
+    ragged: type[CallItems],
 ) -> CheckReport:
-    """Compare some items of a call with the kernel by itself; see ``kernel.check``."""
+    """Compare some items of a call with the kernel by itself; see ``kernel.check``.
+
+    ``ragged`` is what the items of a call with `Ragged` arguments are.
+    """
     site = f"{kernel.spec.name}.check"
     positive_int(items, site, "items")
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
     # The items themselves, since a reduction of some of them says nothing about that of all.
     kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
-    call = bind(kernel.spec, args, kwargs)
-    them = _CallItems(call, kernel.spec.options())
+    call = bind(kernel.spec, args, kwargs, takes_ragged=True)
+    them = (ragged if call.structure.ragged else CallItems)(call, kernel.spec.options())
     random = np.random.default_rng(seed)
-    chosen = _chosen(them.shape, items, random)
+    chosen = [i for i in _chosen(them.shape, items, random) if them.has_rows(i)]
     differences: list[tuple[str, float, Index]] = []
     if chosen:
         alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
         by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
         wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
         whole = kernel.run_bound(call)
-        names = [path for path, _ in leaves_with_names(whole, "output")]
+        named = leaves_with_names(whole, "output", stops=lambda node: isinstance(node, Ragged))
+        names = [path for path, _ in named]
         values = zip(names, wanted, them.gathered(whole, chosen), strict=True)
         draws = [random.normal(size=want.shape) for want in wanted]
         gradients = _gradients(kernel, them, chosen, draws) if gradient else ()
         for path, want, got in itertools.chain(values, gradients):
-            ulps, place = _difference(want, got)
+            ulps, place = difference(want, got)
             is_value = len(differences) < len(names)
             at, one = (chosen[place[0]], place[:1]) if is_value else (place, place)
             differences.append((path, ulps, at))
-            # What may be rounding: a chunk adds in another order, and fuses other operations.
-            if ulps > (_eps(want.dtype) ** -0.5 if _has_gradient(want) else 0):
-                item = f"; the item has {_shown(them.arguments(at))}" if is_value else ""
+            if ulps > most_ulps(want.dtype):
+                item = them.described(at) if is_value else ""
                 raise ValueError(
                     f"{site}: {path} at {list(at)} is {_text(got[one])}, but the kernel by itself "
                     f"gives {_text(want[one])} ({ulps:.3g} ulps of the largest number){item}"
                 )
-    return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences))
+    padding = them.padding(chosen)
+    return CheckReport(kernel.spec.name, them.shape, tuple(chosen), tuple(differences), padding)
 
 
 def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> list[Index]:
@@ -183,18 +215,18 @@ def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> li
 
 
 def _gradients(
-    kernel: Any, them: _CallItems, chosen: Sequence[Index], draws: Sequence[Any]
+    kernel: Any, them: CallItems, chosen: Sequence[Index], draws: Sequence[Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the gradient of a random sum of the chosen items: of themselves, and of the call."""
     call = them.call
-    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if _has_gradient(leaf)}
+    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if has_gradient(leaf)}
 
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
-        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if _has_gradient(out)]
+        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if has_gradient(out)]
         return sum(map(jnp.sum, terms), jnp.zeros(()))
 
     def of_call(values: Mapping[int, Any]) -> Any:
@@ -210,7 +242,7 @@ def _gradients(
     by_item = (jax.grad(of_item)(floats, number) for number in range(len(chosen)))
     wanted = functools.reduce(functools.partial(jax.tree.map, jnp.add), by_item)
     lost = {i: jnp.isnan(got[i]) & ~jnp.isnan(wanted[i]) for i in floats}
-    if any(map(jnp.any, lost.values())):
+    if any(map(jnp.any, lost.values())) and not call.structure.ragged:
         args, kwargs = call.arguments.args, call.arguments.kwargs
         if any(nonfinite(kernel, args, kwargs, 1, gradient=g).count for g in (False, True)):
             # A cotangent of 0 times a derivative that is not finite is NaN, as in plain JAX.
@@ -219,7 +251,7 @@ def _gradients(
         yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
 
 
-def _has_gradient(leaf: Any) -> bool:
+def has_gradient(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
 
 
@@ -229,9 +261,9 @@ def _eps(dtype: Any) -> float:
     return eps if jax.default_backend() == "cpu" else max(eps, 2**-10)
 
 
-def _difference(want: Any, got: Any) -> tuple[float, Index]:
+def difference(want: Any, got: Any) -> tuple[float, Index]:
     """Return the largest difference, in ulps of the largest number, and where it is."""
-    want, got = _numbers(want), _numbers(got)
+    want, got = numbers_of(want), numbers_of(got)
     if not want.size:
         return 0.0, (0,) * max(1, want.ndim)
     apart = jnp.where(want == got, 0, jnp.inf)
@@ -244,14 +276,19 @@ def _difference(want: Any, got: Any) -> tuple[float, Index]:
     return float(jnp.max(apart)), tuple(map(int, where))
 
 
-def _numbers(value: Any) -> Any:
+def most_ulps(dtype: Any) -> float:
+    """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
+    return _eps(dtype) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
+
+
+def numbers_of(value: Any) -> Any:
     is_key = jnp.issubdtype(getattr(value, "dtype", type(value)), jax.dtypes.prng_key)
     return jax.random.key_data(value) if is_key else value
 
 
 def _text(value: Any) -> str:
     formatter: Any = dict.fromkeys(("float_kind", "complex_kind"), "{:.6g}".format)
-    array = np.asarray(_numbers(value))
+    array = np.asarray(numbers_of(value))
     text = np.array2string(array, threshold=8, separator=", ", formatter=formatter)
     return " ".join(text.split())
 
@@ -270,11 +307,12 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     options = dataclasses.replace(
         given, reduce=None, reduce_axis=None, where=None, compiler_options=None, batched=False
     )
-    them = _CallItems(bind(spec, args, kwargs), options)
+    them = CallItems(bind(spec, args, kwargs), options)
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
-        declaration = dataclasses.replace(spec.declaration, outputs=None)
+        seen = {"outputs": None, "masks": {}, "written": None}  # `_is_odd` takes no mask
+        declaration = dataclasses.replace(spec.declaration, **seen)
         odd = KernelSpec(_is_odd(spec, given.where, gradient), declaration, {}, spec.members)
         found, first = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
         count = int(found)
@@ -289,13 +327,13 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
     """Return a kernel that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
-        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _has_gradient(x)]
+        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_gradient(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
     @functools.wraps(spec.fun)
     def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
         call = bind(spec, args, kwargs)
-        places = [i for i, leaf in enumerate(call.leaves) if gradient and _has_gradient(leaf)]
+        places = [i for i, leaf in enumerate(call.leaves) if gradient and has_gradient(leaf)]
 
         def of(values: list[Any]) -> tuple[list[Any], Any]:
             leaves = list(call.leaves)
@@ -303,7 +341,7 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
                 leaves[i] = value
             out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
-            return [x for x in jax.tree.leaves(out) if _has_gradient(x)], out
+            return [x for x in jax.tree.leaves(out) if has_gradient(x)], out
 
         outs, pull, out = jax.vjp(of, [jnp.asarray(call.leaves[i]) for i in places], has_aux=True)
         is_bad = ~is_finite(out)

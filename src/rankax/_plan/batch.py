@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rankax._base.words import listed, plural, shortened, table
 from rankax._plan.budget import MemoryFit
@@ -59,6 +59,10 @@ class BatchPlan:
     filled : tuple of (int, int)
         With ``bucket=``, the axes of the batch shape that are filled up, and the length that each
         has in the arguments and the results.
+    ragged : tuple of str
+        With ragged arguments, how many items there are in how many lengths, for each dimension.
+    parts : tuple of (tuple of int, BatchPlan)
+        With ragged arguments, the padded lengths and the plan of each call that is made.
     """
 
     kernel: str
@@ -73,6 +77,8 @@ class BatchPlan:
     lanes: int | None = None
     ends: tuple[str, ...] | None = None
     filled: tuple[tuple[int, int], ...] = ()
+    ragged: tuple[str, ...] = ()
+    parts: tuple[tuple[tuple[int, ...], Any], ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -82,6 +88,8 @@ class BatchPlan:
     @property
     def in_flight(self) -> int:
         """The number of items evaluated at once, on each device if there are several."""
+        if self.parts:
+            return max(part.in_flight for _, part in self.parts)
         return math.prod(level.tile for level in self.levels) if self.lanes is None else self.lanes
 
     @property
@@ -90,6 +98,8 @@ class BatchPlan:
 
         Where items end by themselves, the number of items that each lane evaluates on average.
         """
+        if self.parts:
+            return sum(part.steps for _, part in self.parts)
         if self.lanes is not None:
             return -(-self.evaluations // self.lanes)
         return math.prod(level.steps for level in self.levels)
@@ -129,6 +139,7 @@ class BatchPlan:
             f"axis {axis}: {length} items, in a bucket of {self.batch_shape[axis]}"
             for axis, length in self.filled
         ]
+        notes += [*self.ragged, *map(_part_sentence, self.parts)]
         if self.lanes is not None:
             notes.append(f"{plural(self.lanes, 'lane')}; items diverge at")
             notes += [f"  {end}" for end in self.ends or ()]
@@ -223,6 +234,16 @@ def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
     where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
     reduced = ", reduced" if level.reduced else ""
     return f"{where}: {_level_how(level)}, mapping {', '.join(shown)}{reduced}"
+
+
+def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:
+    """Describe how the ragged items of one padded length are evaluated."""
+    lengths, part = lengths_and_part
+    how = [f"axis {', '.join(map(str, x.axes))}: {_level_how(x)}" for x in part.levels]
+    how += [] if part.lanes is None else [plural(part.lanes, "lane")]
+    how += [] if part.memory is None else [str(part.memory)]
+    front = [str(length) for length in lengths[:-1]]
+    return f"  {', '.join([*front, plural(lengths[-1], 'row')])}: {'; '.join(how)}"
 
 
 def _level_how(level: Level) -> str:

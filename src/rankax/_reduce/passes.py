@@ -31,7 +31,7 @@ from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
 from rankax._lockstep.call import items_at
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg, no_index
-from rankax._reduce.protocol import Outputs, Reduction
+from rankax._reduce.protocol import Outputs, Place, Reduction
 from rankax._reduce.row import Row
 from rankax._reduce.run import Reductions
 from rankax._reduce.states import Accumulation
@@ -221,6 +221,10 @@ class RunStates:
                 rest, stride = rest // scalar(length, dtype), stride * size
             return total
 
+        return self.placed(states, place)
+
+    def placed(self, states: Sequence[Any], place: Place) -> list[Any]:
+        """Replace each index of an item by its ``place``."""
         return [
             state if reduction.is_kept else reduction.renumber(outputs, state, place)
             for reduction, outputs, state in self.reductions.each(self.outputs, states)

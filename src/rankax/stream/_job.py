@@ -30,7 +30,7 @@ from rankax._base.words import plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten
+from rankax._call.bind import flatten, refuse_ragged
 from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
@@ -275,7 +275,7 @@ def prepared(
     if (given := checked_limit(memory_limit, where)) is None:
         raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = flatten(kernel, args, dict(kwargs))
+    call = refuse_ragged(flatten(kernel, args, dict(kwargs)))
     leaves, paths = list(call.leaves), call.structure.paths
     for i in call.ranked:
         leaves[i] = streamed(leaves[i], paths[i], where)

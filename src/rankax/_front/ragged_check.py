@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: MIT
+"""``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._base.words import listed
+from rankax._call.bind import BoundKernel, rebind
+from rankax._call.ragged import RaggedCall, dense_treedef, first_dim
+from rankax._declare.ragged import Ragged
+from rankax._declare.ranks import ranks_of_leaves
+from rankax._front.trust import CallItems, Index, difference, has_gradient, most_ulps, numbers_of
+from rankax._options import Options
+
+_FILLS = {"large numbers": 1e6, "NaN": np.nan}
+
+
+class RaggedItems(CallItems):
+    """The items of a call with ragged arguments.
+
+    An item is one of a dense call that gets its own rows without a batch axis. Outputs with a row
+    for each of these are filled up with zeros to the longest item, to be compared at once.
+    """
+
+    def __init__(self, call: BoundKernel, options: Options) -> None:
+        self.call, self.ragged = call, RaggedCall.of(call, None)
+        self.shape = self.ragged.dense.plan.batch_shape
+        self.options = dataclasses.replace(options, batch_shape=self.shape)
+
+    def _number(self, index: Index) -> int:
+        return index[-1] if self.ragged.count > 1 else 0
+
+    def _lengths(self, index: Index) -> Any:
+        return self.ragged.lengths[self._number(index)]
+
+    def has_rows(self, index: Index) -> bool:
+        return bool(self._lengths(index).all())
+
+    def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
+        """Return the rows of each ragged leaf, their numbers, and what the dense call is given."""
+        number, rows = self._number(index), dict[int, Any]()
+        for i, ragged in self.call.structure.ragged.items():
+            start, length = int(ragged.starts[number]), int(ragged.lengths[number])
+            rows[i] = jnp.asarray(leaves[i])[start : start + length]
+        lengths = self._lengths(index)
+        leaves = self._with(rows, leaves)
+        return [rows, lengths, self._dense(leaves, lengths).inputs(index, leaves)]
+
+    def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
+        rows, lengths, others = inputs
+        leaves = self._with(rows, leaves)
+        out = self._dense(leaves, lengths).output(others, leaves)
+        outs, dims = jax.tree.leaves(out), self.ragged.dims
+        declared = self.call.kernel.declaration.outputs
+        ranks = [] if declared is None else ranks_of_leaves(declared, out, "output")
+        for i, rank in enumerate(ranks):
+            name = rank.dims[0].name if rank is not None and rank.dims else None
+            if name in dims:
+                at = dims.index(name)
+                outs[i] = _to_longest(outs[i], lengths[at], self.ragged.lengths[:, at])
+        return outs
+
+    def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
+        by_leaf: list[Any] = []
+        for leaf in jax.tree.leaves(outs, is_leaf=lambda node: isinstance(node, Ragged)):
+            if not isinstance(leaf, Ragged):
+                by_leaf += super().gathered(leaf, chosen)
+                continue
+            items = leaf.to_list()
+            rows = [jnp.asarray(items[self._number(index)]) for index in chosen]
+            by_leaf.append(jnp.stack([_to_longest(x, len(x), leaf.lengths) for x in rows]))
+        return by_leaf
+
+    def described(self, index: Index) -> str:
+        lines = self._lines(self._leaks([index]))
+        return f"; {'; '.join(lines)}" if lines else ""
+
+    def padding(self, chosen: Sequence[Index]) -> tuple[str, ...]:
+        leaks = set(self._leaks(chosen))
+        if None not in leaks:
+            return tuple(self._lines(leaks))
+        # Also where these lengths need no padding.
+        differ = "the items differ if they are filled up with copies of their last rows"
+        advice = "leave these rows out, by a parameter of rank Mask"
+        raise ValueError(
+            f"{self.call.name}.check: {'; '.join([differ, *self._lines(leaks), advice])}"
+        )
+
+    # Items with other rows.
+
+    def _leaks(self, chosen: Sequence[Index]) -> Iterator[tuple[int, str] | None]:
+        """Yield which leaves change the items, filled up with what; None for copies."""
+        leaves = self.call.leaves
+        evaluate = jax.jit(lambda inputs: self.evaluate(inputs, leaves))
+        most = np.max([self._lengths(index) for index in chosen], 0, initial=0) + 3
+        for index in chosen:
+            inputs = self.inputs(index, leaves)
+            copies = evaluate(self._filled(inputs, most, {}))
+            if not _agree(evaluate(inputs), copies):
+                yield None
+            for i in self.call.structure.ragged:
+                for fill, number in _FILLS.items():
+                    if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
+                        yield i, fill
+
+    def _filled(self, inputs: Sequence[Any], most: Any, fills: Mapping[int, float]) -> list[Any]:
+        """Fill rows up to these lengths: by copies of the last one, or by a number."""
+        rows, *others = inputs
+        filled: dict[int, Any] = {}
+        for i, x in rows.items():
+            last = x[-1:]
+            if i in fills and has_gradient(x):
+                last = jnp.full_like(last, fills[i])
+            more = most[self.ragged.dims.index(first_dim(self.call, i))] - len(x)
+            filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
+        return [filled, *others]
+
+    def _lines(self, leaks: Iterable[tuple[int, str] | None]) -> list[str]:
+        found = set(leaks)
+        return [
+            f"the items depend on the rows that fill {path} up: by {listed(fills)}"
+            for i, path in enumerate(self.call.structure.paths)
+            if (fills := [fill for fill in _FILLS if (i, fill) in found])
+        ]
+
+    # The dense call.
+
+    def _with(self, rows: Mapping[int, Any], leaves: Sequence[Any]) -> list[Any]:
+        return [rows.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+    def _dense(self, leaves: list[Any], lengths: Any) -> CallItems:
+        call, dims = self.call, self.ragged.dims
+        dense = rebind(call.kernel, call.names, leaves, dense_treedef(call), call.others)
+        most = {first_dim(call, i): len(leaves[i]) for i in call.structure.ragged}
+        masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
+        return CallItems(dataclasses.replace(dense, masks=masks), self.options)
+
+
+def _to_longest(x: Any, length: Any, lengths: Any) -> Any:
+    """Return as many rows as the longest item has, with zeros in place of those that fill up."""
+    x, longest = numbers_of(x)[: lengths.max()], int(lengths.max())
+    is_own = jnp.arange(len(x)) < length
+    x = jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+    return jnp.pad(x, [(0, longest - len(x)), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether outputs are equal up to rounding."""
+    pairs = zip(wanted, found, strict=True)
+    return all(difference(x, y)[0] <= most_ulps(x.dtype) for x, y in pairs)

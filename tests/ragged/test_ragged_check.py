@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: MIT
+"""``kernel.check`` of ragged items: with their own rows, and filled up in other ways."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rankax import Mask, Ragged, SplitKey, auto_vmap
+
+X = Ragged(np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32), [3, 0, 2, 7, 1])
+
+
+def test_what_agrees():
+    kernel = auto_vmap(x="n 3", s=0, key=SplitKey, mask=Mask("n"))(
+        lambda x, s, key, mask: jnp.sum(x.sum(-1), where=mask) * s + jax.random.normal(key)
+    )
+    grid = jnp.arange(10.0).reshape(2, 5)
+    report = kernel.check(X, grid, jax.random.key(0), items=4, gradient=True)
+    assert [path for path, *_ in report.differences] == [
+        "output",
+        "gradient of x",
+        "gradient of s",
+    ]
+    assert report.padding == ()
+    assert str(report).startswith("<lambda>: ")
+    rows = auto_vmap("(n,3)->(n)", chunk_size=2)(lambda x: jnp.sin(x).sum(-1))
+    assert rows.check(X, items=3, gradient=True).padding == ()
+
+
+def test_other_padding_than_copies():
+    report = auto_vmap(x="n 3")(lambda x: x.max()).check(X, items=3)
+    text = "the items depend on the rows that fill x up: by large numbers and NaN"
+    assert report.padding == (text,)
+    assert f"  {text}" in str(report)
+
+
+def test_padding_that_leaks():
+    kernel = auto_vmap(x="n 3", y="n", mask=Mask("n"))(
+        lambda x, y, mask: x.sum() + jnp.sum(y, where=mask)
+    )
+    y = Ragged(np.ones(13, np.float32), X.lengths)
+    with pytest.raises(ValueError, match="fill x up") as caught:
+        kernel.check(X, y, items=3)
+    error = str(caught.value)
+    assert error.startswith("<lambda>.check: ")
+    assert "the items depend on the rows that fill x up: by large numbers and NaN" in error
+    assert "fill y up" not in error
+    with pytest.raises(
+        ValueError, match="filled up with copies"
+    ) as caught:  # no item of these needs padding in this call
+        auto_vmap(x="n 3")(lambda x: x.sum()).check(Ragged(X.values[:4], [2, 2]), items=2)
+    assert str(caught.value) == (
+        "<lambda>.check: the items differ if they are filled up with copies of their last rows; "
+        "the items depend on the rows that fill x up: by large numbers and NaN; leave these rows "
+        "out, by a parameter of rank Mask"
+    )

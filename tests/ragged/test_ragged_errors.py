@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""What is refused, and in which words."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rankax import Mask, Ragged, auto_vmap
+
+
+def ragged(lengths, *core):
+    return Ragged(np.ones((sum(lengths), *core), np.float32), lengths)
+
+
+X = ragged([3, 0, 2], 3)
+SCALAR = auto_vmap(x="n 3", mask=Mask("n"))(lambda x, mask: jnp.sum(x.sum(-1), where=mask))
+ELSEWHERE = (
+    "<lambda>(): x is Ragged, which the call itself takes, and its plan and check; elsewhere "
+    "(tune, nonfinite, lower, streams, arrays in blocks), pass an array that you fill up, and rows "
+    "to leave out by a boolean array"
+)
+DEPENDS = (
+    "<lambda>(): output has the shape ({n}, 3) for one item, which depends on how many rows the "
+    'item is filled up to; declare the output, as in -> Float[Array, "n 3"], if it has a row for '
+    "each row, or reduce that axis in the kernel"
+)
+
+
+def first(x, y=None):
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: auto_vmap(2)(first)(X),
+            "first(): x is Ragged, so its first core dimension needs a name, as in "
+            'x="n 3", but its rank is 2',
+        ),
+        (
+            lambda: auto_vmap("n n")(first)(X),
+            "first(): x is Ragged, but its rank \"n n\" has 'n' more than once; only the first "
+            "axis of an item may differ",
+        ),
+        (
+            lambda: auto_vmap("n")(first)(X),
+            'first(): x is Ragged with values of shape (5, 3), but its rank "n" asks for 1: the '
+            "rows, and 0 for one row",
+        ),
+        (
+            lambda: auto_vmap("n 3", "n")(first)(X, ragged([3, 1, 1])),
+            "first(): item 1 of y has 1 rows, but that of x has 0",
+        ),
+        (
+            lambda: auto_vmap("n 3", "n")(first)(X, ragged([3, 1])),
+            "first(): y has 2 items, but x has 3",
+        ),
+        (
+            lambda: auto_vmap("n 3", "m")(first)(X, ragged([3, 1])),
+            "first(): y has 2 items, but x has 3",
+        ),
+        (
+            lambda: auto_vmap("n 3", "n")(first)(X, jnp.ones((3, 4))),
+            "first(): y has the dimension 'n', in which x is Ragged; pass it as Ragged of the same "
+            "lengths, if that is its first core dimension, or give the dimension another name",
+        ),
+        (lambda: auto_vmap("n 3")(lambda x: x)(X), DEPENDS.format(n=1)),
+        (lambda: auto_vmap("n 3")(lambda x: x)(ragged([2, 2], 3)), DEPENDS.format(n=2)),
+        (lambda: auto_vmap("n 3", reduce="sum")(lambda x: x)(X), DEPENDS.format(n=1)),
+        (
+            lambda: auto_vmap("n 3", reduce="sum", jit=True)(lambda x: x)(ragged([2, 2], 3)),
+            DEPENDS.format(n=2),
+        ),
+        (
+            lambda: auto_vmap("(n,3)->(n,n)")(lambda x: x @ x.T)(X),
+            "<lambda>(): an output of rank \"n n\" has the ragged dimension 'n', but only the "
+            "first core dimension of an output that is not reduced may be ragged; reduce that axis "
+            "in the kernel, or return its rows in front",
+        ),
+        (
+            lambda: auto_vmap("(n,3)->(n)", reduce="sum")(lambda x: x.sum(-1))(X),
+            "<lambda>(): with reduce=, an output of rank \"n\" has the ragged dimension 'n', but "
+            "only the first core dimension of an output that is not reduced may be ragged; reduce "
+            "that axis in the kernel, or return its rows in front",
+        ),
+        (
+            lambda: auto_vmap("(n,3),()->(n)")(lambda x, s: x.sum(-1))(X, jnp.ones((4, 3))),
+            "<lambda>(): output begins with the ragged dimension 'n', so it would be Ragged, which "
+            "has one batch axis, but the batch shape is (4, 3); use jax.vmap over the other axes",
+        ),
+        (lambda: SCALAR.with_options(jit=True).lower(X), ELSEWHERE),
+        (lambda: SCALAR.tune(X), ELSEWHERE),
+        (lambda: SCALAR.nonfinite(X), ELSEWHERE),
+        (
+            lambda: SCALAR.with_options(batched=True)(X),
+            "<lambda>(): x is Ragged, but with batched=True the function takes a whole chunk; "
+            "write it for one item, or fill the items up and pass a boolean array",
+        ),
+        (
+            lambda: SCALAR.with_options(jit=True, bucket=(1,))(ragged([2, 2], 3)),
+            "<lambda>(): 2 items have the same length, but the largest bucket is 1; add a larger "
+            "one, or use bucket=True, which has no end",
+        ),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_a_stream_refuses(tmp_path):
+    stream = pytest.importorskip("rankax.stream")
+    with pytest.raises(TypeError) as caught:
+        stream.run(SCALAR, X, out=tmp_path / "out.zarr", memory_limit="1 MB")
+    assert str(caught.value) == ELSEWHERE
+
+
+def test_an_error_of_the_kernel_shows_one_item():
+    with pytest.raises(ZeroDivisionError) as caught:
+        auto_vmap(x="n 3")(lambda x: 1 / 0)(X)
+    notes = "\n".join(caught.value.__notes__)
+    assert 'x         (1, 3)  "n 3"  (1, 3)' in notes

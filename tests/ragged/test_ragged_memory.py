@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""What ragged calls need: the memory of a chunk, and no pass over all values in each step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import operations_on, temporary_bytes
+from rankax import Mask, Ragged, auto_vmap
+
+pytestmark = pytest.mark.optimized
+
+LENGTHS = np.random.default_rng(0).integers(1, 33, 4000)
+WEIGHTS = np.ones((3, 16), np.float32)
+
+
+@auto_vmap(x="n 3", mask=Mask("n"), chunk_size=32)
+def energy(x, mask):
+    return jnp.sum(jnp.tanh(x @ WEIGHTS).sum(-1) ** 2, where=mask)
+
+
+def arguments(count):
+    lengths = LENGTHS[:count]
+    values = jax.ShapeDtypeStruct((int(lengths.sum()), 3), jnp.float32)
+    return values, lambda values: Ragged(values, lengths)
+
+
+def test_memory_is_that_of_a_chunk():
+    """It grows by the results, which the groups have before they are put in order."""
+    needs = []
+    for count in (1000, 4000):
+        values, make = arguments(count)
+        needs.append(temporary_bytes(lambda v, make=make: energy(make(v)), values))
+    chunk = 32 * 32 * 16 * 4
+    assert needs[1] - needs[0] < 3000 * 4 * 12
+    assert needs[1] < 4 * chunk + 4000 * 4 * 12
+
+
+def test_the_gradient_needs_a_chunk_and_one_of_each_length():
+    values, make = arguments(4000)
+    gradient = jax.grad(lambda v: energy(make(v)).sum())
+    lengths = len(energy.plan(make(values)).parts)
+    assert temporary_bytes(gradient, values) < (lengths + 1) * values.size * 4
+
+
+def test_the_gradient_adds_in_place():
+    """In the loops, cotangents of the values are scattered into, and never added as a whole."""
+    values, make = arguments(1000)
+    gradient = jax.grad(lambda v: energy(make(v)).sum())
+    found = operations_on(values.shape, gradient, values)
+    assert found["scatter"] > 0
+    assert found["add"] <= 12  # of one group to the next, after the loops
+    assert found["select"] == 0

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+"""`Ragged` and `Mask` by themselves."""
+
+import inspect
+import pickle
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Bool, Float
+
+from rankax import Mask, Ragged, auto_vmap
+
+
+def test_what_it_holds():
+    x = Ragged(np.arange(6.0), [3, 0, 1, 2])
+    assert len(x) == 4
+    assert x.lengths.tolist() == [3, 0, 1, 2]
+    assert [item.tolist() for item in x.to_list()] == [[0, 1, 2], [], [3], [4, 5]]
+    assert repr(x) == "Ragged(4 items of 0 to 3 rows, float64[6])"
+    assert repr(Ragged(np.ones((2, 3)), [1, 1])) == "Ragged(2 items of 1 row, float64[2, 3])"
+    again = Ragged.from_list(x.to_list())
+    assert again.lengths.tolist() == x.lengths.tolist()
+    np.testing.assert_array_equal(again.values, x.values)
+    loaded = pickle.loads(pickle.dumps(x))
+    assert loaded.lengths.tolist() == x.lengths.tolist()
+
+
+def test_a_pytree_with_static_lengths():
+    x, y = Ragged(jnp.arange(3.0), [1, 2]), Ragged(jnp.arange(3.0), np.array([1, 2], np.int32))
+    structure = jax.tree.structure(x)
+    assert structure == jax.tree.structure(y)
+    assert hash(structure) == hash(jax.tree.structure(y))
+    assert structure != jax.tree.structure(Ragged(jnp.arange(3.0), [2, 1]))
+    assert "2 lengths" in str(structure)
+    gradient = jax.jit(jax.grad(lambda r: jnp.sum(r.values**2)))(x)
+    assert isinstance(gradient, Ragged)
+    assert gradient.lengths.tolist() == [1, 2]
+    assert jax.tree.map(lambda v: None, x).values is None
+    assert [len(v) for v in jax.jit(Ragged.to_list)(x)] == [1, 2]
+
+
+def test_lengths_are_a_copy():
+    lengths = np.array([1, 2])
+    x = Ragged(np.arange(3.0), lengths)
+    lengths[0] = 7
+    assert x.lengths.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        x.lengths[0] = 7
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: Ragged(np.ones(3), [1, 1]),
+            ValueError,
+            "Ragged: the lengths of 2 items add up to 2, but values has 3 rows",
+        ),
+        (lambda: Ragged(np.ones(3), [4, -1]), ValueError, "Ragged: item 1 has the length -1"),
+        (
+            lambda: Ragged(np.ones(3), [1.0, 2.0]),
+            TypeError,
+            "Ragged: lengths must be a sequence of ints, one for each item, got float64 of shape "
+            "(2,)",
+        ),
+        (
+            lambda: jax.jit(lambda n: Ragged(jnp.ones(3), n).values)(jnp.array([1, 2])),
+            TypeError,
+            "Ragged: the lengths are traced, but they must be known when the call is made; pass "
+            "NumPy integers from outside of jax.jit, or a Ragged as an argument of it",
+        ),
+        (
+            lambda: Ragged(3.0, [1]),
+            ValueError,
+            "Ragged: values must have the rows of all items on axis 0, got a number",
+        ),
+        (
+            lambda: Ragged.from_list([np.ones((2, 3)), np.ones((2, 2))]),
+            ValueError,
+            "Ragged.from_list: item 1 has shape (2, 2), but item 0 has (2, 3); items may differ in "
+            "the length of axis 0 only",
+        ),
+        (
+            lambda: Ragged.from_list([]),
+            ValueError,
+            "Ragged.from_list: an empty list does not say what a row is; use Ragged(values, [])",
+        ),
+        (
+            lambda: Mask(3),
+            TypeError,
+            "Mask takes the name of a dimension, as in Mask('n'), got 3",
+        ),
+        (
+            lambda: auto_vmap(x="n", m=Mask("k"))(lambda x, m: x),
+            ValueError,
+            "auto_vmap(<lambda>): m is the mask of 'k', but no parameter has 'k' as its first core "
+            'dimension, as in x="k 3"',
+        ),
+        (
+            lambda: auto_vmap(x="n", m=(Mask("n"), 0))(lambda x, m: x),
+            TypeError,
+            "auto_vmap(<lambda>): m: Mask is the rank of a whole parameter, which callers do not "
+            "pass",
+        ),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def total(x, mask, s):
+    return jnp.sum(x.sum(-1), where=mask) * s
+
+
+class Scaled:
+    @auto_vmap(x="n 3", mask=Mask("n"), s=0)
+    def total(self, x, mask, s):
+        return jnp.sum(x.sum(-1), where=mask) * s
+
+
+def annotated(
+    x: Float[Array, "n 3"], mask: Annotated[Bool[Array, "n"], Mask("n")], s: Float[Array, ""]
+):
+    return total(x, mask, s)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        auto_vmap(x="n 3", mask=Mask("n"), s=0)(total),
+        auto_vmap("n 3", Mask("n"), 0)(total),
+        auto_vmap("(n,3),()->()", mask=Mask("n"))(total),
+        auto_vmap(annotated),
+        Scaled().total,
+    ],
+)
+def test_callers_do_not_pass_the_mask(kernel):
+    x = jnp.ones((2, 5, 3))
+    assert list(inspect.signature(kernel).parameters) == ["x", "s"]
+    for options in ({}, {"chunk_size": 1, "jit": True}, {"reduce": "max"}):
+        out = kernel.with_options(**options)(x, 2.0)  # dense: all rows are real
+        np.testing.assert_array_equal(out, 30.0)
+    assert "mask" not in str(kernel.plan(x, 2.0))
+    ragged = Ragged(jnp.ones((7, 3)), [5, 2])
+    np.testing.assert_array_equal(kernel(ragged, 2.0), [30.0, 12.0])
+
+
+def test_a_mask_without_its_dimension():
+    kernel = auto_vmap(x="n", y=0, mask=Mask("n"))(lambda x, y, mask: y)
+    with pytest.raises(ValueError, match="mask is the mask of 'n', but no argument of this call"):
+        kernel(None, jnp.ones(3))
