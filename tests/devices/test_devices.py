@@ -931,6 +931,10 @@ def collatz(n, w):
     return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8),
+    reason="JAX 0.7 compares types with those of jax.shard_map, and refuses the derivative",
+)
 @on("Auto-4")
 def test_items_end_alone(mesh):
     w = jnp.array([0.3, 0.7])
