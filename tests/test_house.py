@@ -57,7 +57,7 @@ MOST_LINES_OF_CODE = {
     "_scan": 971,
     "_options": 159,
     "_call": 1991,
-    "_tune": 431,
+    "_tune": 435,
     "_blocks": 659,
     "_front": 1106,
     "reductions": 29,

@@ -40,7 +40,7 @@ from rankax._scan.checkpointed import checkpoint_chunked_scan
 from rankax._scan.sliced import sliced_scan
 from rankax._scan.while_loop import checkpoint_while_loop
 from rankax._static import Static
-from rankax._tune.table import load_tuning
+from rankax._tune.load import load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.

@@ -72,7 +72,7 @@ class Tuning:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add this to a JSON file, in place of an earlier measurement of the same call."""
         file = Path(path)
-        entries = load_tuning(file) if file.exists() else ()
+        entries = read_tunings(file) if file.exists() else ()
         entries = [*(e for e in entries if e.measured_for != self.measured_for), self]
         content = {"format": _FORMAT, "tunings": [dataclasses.asdict(e) for e in entries]}
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -162,43 +162,8 @@ class Tunings(tuple[Tuning, ...]):
         return next((t for t in self if t.measured_for == facts), None)
 
 
-def load_tuning(path: str | os.PathLike[str]) -> Tunings:
-    """Read a file that `rankax.plans.Tuning.save` wrote.
-
-    Equivalent to ``json.load``, with a check of the contents. Nothing in the file is executed.
-
-    Parameters
-    ----------
-    path : str or path
-        The file.
-
-    Returns
-    -------
-    Tunings
-        ``find(kernel, *args)`` returns the `rankax.plans.Tuning` for this kernel, arguments like
-        these, this kind of device and this version of JAX, or None.
-
-    Raises
-    ------
-    FileNotFoundError
-        The file does not exist.
-    ValueError
-        The file holds anything else.
-
-    Examples
-    --------
-    >>> import os, tempfile, jax.numpy as jnp
-    >>> from rankax import auto_vmap, load_tuning
-    >>> norm = auto_vmap(1, jit=True)(lambda v: jnp.sqrt(v @ v))
-    >>> x = jnp.ones((1000, 3))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "tuning.json")
-    ...     norm.tune(x, seconds=0.1).tuning.save(path)
-    ...     saved = load_tuning(path)
-    >>> fast = norm.with_options(**saved.find(norm, x).options)
-    >>> saved.find(norm, x[:500]) is None
-    True
-    """
+def read_tunings(path: str | os.PathLike[str]) -> Tunings:
+    """Read what `load_tuning` returns."""
     refusal = f"{path}: not a file that Tuning.save wrote"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
