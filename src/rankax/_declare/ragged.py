@@ -75,7 +75,7 @@ class Ragged:
     >>> x = Ragged(jnp.arange(6.0), [3, 1, 2])
     >>> @auto_vmap(x="n", mask=Mask("n"))
     ... def mean(x, mask):
-    ...     return jnp.sum(x, where=mask) / mask.sum()
+    ...     return jnp.mean(x, where=mask)
     >>> mean(x)
     Array([1. , 3. , 4.5], dtype=float32)
     """
