@@ -55,14 +55,14 @@ from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.shapes import bucket_of
 from rankax._reduce.run import Reductions
 
-# The parameters of a derived kernel, besides those of the user's that have no rank.
+# The parameters of a derived kernel, besides those of the original that have no rank.
 _ITEMS, _MAPPED, _WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
 Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel by its compiled program
 
 
 class _Role(NamedTuple):
-    """How a derived kernel gets one leaf of the arguments of the user's."""
+    """How a derived kernel gets one leaf of the original arguments."""
 
     rank: Rank | None  # of what is mapped; None: it gets it whole
     rows: int | None = None  # the ragged dimension whose rows are read

@@ -69,7 +69,7 @@ class Kernel(Generic[P, R]):
             functools.update_wrapper(self, named, described, updated=())
             self.__wrapped__ = spec.fun
         for name in vars(self).keys() & vars(Kernel).keys():
-            if not name.startswith("__"):  # an attribute of the user's would hide a method
+            if not name.startswith("__"):  # a user-defined attribute would hide a method
                 del vars(self)[name]
         if spec.declaration.masks:
             vars(self)["__signature__"] = spec.declaration.signature
