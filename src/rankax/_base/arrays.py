@@ -4,8 +4,6 @@
 A small array is a literal inside a traced program, and an explicit transfer in an eager call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

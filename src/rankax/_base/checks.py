@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Checks of arguments, before anything is traced."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Names and locations of callables, for error messages and warnings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Nodes, paths and prefixes of pytrees, and errors that name places as the caller writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

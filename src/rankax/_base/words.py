@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Counts, lists and tables, worded for messages."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 

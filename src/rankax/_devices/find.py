@@ -9,8 +9,6 @@ Axes of a mesh with one device count if they are explicit, because JAX refuses t
 Axes of type ``Manual`` never count: inside `jax.shard_map`, each device maps its items as they are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

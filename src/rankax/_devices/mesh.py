@@ -6,8 +6,6 @@ without them, and so is the program that each device runs (`inside`, `without_me
 axes of the mesh are automatic (`with_auto_axes`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Sequence

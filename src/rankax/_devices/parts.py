@@ -12,8 +12,6 @@ refuses to combine them with results that are on all devices, such as a sum.
 ``tests/devices/test_devices.py`` checks what compiled programs send.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

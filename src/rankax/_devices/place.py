@@ -7,8 +7,6 @@ copied. A tracer cannot be put: its program is compiled for these devices, and J
 there unless the caller has committed them to others (`committed_elsewhere`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

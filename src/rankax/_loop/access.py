@@ -27,8 +27,6 @@ workaround                       seen with             can go if this passes wit
 ===============================  ====================  ========================================
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeVar
 

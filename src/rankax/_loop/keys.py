@@ -14,8 +14,6 @@ the levels are cut. A nest over a part of a batch numbers the items within the w
 the splits of the whole batch, and where the part begins along each axis.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

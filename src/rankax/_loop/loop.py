@@ -18,8 +18,6 @@ how an output leaves it decides the memory:
   the zeros of that mask made the gradient of the distances in the benchmark a fifth slower.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

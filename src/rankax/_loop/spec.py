@@ -5,8 +5,6 @@ A nest has one `LoopSpec` for each level, outermost level first. They are part o
 measurements (`_call/run.py`), so the key has every new option of loops.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ whether an output is written in place or leaves as rows of the scan; the rows of
 a derivative one copy (`loop.py` explains why).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

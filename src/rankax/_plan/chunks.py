@@ -8,8 +8,6 @@ starts early and overlaps the one before it; `_loop/access.py` reads it.
 In a reduction, items of the overlap that were counted before add nothing (`_loop/store.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

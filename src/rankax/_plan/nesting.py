@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Plan a call: from the shapes of its leaves to levels, and how leaves enter the nested maps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

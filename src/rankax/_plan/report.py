@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Errors about the shapes of one call: a table, and a sentence for each problem."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

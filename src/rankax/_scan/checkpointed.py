@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``checkpoint_chunked_scan``: a scan whose reverse pass stores some of its carries."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar

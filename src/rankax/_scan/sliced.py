@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``sliced_scan``: a scan that stores some of its outputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``checkpoint_while_loop``: a while loop with a reverse pass in bounded memory."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
