@@ -124,6 +124,10 @@ class ByKey:
     of_subclass: Callable[[type], Mapping[str, Any]]  # returns the entries for a subclass
 
 
+class TooDeepError(ValueError):
+    """Raised for a prefix with a container in the place of an array."""
+
+
 def entries(prefix: Any) -> Iterator[Any]:
     """Yield the entries of a prefix in any order; a recursive prefix is visited once."""
     seen: set[int] = set()
@@ -247,7 +251,8 @@ def _paired(
             raise ValueError(_other_fields(by_name, tree, fields, name, what))
         return [(c.name, c.value, by_name[at]) for c, at in zip(children, fields, strict=True)]
     if prefix.cls is not type(tree) or prefix.entries.keys() != {c.key for c in children}:
-        raise ValueError(_misfit(prefix, tree, children, name, what))
+        error = TooDeepError if _is_array(tree) else ValueError
+        raise error(_misfit(prefix, tree, children, name, what))
     return [(c.name, c.value, prefix.entries[c.key]) for c in children]
 
 
@@ -270,8 +275,11 @@ def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> 
 
 def _kind(tree: Any) -> str:
     """Return the name of a value's type, or the shape of an array, whose type is JAX's."""
-    is_array = isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-    return f"an array of shape {tree.shape}" if is_array else type(tree).__name__
+    return f"an array of shape {tree.shape}" if _is_array(tree) else type(tree).__name__
+
+
+def _is_array(tree: Any) -> bool:
+    return isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 def _misfit(prefix: Node, tree: Any, children: list[Child], name: str, what: str) -> str:

@@ -124,6 +124,12 @@ class Machine(NamedTuple):
     outputs: list[Any]
     ends: tuple[str, ...]  # where lanes part, in words
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether a lane may come to a state again."""
+        pairs = enumerate(state.targets for state in self.states)
+        return any(target <= number for number, targets in pairs for target in targets)
+
     def stored(self) -> list[Slot]:
         """Return the slots whose values a lane keeps from one state to another."""
         reads = [slot for state in self.states for slot in state.reads]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from rankax._base.arrays import counted, scalar
+from rankax._base.arrays import counted, flat_index, places_of, scalar
 from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import Split
@@ -60,12 +60,9 @@ def index_without_fill(
     """
     if not lengths.keys() & axes[1:]:
         return index
-    rest, total, stride = index, jnp.zeros_like(index), scalar(1, index.dtype)
-    for axis in reversed(axes):
-        size = scalar(shape[axis], index.dtype)
-        total, rest = total + rest % size * stride, rest // size
-        stride = stride * jnp.asarray(lengths.get(axis, size)).astype(index.dtype)
-    return jnp.where(index < scalar(0, index.dtype), index, total)
+    places = places_of(index, [shape[axis] for axis in axes])
+    whole = flat_index(places, [lengths.get(axis, shape[axis]) for axis in axes])
+    return jnp.where(index < scalar(0, index.dtype), index, whole)
 
 
 def number_items(
@@ -101,7 +98,9 @@ def number_items(
     def number(split: Split, places: Sequence[Any]) -> Any:
         terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
         for place, level in zip(places, levels, strict=True):
-            terms += _terms(place, [(shape[axis], split.strides[axis]) for axis in level.axes])
+            along = places_of(place, [shape[axis] for axis in level.axes])
+            pairs = zip(along, level.axes, strict=True)
+            terms += [_times(each, split.strides[axis]) for each, axis in pairs]
         found = [term for term in terms if term is not None]
         return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
 
@@ -111,22 +110,6 @@ def number_items(
         return fun(*args[:count], *(number(split, args[count:]) for split in splits))
 
     return of_places
-
-
-def _terms(place: Any, axes: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return the terms of a place along a level whose axes have these lengths and strides."""
-    joined: list[tuple[int, int]] = []  # axes numbered without a gap are one
-    for length, stride in axes:
-        if joined and joined[-1][1] == length * stride:
-            joined[-1] = joined[-1][0] * length, stride
-        else:
-            joined.append((length, stride))
-    terms: list[Any] = []
-    for length, stride in reversed(joined[1:]):
-        size = scalar(length, PLACE.dtype)
-        terms.append(_times(place % size, stride))
-        place = place // size
-    return [*terms, _times(place, joined[0][1])]
 
 
 def _times(place: Any, stride: Any) -> Any:

@@ -6,10 +6,6 @@ measurements (`_call/run.py`), so the key has every new option of loops.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from rankax._plan.chunks import Chunks
 from rankax._progress.bars import Progress
@@ -59,13 +55,3 @@ class LoopSpec:
     derivative: Chunks | None = None
     lockstep: bool = True
     lanes: int | None = None
-
-
-def places_of(index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
-    """Return the place of an item along each level, given its flat index."""
-    places: list[Any] = []
-    for level in reversed(levels):
-        size = np.asarray(max(level.chunks.length, 1), index.dtype)
-        places.append(index % size)
-        index = index // size
-    return places[::-1]
