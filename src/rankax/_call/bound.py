@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from rankax._base.functions import traced_as
 from rankax._call.nest import nest_of
 from rankax._fit.memory import shape_of
-from rankax._loop.keys import PLACE, index_without_fill, item_key
+from rankax._loop.spec import PLACE, index_without_fill, item_key
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting

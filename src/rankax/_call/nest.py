@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
-from rankax._loop.keys import number_items, vmap_level
 from rankax._loop.loop import map_level
-from rankax._loop.spec import LoopSpec
+from rankax._loop.spec import LoopSpec, number_items, vmap_level
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.nesting import Nesting

@@ -26,7 +26,7 @@ from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.mesh import Parts
 from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax._loop.keys import PLACE
+from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._progress.bars import wait_for_reports

@@ -26,10 +26,8 @@ from rankax._base.arrays import counted, index_dtype, is_ref, places_of, scalar,
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
-from rankax._loop.keys import PLACE
-from rankax._loop.loop import map_level
-from rankax._loop.spec import LoopSpec
-from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
+from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, new_items, steps_of
+from rankax._loop.spec import PLACE, LoopSpec
 from rankax._plan.chunks import Chunks, split_into_chunks
 from rankax._progress.report import Reports
 from rankax._trace.item import ItemProgram, has_order, with_shape

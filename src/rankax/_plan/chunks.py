@@ -5,7 +5,7 @@ A chunk size that divides the axis is preferred, even at the cost of a quarter m
 no overlap, and along axis 0 a derivative then copies nothing. If none is that close, the last chunk
 starts early and overlaps the one before it; `_loop/access.py` reads it.
 
-In a reduction, items of the overlap that were counted before add nothing (`_loop/store.py`).
+In a reduction, items of the overlap that were counted before add nothing (`_loop/loop.py`).
 """
 
 import dataclasses

@@ -142,7 +142,7 @@ def bucket_of(length: int, bucket: Bucket) -> int | None:
     return next((size for size in series if size >= length), None)
 
 
-# Split keys: how items are numbered; `_loop/keys.py` makes the keys from these numbers.
+# Split keys: how items are numbered; `_loop/spec.py` makes the keys from these numbers.
 
 
 @dataclasses.dataclass(frozen=True)
