@@ -32,21 +32,7 @@ from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, has_tangent, zeros
-from rankax._loop.access import (
-    as_chunk,
-    as_row,
-    carried_with,
-    first_start,
-    flatten_items,
-    is_stack,
-    join_chunks,
-    next_start,
-    stack_chunks,
-    take_chunk,
-    use_once,
-    widen,
-    write_chunk,
-)
+from rankax._loop import access
 from rankax._loop.spec import PLACE, LoopSpec, vmap_level
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
@@ -152,7 +138,7 @@ class Store(Sink):
             self.axis is not None
             and not self.in_lanes
             and (
-                is_stack(aval, self.axis, self.chunks)
+                access.is_stack(aval, self.axis, self.chunks)
                 or (self.back and (self.reduced or has_tangent(aval)))
             )
             for aval in self.avals
@@ -174,16 +160,21 @@ class Store(Sink):
             return outs, [None] * len(outs)
         triples = list(zip(held, outs, self.as_rows, strict=True))
         written = [
-            x if is_row else write_chunk(x, out, tile.at, axis) for x, out, is_row in triples
+            x if is_row else access.write_chunk(x, out, tile.at, axis) for x, out, is_row in triples
         ]
-        rows = [as_row(out, self.chunks, axis) if is_row else None for _, out, is_row in triples]
+        rows = [
+            access.as_row(out, self.chunks, axis) if is_row else None for _, out, is_row in triples
+        ]
         return written, rows
 
     def end(self, held: list[Any], rows: list[Any] | None) -> Any:
         none: list[Any] = [None] * len(held)
         triples = zip(held, rows or none, self.as_rows, strict=True)
         axis = self.axis or 0
-        outs = [join_chunks(row, self.chunks, axis) if is_row else x for x, row, is_row in triples]
+        outs = [
+            access.join_chunks(row, self.chunks, axis) if is_row else x
+            for x, row, is_row in triples
+        ]
         return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
 
 
@@ -335,24 +326,26 @@ def run_loop(
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
-    is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
+    is_stacked = [
+        access.is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)
+    ]
     operands = _Operands(list(closed.consts), [], [])
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
-            operands.stacked.append(stack_chunks(leaf, chunks))
+            operands.stacked.append(access.stack_chunks(leaf, chunks))
         else:
-            flat = flatten_items(leaf, axis)
-            operands.sliced.append(widen(flat) if back else flat)
+            flat = access.flatten_items(leaf, axis)
+            operands.sliced.append(access.widen(flat) if back else flat)
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
         def window(leaf: jax.Array, axis: int) -> jax.Array:
-            taken = take_chunk(leaf, start, chunks, axis)
-            return use_once(taken, chunks.size, axis) if back else taken
+            taken = access.take_chunk(leaf, start, chunks, axis)
+            return access.use_once(taken, chunks.size, axis) if back else taken
 
         sliced, rows = map(window, operands.sliced, sliced_axes), iter(operands.stacked)
         chunk = [
-            as_chunk(next(rows if stacked else sliced), aval)
+            access.as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
         ]
         if level.numbered:
@@ -441,10 +434,10 @@ def _scan_chunks(
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (next_start(start, chunks), carried_with(held, operands)), rows
+        return (access.next_start(start, chunks), access.carried_with(held, operands)), rows
 
     begin = [fold.start(lanes.count) for fold in folds]
-    init = first_start(chunks), carried_with(begin, operands)
+    init = access.first_start(chunks), access.carried_with(begin, operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)
     if reports is not None:
