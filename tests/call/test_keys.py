@@ -29,7 +29,7 @@ from rankax._declare.split_key import key_rank
 from rankax._loop.spec import item_key
 from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
-from rankax._trace.item import trace_item
+from rankax._trace.programs import trace_item
 from rankax.reductions import Best, BottomK
 
 KEY = jax.random.key(5)

@@ -13,8 +13,7 @@ import numpy as np
 from jax.tree_util import FlattenedIndexKey, keystr
 
 from rankax._base.arrays import check_no_ref
-from rankax._base.functions import function_location
-from rankax._base.words import listed, plural, with_article
+from rankax._base.messages import function_location, listed, plural, with_article
 
 
 @dataclasses.dataclass(frozen=True)

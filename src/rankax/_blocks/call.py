@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
-from rankax._base.functions import traced_as
+from rankax._base.messages import listed, plural, traced_as
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import listed, plural
 from rankax._blocks import programs
 from rankax._blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
 from rankax._call.arguments import check_key, converted, is_array, is_number

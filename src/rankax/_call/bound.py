@@ -18,7 +18,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from rankax._base.functions import traced_as
+from rankax._base.messages import traced_as
 from rankax._call.nest import nest_of
 from rankax._fit.memory import shape_of
 from rankax._loop.spec import PLACE, index_without_fill, item_key
@@ -29,7 +29,7 @@ from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
 from rankax._trace.batched import call_for_item
-from rankax._trace.item import ItemProgram, trace_item, with_shape
+from rankax._trace.programs import ItemProgram, trace_item, with_shape
 
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.

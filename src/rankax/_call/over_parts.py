@@ -41,7 +41,7 @@ from rankax._devices.place import put, warn_of_hang
 from rankax._plan.levels import Shape
 from rankax._reduce.passes import RunStates
 from rankax._reduce.run import Reductions
-from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ItemProgram
 
 Leaves = list[Any]
 Places = Sequence[int | None]  # where an array has each axis of the batch

@@ -48,7 +48,7 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._scan.while_loop import has_plain_loop
-from rankax._trace.item import ItemProgram, has_order
+from rankax._trace.programs import ItemProgram, has_order
 
 
 class Traced(NamedTuple):

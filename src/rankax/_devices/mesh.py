@@ -30,8 +30,7 @@ from jax import core, lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
-from rankax._trace.item import ItemProgram
-from rankax._trace.programs import evaluate, mapped_program, with_params, with_subprograms
+from rankax._trace import programs
 
 # JAX 0.7 has another name for the first and lacks the second: in `jit`, the caller sets the mesh.
 _set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
@@ -141,27 +140,29 @@ def with_auto_axes(fun: Callable[..., Any], mesh: Any, specs: Any) -> Callable[.
     return called
 
 
-def without_mesh(item: ItemProgram) -> ItemProgram:
+def without_mesh(item: programs.ItemProgram) -> programs.ItemProgram:
     """Return the item without the types of arrays on a mesh that it closes over."""
     if all(jax.typeof(x).sharding.mesh.empty for x in item.closed.consts):
         return item
-    return dataclasses.replace(item, closed=mapped_program(_untyped, item.closed))
+    return dataclasses.replace(item, closed=programs.mapped_program(_untyped, item.closed))
 
 
 def _untyped(jaxpr: Any) -> Any:
     # The types of equations follow from their inputs, but not those of the programs inside them.
-    return jaxpr.replace(eqns=[_unsharded(with_subprograms(e, _retraced)) for e in jaxpr.eqns])
+    return jaxpr.replace(
+        eqns=[_unsharded(programs.with_subprograms(e, _retraced)) for e in jaxpr.eqns]
+    )
 
 
 def _unsharded(eqn: Any) -> Any:
     shardings = {name: None for name, x in eqn.params.items() if isinstance(x, NamedSharding)}
-    return with_params(eqn, **shardings) if shardings else eqn
+    return programs.with_params(eqn, **shardings) if shardings else eqn
 
 
 def _retraced(jaxpr: Any) -> Any:
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     with _no_mesh():
-        return jax.make_jaxpr(lambda *xs: evaluate(_untyped(jaxpr), (), *xs))(*avals).jaxpr
+        return jax.make_jaxpr(lambda *xs: programs.evaluate(_untyped(jaxpr), (), *xs))(*avals).jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

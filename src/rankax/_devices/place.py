@@ -28,11 +28,9 @@ from jax import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
-from rankax._base.checks import positive_int
-from rankax._base.functions import caller_level
-from rankax._base.words import listed, plural
+from rankax._base.messages import caller_level, listed, plural, positive_int
 from rankax._devices.mesh import Parts, can_leave_mesh, is_inside, mesh_of, overlapped, sharding_of
-from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ItemProgram
 from rankax._trace.work import operations
 
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import check_bool, checked_int, positive_int
+from rankax._base.messages import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind

@@ -30,8 +30,7 @@ from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, 
 from rankax._loop.spec import PLACE, LoopSpec
 from rankax._plan.chunks import Chunks, split_into_chunks
 from rankax._progress.report import Reports
-from rankax._trace.item import ItemProgram, has_order, with_shape
-from rankax._trace.programs import subprograms
+from rankax._trace.programs import ItemProgram, has_order, subprograms, with_shape
 
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each

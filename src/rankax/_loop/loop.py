@@ -37,8 +37,7 @@ from rankax._loop.spec import PLACE, LoopSpec, vmap_level
 from rankax._plan.chunks import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import keep_rules
-from rankax._trace.item import with_axis
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import evaluate, with_axis
 
 
 @dataclasses.dataclass(frozen=True)

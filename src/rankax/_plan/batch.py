@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from rankax._base.words import listed, plural, shortened, table
+from rankax._base.messages import listed, plural, shortened, table
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import LeafPlan

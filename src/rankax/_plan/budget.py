@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankax._base.checks import checked_int
+from rankax._base.messages import checked_int
 from rankax._plan.chunks import even_chunk_size
 
 _PREFIXES = ("", "k", "M", "G", "T")

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rankax._base.checks import checked_int
-from rankax._base.functions import function_location
+from rankax._base.messages import checked_int, function_location
 from rankax._declare.dims import Dim, Rank
 from rankax._plan.levels import Shape
 

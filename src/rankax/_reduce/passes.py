@@ -36,8 +36,7 @@ from rankax._reduce.row import Row
 from rankax._reduce.run import Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import ItemProgram, evaluate
 
 
 @dataclasses.dataclass(frozen=True)

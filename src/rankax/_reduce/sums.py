@@ -12,7 +12,7 @@ from jax import core, lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._base.arrays import has_tangent, scalar
-from rankax._base.checks import check_callable
+from rankax._base.messages import check_callable
 from rankax._base.trees import check_leaves, leaves_with_names
 from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype, dtype_of
 from rankax._reduce.row import Row

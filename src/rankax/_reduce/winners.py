@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
-from rankax._base.checks import check_bool, positive_int
-from rankax._base.words import listed
+from rankax._base.messages import check_bool, listed, positive_int
 from rankax._reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
 from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
 from rankax._reduce.row import Row

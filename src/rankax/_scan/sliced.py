@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
-from rankax._base.functions import function_location
+from rankax._base.messages import function_location
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
 from rankax._plan.chunks import Chunks
@@ -21,7 +21,7 @@ from rankax._reduce.protocol import Outputs
 from rankax._reduce.run import Reductions, read_reductions, trace_reduced
 from rankax._scan.checkpointed import scan_checkpointed
 from rankax._scan.loops import Loop, kept_indices, run_scan, scan_call
-from rankax._trace.item import with_shape
+from rankax._trace.programs import with_shape
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
