@@ -28,7 +28,7 @@ from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
 from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, new_items, steps_of
 from rankax._loop.spec import PLACE, LoopSpec
-from rankax._plan.chunks import Chunks, split_into_chunks
+from rankax._plan.levels import Chunks, split_into_chunks
 from rankax._progress.report import Reports
 from rankax._trace.programs import ItemProgram, has_order, subprograms, with_shape
 

@@ -37,7 +37,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax._base.arrays import scalar
 from rankax._loop.reuse import kernel_of_call
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 
 T = TypeVar("T")
 

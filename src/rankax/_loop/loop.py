@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rankax._base.arrays import counted, has_tangent, zeros
 from rankax._loop import access
 from rankax._loop.spec import PLACE, LoopSpec, vmap_level
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import keep_rules
 from rankax._trace.programs import evaluate, with_axis

@@ -29,8 +29,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from rankax._base.arrays import counted, flat_index, places_of, scalar
-from rankax._plan.chunks import Chunks
-from rankax._plan.levels import Level, Shape
+from rankax._plan.levels import Chunks, Level, Shape
 from rankax._plan.shapes import Split
 from rankax._progress.bars import Progress
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rankax._base.messages import checked_int
-from rankax._plan.chunks import even_chunk_size
+from rankax._plan.levels import even_chunk_size
 
 _PREFIXES = ("", "k", "M", "G", "T")
 _UNITS = {

@@ -24,7 +24,7 @@ from rankax._base.arrays import counted, index_dtype, scalar, zeros
 from rankax._lockstep.call import in_lockstep, items_at, walk_in_lanes
 from rankax._loop.loop import Tile, TileLanes, ends_of, run_loop, saved, sinks_of, steps_of
 from rankax._loop.spec import LoopSpec, vmap_level
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 from rankax._reduce.extrema import BlockArg, in_tiles
 from rankax._reduce.states import Accumulation, Merged, Ordered
 

@@ -15,7 +15,7 @@ from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
 from rankax._base.messages import function_location
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 from rankax._reduce.passes import RunStates, reduce_row
 from rankax._reduce.protocol import Outputs
 from rankax._reduce.run import Reductions, read_reductions, trace_reduced
