@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -88,20 +88,18 @@ class Tile:
         return lax.collapse(out, out.ndim - 1 - len(self.lanes.below))
 
 
-class Sink:
+class Sink(Protocol):
     """What a loop asks of one output, or of several. Without a carry or rows, they are None."""
 
     def start(self, lanes: int) -> Any:
         """Return the carry of the first step."""
-        raise NotImplementedError
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, Any]:
         """Return the next carry, and the row of the scan."""
-        raise NotImplementedError
+        ...
 
     def end(self, held: Any, rows: Any) -> Any:
         """Return what the loop returns."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

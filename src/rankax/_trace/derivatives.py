@@ -82,26 +82,20 @@ def keep_rules(closed: Any) -> Any:
 
 def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
-    eqns = [
-        _kept_equation(eqn, jaxpr)
-        if eqn.primitive.name in RULES and not has_refs(eqn.invars, eqn.effects)
-        else programs.with_subprograms(eqn, _with_kept_rules)
-        for eqn in jaxpr.eqns
-    ]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+
+    def kept(eqn: Any) -> Any:
+        if eqn.primitive.name not in RULES or has_refs(eqn.invars, eqn.effects):
+            return programs.with_subprograms(eqn, _with_kept_rules)
+        inputs = list({v: None for v in eqn.invars if not isinstance(v, programs.Literal)})
+        return call_of(eqn, inputs, programs.only(eqn, jaxpr, inputs))
+
+    return programs.with_equations(jaxpr, kept)
 
 
 def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
     names = [type(effect).__name__ for effect in effects]  # not public
     return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
-
-
-def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
-    inputs = list({v: None for v in eqn.invars if not isinstance(v, programs.Literal)})
-    return call_of(eqn, inputs, programs.only(eqn, jaxpr, inputs))
 
 
 def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:

@@ -164,6 +164,16 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
     return with_params(eqn, **changes) if changes else eqn
 
 
+def with_equations(jaxpr: Any, fun: Callable[[Any], Any]) -> Any:
+    """Return ``jaxpr`` with ``fun(eqn)`` in place of each equation.
+
+    The same object if ``fun`` returns every equation unchanged.
+    """
+    eqns = [fun(eqn) for eqn in jaxpr.eqns]
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+
+
 def lengths_of_scan(eqn: Any) -> tuple[int, int]:
     """Return how many inputs of a scan are constants, and how many are carried; rows follow.
 
