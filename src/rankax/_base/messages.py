@@ -64,13 +64,10 @@ _MOST_ROWS = 16  # of the table in a note
 
 def unwrapped(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside partials and wrappers."""
-    while True:
-        if isinstance(fun, functools.partial):
-            fun = fun.func
-        elif hasattr(fun, "__wrapped__"):
-            fun = fun.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        else:
-            return fun
+    while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
+        wrapper: Any = fun
+        fun = wrapper.func if isinstance(wrapper, functools.partial) else wrapper.__wrapped__
+    return fun
 
 
 def function_name(fun: Callable[..., Any]) -> str:

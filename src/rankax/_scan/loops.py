@@ -78,16 +78,14 @@ def kept_indices(site: str, length: int, save_at: Any, **bounds: Any) -> Sequenc
         )
     if not isinstance(save_at, Sequence) and getattr(save_at, "ndim", 0) != 1:
         raise TypeError(f"{site}: save_at must be a sequence of ints, got {_described(save_at)}")
-    indices = [
-        _checked_int(site, f"save_at[{i}]", index, "an int") for i, index in enumerate(save_at)
-    ]
-    for i, index in enumerate(indices):
+    indices: list[int] = []
+    for i, step in enumerate(save_at):
+        index = _checked_int(site, f"save_at[{i}]", step, "an int")
         if not -length <= index < length:
-            raise ValueError(
-                f"{site}: save_at[{i}] is {index}, but there are only "
-                f"{messages.plural(length, 'step')}"
-            )
-    return [index % length for index in indices]
+            count = messages.plural(length, "step")
+            raise ValueError(f"{site}: save_at[{i}] is {index}, but there are only {count}")
+        indices.append(index % length)
+    return indices
 
 
 def _described(value: Any) -> str:
