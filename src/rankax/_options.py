@@ -18,8 +18,7 @@ from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
 
 from jax.sharding import PartitionSpec
 
-from rankax._base.checks import check_bool, checked_int, positive_int
-from rankax._base.words import listed
+from rankax._base.messages import check_bool, checked_int, listed, positive_int
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
 from rankax._plan.budget import checked_limit

@@ -26,10 +26,10 @@ from rankax import SplitKey, auto_vmap
 from rankax._call.nest import nest_of
 from rankax._declare.dims import Rank
 from rankax._declare.split_key import key_rank
-from rankax._loop.keys import item_key
+from rankax._loop.spec import item_key
 from rankax._options import Options
 from rankax._plan.nesting import plan_nesting
-from rankax._trace.item import trace_item
+from rankax._trace.programs import trace_item
 from rankax.reductions import Best, BottomK
 
 KEY = jax.random.key(5)

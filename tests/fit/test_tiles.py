@@ -14,8 +14,7 @@ from jax import lax
 from helpers import assert_same, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax._fit import cpu
-from rankax._plan.chunks import split_into_tiles
-from rankax._plan.levels import Tiles, plan_levels
+from rankax._plan.levels import Tiles, plan_levels, split_into_tiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

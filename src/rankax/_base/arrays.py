@@ -4,8 +4,7 @@
 A small array is a literal inside a traced program, and an explicit transfer in an eager call.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,6 +54,24 @@ def scalar(value: Any, dtype: Any) -> jax.Array:
 def counted(count: int, dtype: Any) -> jax.Array:
     """Return ``jnp.arange(count)``, made like `scalar`."""
     return lax.iota(dtype, count) if is_staged() else jax.device_put(np.arange(count, dtype=dtype))
+
+
+def places_of(index: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return the place along each axis of the item with a flat index."""
+    places: list[Any] = []
+    for size in reversed(sizes[1:]):
+        number = scalar(max(size, 1), index.dtype)
+        places.append(index % number)
+        index = index // number
+    return [index, *reversed(places)] if sizes else []
+
+
+def flat_index(places: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Return the flat index of the item at some places, whose type the ``sizes`` take."""
+    first, *others = places
+    for place, size in zip(others, sizes[1:], strict=True):
+        first = first * jnp.asarray(size, first.dtype) + place
+    return first
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -5,8 +5,6 @@ None of these packages is imported here. An array of a package can only arrive a
 imported that package.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """A thread-safe cache of bounded size."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

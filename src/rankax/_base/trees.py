@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Nodes, paths and prefixes of pytrees, and errors that name places as the caller writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -15,8 +13,7 @@ import numpy as np
 from jax.tree_util import FlattenedIndexKey, keystr
 
 from rankax._base.arrays import check_no_ref
-from rankax._base.functions import function_location
-from rankax._base.words import listed, plural, with_article
+from rankax._base.messages import function_location, listed, plural, with_article
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +121,10 @@ class ByKey:
     cls: type
     entries: Mapping[str, Any]
     of_subclass: Callable[[type], Mapping[str, Any]]  # returns the entries for a subclass
+
+
+class TooDeepError(ValueError):
+    """Raised for a prefix with a container in the place of an array."""
 
 
 def entries(prefix: Any) -> Iterator[Any]:
@@ -249,7 +250,8 @@ def _paired(
             raise ValueError(_other_fields(by_name, tree, fields, name, what))
         return [(c.name, c.value, by_name[at]) for c, at in zip(children, fields, strict=True)]
     if prefix.cls is not type(tree) or prefix.entries.keys() != {c.key for c in children}:
-        raise ValueError(_misfit(prefix, tree, children, name, what))
+        error = TooDeepError if _is_array(tree) else ValueError
+        raise error(_misfit(prefix, tree, children, name, what))
     return [(c.name, c.value, prefix.entries[c.key]) for c in children]
 
 
@@ -272,8 +274,11 @@ def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> 
 
 def _kind(tree: Any) -> str:
     """Return the name of a value's type, or the shape of an array, whose type is JAX's."""
-    is_array = isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-    return f"an array of shape {tree.shape}" if is_array else type(tree).__name__
+    return f"an array of shape {tree.shape}" if _is_array(tree) else type(tree).__name__
+
+
+def _is_array(tree: Any) -> bool:
+    return isinstance(tree, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 def _misfit(prefix: Node, tree: Any, children: list[Child], name: str, what: str) -> str:

@@ -24,21 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of, in_blocks
-from rankax._base.functions import traced_as
+from rankax._base.messages import listed, plural, traced_as
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import listed, plural
+from rankax._blocks import programs
 from rankax._blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
-from rankax._blocks.programs import (
-    CONFIG,
-    Leaf,
-    MapBlock,
-    MergeStates,
-    OnBlocks,
-    ResultOfStates,
-    Setup,
-    StateOfBlock,
-    record,
-)
 from rankax._call.arguments import check_key, converted, is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._options import DEFAULTS, Options
@@ -88,10 +77,10 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     # the output lacks only if the first array has such axes.
     inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
     ranks = zip(call.leaves, call.structure.ranks, strict=True)
-    setup = Setup(
+    setup = programs.Setup(
         mapped,
         dataclasses.replace(options, reduce=None, reduce_axis=None, jit=False),
-        {name: getattr(jax.config, name) for name in CONFIG},
+        {name: getattr(jax.config, name) for name in programs.CONFIG},
         call.names,
         call.treedef,
         call.others,
@@ -155,21 +144,21 @@ def _check_blocks(value: Any, subject: str, path: str) -> None:
             )
 
 
-def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[Leaf, Any]:
+def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.Leaf, Any]:
     """Return how a block receives a checked leaf; and the number, or the array that is cut."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         data = np.asarray(jax.random.key_data(value))
         item = jax.ShapeDtypeStruct((*core, *data.shape[value.ndim :]), data.dtype)
-        return Leaf(place, item, jax.random.key_impl(value)), data
+        return programs.Leaf(place, item, jax.random.key_impl(value)), data
     if isinstance(value, jax.Array) and not value.shape and jax.typeof(value).weak_type:
         value = value.item()
     # A NumPy float64 is a Python float too, but not weakly typed.
     if is_number(value) and not isinstance(value, np.generic):
         item = jax.ShapeDtypeStruct((), jax.typeof(value).dtype, weak_type=True)
-        return Leaf(place, item), value
+        return programs.Leaf(place, item), value
     value = value if blocks_of(value) else np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
-    return Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
+    return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
 
 
 def check_dtype(dtype: Any, subject: str, path: str) -> None:
@@ -252,7 +241,7 @@ def _input(
 class _BlockCall:
     """A call that has been checked, and its arrays as inputs of the backend."""
 
-    setup: Setup
+    setup: programs.Setup
     plan: BatchPlan
     backend: Backend
     batch: Batch
@@ -279,7 +268,7 @@ class _BlockCall:
         """Return some of the outputs of all items."""
         if not only:
             return []
-        fun = OnBlocks.of(MapBlock(self.setup, only), self.numbers)
+        fun = programs.OnBlocks.of(programs.MapBlock(self.setup, only), self.numbers)
         return self.backend.map(fun, self.batch, [outs[i] for i in only])
 
     def reduced(self, reductions: Reductions) -> Any:
@@ -302,7 +291,7 @@ class _BlockCall:
         place = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.int64))
         positions = [Input(self.backend.positions(chunks[a], first), (a,), place) for a in axes]
         batch = Batch([*self.batch.inputs, *positions], chunks)
-        block = StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
+        block = programs.StateOfBlock(self.setup, axes, sizes, runs.outputs, None, ()).unbounded()
         values = *items[: len(self.numbers)], *small_blocks(batch.inputs)
         states, states_tree = jax.tree.flatten(jax.eval_shape(block.traced, *values))
         kept = len(chunks) - len(axes)
@@ -321,12 +310,14 @@ class _BlockCall:
             return runs.assemble(treedef.unflatten([]), whole)
 
         fields = self.setup, axes, sizes, runs.outputs, states_tree, leaves
-        state = OnBlocks.of(StateOfBlock(*fields), self.numbers)
-        packed = self.backend.reduce(state, OnBlocks.of(MergeStates(*fields)), batch, axes)
+        state = programs.OnBlocks.of(programs.StateOfBlock(*fields), self.numbers)
+        packed = self.backend.reduce(
+            state, programs.OnBlocks.of(programs.MergeStates(*fields)), batch, axes
+        )
         chunks = tuple(c for axis, c in enumerate(chunks) if axis not in axes)
-        item = jax.ShapeDtypeStruct((record(leaves).itemsize,), np.dtype(np.uint8))
+        item = jax.ShapeDtypeStruct((programs.record(leaves).itemsize,), np.dtype(np.uint8))
         merged = Input(packed, tuple(range(len(chunks))), item)
-        finish = OnBlocks.of(ResultOfStates(*fields))
+        finish = programs.OnBlocks.of(programs.ResultOfStates(*fields))
         values = self.backend.map(finish, Batch([merged], chunks), results)
         return runs.assemble(treedef.unflatten(values), whole)
 

@@ -15,9 +15,8 @@ import numpy as np
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.cache import Kept
-from rankax._base.functions import caller_level, function_name
+from rankax._base.messages import caller_level, function_name, shortened
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration
 from rankax._options import DEFAULTS, Options, resolve

@@ -21,7 +21,7 @@ import numpy as np
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of
 from rankax._base.cache import Kept
-from rankax._base.functions import function_location, noted_errors
+from rankax._base.messages import function_location, noted_errors
 from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
     KernelSpec,

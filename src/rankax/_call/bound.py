@@ -18,10 +18,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from rankax._base.functions import traced_as
+from rankax._base.messages import traced_as
 from rankax._call.nest import nest_of
 from rankax._fit.memory import shape_of
-from rankax._loop.keys import PLACE, index_without_fill, item_key
+from rankax._loop.spec import PLACE, index_without_fill, item_key
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting
@@ -29,7 +29,7 @@ from rankax._reduce.protocol import Marked
 from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
 from rankax._trace.batched import call_for_item
-from rankax._trace.item import ItemProgram, trace_item, with_shape
+from rankax._trace.programs import ItemProgram, trace_item, with_shape
 
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.

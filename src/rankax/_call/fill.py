@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rankax._base.cache import Kept
 from rankax._call.bind import BoundKernel
 from rankax._devices.mesh import is_spread
-from rankax._loop.keys import index_without_fill
+from rankax._loop.spec import index_without_fill
 from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._plan.shapes import bucket_of

@@ -12,17 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base import messages
 from rankax._base.arrays import check_no_ref
-from rankax._base.checks import common_length, positive_int
-from rankax._base.functions import argument_names, function_name, noted_errors
 from rankax._base.trees import leaves_with_names, spread_prefix
-from rankax._base.words import plural
 from rankax._call.bound import Bound, tiles_of
 from rankax._declare.ragged import Ragged
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
-from rankax._trace.item import checked_output_axes, is_axis
+from rankax._trace.programs import checked_output_axes, is_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,7 @@ def checked_axes(
     size = None
     if axis_size is not None:
         is_zero = not isinstance(axis_size, bool) and axis_size == 0
-        size = 0 if is_zero else positive_int(axis_size, where, "axis_size")
+        size = 0 if is_zero else messages.positive_int(axis_size, where, "axis_size")
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     for parameter, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
         for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
@@ -79,7 +77,7 @@ class BoundAxes(Bound):
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         del plan
         args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
-        with noted_errors(self.fun, self._described):
+        with messages.noted_errors(self.fun, self._described):
             return self.fun(*args, **kwargs)
 
     def _described(self) -> tuple[Any, ...]:
@@ -139,11 +137,11 @@ def bind_axes(
     in_axes, axis_size = axes.in_axes, axes.axis_size
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
-            f"{where}: in_axes has {plural(len(in_axes), 'entry')} for "
-            f"{plural(len(args), 'positional argument')}"
+            f"{where}: in_axes has {messages.plural(len(in_axes), 'entry')} for "
+            f"{messages.plural(len(args), 'positional argument')}"
         )
     prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-    names = argument_names(fun, len(args))
+    names = messages.argument_names(fun, len(args))
     named: list[tuple[str, Any]] = []
     places: list[int | None] = []
     for name, prefix, arg in [
@@ -166,10 +164,10 @@ def bind_axes(
         table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
     for name, x, _ in table:
         check_no_ref(x, where, name)
-    length = common_length(table, where)
+    length = messages.common_length(table, where)
     leaves = [x if a is None else jnp.asarray(x) for (_, x), a in zip(named, places, strict=True)]
     places = [None if a is None else a % jnp.ndim(x) for a, x in zip(places, leaves, strict=True)]
-    call = fun, function_name(fun), where, leaves, [name for name, _ in named]
+    call = fun, messages.function_name(fun), where, leaves, [name for name, _ in named]
     own = args, kwargs, in_axes, places, length
     out, name = axes.out_axes, axes.axis_name
     return BoundAxes(*call, *own, batched=batched, out_axes=out, axis_name=name)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
-from rankax._loop.keys import number_items, vmap_level
 from rankax._loop.loop import map_level
-from rankax._loop.spec import LoopSpec
+from rankax._loop.spec import LoopSpec, number_items, vmap_level
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
 from rankax._plan.nesting import Nesting
@@ -25,9 +24,8 @@ from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram
 from rankax._trace.kept_values import keep_values
-from rankax._trace.programs import ClosedJaxpr
+from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
 _MOST_BYTES_COPIED = 2**19

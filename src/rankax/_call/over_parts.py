@@ -36,13 +36,12 @@ from jax.sharding import PartitionSpec
 
 from rankax._base.arrays import counted
 from rankax._call.nest import Begins, Nest
-from rankax._devices.mesh import with_auto_axes, without_mesh
-from rankax._devices.parts import Parts, divided, gathered, join
+from rankax._devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax._devices.place import put, warn_of_hang
 from rankax._plan.levels import Shape
 from rankax._reduce.passes import RunStates
 from rankax._reduce.run import Reductions
-from rankax._trace.item import ItemProgram
+from rankax._trace.programs import ItemProgram
 
 Leaves = list[Any]
 Places = Sequence[int | None]  # where an array has each axis of the batch

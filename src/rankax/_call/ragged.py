@@ -49,7 +49,7 @@ from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import Declaration
 from rankax._devices.mesh import is_spread
 from rankax._loop.access import widen
-from rankax._loop.keys import PLACE, item_key
+from rankax._loop.spec import PLACE, item_key
 from rankax._options import Options
 from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.shapes import bucket_of

@@ -34,10 +34,8 @@ from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import Layout, over_parts, placed
-from rankax._devices.find import find_parts
-from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
-from rankax._devices.parts import Parts
-from rankax._devices.place import committed_elsewhere
+from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_mesh
+from rankax._devices.place import committed_elsewhere, find_parts
 from rankax._fit.cpu import best_tiles, tiles_matter
 from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
@@ -50,7 +48,7 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._scan.while_loop import has_plain_loop
-from rankax._trace.item import ItemProgram, has_order
+from rankax._trace.programs import ItemProgram, has_order
 
 
 class Traced(NamedTuple):

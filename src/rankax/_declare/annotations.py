@@ -18,9 +18,8 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax._base.functions import unwrapped
+from rankax._base.messages import listed, unwrapped
 from rankax._base.trees import ByKey, Items, entries
-from rankax._base.words import listed
 from rankax._declare.dims import Rank, UnreadableError, parse_dims
 from rankax._declare.ragged import mask_in, mask_rank
 from rankax._declare.split_key import SplitKey, key_rank, marked

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from rankax._base.words import plural
+from rankax._base.messages import plural
 from rankax._declare.dims import Dim, Rank, parse_dims
 
 Parameter = inspect.Parameter

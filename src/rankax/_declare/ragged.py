@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax._base.words import plural
+from rankax._base.messages import plural
 from rankax._declare.dims import Dim, Rank
 
 

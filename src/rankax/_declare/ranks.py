@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import checked_int
-from rankax._base.functions import function_name
+from rankax._base.messages import checked_int, function_name, listed
 from rankax._base.trees import (
     Items,
     Node,
@@ -34,7 +33,6 @@ from rankax._base.trees import (
     spread_prefix,
     subtrees_with_entries,
 )
-from rankax._base.words import listed
 from rankax._declare.annotations import Unpacked, annotated_ranks, silent_parameters
 from rankax._declare.binding import bind_ranks, checked_ranks, from_gufunc
 from rankax._declare.dims import Dim, Rank, UnreadableError, parse_dims

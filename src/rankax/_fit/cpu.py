@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rankax._base.functions import caller_level
+from rankax._base.messages import caller_level
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
 from rankax._trace.kept_values import keep_values

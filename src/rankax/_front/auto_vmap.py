@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import jax
 
 from rankax._base.cache import Kept
-from rankax._base.functions import function_name
+from rankax._base.messages import function_name
 from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
 from rankax._front.kernel import ClassMethod, Kernel, kernel_of

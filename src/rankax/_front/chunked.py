@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from rankax._base.checks import check_callable
-from rankax._base.functions import function_name
+from rankax._base.messages import check_callable, function_name
 from rankax._call.mapping import MappedAxes, bind_axes, checked_axes
 from rankax._call.run import run
 from rankax._options import Options, check_batched, options_of

@@ -20,9 +20,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._base.arrays import counted, has_tangent, index_dtype
-from rankax._base.functions import argument_names, function_name, noted_errors
+from rankax._base.messages import argument_names, function_name, listed, noted_errors, plural
 from rankax._base.trees import leaves_with_names, type_name
-from rankax._base.words import listed, plural
 from rankax._call.mapping import bind_axes, checked_axes
 from rankax._call.run import run
 from rankax._fit.memory import shape_of

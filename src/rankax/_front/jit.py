@@ -23,10 +23,10 @@ from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.run import cut_axes, parts_of, run
-from rankax._devices.parts import Parts
+from rankax._devices.mesh import Parts
 from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax._loop.keys import PLACE
+from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._progress.bars import wait_for_reports

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, 
 import jax
 
 from rankax._base.cache import Kept
-from rankax._base.functions import unwrapped
+from rankax._base.messages import unwrapped
 from rankax._base.trees import ByKey, Items, Node
 from rankax._blocks.call import call_on_blocks
 from rankax._call.arguments import KernelSpec

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.words import listed
+from rankax._base.messages import listed
 from rankax._call.bind import BoundKernel, rebind
 from rankax._call.ragged import RaggedCall, dense_treedef, first_dim
 from rankax._declare.ragged import Ragged

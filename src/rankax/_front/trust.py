@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.checks import check_bool, checked_int, positive_int
+from rankax._base.messages import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
 from rankax._declare.ragged import Ragged
-from rankax._loop.keys import PLACE
+from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._reduce.protocol import Several
 from rankax._reduce.run import find_mask, read_reductions

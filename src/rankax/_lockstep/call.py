@@ -22,18 +22,15 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from rankax._base.arrays import counted, index_dtype, is_ref, scalar, zeros
+from rankax._base.arrays import counted, index_dtype, is_ref, places_of, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
 from rankax._lockstep.machine import cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
-from rankax._loop.keys import PLACE
-from rankax._loop.loop import map_level
-from rankax._loop.spec import LoopSpec, places_of
-from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, new_items, steps_of
-from rankax._plan.chunks import Chunks, split_into_chunks
+from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, new_items, steps_of
+from rankax._loop.spec import PLACE, LoopSpec
+from rankax._plan.levels import Chunks, split_into_chunks
 from rankax._progress.report import Reports
-from rankax._trace.item import ItemProgram, has_order, with_shape
-from rankax._trace.programs import subprograms
+from rankax._trace.programs import ItemProgram, has_order, subprograms, with_shape
 
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
@@ -95,7 +92,7 @@ def walk_in_lanes(
     tile : int
         How many outputs ``folds`` take at a time.
     """
-    closed, spec, count = _numbered(fun, leaves, levels), levels[0], _count(levels)
+    closed, spec, count = _numbered(fun, leaves, levels), levels[0], math.prod(_sizes(levels))
     avals, lanes = closed.out_avals, min(spec.lanes or 1, count)
     output: Output = _Buffers(count, like.out_axes if like else (), avals)
     if folds is not None:
@@ -107,14 +104,14 @@ def walk_in_lanes(
     return Engine(cut_program(closed), closed.consts, count, lanes, output, reports).run()
 
 
-def _count(levels: Sequence[LoopSpec]) -> int:
-    return math.prod(level.chunks.length for level in levels)
+def _sizes(levels: Sequence[LoopSpec]) -> list[int]:
+    return [level.chunks.length for level in levels]
 
 
 def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
     """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
     trace = jax.make_jaxpr(lambda number: fun(*items_at(leaves, number, levels)))
-    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(_count(levels))), ())
+    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(math.prod(_sizes(levels)))), ())
     closed = trace(number)
     # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
     same = scalar(0, number.dtype)
@@ -124,7 +121,7 @@ def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[L
 
 def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
     """Return what the item with this flat index is evaluated from."""
-    places = places_of(index, levels)
+    places = places_of(index, _sizes(levels))
     items = [_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
     return [*items, *_places(places, levels)]
 
@@ -166,7 +163,8 @@ def in_lockstep(
     stored : callable
         Puts an output, which has the items on axis 0, in their own order.
     """
-    count = _count(levels)
+    sizes = _sizes(levels)
+    count = math.prod(sizes)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
     order = _by_steps(fun, leaves, levels) if sort else None
@@ -176,14 +174,14 @@ def in_lockstep(
         number = place.astype(index_dtype(count))
         if order is not None:
             number = lax.dynamic_index_in_dim(order, number, keepdims=False)
-        places = places_of(number, levels)
+        places = places_of(number, sizes)
         pairs = enumerate(zip(leaves, is_whole, strict=True))
         items = [x if whole else _item(x, i, places, levels) for i, (x, whole) in pairs]
         return fun(*items, *_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
         numbers = counted(count, index_dtype(count)) if order is None else order
-        return jax.vmap(lambda number: _item(leaf, i, places_of(number, levels), levels))(numbers)
+        return jax.vmap(lambda number: _item(leaf, i, places_of(number, sizes), levels))(numbers)
 
     pairs = enumerate(zip(leaves, is_whole, strict=True))
     ordered = [in_order(i, x) if whole else x for i, (x, whole) in pairs]
@@ -204,9 +202,9 @@ def _by_steps(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
 ) -> jax.Array | None:
     """Return the numbers of the items in the order of their steps, which lanes count."""
-    closed, count = _numbered(fun, leaves, levels), _count(levels)
+    closed, count = _numbered(fun, leaves, levels), math.prod(_sizes(levels))
     machine = cut_program(closed, only_steps=True)
-    if all(end.startswith("cond") for end in machine.ends):
+    if not machine.has_loop:
         return None
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
     lanes = min(levels[0].lanes or 1, count)

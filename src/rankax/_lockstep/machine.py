@@ -31,14 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from rankax._trace.programs import (
-    ClosedJaxpr,
-    Literal,
-    evaluator,
-    lengths_of_scan,
-    name_and_params,
-    subprograms,
-)
+from rankax._trace import programs
 from rankax._trace.work import STEPS_OF_WHILE, cost
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
@@ -124,6 +117,12 @@ class Machine(NamedTuple):
     outputs: list[Any]
     ends: tuple[str, ...]  # where lanes part, in words
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether a lane may come to a state again."""
+        pairs = enumerate(state.targets for state in self.states)
+        return any(target <= number for number, targets in pairs for target in targets)
+
     def stored(self) -> list[Slot]:
         """Return the slots whose values a lane keeps from one state to another."""
         reads = [slot for state in self.states for slot in state.reads]
@@ -208,7 +207,7 @@ class _Cutter:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *ins], strict=True))
 
         def read(v: Any) -> Any:
-            return v if isinstance(v, Literal) else env[v]
+            return v if isinstance(v, programs.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
@@ -228,16 +227,18 @@ class _Cutter:
         return [read(v) for v in jaxpr.outvars]
 
     def _call(self, closed: Any, ins: Sequence[Any]) -> list[Any]:
-        return self.program(closed.jaxpr, [Literal(x, jax.typeof(x)) for x in closed.consts], ins)
+        return self.program(
+            closed.jaxpr, [programs.Literal(x, jax.typeof(x)) for x in closed.consts], ins
+        )
 
     def _equation(self, eqn: Any, jaxpr: Any, values: list[Any]) -> list[Slot]:
         """Add one equation as it is."""
         pairs = zip(eqn.invars, values, strict=True)
-        given = {v: x for v, x in pairs if not isinstance(v, Literal)}
+        given = {v: x for v, x in pairs if not isinstance(v, programs.Literal)}
         # Inside a loop, XLA makes constants where they are used.
         is_lane = any(map(differs, values)) or bool(eqn.effects or (self.depth and not given))
         outs = self.slots(eqn.outvars, is_lane=is_lane)
-        run = evaluator(eqn, jaxpr, list(given))
+        run = programs.evaluator(eqn, jaxpr, list(given))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
         self.here.is_exposed |= is_lane and harmed(eqn)
@@ -377,7 +378,7 @@ class _Cutter:
 
 def has_rule(eqn: Any) -> bool:
     """Whether an equation calls a function with its own derivative rule."""
-    name, params = name_and_params(eqn)
+    name, params = programs.name_and_params(eqn)
     return name in RULES or params.get("other") is not None
 
 
@@ -387,8 +388,8 @@ def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         return solve, [*values[first : first + lengths.solve], *values[sum(lengths) :]]
-    held = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
-    closed = held[0] if held else ClosedJaxpr(next(subprograms(eqn)), ())
+    held = [value for value in eqn.params.values() if isinstance(value, programs.ClosedJaxpr)]
+    closed = held[0] if held else programs.ClosedJaxpr(next(programs.subprograms(eqn)), ())
     return closed, list(values)
 
 
@@ -401,7 +402,7 @@ def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], l
     if eqn.primitive.name == "while":
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     else:
-        first, second = lengths_of_scan(eqn)
+        first, second = programs.lengths_of_scan(eqn)
     end = first + second
     return list(values[:first]), list(values[first:end]), list(values[end:])
 
@@ -424,5 +425,5 @@ def harmed(eqn: Any) -> bool:
     return (
         name.endswith("callback")
         or name in ("while", "call_hi_primitive")  # JAX 0.12 hides a program in the second
-        or any(harmed(inner) for program in subprograms(eqn) for inner in program.eqns)
+        or any(harmed(inner) for program in programs.subprograms(eqn) for inner in program.eqns)
     )

@@ -27,8 +27,6 @@ workaround                       seen with             can go if this passes wit
 ===============================  ====================  ========================================
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeVar
 
@@ -39,7 +37,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax._base.arrays import scalar
 from rankax._loop.reuse import kernel_of_call
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 
 T = TypeVar("T")
 
@@ -72,15 +70,17 @@ def carried_with(start: T, operands: Any) -> T:
     if AxisType.Manual in types:
         axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(operands)))
         return jax.tree.map(lambda x: _varying(x, axes - varying_axes(x)), start)
-    if AxisType.Explicit in types:
-        return jax.tree.map(_on_mesh, start)
-    return start
+    return jax.tree.map(on_explicit_mesh, start)
 
 
 def on_explicit_mesh(x: jax.Array) -> jax.Array:
-    """Put an array on the mesh that is set, if that has explicit axes: loops need it in types."""
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return _on_mesh(x) if AxisType.Explicit in types else x
+    """Put an array on the mesh that is set, if that has explicit axes: loops need it in types.
+
+    JAX 0.7 to 0.12 cannot map a loop whose carry lacks it.
+    """
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    is_without = is_explicit and jax.typeof(x).sharding.mesh.empty
+    return jax.sharding.reshard(x, PartitionSpec()) if is_without else x
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
@@ -98,11 +98,6 @@ def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, tuple(axes), to="varying")
     return getattr(lax, "pvary")(x, tuple(axes))  # noqa: B009  JAX 0.7; not known to later ones
-
-
-def _on_mesh(x: jax.Array) -> jax.Array:
-    """Put the mesh into a type: JAX 0.7 to 0.12 cannot map a loop whose carry lacks it."""
-    return jax.sharding.reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:

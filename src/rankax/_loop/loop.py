@@ -2,68 +2,229 @@
 """The loop: one `jax.lax.scan` evaluates the chunks of a level in bounded memory.
 
 A level that is kept stores the outputs of its items, and one that is reduced folds them; it is the
-same loop for both, and for any length (`rankax._loop.store`). How an operand enters the loop and
-how an output leaves it decides the memory:
+same loop for both, and for any length. What becomes of an output is a `Sink`: a reduction
+(`rankax._reduce.states`), or `Store`. How an operand enters the loop and how an output leaves it
+decides the memory:
 
 * Even chunks along axis 0 are the ``xs`` and ``ys`` of the scan. Cutting the axis is a reshape, so
   memory stays flat in every direction of differentiation.
 * Any other operand is read by index, and so is its tangent. It needs no derivative rule of our own:
   the transpose adds the cotangent of each chunk in place (`access.take_chunk` says when), so that
   no input is copied, for any length and axis.
-* Where such a loop is differentiated (``back``), its outputs leave as ``ys`` (`Store`), which
-  costs one copy of them and of their tangents or cotangents. Two alternatives
+* Where such a loop is differentiated (``back``), its outputs leave as ``ys`` (`Store.as_rows`),
+  which costs one copy of them and of their tangents or cotangents. Two alternatives
   that avoid this copy were tried and rejected, on XLA:CPU with JAX 0.10 and 0.12. If chunks are
   written in place, the transpose reads a chunk of the cotangent and then clears it, and XLA copies
   the cotangent in every step. If they are added in place, overlapping items have to be masked, and
   the zeros of that mask made the gradient of the distances in the benchmark a fifth slower.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core, lax
+from jax.ad_checkpoint import checkpoint_name
 
-from rankax._base.arrays import counted
-from rankax._loop.access import (
-    as_chunk,
-    carried_with,
-    first_start,
-    flatten_items,
-    is_stack,
-    next_start,
-    stack_chunks,
-    take_chunk,
-    use_once,
-    widen,
-)
-from rankax._loop.keys import PLACE, vmap_level
-from rankax._loop.spec import LoopSpec
-from rankax._loop.store import (
-    Sink,
-    Store,
-    Tile,
-    TileLanes,
-    ends_of,
-    new_items,
-    steps_of,
-    without_repeated,
-)
-from rankax._plan.chunks import Chunks
+from rankax._base.arrays import counted, has_tangent, zeros
+from rankax._loop import access
+from rankax._loop.spec import PLACE, LoopSpec, vmap_level
+from rankax._plan.levels import Chunks
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import keep_rules
-from rankax._trace.item import with_axis
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import evaluate, with_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLanes:
+    """How the items of a tile lie in lanes: its own, and those of the levels inside, mapped whole.
+
+    An output that is folded has them on its last axes, those of the tile first.
+    """
+
+    size: int  # items of the level in a tile
+    below: tuple[int, ...]  # the lengths of the levels inside
+    dtype: Any  # of the indices of items
+
+    @property
+    def count(self) -> int:
+        """The number of lanes."""
+        return self.size * math.prod(self.below)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What one step of a loop evaluated."""
+
+    outs: list[Any]  # outputs of the items; of an item that is a loop itself, what that returns
+    at: jax.Array  # the first item, counted along the level
+    ok: jax.Array | None  # the items of the level that no earlier step had; None: all
+    lanes: TileLanes
+
+    @property
+    def index(self) -> jax.Array:
+        """The flat index of the item in each lane."""
+        dtype = self.lanes.dtype
+        each = np.asarray(math.prod(self.lanes.below)).astype(dtype)  # may overflow if not needed
+        first = self.at.astype(dtype) * each
+        return first + counted(self.lanes.count, dtype)
+
+    @property
+    def new(self) -> jax.Array | None:
+        """Whether the item in each lane is one that no earlier step had; None: all are."""
+        if self.ok is None:
+            return None
+        each = lax.broadcast_in_dim(self.ok, (self.lanes.size, *self.lanes.below), (0,))
+        return lax.reshape(each, (self.lanes.count,))
+
+    def in_lanes(self, position: int) -> jax.Array:
+        """Return an output that is folded, with all lanes on the last axis."""
+        out = self.outs[position]
+        return lax.collapse(out, out.ndim - 1 - len(self.lanes.below))
+
+
+class Sink(Protocol):
+    """What a loop asks of one output, or of several. Without a carry or rows, they are None."""
+
+    def start(self, lanes: int) -> Any:
+        """Return the carry of the first step."""
+
+    def step(self, held: Any, tile: Tile) -> tuple[Any, Any]:
+        """Return the next carry, and the row of the scan."""
+        ...
+
+    def end(self, held: Any, rows: Any) -> Any:
+        """Return what the loop returns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store(Sink):
+    """One output, an array or a tree of them, whole.
+
+    * As rows: the ``ys`` of the scan. For even chunks along axis 0, joining them is a reshape.
+    * Otherwise each chunk is written in place into a carried buffer, for any chunks and axis. The
+      transpose would have to clear each chunk of the cotangent after reading it, so that an
+      overlapping item does not count twice, and XLA copies the cotangent in every step. So where
+      the loop is differentiated, outputs are rows, joined after the loop by one copy.
+      A level that is reduced evaluates something else in place of items that an earlier chunk had
+      (`without_repeated`), so there even those without a derivative are rows.
+    * Without an axis, every chunk returns the same, and the last one is kept.
+    """
+
+    position: int
+    axis: int | None
+    chunks: Chunks
+    chunk: Any  # the types of the output of a chunk
+    back: bool = False
+    reduced: bool = False
+    in_lanes: bool = False  # where tiles are put together out of order, there are no rows
+
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the arrays of a chunk."""
+        return jax.tree.leaves(self.chunk)
+
+    @property
+    def as_rows(self) -> list[bool]:
+        return [
+            self.axis is not None
+            and not self.in_lanes
+            and (
+                access.is_stack(aval, self.axis, self.chunks)
+                or (self.back and (self.reduced or has_tangent(aval)))
+            )
+            for aval in self.avals
+        ]
+
+    def start(self, lanes: int) -> list[Any]:
+        pairs = zip(self.avals, self.as_rows, strict=True)
+        return [None if is_row else self._buffer(aval) for aval, is_row in pairs]
+
+    def _buffer(self, aval: Any) -> jax.Array:
+        shape = list(aval.shape)
+        if self.axis is not None:
+            shape[self.axis] = self.chunks.length
+        return zeros(tuple(shape), aval.dtype)
+
+    def step(self, held: list[Any], tile: Tile) -> tuple[list[Any], list[Any]]:
+        outs, axis = jax.tree.leaves(tile.outs[self.position]), self.axis
+        if axis is None:
+            return outs, [None] * len(outs)
+        triples = list(zip(held, outs, self.as_rows, strict=True))
+        written = [
+            x if is_row else access.write_chunk(x, out, tile.at, axis) for x, out, is_row in triples
+        ]
+        rows = [
+            access.as_row(out, self.chunks, axis) if is_row else None for _, out, is_row in triples
+        ]
+        return written, rows
+
+    def end(self, held: list[Any], rows: list[Any] | None) -> Any:
+        none: list[Any] = [None] * len(held)
+        triples = zip(held, rows or none, self.as_rows, strict=True)
+        axis = self.axis or 0
+        outs = [
+            access.join_chunks(row, self.chunks, axis) if is_row else x
+            for x, row, is_row in triples
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self.chunk), outs)
+
+
+def steps_of(folds: Sequence[Sink], held: Sequence[Any], tile: Tile) -> tuple[list[Any], list[Any]]:
+    """Return the next carry and the row of each fold."""
+    pairs = [fold.step(own, tile) for fold, own in zip(folds, held, strict=True)]
+    return [own for own, _ in pairs], [row for _, row in pairs]
+
+
+def ends_of(folds: Sequence[Sink], held: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+    """Return what a loop returns for each fold."""
+    return [fold.end(*own) for fold, *own in zip(folds, held, rows, strict=True)]
+
+
+def new_items(at: jax.Array, chunks: Chunks) -> jax.Array | None:
+    """Return which items of the chunk at an index no earlier chunk has; None: all, in every chunk.
+
+    The last chunk starts early if no chunk divides the axis.
+    """
+    over = chunks.steps * chunks.size - chunks.length
+    if not over:
+        return None
+    last = at.dtype.type(chunks.length - chunks.size)
+    repeated = jnp.where(at == last, at.dtype.type(over), at.dtype.type(0))
+    return counted(chunks.size, at.dtype) >= repeated
+
+
+def without_repeated(chunk: Sequence[jax.Array], axes: Sequence[int], ok: jax.Array) -> list[Any]:
+    """Put the last item in place of those that an earlier chunk had.
+
+    The outputs of these count for nothing, but 0 times an infinite derivative is NaN. The transpose
+    of this choice drops their cotangents; those of what all items share are finite where that of
+    the last item is.
+    """
+
+    def each(x: jax.Array, axis: int) -> jax.Array:
+        mask = lax.broadcast_in_dim(ok, x.shape, (axis,))
+        last = lax.index_in_dim(x, x.shape[axis] - 1, axis)
+        return jnp.where(mask, x, lax.stop_gradient(jnp.broadcast_to(last, x.shape)))
+
+    # Chosen in every chunk, XLA:CPU would choose again in each use of the chunk: gradients of pairs
+    # take six times as long (JAX 0.10).
+    return lax.cond(ok[0], list, lambda chunk: list(map(each, chunk, axes)), list(chunk))
+
 
 # The checkpoint name of values that a reverse pass keeps: few numbers, each found by a whole loop.
-KEPT_IN_REVERSE = "rankax_kept"
+_KEPT = "rankax_kept"
+_save_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
-_save_kept = jax.checkpoint_policies.save_only_these_names(KEPT_IN_REVERSE)
+def saved(tree: Any) -> Any:
+    """Return arrays that a reverse pass keeps."""
+    return jax.tree.map(lambda x: checkpoint_name(x, _KEPT), tree)
 
 
 def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
@@ -75,7 +236,7 @@ def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
     return _save_kept(primitive, name=params.get("name"))
 
 
-vars(_policy)["rankax_key"] = KEPT_IN_REVERSE  # for `_trace/fingerprint.py`
+vars(_policy)["rankax_key"] = _KEPT  # for `_trace/fingerprint.py`
 
 
 class _Operands(NamedTuple):
@@ -91,6 +252,15 @@ class _Operands(NamedTuple):
 
 
 SinksOf = Callable[[Any, Chunks], Sequence[Sink]]  # from the types of a chunk
+
+
+def sinks_of(folds: Sequence[Sink], kept: Sequence[int], **settings: bool) -> SinksOf:
+    """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
+
+    def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
+        return [*folds, *(Store(i, 0, chunks, outs[i], **settings) for i in kept)]
+
+    return sinks
 
 
 def map_level(
@@ -153,24 +323,26 @@ def run_loop(
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
     run = apart_from_constants(closed, inputs)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
-    is_stacked = [is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)]
+    is_stacked = [
+        access.is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)
+    ]
     operands = _Operands(list(closed.consts), [], [])
     for leaf, axis, stacked in zip(arrays, axes, is_stacked, strict=True):
         if stacked:
-            operands.stacked.append(stack_chunks(leaf, chunks))
+            operands.stacked.append(access.stack_chunks(leaf, chunks))
         else:
-            flat = flatten_items(leaf, axis)
-            operands.sliced.append(widen(flat) if back else flat)
+            flat = access.flatten_items(leaf, axis)
+            operands.sliced.append(access.widen(flat) if back else flat)
     sliced_axes = [axis for axis, stacked in zip(axes, is_stacked, strict=True) if not stacked]
 
     def chunk_at(start: Any, operands: _Operands) -> Any:
         def window(leaf: jax.Array, axis: int) -> jax.Array:
-            taken = take_chunk(leaf, start, chunks, axis)
-            return use_once(taken, chunks.size, axis) if back else taken
+            taken = access.take_chunk(leaf, start, chunks, axis)
+            return access.use_once(taken, chunks.size, axis) if back else taken
 
         sliced, rows = map(window, operands.sliced, sliced_axes), iter(operands.stacked)
         chunk = [
-            as_chunk(next(rows if stacked else sliced), aval)
+            access.as_chunk(next(rows if stacked else sliced), aval)
             for stacked, aval in zip(is_stacked, avals, strict=True)
         ]
         if level.numbered:
@@ -259,10 +431,10 @@ def _scan_chunks(
         held, rows = one_step(held, start, operands._replace(stacked=stacked))
         if reports is not None:  # outside the checkpoints, which would report again
             reports.step(start)
-        return (next_start(start, chunks), carried_with(held, operands)), rows
+        return (access.next_start(start, chunks), access.carried_with(held, operands)), rows
 
     begin = [fold.start(lanes.count) for fold in folds]
-    init = first_start(chunks), carried_with(begin, operands)
+    init = access.first_start(chunks), access.carried_with(begin, operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)
     if reports is not None:

@@ -40,7 +40,7 @@ from jax.sharding import AxisType
 
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
-from rankax._base.functions import caller_level
+from rankax._base.messages import caller_level
 from rankax._trace.fingerprint import (
     Unknown,
     UnknownRule,
@@ -50,8 +50,7 @@ from rankax._trace.fingerprint import (
     without_constants,
     without_rules,
 )
-from rankax._trace.item import ItemProgram
-from rankax._trace.programs import ClosedJaxpr
+from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
 
 class Mode(enum.Enum):

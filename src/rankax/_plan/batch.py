@@ -7,13 +7,15 @@ it is readable on a light and on a dark page.
 """
 
 import dataclasses
+import functools
+import importlib.resources
 import math
 import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from rankax._base.words import listed, plural, shortened, table
+from rankax._base.messages import listed, plural, shortened, table
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import Level, Shape
 from rankax._plan.shapes import LeafPlan
@@ -120,7 +122,7 @@ class BatchPlan:
         if self.batch_shape:
             blocks.append(_key(_kinds(self)))
         blocks += [f'<p class="key">{escape(line)}</p>' for line in self._notes()]
-        return f'<div class="rankax-plan"><style>{_STYLE}</style>{"".join(blocks)}</div>'
+        return f'<div class="rankax-plan"><style>{_style()}</style>{"".join(blocks)}</div>'
 
     def _summary(self) -> str:
         if not self.leaves or not self.batch_shape:
@@ -269,36 +271,12 @@ def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
 # two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
 # Three times the same class outranks those, and leaves !important to the user.
 _ROOT = ".rankax-plan" * 3
-_STYLE = """
-ROOT { max-width: 100%; overflow-x: auto; color: inherit; font-size: 13px; line-height: 1.35; }
-ROOT p { margin: 0 0 6px; text-align: left; }
-ROOT table { border-collapse: separate; border-spacing: 2px; width: auto; margin: 0;
-  border: 0; background: none; color: inherit; font-size: inherit; table-layout: auto; }
-ROOT thead { border: 0; }
-ROOT tr { border: 0; background: none; }
-ROOT th, ROOT td { border: 0; padding: 2px 6px; background: none; color: inherit;
-  font-weight: normal; text-align: left; white-space: nowrap; vertical-align: middle;
-  line-height: inherit; max-width: none; }
-ROOT tbody th { max-width: min(24em, 36vw); white-space: normal; overflow-wrap: anywhere; }
-ROOT thead th { opacity: .7; }
-ROOT code { background: none; border: 0; padding: 0; color: inherit; font-size: inherit;
-  line-height: inherit; white-space: inherit; }
-ROOT td.axis { min-width: 22px; text-align: center; border-radius: 3px;
-  font-variant-numeric: tabular-nums; }
-ROOT .mapped { background: rgba(60, 130, 230, .32); }
-ROOT .stretched { background: repeating-linear-gradient(135deg,
-  rgba(225, 140, 30, .45) 0 3px, rgba(225, 140, 30, .12) 3px 8px); }
-ROOT .split { background: rgba(70, 170, 100, .32); }
-ROOT .absent { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .35); opacity: .6; }
-ROOT tr.batch th, ROOT tr.batch td { font-weight: bold; }
-ROOT tr.batch td.axis { box-shadow: inset 0 0 0 1px currentColor; }
-ROOT td.span { height: 8px; padding: 0; }
-ROOT td.span div { height: 5px; border: 1.5px solid currentColor; border-top: 0; opacity: .6; }
-ROOT p.key { margin: 6px 0 0; opacity: .8; }
-ROOT p.key .item { display: inline-block; margin-right: 12px; white-space: nowrap; }
-ROOT p.key .item span { display: inline-block; min-width: 16px; text-align: center;
-  padding: 0 4px; border-radius: 3px; }
-""".replace("ROOT", _ROOT)
+
+
+@functools.cache
+def _style() -> str:
+    text = importlib.resources.files("rankax._plan").joinpath("batch.css").read_text("utf-8")
+    return "\n" + text.replace("ROOT", _ROOT)
 
 
 def _leaf_row(leaf: LeafPlan, cells: Sequence[Cell]) -> str:

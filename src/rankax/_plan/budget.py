@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankax._base.checks import checked_int
-from rankax._plan.chunks import even_chunk_size
+from rankax._base.messages import checked_int
+from rankax._plan.levels import even_chunk_size
 
 _PREFIXES = ("", "k", "M", "G", "T")
 _UNITS = {

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Plan a call: from the shapes of its leaves to levels, and how leaves enter the nested maps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankax._base.functions import function_location, function_name
+from rankax._base.messages import function_location, function_name
 from rankax._declare.dims import Rank
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels

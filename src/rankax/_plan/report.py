@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Errors about the shapes of one call: a table, and a sentence for each problem."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rankax._base.functions import function_location
-from rankax._base.words import listed, plural, shortened, table
+from rankax._base.messages import function_location, listed, plural, shortened, table
 from rankax._declare.dims import NoSize, Rank
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._plan.batch import untouched_line

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rankax._base.checks import checked_int
-from rankax._base.functions import function_location
+from rankax._base.messages import checked_int, function_location
 from rankax._declare.dims import Dim, Rank
 from rankax._plan.levels import Shape
 
@@ -142,7 +141,7 @@ def bucket_of(length: int, bucket: Bucket) -> int | None:
     return next((size for size in series if size >= length), None)
 
 
-# Split keys: how items are numbered; `_loop/keys.py` makes the keys from these numbers.
+# Split keys: how items are numbered; `_loop/spec.py` makes the keys from these numbers.
 
 
 @dataclasses.dataclass(frozen=True)

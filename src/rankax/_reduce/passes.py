@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
+from rankax._base.arrays import flat_index, has_tangent, index_dtype, places_of, too_many
 from rankax._lockstep.call import items_at
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg, no_index
@@ -36,8 +36,7 @@ from rankax._reduce.row import Row
 from rankax._reduce.run import Reductions
 from rankax._reduce.states import Accumulation
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.item import ItemProgram
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import ItemProgram, evaluate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +213,8 @@ class RunStates:
             dtype = index_dtype(self.size)
             if not math.prod(shape):  # the state of no items holds no valid index
                 return jnp.full_like(index, no_index(dtype), dtype=dtype)
-            rest, stride, total = index.astype(dtype), 1, scalar(0, dtype)
-            for size, length, start in reversed(list(zip(self.sizes, shape, starts, strict=True))):
-                position = rest % scalar(length, dtype) + jnp.asarray(start, dtype)
-                total = total + position * scalar(stride, dtype)
-                rest, stride = rest // scalar(length, dtype), stride * size
-            return total
+            pairs = zip(places_of(index.astype(dtype), shape), starts, strict=True)
+            return flat_index([at + jnp.asarray(start, dtype) for at, start in pairs], self.sizes)
 
         return self.placed(states, place)
 

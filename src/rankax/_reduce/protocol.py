@@ -107,8 +107,6 @@ class Reduction:
 
     where: str | int | None = dataclasses.field(default=None, kw_only=True)
 
-    name = ""
-
     #: Whether the outputs are kept, not reduced.
     is_kept = False
 
@@ -126,6 +124,11 @@ class Reduction:
 
     #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
     is_sum = False
+
+    @property
+    def name(self) -> str:
+        """As ``reduce`` takes it, or else as the user writes the object."""
+        return type(self).__name__.lower()
 
     @property
     def label(self) -> str:
@@ -202,7 +205,7 @@ class Reduction:
 class Keep(Reduction):
     """No reduction: the outputs are kept whole. ``None`` in a tree of reductions."""
 
-    name = "kept"
+    name = "kept"  # pyright: ignore
     is_kept = is_linear = True
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:

@@ -7,7 +7,7 @@ its states with the lanes joined, and the loop around it merges them.
 
 On a CPU, a tile has at most 1024 items (`most_lanes`), so that it fits the cache. The last tile
 overlaps the one before it if no tile divides the level. Items that were counted before add nothing
-and send nothing back (`rankax._loop.store.without_repeated`). A smaller tile for what is left would
+and send nothing back (`rankax._loop.loop.without_repeated`). A smaller tile for what is left would
 be a second copy of the kernel: it would double the time to trace and compile.
 """
 
@@ -19,15 +19,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, index_dtype, scalar, zeros
 from rankax._lockstep.call import in_lockstep, items_at, walk_in_lanes
-from rankax._loop.keys import vmap_level
-from rankax._loop.loop import KEPT_IN_REVERSE, SinksOf, run_loop
-from rankax._loop.spec import LoopSpec
-from rankax._loop.store import Sink, Store, Tile, TileLanes, ends_of, steps_of
-from rankax._plan.chunks import Chunks
+from rankax._loop.loop import Tile, TileLanes, ends_of, run_loop, saved, sinks_of, steps_of
+from rankax._loop.spec import LoopSpec, vmap_level
+from rankax._plan.levels import Chunks
 from rankax._reduce.extrema import BlockArg, in_tiles
 from rankax._reduce.states import Accumulation, Merged, Ordered
 
@@ -131,8 +128,7 @@ class Row:
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
             levels = tuple(dataclasses.replace(level, checkpoint=False) for level in levels)
         row = dataclasses.replace(self, item=constant, levels=levels, back=False)
-        states = row.fold(steps)
-        return jax.tree.map(lambda x: checkpoint_name(x, KEPT_IN_REVERSE), states)
+        return saved(row.fold(steps))
 
     def fold(self, steps: Steps, kept: Sequence[int] = (), *, linear: bool = True) -> list[Any]:
         """Return the state of each step after all items, with its lanes joined.
@@ -175,7 +171,7 @@ class Row:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
         own = [in_tiles(step, self.jaxpr, again=again) for step in steps]
-        folds = _sinks_of(own, kept, back=self.back, reduced=True)
+        folds = sinks_of(own, kept, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
             # Outputs that are folded have the items of the levels on their last axes, in order.
@@ -202,14 +198,14 @@ class Row:
         one_by_one = dataclasses.replace(level, chunks=Chunks(length, 1, length), checkpoint=False)
         own = [Merged(i, step.accumulator, each) for i, step in enumerate(steps)]
         axes = [*[None] * len(own), *[0] * kept]
-        folds = _sinks_of(own, range(len(own), len(axes)), back=self.back)
+        folds = sinks_of(own, range(len(own), len(axes)), back=self.back)
         return lambda *leaves: run_loop(
             fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=index_dtype(self.size)
         )
 
     def _in_lanes(self, steps: Steps, kept: Sequence[int], lanes: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
-        folds, tile = _sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
+        folds, tile = sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
         tile = min(tile, most_lanes() or tile)
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile)
         return [*states[: len(steps)], *map(self.split, states[len(steps) :])]
@@ -258,12 +254,3 @@ def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tup
     masks = [own if step.accumulator.nothing() is None else None for step in steps]
     pairs = zip(steps, masks, strict=True)
     return changed, [dataclasses.replace(step, mask=mask) for step, mask in pairs]
-
-
-def _sinks_of(steps: Sequence[Sink], kept: Sequence[int], **settings: bool) -> SinksOf:
-    """Return what becomes of the outputs of a chunk: those that are kept whole are stored."""
-
-    def sinks(outs: Sequence[Any], chunks: Chunks) -> list[Sink]:
-        return [*steps, *(Store(i, 0, chunks, outs[i], **settings) for i in kept)]
-
-    return sinks

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from rankax._base.arrays import too_many
-from rankax._base.functions import function_location, traced_as
-from rankax._base.trees import check_outputs, leaves_with_names, subtrees_with_entries
-from rankax._base.words import listed, plural
+from rankax._base.messages import function_location, listed, plural, traced_as
+from rankax._base.trees import TooDeepError, check_outputs, leaves_with_names, subtrees_with_entries
 from rankax._reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
 from rankax._reduce.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
 from rankax._reduce.winners import ArgMax, ArgMin, Max, Min
-from rankax._trace.item import ItemProgram, trace_item
+from rankax._trace.programs import ItemProgram, trace_item
 
 BY_NAME: dict[str, Reduction] = {
     reduction.name: reduction
@@ -234,8 +233,8 @@ def _by_reduction(
         subtrees = reductions.subtrees(out)
     except ValueError as error:
         hint = "; for more than one reduction of an output, use rankax.reductions.Several"
-        is_array = "is an array" in str(error)
-        raise ValueError(f"{where}: {error}{hint if is_array else ''}") from None
+        hint = hint if isinstance(error, TooDeepError) else ""
+        raise ValueError(f"{where}: {error}{hint}") from None
     pairs: list[tuple[_Path, Any]] = []
     for path, tree, place in subtrees:
         for entry in reductions.entries[place.start : place.stop]:

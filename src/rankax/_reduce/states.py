@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import scalar
-from rankax._loop.store import Sink, Tile
+from rankax._loop.loop import Sink, Tile
 
 State = Any  # a pytree of arrays, each with the lanes on the last axis
 

@@ -12,7 +12,7 @@ from jax import core, lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._base.arrays import has_tangent, scalar
-from rankax._base.checks import check_callable
+from rankax._base.messages import check_callable
 from rankax._base.trees import check_leaves, leaves_with_names
 from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Reduction, count_dtype, dtype_of
 from rankax._reduce.row import Row
@@ -71,7 +71,6 @@ class _Accumulated(EachLeaf):
 class Sum(_Accumulated):
     """`jax.numpy.sum`."""
 
-    name = "sum"
     function = reduce = staticmethod(jnp.sum)
     identity, combine = 0, staticmethod(lax.add)
     is_linear = is_sum = True
@@ -81,7 +80,6 @@ class Sum(_Accumulated):
 class Mean(_Average, Sum):
     """`jax.numpy.mean`."""
 
-    name = "mean"
     function = staticmethod(jnp.mean)
 
     def result(self, state: Any, aval: Any, size: Any) -> Any:
@@ -92,7 +90,6 @@ class Mean(_Average, Sum):
 class Prod(_Accumulated):
     """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
 
-    name = "prod"
     function = reduce = staticmethod(jnp.prod)
     identity, combine = 1, staticmethod(lax.mul)
 
@@ -110,7 +107,7 @@ class Prod(_Accumulated):
 class AnyOf(_Accumulated):
     """`jax.numpy.any`."""
 
-    name = "any"
+    name = "any"  # pyright: ignore
     function = reduce = staticmethod(jnp.any)
     identity, combine = False, staticmethod(lax.bitwise_or)
     is_sum = True
@@ -120,7 +117,6 @@ class AnyOf(_Accumulated):
 class All(_Accumulated):
     """`jax.numpy.all`."""
 
-    name = "all"
     function = reduce = staticmethod(jnp.all)
     identity, combine = True, staticmethod(lax.bitwise_and)
     is_sum = True
@@ -135,7 +131,6 @@ class _Continuous(EachLeaf):
 class LogSumExp(_Continuous):
     """`jax.nn.logsumexp`, in one pass. A derivative takes a second one."""
 
-    name = "logsumexp"
     function = staticmethod(jax.nn.logsumexp)
 
     def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
@@ -171,8 +166,6 @@ class Moments(_Average, _Continuous):
     No large numbers are subtracted from each other. A derivative takes two passes.
     """
 
-    name = "moments"
-
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         count = _count(row.size)
         return [MomentsResult(count, jnp.mean(out, axis=0), jnp.var(out, axis=0)) for out in outs]
@@ -191,19 +184,16 @@ class Moments(_Average, _Continuous):
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
         values = row.then(lambda outs: outs[position].astype(dtype))
-        count, number = row.count, lax.expand_dims(scalar(row.size, real), (0,))
-        if self.where is not None:
-            # The mean of no items is 0 in a state, as at the start of a loop.
-            number = lax.expand_dims(count.astype(real), (0,))
-            count = jnp.maximum(count, 1)
-        mean = _sum(values, aval, dtype)[..., 0] / _number(count, dtype)
+        number = scalar(row.size, real) if self.where is None else row.count.astype(real)
+        # The mean of no items is 0 in a state, as at the start of a loop.
+        mean = _sum(values, aval, dtype)[..., 0] / jnp.maximum(number, 1).astype(dtype)
 
         def square(outs: list[jax.Array]) -> jax.Array:
             off = outs[0] - mean
             return jnp.real(off * jnp.conj(off))
 
         squares = _sum(values.then(square), aval, real)
-        return number, lax.expand_dims(mean, (mean.ndim,)), squares
+        return lax.expand_dims(number, (0,)), lax.expand_dims(mean, (mean.ndim,)), squares
 
 
 def _count(size: int | jax.Array) -> jax.Array:
@@ -230,7 +220,6 @@ class Gram(Reduction):
 
     weights: Any = None
 
-    name = "gram"
     is_sum = True
 
     def __post_init__(self) -> None:
@@ -265,6 +254,8 @@ class Gram(Reduction):
 class WeightedGram(Gram):
     """The same of pairs of an item and its weight."""
 
+    name = "gram"  # pyright: ignore
+
     def lifted(self, out: Any) -> tuple[Any, Any]:
         first, vector = super().lifted(out[0])
         return first * out[1].astype(first.dtype), vector
@@ -293,7 +284,7 @@ class Fold(Reduction):
     A derivative stores one state for each tile of a row.
     """
 
-    name = "Fold"
+    name = "Fold"  # pyright: ignore
     is_ordered = True
 
     def __init__(

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, too_many
-from rankax._base.checks import check_bool, positive_int
-from rankax._base.words import listed
+from rankax._base.messages import check_bool, listed, positive_int
 from rankax._reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
 from rankax._reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
 from rankax._reduce.row import Row
@@ -56,7 +55,6 @@ class _ArgExtremum(_Compared):
 class ArgMax(_ArgExtremum):
     """`jax.numpy.argmax`: the index into the reduced axes, as if they were one."""
 
-    name = "argmax"
     function = staticmethod(jnp.argmax)
     largest = True
 
@@ -65,7 +63,6 @@ class ArgMax(_ArgExtremum):
 class ArgMin(_ArgExtremum):
     """`jax.numpy.argmin`: the index into the reduced axes, as if they were one."""
 
-    name = "argmin"
     function = staticmethod(jnp.argmin)
 
 
@@ -111,7 +108,6 @@ class _Extremum(_Compared):
 class Max(_Extremum):
     """`jax.numpy.max`. Of equal items the first has the whole derivative."""
 
-    name = "max"
     function = staticmethod(jnp.max)
     arg = ArgMax()
 
@@ -120,7 +116,6 @@ class Max(_Extremum):
 class Min(_Extremum):
     """`jax.numpy.min`. Of equal items the first has the whole derivative."""
 
-    name = "min"
     function = staticmethod(jnp.min)
     arg = ArgMin()
 
@@ -145,7 +140,7 @@ class FirstK(_Compared):
         positive_int(self.k, type(self).__name__, "k")
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def name(self) -> str:
         return f"{type(self).__name__}({self.k})"
 
     @property
@@ -181,9 +176,7 @@ class FirstK(_Compared):
             keys = sort_key(lax.stop_gradient(values), largest=self.largest)
             is_empty = indices == no_index(indices.dtype)
             keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
-            at = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
-            _, indices, at = first_k(self.k, keys, indices, at)
-            values = jnp.take_along_axis(values, at, axis=-1)
+            _, indices, values = first_k(self.k, keys, indices, values)
             return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
 
         return list(map(merge, states))
@@ -255,7 +248,7 @@ class Best(Reduction):
         check_bool(self.largest, "Best", "largest")
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def name(self) -> str:
         return f"Best({self.by!r}{', largest=True' if self.largest else ''})"
 
     def check(self, outputs: Outputs, count: int) -> None:

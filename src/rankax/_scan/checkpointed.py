@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``checkpoint_chunked_scan``: a scan whose reverse pass stores some of its carries."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
@@ -11,7 +9,7 @@ import jax
 
 from rankax._fit.memory import fit_once, free_bytes, gradient_bytes
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
-from rankax._plan.chunks import split_into_chunks
+from rankax._plan.levels import split_into_chunks
 from rankax._scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call
 from rankax._trace.programs import ClosedJaxpr
 

@@ -18,17 +18,14 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from rankax._base import messages
 from rankax._base.arrays import scalar
-from rankax._base.checks import check_callable, checked_int, common_length, positive_int
-from rankax._base.functions import function_location, function_name, noted_errors, traced_as
 from rankax._base.trees import check_leaves, leaves_with_names, type_name
-from rankax._base.words import listed, plural, table
 from rankax._loop.reuse import Mode, call_of_kernel, mode_of, run_kept
 from rankax._progress.bars import checked_progress, progress_of_call
 from rankax._progress.report import Reports
 from rankax._trace.derivatives import call_with_derivative_of, keep_rules
-from rankax._trace.item import ItemProgram, with_axis
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import ItemProgram, evaluate, with_axis
 
 # The arguments.
 
@@ -50,9 +47,9 @@ def scan_call(
     scan: str, f: Any, init: Any, xs: Any, length: Any, reverse: bool, unroll: Any, progress: Any
 ) -> ScanCall:
     """Check the arguments; convert leaves to arrays and ``unroll`` to what every JAX accepts."""
-    site = f"{scan}({function_name(f)})" if callable(f) else scan
+    site = f"{scan}({messages.function_name(f)})" if callable(f) else scan
     progress = checked_progress(progress, site)
-    check_callable(f, site, "f")
+    messages.check_callable(f, site, "f")
     if not isinstance(unroll, bool):
         unroll = _checked_int(site, "unroll", unroll, "a bool or a non-negative int", least=0)
         unroll = unroll or True  # 0 unrolls the entire loop, but some versions of JAX refuse it
@@ -76,18 +73,19 @@ def kept_indices(site: str, length: int, save_at: Any, **bounds: Any) -> Sequenc
             raise ValueError(f"{site}: step must not be 0")
         return range(length)[slice(bounds["start"], bounds["stop"], bounds["step"])]
     if given:
-        raise TypeError(f"{site}: save_at excludes start, stop and step, got {listed([*given])}")
+        raise TypeError(
+            f"{site}: save_at excludes start, stop and step, got {messages.listed([*given])}"
+        )
     if not isinstance(save_at, Sequence) and getattr(save_at, "ndim", 0) != 1:
         raise TypeError(f"{site}: save_at must be a sequence of ints, got {_described(save_at)}")
-    indices = [
-        _checked_int(site, f"save_at[{i}]", index, "an int") for i, index in enumerate(save_at)
-    ]
-    for i, index in enumerate(indices):
+    indices: list[int] = []
+    for i, step in enumerate(save_at):
+        index = _checked_int(site, f"save_at[{i}]", step, "an int")
         if not -length <= index < length:
-            raise ValueError(
-                f"{site}: save_at[{i}] is {index}, but there are only {plural(length, 'step')}"
-            )
-    return [index % length for index in indices]
+            count = messages.plural(length, "step")
+            raise ValueError(f"{site}: save_at[{i}] is {index}, but there are only {count}")
+        indices.append(index % length)
+    return indices
 
 
 def _described(value: Any) -> str:
@@ -96,7 +94,7 @@ def _described(value: Any) -> str:
 
 def _checked_int(site: str, name: str, value: Any, expected: str, **options: Any) -> int:
     refusal = f"{site}: {name} must be {expected}, got"
-    return checked_int(value, refusal, came=_described(value), **options)
+    return messages.checked_int(value, refusal, came=_described(value), **options)
 
 
 def chunk_sizes(site: str, chunk_size: Any, length: int) -> tuple[int, ...]:
@@ -106,10 +104,12 @@ def chunk_sizes(site: str, chunk_size: Any, length: int) -> tuple[int, ...]:
     if isinstance(chunk_size, str) and chunk_size == "sqrt":
         return (math.isqrt(max(length - 1, 0)) + 1,)
     if isinstance(chunk_size, str) or not isinstance(chunk_size, Sequence):
-        return (positive_int(chunk_size, site, "chunk_size"),)
+        return (messages.positive_int(chunk_size, site, "chunk_size"),)
     if not chunk_size:
         raise ValueError(f"{site}: chunk_size must hold at least one size, got {chunk_size!r}")
-    return tuple(positive_int(size, site, f"chunk_size[{i}]") for i, size in enumerate(chunk_size))
+    return tuple(
+        messages.positive_int(size, site, f"chunk_size[{i}]") for i, size in enumerate(chunk_size)
+    )
 
 
 def _scan_length(site: str, xs: Any, length: Any) -> int:
@@ -120,12 +120,13 @@ def _scan_length(site: str, xs: Any, length: Any) -> int:
         if length is None:
             raise ValueError(f"{site}: give length, or xs with at least one array to scan over")
         return length
-    steps = common_length([(path, leaf, 0) for path, leaf in leaves], site)
+    steps = messages.common_length([(path, leaf, 0) for path, leaf in leaves], site)
     if length is not None and length != steps:
         rows = [(path, str(leaf.shape), str(steps)) for path, leaf in leaves]
         raise ValueError(
             f"{site}: length is {length}, but the leading axis of xs is {steps}; "
-            "leave length out\n\n" + table(("leaf", "shape", "length"), rows, range(len(rows)))
+            "leave length out\n\n"
+            + messages.table(("leaf", "shape", "length"), rows, range(len(rows)))
         )
     return steps
 
@@ -143,7 +144,7 @@ def trace_body(call: ScanCall) -> tuple[ItemProgram, list[Any], list[Any]]:
     tree = jax.tree.structure(call.init)
     items, x_tree = jax.tree.flatten(call.xs)
     x = [with_axis(leaf, 0) for leaf in items]
-    location = function_location(call.f)
+    location = messages.function_location(call.f)
     where = f"{call.site}: the scan body {location}"
     out_trees: list[Any] = []
 
@@ -152,9 +153,9 @@ def trace_body(call: ScanCall) -> tuple[ItemProgram, list[Any], list[Any]]:
         pairs += leaves_with_names(x_tree.unflatten(x), "x")
         return ("argument", "type"), [(name, type_name(leaf)) for name, leaf in pairs], ()
 
-    @traced_as(call.f)
+    @messages.traced_as(call.f)
     def on_leaves(carry: list[Any], x: list[Any]) -> list[Any]:
-        with noted_errors(call.f, described):
+        with messages.noted_errors(call.f, described):
             out = call.f(tree.unflatten(carry), x_tree.unflatten(x))
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             is_sequence = isinstance(out, (tuple, list))
@@ -179,12 +180,14 @@ def check_carry(site: str, where: str, name: str, init: Any, carry: Any) -> None
     given, returned = (dict(leaves_with_names(tree, name)) for tree in (init, carry))
     missing = [path for path in given if path not in returned]
     extra = [path for path in returned if path not in given]
-    details = [f"it lacks {listed(missing)}"] if missing else []
-    details += [f"it adds {listed(extra)}"] if extra else []
+    details = [f"it lacks {messages.listed(missing)}"] if missing else []
+    details += [f"it adds {messages.listed(extra)}"] if extra else []
     raise TypeError(
         f"{where} must return a carry with the structure of {name}; "
         f"{' and '.join(details) or 'its containers differ'}\n\n"
-        + table(("carry", "structure"), [(name, str(before)), ("returned", str(after))], [1])
+        + messages.table(
+            ("carry", "structure"), [(name, str(before)), ("returned", str(after))], [1]
+        )
     )
 
 
@@ -208,8 +211,9 @@ def trace_step(
     if odd := [i for i, (_, before, after) in enumerate(rows) if before != after]:
         raise TypeError(
             f"{where} must return a carry with the shapes and dtypes of {name}; "
-            f"{listed([rows[i][0] for i in odd])} {'differs' if len(odd) == 1 else 'differ'}\n\n"
-            + table(("leaf", "carry in", "carry out"), rows, odd)
+            f"{messages.listed([rows[i][0] for i in odd])} "
+            f"{'differs' if len(odd) == 1 else 'differ'}\n\n"
+            + messages.table(("leaf", "carry in", "carry out"), rows, odd)
         )
     return closed, first
 
@@ -313,7 +317,9 @@ def run_scan(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         carry, ys = lax.scan(call.f, call.init, call.xs, *options)
         return carry, kept(ys)
-    with progress_of_call(call.progress if call.length else False, function_name(call.f)) as shown:
+    with progress_of_call(
+        call.progress if call.length else False, messages.function_name(call.f)
+    ) as shown:
         body, init, xs = trace_body(call)
         bare = Loop(*options, *body.out_tree.children())
         loop, consts = dataclasses.replace(bare, jaxpr=body.closed.jaxpr), body.closed.consts

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``sliced_scan``: a scan that stores some of its outputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -14,16 +12,16 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
-from rankax._base.functions import function_location
+from rankax._base.messages import function_location
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
-from rankax._plan.chunks import Chunks
+from rankax._plan.levels import Chunks
 from rankax._reduce.passes import RunStates, reduce_row
 from rankax._reduce.protocol import Outputs
 from rankax._reduce.run import Reductions, read_reductions, trace_reduced
 from rankax._scan.checkpointed import scan_checkpointed
 from rankax._scan.loops import Loop, kept_indices, run_scan, scan_call
-from rankax._trace.item import with_shape
+from rankax._trace.programs import with_shape
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """``checkpoint_while_loop``: a while loop with a reverse pass in bounded memory."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,18 +11,15 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
 
+from rankax._base import messages
 from rankax._base.arrays import has_tangent, is_ref
-from rankax._base.checks import check_callable, positive_int
-from rankax._base.functions import function_location, function_name
 from rankax._base.trees import check_leaves, type_name
-from rankax._base.words import listed
 from rankax._lockstep.machine import has_rule, split_loop
 from rankax._loop.access import varying_axes
 from rankax._scan.loops import check_carry, trace_step
 from rankax._scan.reversible import is_zero, program_of, pushed_through
 from rankax._trace.derivatives import call_of, call_with_derivative_of
-from rankax._trace.item import has_order
-from rankax._trace.programs import Literal, evaluate, subprograms, with_subprograms
+from rankax._trace.programs import Literal, evaluate, has_order, subprograms, with_subprograms
 
 Carry = TypeVar("Carry")
 
@@ -122,15 +117,15 @@ def checkpoint_while_loop(
     """
     name = "checkpoint_while_loop"
     for fun, parameter in ((cond_fun, "cond_fun"), (body_fun, "body_fun")):
-        check_callable(fun, name, parameter)
-    site = f"{name}({function_name(body_fun)})"
-    max_stored = positive_int(max_stored, site, "max_stored")
+        messages.check_callable(fun, name, parameter)
+    site = f"{name}({messages.function_name(body_fun)})"
+    max_stored = messages.positive_int(max_stored, site, "max_stored")
     check_leaves(site, init_val, "init_val")
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
     tree = jax.tree.structure(init_val)
-    where = f"{site}: body_fun {function_location(body_fun)}"
+    where = f"{site}: body_fun {messages.function_location(body_fun)}"
 
     def body(carry: Sequence[Any]) -> list[Any]:
         out = body_fun(tree.unflatten(carry))
@@ -141,8 +136,8 @@ def checkpoint_while_loop(
         out = cond_fun(tree.unflatten(carry))
         if type_name(out) not in ("bool", "bool[]"):
             raise TypeError(
-                f"{site}: cond_fun {function_location(cond_fun)} must return a boolean scalar, got "
-                f"{type_name(out)}"
+                f"{site}: cond_fun {messages.function_location(cond_fun)} must return a boolean "
+                f"scalar, got {type_name(out)}"
             )
         return out
 
@@ -243,7 +238,7 @@ def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
     """
     axes = frozenset[Any]().union(*map(varying_axes, jax.tree.leaves(carry)))
     if any(axes - varying_axes(x) for x in live):
-        names = listed(sorted(map(repr, axes)))
+        names = messages.listed(sorted(map(repr, axes)))
         raise ValueError(
             f"{site}: inside jax.shard_map, it is differentiated in a value that does not vary "
             f"over {names}, but its carry does; declare the value as varying before the loop: "
@@ -258,9 +253,9 @@ def _refusal(site: str, funs: Sequence[Callable[..., Any]], programs: Sequence[A
         if uses_ref or has_order(closed):
             reason = "uses a jax.Ref" if uses_ref else "has an ordered effect"
             return (
-                f"{site}: {function_location(fun)} {reason}, so the loop has no derivative, "
-                "because the reverse pass would evaluate steps again; jax.lax.while_loop has "
-                "forward mode"
+                f"{site}: {messages.function_location(fun)} {reason}, so the loop has no "
+                "derivative, because the reverse pass would evaluate steps again; "
+                "jax.lax.while_loop has forward mode"
             )
     return None
 

@@ -24,13 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax._base.functions import function_location
+from rankax._base.messages import function_location, listed, plural, table
 from rankax._base.trees import check_outputs, leaves_with_names
-from rankax._base.words import listed, plural, table
 from rankax._trace.derivatives import has_refs, of_some, primitive_of_program
 from rankax._trace.fingerprint import opened
-from rankax._trace.item import with_shape
-from rankax._trace.programs import evaluate
+from rankax._trace.programs import evaluate, with_shape
 
 
 class _TracedFor(NamedTuple):

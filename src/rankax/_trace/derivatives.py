@@ -34,16 +34,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from rankax._base.arrays import is_ref
-from rankax._trace.programs import (
-    ClosedJaxpr,
-    Literal,
-    as_arrays,
-    evaluate,
-    mapped_program,
-    only,
-    with_subprograms,
-    with_variables,
-)
+from rankax._trace import programs
 
 _FORGETS = jax.__version_info__ < (0, 12)
 RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -78,7 +69,7 @@ def call_with_derivative_of(
         return other(*args)
     outs = _bind(leaves, program, _Other(functools.partial(flat, other), key, len(leaves)))
     # Differentiated by JAX 0.10, the call hands out a constant output as a number.
-    return out_trees[0].unflatten(as_arrays(outs, program.out_avals))
+    return out_trees[0].unflatten(programs.as_arrays(outs, program.out_avals))
 
 
 def keep_rules(closed: Any) -> Any:
@@ -86,20 +77,19 @@ def keep_rules(closed: Any) -> Any:
 
     The same object if it has no rules.
     """
-    return mapped_program(_with_kept_rules, closed) if _FORGETS else closed
+    return programs.mapped_program(_with_kept_rules, closed) if _FORGETS else closed
 
 
 def _with_kept_rules(jaxpr: Any) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
-    eqns = [
-        _kept_equation(eqn, jaxpr)
-        if eqn.primitive.name in RULES and not has_refs(eqn.invars, eqn.effects)
-        else with_subprograms(eqn, _with_kept_rules)
-        for eqn in jaxpr.eqns
-    ]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+
+    def kept(eqn: Any) -> Any:
+        if eqn.primitive.name not in RULES or has_refs(eqn.invars, eqn.effects):
+            return programs.with_subprograms(eqn, _with_kept_rules)
+        inputs = list({v: None for v in eqn.invars if not isinstance(v, programs.Literal)})
+        return call_of(eqn, inputs, programs.only(eqn, jaxpr, inputs))
+
+    return programs.with_equations(jaxpr, kept)
 
 
 def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
@@ -108,18 +98,13 @@ def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
 
 
-def _kept_equation(eqn: Any, jaxpr: Any) -> Any:
-    inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
-    return call_of(eqn, inputs, only(eqn, jaxpr, inputs))
-
-
 def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:
     """Return an equation like ``eqn`` in which our primitive calls ``jaxpr``.
 
     The constants of ``jaxpr`` become its first inputs.
     """
-    program = with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
-    params = {"call_jaxpr": ClosedJaxpr(program, ()), "other": None}
+    program = programs.with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    params = {"call_jaxpr": programs.ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
 
@@ -206,7 +191,7 @@ def new_primitive(
 
 
 def _run(*args: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
-    return evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
+    return programs.evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
 def _types(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:

@@ -40,17 +40,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._trace import programs
 from rankax._trace.derivatives import RULES, call_of
-from rankax._trace.programs import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    is_container,
-    name_and_params,
-    subprograms,
-    with_params,
-    with_subprograms,
-)
 
 
 class Unknown(Exception):  # noqa: N818  (an answer, not an error)
@@ -88,7 +79,7 @@ def _of_program(jaxpr: Any, other: _Other) -> Hashable:
         return variable.aval
 
     def used(atom: Any) -> Hashable:
-        return _of_literal(atom, other) if isinstance(atom, Literal) else numbers[atom]
+        return _of_literal(atom, other) if isinstance(atom, programs.Literal) else numbers[atom]
 
     inputs = tuple(defined(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     body: list[Hashable] = []
@@ -106,11 +97,11 @@ def _of_literal(literal: Any, other: _Other) -> Hashable:
         return other(literal.val)
     # Compared by bits, because NaN differs from itself and -0.0 equals 0.0.
     value = np.asarray(literal.val)
-    return Literal, literal.aval, value.dtype, value.tobytes()
+    return programs.Literal, literal.aval, value.dtype, value.tobytes()
 
 
 def _of_params(eqn: Any, other: _Other) -> Hashable:
-    kind, params = name_and_params(eqn)
+    kind, params = programs.name_and_params(eqn)
     if kind in RULES:
         return _of_value(params["call_jaxpr"], other)
     left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
@@ -137,13 +128,13 @@ def _of_value(value: Any, other: _Other) -> Hashable:
         return type(value), struct.pack("dd", number.real, number.imag)
     if isinstance(value, np.generic):
         return type(value), value.dtype, value.tobytes()
-    if isinstance(value, ClosedJaxpr):
+    if isinstance(value, programs.ClosedJaxpr):
         return _of_program(value.jaxpr, other), *map(other, value.consts)
-    if isinstance(value, Jaxpr):
+    if isinstance(value, programs.Jaxpr):
         return _of_program(value, other)
     if _is_known(value):
         return type(value), value
-    if not is_container(value):
+    if not programs.is_container(value):
         return other(value)
     items = value.items() if isinstance(value, dict) else value
     return type(value), tuple(_of_value(item, other) for item in items)
@@ -166,14 +157,14 @@ def derivatives_key(jaxpr: Any) -> Hashable:
     """Return a key: equal programs with equal keys have equal derivatives."""
     keys: list[Hashable] = []  # in the order of the equations
     for eqn in jaxpr.eqns:
-        name, params = name_and_params(eqn)
+        name, params = programs.name_and_params(eqn)
         if name in RULES:
             raise UnknownRule
         if (other := params.get(_DERIVATIVES_ONLY.get(name, ""))) is not None:
             if (key := getattr(other, "rankax_key", None)) is None:
                 raise Unknown if name in _OWN_CALLS else UnknownRule
             keys.append(key)
-        keys += map(derivatives_key, subprograms(eqn))
+        keys += map(derivatives_key, programs.subprograms(eqn))
     return tuple(keys)
 
 
@@ -187,7 +178,7 @@ def opened(closed: Any) -> Any:
     if not lifted:
         return closed
     jaxpr = closed.jaxpr.replace(constvars=[*closed.jaxpr.constvars, *lifted], eqns=eqns)
-    return ClosedJaxpr(jaxpr, [*closed.consts, *lifted.values()])
+    return programs.ClosedJaxpr(jaxpr, [*closed.consts, *lifted.values()])
 
 
 def _opened_call(eqn: Any, lifted: dict[Any, Any]) -> Any:
@@ -211,7 +202,7 @@ def _is_placed(params: dict[str, Any]) -> bool:
 def without_constants(jaxpr: Any) -> Any:
     """Return a program without constants at any depth."""
     # From JAX 0.12 on, a jaxpr holds its constants; replacing its variables drops them.
-    eqns = [with_subprograms(eqn, without_constants) for eqn in jaxpr.eqns]
+    eqns = [programs.with_subprograms(eqn, without_constants) for eqn in jaxpr.eqns]
     return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
 
@@ -224,9 +215,9 @@ def without_rules(jaxpr: Any) -> Any:
 def _without_rule(eqn: Any) -> Any:
     if eqn.primitive.name in RULES:
         return call_of(eqn, eqn.invars, without_rules(eqn.params["call_jaxpr"].jaxpr))
-    eqn = with_subprograms(eqn, without_rules)
-    left_out = _DERIVATIVES_ONLY.get(name_and_params(eqn)[0])
-    return with_params(eqn, **{left_out: None}) if left_out else eqn
+    eqn = programs.with_subprograms(eqn, without_rules)
+    left_out = _DERIVATIVES_ONLY.get(programs.name_and_params(eqn)[0])
+    return programs.with_params(eqn, **{left_out: None}) if left_out else eqn
 
 
 # What decides the values of functions, and what objects hold.
@@ -255,7 +246,7 @@ class _Description:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (*_PLAIN, float, complex)):
             return value
-        if isinstance(value, ClosedJaxpr):
+        if isinstance(value, programs.ClosedJaxpr):
             return _of_value(value, self)
         if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return str(jax.random.key_impl(value)), self(jax.random.key_data(value))

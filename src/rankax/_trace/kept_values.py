@@ -27,8 +27,7 @@ from jax import lax
 
 from rankax._base.arrays import has_tangent
 from rankax._trace.derivatives import RULES
-from rankax._trace.item import with_shape
-from rankax._trace.programs import Literal, subprograms, with_subprograms
+from rankax._trace.programs import Literal, subprograms, with_shape, with_subprograms
 from rankax._trace.work import FUNCTIONS, LIBRARIES
 
 _HOLDS = jax.__version_info__ >= (0, 12)

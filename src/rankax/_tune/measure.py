@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import core
 
 from rankax._base.arrays import is_staged
-from rankax._base.checks import check_bool
+from rankax._base.messages import check_bool
 from rankax._call.arguments import KernelSpec, is_array
 from rankax._call.bind import bind, rebind
 from rankax._call.fill import fill_up, filled

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from rankax._base.messages import table
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import table
 from rankax._plan.budget import shown_bytes
 
 _FORMAT = "rankax tunings, 1"

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rankax
-from rankax._base.words import plural
+from rankax._base.messages import plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed

@@ -19,8 +19,7 @@ import numpy as np
 import zarr
 from filelock import Timeout
 
-from rankax._base.checks import check_bool
-from rankax._base.words import first_of
+from rankax._base.messages import check_bool, first_of
 from rankax._blocks.on_streamed import Stage
 from rankax._blocks.programs import unpacked
 from rankax._front.trust import nonfinite

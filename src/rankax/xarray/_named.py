@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.blocks import blocks_of
+from rankax._base.messages import listed, plural
 from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
-from rankax._base.words import listed, plural
 from rankax._blocks.call import check_dtype
 from rankax._blocks.programs import in_native_order
 from rankax._call.arguments import KernelSpec, is_number
