@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
     Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 7),
     # Reductions.
-    Mutant("RunStates.renumber.place", "argument itself", "blocks", 4),
+    Mutant("RunStates.renumber.place", "left operand", "blocks"),
     Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),

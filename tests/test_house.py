@@ -50,7 +50,7 @@ MOST_LINES_OF_CODE = {
     "_plan": 934,
     "_progress": 196,
     "_fit": 219,
-    "_loop": 547,
+    "_loop": 540,
     "_devices": 342,
     "_lockstep": 687,
     "_reduce": 1462,

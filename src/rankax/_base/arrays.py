@@ -59,11 +59,11 @@ def counted(count: int, dtype: Any) -> jax.Array:
 def places_of(index: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the place along each axis of the item with a flat index."""
     places: list[Any] = []
-    for size in reversed(sizes[1:]):
+    for size in reversed(sizes):
         number = scalar(max(size, 1), index.dtype)
         places.append(index % number)
         index = index // number
-    return [index, *reversed(places)] if sizes else []
+    return places[::-1]
 
 
 def flat_index(places: Sequence[Any], sizes: Sequence[Any]) -> Any:

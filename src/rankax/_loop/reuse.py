@@ -41,15 +41,7 @@ from jax.sharding import AxisType
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
 from rankax._base.messages import caller_level
-from rankax._trace.fingerprint import (
-    Unknown,
-    UnknownRule,
-    derivatives_key,
-    fingerprint,
-    opened,
-    without_constants,
-    without_rules,
-)
+from rankax._trace import fingerprint
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
 
@@ -98,13 +90,13 @@ def run_kept(
     if mode is Mode.STAGED:
         program = make()
         return program and program(item, list(leaves))
-    closed = opened(item.closed)
+    closed = fingerprint.opened(item.closed)
     try:
         whole = _key_of(closed, (item.where, item.out_axes, key), leaves, mode)
-    except Unknown:
+    except fingerprint.Unknown:
         run = _compiled(make(), item, closed.jaxpr)
     else:
-        bare = without_rules if mode is Mode.EAGER else without_constants
+        bare = fingerprint.without_rules if mode is Mode.EAGER else fingerprint.without_constants
         run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr)))
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
     consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
@@ -114,13 +106,13 @@ def run_kept(
 def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
     """Return the key of a program that can be compared."""
     if of_call[-1] is None:
-        raise Unknown
-    key = fingerprint(closed), *of_call
+        raise fingerprint.Unknown
+    key = fingerprint.fingerprint(closed), *of_call
     rules = None
     if mode is Mode.TRANSFORMED:
         try:
-            rules = derivatives_key(closed.jaxpr)
-        except UnknownRule:
+            rules = fingerprint.derivatives_key(closed.jaxpr)
+        except fingerprint.UnknownRule:
             _warn_if_compiled_again(_Key(key), [*leaves, *closed.consts])
             raise
     return _Key((*key, mode, rules))
@@ -146,7 +138,7 @@ class _Key:
         try:
             self._hash = hash(value)
         except TypeError:  # such as a sink that calls user-defined functions
-            raise Unknown from None
+            raise fingerprint.Unknown from None
 
     def __hash__(self) -> int:
         return self._hash

@@ -150,7 +150,8 @@ def number_items(
     def number(split: Split, places: Sequence[Any]) -> Any:
         terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
         for place, level in zip(places, levels, strict=True):
-            along = places_of(place, [shape[axis] for axis in level.axes])
+            sizes = [shape[axis] for axis in level.axes]
+            along = places_of(place, sizes) if len(sizes) > 1 else [place]
             pairs = zip(along, level.axes, strict=True)
             terms += [_times(each, split.strides[axis]) for each, axis in pairs]
         found = [term for term in terms if term is not None]
