@@ -12,18 +12,20 @@ import pytest
 from jax import lax
 
 from helpers import assert_same
-from rankax import SplitKey, auto_vmap
+from rankax import Mask, Ragged, SplitKey, auto_vmap
 from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
 
 DRAW = np.random.default_rng(3).normal
 X = DRAW(size=(6, 1, 3)).astype(np.float32)
 Y = DRAW(size=(5, 3)).astype(np.float32)
 KEY = jax.random.key(8)
+LENGTHS = np.array([3, 1, 0, 3, 2])
+IS_ROW = np.arange(3) < LENGTHS[:, None]
 
 
-def item(x, y, key=None):
+def item(x, y, key=None, mask=None):
     """Return a number by a loop whose length depends on the item, and whether that is even."""
-    start = jnp.sum(jnp.tanh(x) * y)
+    start = jnp.sum(jnp.tanh(x)) * jnp.sum(y, where=mask)
     if key is not None:
         start += jax.random.normal(key)
     state = jnp.int32(0), start
@@ -50,6 +52,7 @@ OPTIONS = {
     "the largest": {"reduce": {"v": TopK(4), "ok": "all"}},
     "what is kept": {"reduce": {"v": None, "ok": "any"}},
     "a batch at once": {"batched": True},
+    "unlike lengths": {"ragged": True},
     "an axis more": {"batch_shape": (2, 1, 1)},
     "keys": {"key": KEY},
     "lanes": {"lockstep": False},
@@ -58,9 +61,10 @@ OPTIONS = {
 
 
 @functools.cache
-def values(batch, *, with_key):
+def values(batch, *, with_key, is_ragged):
     """Return the outputs of all items, by plain JAX."""
-    pair = [np.broadcast_to(x, (*batch, 3)).reshape(-1, 3) for x in (X, Y)]
+    y = np.where(IS_ROW, Y, 0) if is_ragged else Y
+    pair = [np.broadcast_to(x, (*batch, 3)).reshape(-1, 3) for x in (X, y)]
     keys = [jax.random.split(KEY, batch).ravel()] if with_key else []
     outs = jax.jit(jax.vmap(item))(*pair, *keys)
     return {name: np.asarray(out).reshape(batch) for name, out in outs.items()}
@@ -87,7 +91,7 @@ def reduced(how, x, counts):
 
 def expected(options):
     batch = (*options.get("batch_shape", ())[:1], 6, 5)
-    outs = values(batch, with_key="key" in options)
+    outs = values(batch, with_key="key" in options, is_ragged="ragged" in options)
     if "reduce" not in options:
         return jax.tree.map(jnp.asarray, outs)
     axis = options.get("reduce_axis")
@@ -113,6 +117,17 @@ def refused(options):
             "the function takes a whole chunk; leave out one of them"
         )
     name = "items" if options.get("batched") else "item"
+    if "ragged" in options and "stream" in options:
+        return (
+            f"{name}(): y is Ragged, which the call itself takes, and its plan and check; "
+            "elsewhere (tune, nonfinite, lower, streams, arrays in blocks), pass an array that you "
+            "fill up, and rows to leave out by a boolean array"
+        )
+    if "ragged" in options and options.get("batched"):
+        return (
+            "items(): y is Ragged, but with batched=True the function takes a whole chunk; write "
+            "it for one item, or fill the items up and pass a boolean array"
+        )
     if "stream" in options and "batch_shape" in options:
         return (
             f"{name}(): batch_shape=(2, 1, 1) has no chunks, by which rankax.stream would evaluate "
@@ -132,13 +147,16 @@ def called(options, out):
     """Call the kernel with these options; ``out`` is where a stream stores its results."""
     options = dict(options)
     is_stream, key = options.pop("stream", False), options.pop("key", None)
-    ranks = {"x": 1, "y": 1, "key": None if key is None else SplitKey}
+    ranks, y = {"x": 1, "y": 1, "key": None if key is None else SplitKey}, Y
+    if options.pop("ragged", False):
+        y = Ragged(Y[IS_ROW], LENGTHS)
+        ranks |= {"y": "n"} | ({} if options.get("batched") else {"mask": Mask("n")})
     kernel = auto_vmap(ranks=ranks, **options)(items if options.get("batched") else item)
     more = {} if key is None else {"key": key}
     if not is_stream:
-        return kernel(X, Y, **more)
+        return kernel(X, y, **more)
     run = pytest.importorskip("rankax.stream", exc_type=ImportError).run
-    stored = run(kernel, X, Y, **more, out=out, memory_limit="5 MB", progress=False)
+    stored = run(kernel, X, y, **more, out=out, memory_limit="5 MB", progress=False)
     return jax.tree.map(lambda x: jnp.asarray(x[...]), stored)
 
 

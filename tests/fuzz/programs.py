@@ -9,7 +9,9 @@ many, and what they found.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import functools
 import importlib
 import random
 import tempfile
@@ -22,13 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from rankax import (
+    Mask,
+    Ragged,
+    SplitKey,
+    auto_vmap,
+    checkpoint_chunked_scan,
+    chunked_vmap,
+    sliced_scan,
+)
 
 Item = dict[str, Any]
 
 # The leaves that an item may have, and their ranks: a real scalar and vector, always; a complex
-# vector; a narrow vector; an int8; an int32; a key. `w`, (3, k), is closed over.
-RANKS = {"s": 0, "v": 1, "c": 1, "h": 1, "b": 0, "i": 0, "key": 0}
+# vector; a narrow vector; an int8; an int32; a key; rows, and a vector of another length, both of
+# ragged items only. `w`, (3, k), is closed over.
+RANKS = {"s": 0, "v": 1, "c": 1, "h": 1, "b": 0, "i": 0, "key": 0, "r": 2, "e": 1}
+# The dimensions of ragged items, each with its mask.
+ROWS = {"v": "n", "c": "n", "h": "n", "r": "n k", "e": "m"}
+MASKS = {"mask": "n", "others": "m"}
 
 
 # The kernel: a chain of steps, each of which changes some leaves of the item. All are smooth but on
@@ -259,12 +273,36 @@ def other_vjp_rule(x, w):
     return {"s": _with_vjp(1.25)(x["s"])}
 
 
-# Loops that each item ends by itself.
+# Loops that each item ends by itself. Plain JAX has no reverse mode of them; where it is asked for
+# one, it makes as many steps as any item may need, and keeps what the last one of each item left.
+
+_IS_BOUNDED = contextvars.ContextVar("_IS_BOUNDED", default=False)
+
+
+def loop(cond: Any, body: Any, init: Any, most: int) -> Any:
+    """Run a `lax.while_loop` of at most so many steps."""
+    if not _IS_BOUNDED.get():
+        return lax.while_loop(cond, body, init)
+
+    def turn(state: Any, _: None) -> tuple[Any, None]:
+        goes_on = cond(state)
+        return jax.tree.map(functools.partial(jnp.where, goes_on), body(state), state), None
+
+    return lax.scan(turn, init, None, most)[0]
+
+
+def times(n: jax.Array, body: Any, init: Any, most: int) -> Any:
+    """Run a `lax.fori_loop` from 0 to n."""
+    if not _IS_BOUNDED.get():
+        return lax.fori_loop(0, n, body, init)
+    state = jnp.zeros_like(n), init
+    return loop(lambda s: s[0] < n, lambda s: (s[0] + 1, body(*s)), state, most)[1]
 
 
 @step()
 def until_small(x, w):
-    v = lax.while_loop(lambda v: v @ v > 0.5, lambda v: jnp.sin(v * w[0]) * 0.7, x["v"])
+    turned = jnp.tanh(w[0])  # else some would never end
+    v = loop(lambda v: v @ v > 0.5, lambda v: jnp.sin(v * turned) * 0.9, x["v"], 12)
     return {"v": v + x["v"]}
 
 
@@ -274,15 +312,127 @@ def some_times(x, w):
         s, v = state
         return lax.cond(s > n.astype(s.dtype) / 9, jnp.cos, lambda s: s * v[0], s), v * s
 
-    s, v = lax.fori_loop(0, x["i"] % 5, body, (x["s"], x["v"]))
+    s, v = times(x["i"] % 5, body, (x["s"], x["v"]), 4)
     return {"s": jnp.tanh(s), "v": jnp.tanh(v)}
+
+
+@step("i")
+def many_times(x, w):  # more than the 32 carries that a reverse pass stores
+    drift = jnp.tanh(w[0, 0]) / 50
+    return {"s": times(x["i"] % 7 * 9, lambda n, s: jnp.sin(s) * 0.98 + drift, x["s"], 54)}
+
+
+@step("i")
+def nested_times(x, w):
+    def outer(n, s):
+        s = loop(lambda s: s * s > 0.1, lambda s: s * (0.7 + 0.1 * jnp.cos(s)), s, 24)
+        return s + jnp.tanh(w[0, 0]) + n.astype(s.dtype) / 3
+
+    return {"s": times(x["i"] % 4, outer, jnp.tanh(x["s"]) * 2, 3)}
+
+
+@step("i")
+def times_in_a_scan(x, w):
+    def body(s, a):
+        return times(x["i"] % 4, lambda n, s: jnp.sin(s * a) + 0.1, s, 3), s * a
+
+    s, v = lax.scan(body, x["s"], x["v"])
+    return {"s": s, "v": v}
+
+
+# Items of unlike length: no step depends on how many rows `mask` leaves out, or on what they hold.
+
+
+@step()
+def row_sum(x, w):
+    return {"s": jnp.tanh(jnp.sum(jnp.sin(x["v"]), where=x["mask"]) + x["s"])}
+
+
+@step()
+def row_mean(x, w):
+    count = jnp.maximum(jnp.sum(x["mask"]), 1).astype(x["v"].dtype)
+    mean = jnp.sum(x["v"], where=x["mask"]) / count
+    return {"v": x["v"] - mean, "s": x["s"] / 2 + mean}
+
+
+@step()
+def row_maximum(x, w):
+    # Of no rows, the derivative of `jnp.max` is 0 / 0.
+    least = jnp.full((1,), -1, x["v"].dtype)
+    rows = jnp.where(x["mask"], x["v"], jnp.full_like(x["v"], -1))
+    return {"s": x["s"] / 2 + jnp.max(jnp.concatenate([rows, least])) / 2}
+
+
+@step()
+def row_pairs(x, w):
+    pairs = jnp.sin(x["v"][:, None] - x["v"][None])
+    return {"v": x["v"] + jnp.sum(pairs, 1, where=x["mask"][None]) / 4}
+
+
+@step()
+def row_scan(x, w):
+    def body(a, row):
+        v, is_real = row
+        return jnp.where(is_real, jnp.sin(a) * v + 0.1, a), a * v
+
+    s, v = lax.scan(body, x["s"], (x["v"], x["mask"]))
+    return {"s": s, "v": v}
+
+
+@step("r")
+def row_products(x, w):
+    return {"v": jnp.tanh(x["r"] @ w[0]) + x["v"], "r": x["r"] * x["v"][:, None]}
+
+
+@step("r")
+def row_matrix(x, w):
+    return {"s": jnp.tanh(jnp.sum(x["r"] @ w.T, where=x["mask"][:, None]) + x["s"])}
+
+
+@step("i")
+def row_count(x, w):
+    return {"i": x["i"] + jnp.sum(x["mask"], dtype=jnp.int32)}
+
+
+@step("e")
+def other_rows(x, w):
+    s = jnp.sum(jnp.cos(x["e"]) * x["s"], where=x["others"])
+    return {"s": jnp.tanh(s), "e": x["e"] * x["s"]}
+
+
+@step("c")
+def row_turns(x, w):
+    c = x["c"] * lax.complex(jnp.cos(x["v"]), jnp.sin(x["v"]))
+    return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c), where=x["mask"]))}
+
+
+@step()
+def until_rows_end(x, w):
+    count, places = jnp.sum(x["mask"], dtype=jnp.int32), jnp.arange(x["v"].size, dtype=jnp.int32)
+
+    def body(state):
+        n, s = state
+        return n + 1, jnp.sin(s) + jnp.sum(x["v"], where=places == n) / 2
+
+    start = jnp.zeros_like(count), x["s"]
+    return {"s": loop(lambda state: state[0] < count, body, start, x["v"].size)[1]}
 
 
 # Drawn more often, for most that ever went wrong is here.
 CONTROL = ("scanned", "either", "one_of", "scanned_choice", "remembered", "jvp_rule", "vjp_rule")
 RULES = ("other_jvp_rule", "other_vjp_rule")
 ONLY_REVERSE = ("vjp_rule", "other_vjp_rule")
-ENDS = ("until_small", "some_times")
+ENDS = ("until_small", "some_times", "many_times", "nested_times", "times_in_a_scan")
+ROW_STEPS = (
+    "row_sum", "row_mean", "row_maximum", "row_pairs", "row_scan", "row_products", "row_matrix",
+    "row_count", "other_rows", "row_turns",
+)  # fmt: skip
+# Of the other steps, those that items of any length may take, without looking at the mask.
+OF_ANY_LENGTH = (
+    "sine", "product", "choice", "prefix_sums", "prefix_products", "narrow_integer", "narrow_float",
+    "folded_noise", "jvp_rule", "vjp_rule", "other_jvp_rule", "other_vjp_rule",
+)  # fmt: skip
+ROW_ENDS = ("many_times", "nested_times", "until_rows_end")
 
 
 def apply(steps: tuple[str, ...], item: Item, w: jax.Array) -> Item:
@@ -307,26 +457,133 @@ def by_chunked_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool
     out = {name: 0 if RANKS[name] == 0 else out_axes for name in arrays}
     if plain:
         return jax.vmap(kernel, in_axes, out)(arrays)
+    if options.get("batched"):
+        each = {name: None if axis is None else 0 for name, axis in in_axes[0].items()}
+        kernel = jax.vmap(kernel, (each,))
     return chunked_vmap(kernel, chunk_size, in_axes, out, **options)(arrays)
 
 
 def by_auto_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
-    def kernel(item: Item) -> Item:
-        return apply(program.steps, item, w)
-
+    kernel = functools.partial(_outputs, program, w)
     if not plain:
-        ranks = {name: RANKS[name] for name in arrays}
-        return auto_vmap(ranks, **program.options)(kernel)(arrays)
-    batch = np.broadcast_shapes(*(program.layout[name] for name in arrays))
+        ranks = {name: SplitKey if program.splits(name) else RANKS[name] for name in arrays}
+        kernel = jax.vmap(kernel) if program.options.get("batched") else kernel
+        return auto_vmap(ranks, **program.given_options())(kernel)(arrays)
+    batch, core = program.batch(), {name: program.core_shape(name) for name in arrays}
     for _ in batch:
         kernel = jax.vmap(kernel)
-    core = {name: x.shape[x.ndim - RANKS[name] :] for name, x in arrays.items()}
+    if program.splits("key") and batch:  # one item alone gets the key itself
+        arrays = arrays | {"key": jax.random.split(arrays["key"], batch)}
     out = kernel({name: jnp.broadcast_to(x, batch + core[name]) for name, x in arrays.items()})
-    if "reduce" not in program.options:
+    return _reduced(program, out)
+
+
+def _outputs(program: Program, w: jax.Array, item: Item) -> Item:
+    """Return what one item is, and whether it counts, if that is asked for."""
+    out = apply(program.steps, item, w)
+    return out | {"ok": out["s"] > -0.2} if "where" in program.options else out
+
+
+SUMS: dict[str, Any] = {
+    "sum": jnp.sum,
+    "prod": jnp.prod,
+    "mean": jnp.mean,
+    "max": jnp.max,
+    "min": jnp.min,
+    "any": jnp.any,
+    "all": jnp.all,
+}
+
+
+def _reduced(program: Program, out: Item) -> Item:
+    """Reduce the outputs of all items as the options say."""
+    options, ndim = program.options, len(program.batch())
+    if "reduce" not in options:
         return out
-    axis = program.options["reduce_axis"]
-    axes = tuple(range(len(batch))) if axis is None else axis % len(batch)
-    return {name: jnp.sum(x, axes) for name, x in out.items()}
+    axis, how = options.get("reduce_axis"), options["reduce"]
+    axes = tuple(range(ndim)) if axis is None else axis % ndim
+    how = dict.fromkeys(out, how) if isinstance(how, str) else how
+
+    def reduced(name: str, x: jax.Array) -> jax.Array:
+        if how[name] is None:
+            return x
+        counts = {}
+        if "where" in options:
+            counts["where"] = out["ok"].reshape(*out["ok"].shape, *(1,) * (x.ndim - ndim))
+        return SUMS[how[name]](x, axes, **counts)
+
+    return {name: reduced(name, x) for name, x in out.items()}
+
+
+def by_ragged(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
+    """Map items of unlike length, or take them one by one with their own rows."""
+    is_flat = "reduce" not in program.options and program.batch() == (len(program.rows),)
+    has_rows = is_flat and not program.splits("key")  # which no signature can say
+
+    def kernel(item: Item) -> Item:
+        out = _outputs(program, w, item)
+        if has_rows:
+            return {name: out[name] for name in arrays}
+        # What has a row for each row cannot be reduced, or come with other axes in front.
+        sums = {"v": jnp.sum(out["v"], where=item["mask"])}
+        return {n: x for n, x in out.items() if n not in ROWS and n not in MASKS} | sums
+
+    if plain:
+        return _one_by_one(program, kernel, arrays, has_rows=has_rows)
+    masks = {name: Mask(dim) for name, dim in MASKS.items() if name == "mask" or "e" in arrays}
+    options = program.given_options()
+    if not has_rows:
+        ranks = {name: ROWS.get(name, RANKS[name]) for name in arrays}
+        ranks |= {"key": SplitKey} if program.splits("key") else {}
+        nested = _with_masks(masks, lambda items, masks: kernel(items[0] | masks))
+        return auto_vmap(ranks, **masks, **options)(nested)(arrays)
+    # Only a signature, or annotations, declare what has rows.
+    dims = ",".join(f"({ROWS.get(name, '').replace(' ', ',')})" for name in arrays)
+    flat = _with_masks(
+        masks,
+        lambda leaves, masks: tuple(
+            kernel(dict(zip(arrays, leaves, strict=True)) | masks).values()
+        ),
+    )
+    outs = auto_vmap(f"{dims}->{dims}", **masks, **options)(flat)(*arrays.values())
+    return dict(zip(arrays, outs, strict=True))
+
+
+def _with_masks(masks: Item, fun: Any) -> Any:
+    """Give a function parameters of its own for the masks."""
+    if len(masks) == 1:
+        return lambda *args, mask: fun(args, {"mask": mask})
+    return lambda *args, mask, others: fun(args, {"mask": mask, "others": others})
+
+
+def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) -> Item:
+    batch = program.batch()
+    if program.splits("key"):
+        arrays = arrays | {"key": jax.random.split(arrays["key"], batch)}
+    own = {name: x.to_list() for name, x in arrays.items() if name in ROWS}
+    core = {name: program.core_shape(name) for name in arrays if name not in ROWS}
+    wide = {name: jnp.broadcast_to(arrays[name], batch + shape) for name, shape in core.items()}
+    axis, outs = len(batch) - 1, list[Item]()
+    for number in range(batch[-1]):
+        rows = {name: jnp.asarray(xs[min(number, len(xs) - 1)]) for name, xs in own.items()}
+        pairs = {"mask": "v", "others": "e"}.items()
+        masks = {mask: jnp.ones(len(rows[name]), bool) for mask, name in pairs if name in rows}
+        one = functools.partial(_joined, kernel, rows | masks)
+        for _ in range(axis):
+            one = jax.vmap(one)
+        outs.append(one({n: x[(slice(None),) * axis + (number,)] for n, x in wide.items()}))
+
+    def together(name: str) -> Any:
+        parts = [out[name] for out in outs]
+        if has_rows and name in ROWS:
+            return Ragged(jnp.concatenate(parts), arrays[name].lengths)
+        return jnp.stack(parts, axis)
+
+    return _reduced(program, {name: together(name) for name in outs[0]})
+
+
+def _joined(kernel: Any, rows: Item, item: Item) -> Item:
+    return kernel(item | rows)
 
 
 def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
@@ -336,7 +593,7 @@ def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> A
     def kernel(item: Item) -> Item:
         return apply(program.steps, item, w)
 
-    mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.options)(kernel)
+    mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.given_options())(kernel)
     with tempfile.TemporaryDirectory() as out:
         bounds = {"memory_limit": "5 MB", "progress": False}
         run = importlib.import_module("rankax.stream").run  # needs packages that others do not
@@ -382,6 +639,7 @@ CALLERS: dict[str, Any] = {
     "sliced_scan": by_scan,
     "checkpoint_chunked_scan": by_scan,
     "stream": by_stream,
+    "ragged": by_ragged,
 }
 
 
@@ -406,7 +664,7 @@ def _grad(f: Any) -> Any:
 
 def _reals(p: Item) -> tuple[Item, Item]:
     """Split off what a Jacobian cannot be taken of."""
-    complex_ = {name: x for name, x in p.items() if jnp.iscomplexobj(x)}
+    complex_ = {name: x for name, x in p.items() if jnp.iscomplexobj(*jax.tree.leaves(x))}
     return {name: x for name, x in p.items() if name not in complex_}, complex_
 
 
@@ -459,6 +717,10 @@ REVERSE = (
 )  # fmt: skip
 # A loop that ends by itself has only a forward derivative.
 FORWARD = ("value", "jvp", "linearize", "vmap", "vmap of jvp", "jvp of jvp")
+# rankax has no reverse mode of the reverse mode of one.
+ONCE_REVERSE = tuple(name for name in TRANSFORMATIONS if name not in (*FORWARD, "grad of grad"))
+# Few operations, for what runs them one by one.
+EAGER = ("value", "vmap", "jvp", "grad", "vjp", "vmap of grad")
 # Of these JAX itself forgets the rules.
 FORGETFUL = ("grad of scan", "grad of checkpoint", "jvp of grad of checkpoint")
 
@@ -488,10 +750,13 @@ class Program:
 
     caller: str
     steps: tuple[str, ...]
-    layout: dict[str, Any]  # of each leaf: its axis, its batch shape or its part of the scan
+    # Of each leaf: its axis, its batch shape (-1: as many as ragged items) or its part of the scan;
+    # "split" of a key that the items share, "rows" of ragged items.
+    layout: dict[str, Any]
     options: dict[str, Any]
     transformation: str
     length: int = 0  # of the mapped axis or the scan
+    rows: tuple[int, ...] = ()  # how many each ragged item has
     core: int = 3  # the length of a vector
     jit: bool = True
     x64: bool = True
@@ -502,6 +767,36 @@ class Program:
     @property
     def has_rules(self) -> bool:
         return any(name in RULES for name in self.steps)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether plain JAX needs a bound on the steps of a loop."""
+        has_ends = any(name in (*ENDS, *ROW_ENDS) for name in self.steps)
+        return has_ends and self.transformation not in FORWARD
+
+    def splits(self, name: str) -> bool:
+        """Whether a leaf is one key, of which each item gets its own."""
+        return self.layout.get(name) == "split"
+
+    def batch(self) -> tuple[int, ...]:
+        """Return the batch shape of what `auto_vmap` maps."""
+        more = self.options.get("batch_shape") or ()
+        return np.broadcast_shapes(more, *map(self._sides, self.layout))
+
+    def _sides(self, name: str) -> tuple[int, ...]:
+        where = self.layout[name]
+        if where in ("split", "rows"):
+            return (len(self.rows),) if where == "rows" else ()
+        return tuple(len(self.rows) if side == -1 else side for side in where)
+
+    def core_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a leaf of one item, whose length is known."""
+        return (self.core,) * RANKS[name]
+
+    def given_options(self) -> dict[str, Any]:
+        """Return the options as rankax takes them: not all can be printed."""
+        progress = {"progress": max} if self.options.get("progress") else {}
+        return self.options | progress
 
     @property
     def tolerance(self) -> float:
@@ -527,6 +822,10 @@ class Program:
         changes += [{"length": n} for n in range(1, self.length)] if self.length else []
         changes += [{"core": n} for n in range(1, self.core)]
         changes += [{"jit": True}, {"x64": True}, {"optimize": False}]
+        for name in self.options:
+            if name in MORE and name not in ("chunk_size", "checkpoint"):
+                rest = {other: x for other, x in self.options.items() if other != name}
+                changes.append({"options": rest})
         for name, value in self.options.items():
             changes += [{"options": self.options | {name: x}} for x in PLAIN.get(name, ())]
             if type(value) is int and value > 1:
@@ -534,8 +833,14 @@ class Program:
         for name, place in self.layout.items():
             if self.caller == "chunked_vmap":
                 changes.append({"layout": self.layout | {name: 0}})
-            elif self.caller in ("auto_vmap", "stream") and place:
+            elif (
+                self.caller in ("auto_vmap", "stream", "ragged") and type(place) is tuple and place
+            ):
                 changes.append({"layout": self.layout | {name: place[1:]}})
+        count = len(self.rows)
+        changes += [{"rows": self.rows[:n] + self.rows[n + 1 :]} for n in range(count) if count > 1]
+        for n, length in enumerate(self.rows):
+            changes += [{"rows": (*self.rows[:n], k, *self.rows[n + 1 :])} for k in range(length)]
         if "length" in self.options:  # of a scan, which is told twice
             for n in range(1, self.length):
                 changes.append({"length": n, "options": self.options | {"length": n}})
@@ -549,7 +854,13 @@ class Program:
 
     def _array(self, name: str, *, along: bool = False) -> Any:
         rng = np.random.default_rng([self.data, zlib.crc32(name.encode()), along])
-        shape = (3, self.core) if name == "w" else self._shape(name)
+        if name in ROWS and name in self.layout and self.layout[name] == "rows":
+            rows = self.rows[::-1] if name == "e" else self.rows
+            shape = (sum(rows), *self.core_shape(name)[1:])
+            return Ragged(self._values(name, shape, rng), rows)
+        return self._values(name, (3, self.core) if name == "w" else self._shape(name), rng)
+
+    def _values(self, name: str, shape: tuple[int, ...], rng: Any) -> Any:
         if name == "key":
             return jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, 2), np.uint32))
         if name in "bi":
@@ -560,9 +871,9 @@ class Program:
         return jnp.asarray(values, self.narrow if name == "h" else jnp.result_type(float))
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        core, where = (self.core,) * RANKS[name], self.layout[name]
-        if self.caller in ("auto_vmap", "stream"):
-            return (*where, *core)
+        core, where = self.core_shape(name), self.layout[name]
+        if self.caller in ("auto_vmap", "stream", "ragged"):
+            return (*self._sides(name), *core)
         if self.caller != "chunked_vmap":
             return (self.length, *core) if where == "xs" else core
         if where is None:
@@ -573,7 +884,7 @@ class Program:
     def _call(self, *, plain: bool) -> tuple[Any, tuple[Item, Item, Item]]:
         """Return the transformed program, by rankax or by plain JAX, and its arguments."""
         arrays = self.arrays()
-        moving = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        moving = {n: x for n, x in arrays.items() if is_moving(x)}
         fixed = {n: x for n, x in arrays.items() if n not in moving}
         along = {name: self._array(name, along=True) for name in moving}
 
@@ -581,7 +892,8 @@ class Program:
             def f(p: Item) -> Any:
                 everything = fixed | p
                 w = everything.pop("w")
-                out = CALLERS[self.caller](self, everything, w, plain=plain)
+                with _bounded(plain and self.is_bounded):
+                    out = CALLERS[self.caller](self, everything, w, plain=plain)
                 if self.transformation in ("value", "vmap"):
                     return out
                 return [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -594,7 +906,7 @@ class Program:
         """Compile, where the program is compiled at all, and run."""
         fun, arguments = self._call(plain=plain)
         options = None if self.optimize else QUICK_COMPILE
-        jit = self.jit and (plain or self.caller != "stream")
+        jit = plain or (self.jit and self.caller != "stream")
         return (jax.jit(fun, compiler_options=options) if jit else fun)(*arguments)
 
     def check_types(self) -> None:
@@ -628,6 +940,21 @@ class Program:
         np.testing.assert_allclose(a, b, self.tolerance, self.tolerance * scale, err_msg=name)
 
 
+def is_moving(x: Any) -> bool:
+    """Whether something, of one array, has a derivative."""
+    (leaf,) = jax.tree.leaves(x)
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@contextlib.contextmanager
+def _bounded(enabled: bool) -> Iterator[None]:
+    token = _IS_BOUNDED.set(enabled)
+    try:
+        yield
+    finally:
+        _IS_BOUNDED.reset(token)
+
+
 def _check_types(got: Any, want: Any) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     named = jax.tree_util.tree_leaves_with_path(got)
@@ -648,37 +975,39 @@ def _x64(enabled: bool) -> Iterator[None]:
 def draw(seed: int, kind: str = "calls") -> Program:
     """Draw a program.
 
-    Of the kind ``"rules"``, it has a rule that differs from the derivative; of ``"lanes"``, items
-    end by themselves, which they may do in one of ``"streams"``, too.
+    Of the kind ``"rules"``, it has a rule that differs from the derivative. Of ``"lanes"`` and
+    ``"reverse"``, items end by themselves, as they may do in ``"streams"``, ``"ragged"`` and
+    ``"pairs"``; ``"reverse"`` differentiates that in reverse mode. Of ``"batches"``, the function
+    takes a batch itself. Of ``"pairs"``, a call has two options, whichever they are.
     """
     rng = random.Random(seed)
-    left_out = [*RULES, *ENDS]
-    if kind == "streams":  # zarr stores no keys
-        left_out += [name for name, (needs, _) in STEPS.items() if "key" in needs]
-    names = [name for name in STEPS if name not in left_out]
-    weights = [3 if name in CONTROL else 1 for name in names]
-    steps = tuple(rng.choices(names, weights, k=rng.choice([1, 1, 2, 2, 3])))
-    in_lanes = kind == "lanes" or (kind == "streams" and rng.random() < 0.5)
-    if kind == "rules" or in_lanes:
-        at = rng.randint(0, len(steps))
-        steps = (*steps[:at], rng.choice(ENDS if in_lanes else RULES), *steps[at:])
-    caller = rng.choice(KINDS[kind])
+    in_rows = kind == "ragged" or (kind == "pairs" and rng.random() < 0.3)
+    more = _draw_names(rng, kind, in_rows=in_rows)
+    steps = _draw_steps(rng, kind, in_rows=in_rows, has_ends="lockstep" in more)
+    caller = "ragged" if in_rows else rng.choice(KINDS[kind])
     leaves = ["s", "v", *dict.fromkeys(" ".join(STEPS[name][0] for name in steps).split())]
     length = rng.choice([1, 3, 5, 5, 6, 7, 7, 12, 13])
     layout, options = _DRAWS[caller](rng, leaves, length)
-    if in_lanes:
+    options = {} if kind == "pairs" else options
+    if any(name in (*ENDS, *ROW_ENDS) for name in steps):
         options["lockstep"] = False
-    if kind in ("lanes", "streams") and caller != "chunked_vmap" and "key" not in leaves:
+    if kind in ("lanes", "streams", "reverse") and caller != "chunked_vmap" and "key" not in leaves:
         batch = np.broadcast_shapes(*layout.values())
         if batch and rng.random() < 0.5:
             axis = rng.choice([None, *range(-len(batch), len(batch))])
             options |= {"reduce": "sum", "reduce_axis": axis}
-    names = [*{"lanes": FORWARD, "streams": ("value",)}.get(kind, TRANSFORMATIONS)]
+    names = [
+        *{"lanes": FORWARD, "reverse": ONCE_REVERSE, "streams": ("value",)}.get(
+            kind, TRANSFORMATIONS
+        )
+    ]
+    if kind in ("ragged", "pairs") and "lockstep" in options:
+        names = [*FORWARD, *ONCE_REVERSE]
     if any(name in ONLY_REVERSE for name in steps):
         names = [name for name in names if name in REVERSE]
     if any(name in RULES for name in steps):
         names = [name for name in names if name not in FORGETFUL]
-    return Program(
+    program = Program(
         caller=caller,
         steps=steps,
         layout=layout,
@@ -692,6 +1021,104 @@ def draw(seed: int, kind: str = "calls") -> Program:
         narrow=rng.choice(["float16"] if kind == "streams" else ["bfloat16", "float16"]),
         data=seed,
     )
+    if kind in ("batches", "ragged", "pairs"):
+        program = _with_more(rng, program, kind, more)
+    if "jit" in program.options and rng.random() < 0.8:  # which means nothing in another jit
+        names = ["value"] if "compiler_options" in program.options else {*names} & {*EAGER}
+        program = dataclasses.replace(program, jit=False, transformation=rng.choice(sorted(names)))
+    if program.is_bounded and caller != "chunked_vmap" and not program.batch():
+        # One item alone is evaluated as it is, by loops that have no reverse mode.
+        return dataclasses.replace(program, layout=layout | {"v": (2,)})
+    return program
+
+
+def _draw_names(rng: random.Random, kind: str, *, in_rows: bool) -> list[str]:
+    """Draw names of options."""
+    count = {"pairs": 2, "ragged": 1, "batches": 1}.get(kind, 0)
+    # Neither lanes nor ragged items go with functions that take a batch.
+    excluded = {"batches": ("batched", "lockstep")}.get(kind, ("batched",) if in_rows else ())
+    names = [name for name in MORE if name not in excluded]
+    drawn = rng.sample(names, count) if count else []
+    return drawn if {*drawn} != {"batched", "lockstep"} else ["batched"]
+
+
+def _draw_steps(rng: random.Random, kind: str, *, in_rows: bool, has_ends: bool) -> tuple[str, ...]:
+    left_out = [*RULES, *ENDS, *ROW_STEPS, *ROW_ENDS]
+    if kind == "streams":  # zarr stores no keys
+        left_out += [name for name, (needs, _) in STEPS.items() if "key" in needs]
+    names = [name for name in STEPS if name not in left_out]
+    if in_rows:
+        names = [*ROW_STEPS, *OF_ANY_LENGTH]
+    weights = [3 if name in CONTROL else 1 for name in names]
+    steps = tuple(rng.choices(names, weights, k=rng.choice([1, 1, 2, 2, 3])))
+    some = {"streams": 0.5, "ragged": 0.25}
+    has_ends |= kind in ("lanes", "reverse") or (kind in some and rng.random() < some[kind])
+    if kind == "rules" or has_ends:
+        at = rng.randint(0, len(steps))
+        ends = ROW_ENDS if in_rows else ENDS
+        steps = (*steps[:at], rng.choice(ends if has_ends else RULES), *steps[at:])
+    return steps
+
+
+# Options that a call may have besides, each with what it is set to.
+MORE: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "chunk_size": lambda rng: {"chunk_size": rng.choice([1, 2, 3, 4, 7, 100])},
+    "memory_limit": lambda rng: {"memory_limit": "1 MB"},
+    "checkpoint": lambda rng: {"checkpoint": rng.random() < 0.5, "chunk_size": rng.choice([2, 3])},
+    "jit": lambda rng: {"jit": True},
+    "bucket": lambda rng: {"jit": True, "bucket": rng.choice([True, (4, 16, 64)])},
+    # Only of values: JAX 0.10 refuses them in a program that is differentiated.
+    "compiler_options": lambda rng: {
+        "jit": True,
+        "compiler_options": {"xla_embed_ir_in_executable": True},
+    },
+    "devices": lambda rng: {"devices": rng.choice([1, False])},
+    "progress": lambda rng: {"progress": True, "chunk_size": rng.choice([2, 3])},
+    "reduce": lambda rng: {"reduce": {}},
+    "reduce_axis": lambda rng: {"reduce": {}, "reduce_axis": None},
+    "where": lambda rng: {"reduce": {}, "where": "ok"},
+    "batch_shape": lambda rng: {"batch_shape": ()},
+    "split key": lambda rng: {},
+    "batched": lambda rng: {"batched": True},
+    "lockstep": lambda rng: {"lockstep": False},
+}
+
+
+def _with_more(rng: random.Random, program: Program, kind: str, names: list[str]) -> Program:
+    """Set more options, to what the shapes of a program admit."""
+    options, layout = dict(program.options), dict(program.layout)
+    if kind == "batches":
+        options["batched"] = True
+    if program.caller == "chunked_vmap":
+        return dataclasses.replace(program, options=options)
+    for name in names:
+        options |= MORE[name](rng)
+    if "key" in layout and ("split key" in names or rng.random() < 0.3):
+        layout["key"] = "split"
+    rows = _draw_rows(rng) if program.caller == "ragged" else ()
+    program = dataclasses.replace(program, options=options, layout=layout, rows=rows)
+    if "batch_shape" in options:
+        shape = [rng.choice([1, side]) for side in program.batch()]
+        options["batch_shape"] = (*rng.choice([(), (2,), (2, 1)]), *shape)
+    ndim = len(program.batch())
+    if "reduce" in options:
+        options["reduce"] = _draw_reduce(rng, program)
+        if "reduce_axis" in options and ndim:
+            options["reduce_axis"] = rng.choice([None, *range(-ndim, ndim)])
+    return program
+
+
+def _draw_reduce(rng: random.Random, program: Program) -> dict[str, Any]:
+    of_reals = ["sum", "prod"] if "where" in program.options else ["sum", "mean", "max", "min"]
+    how = {"s": of_reals, "v": [*of_reals, None], "key": [None]}
+    of_integers = ["sum", None] if "where" in program.options else ["sum", "max", "min", None]
+    how |= {"c": ["sum", None], "h": ["sum", None], "b": of_integers, "i": of_integers}
+    is_ragged = program.caller == "ragged"
+    names = [n for n in program.layout if not (is_ragged and n in ROWS and n != "v")]
+    if "where" in program.options:
+        how["ok"] = ["any"]
+        names.append("ok")
+    return {name: rng.choice(how[name]) for name in names}
 
 
 def _draw_chunked_vmap(rng: random.Random, leaves: list[str], length: int) -> Any:
@@ -715,6 +1142,24 @@ def _draw_auto_vmap(rng: random.Random, leaves: list[str], length: int) -> Any:
         sides = [side if rng.random() < 0.6 else 1 for side in batch]
         layout[name] = tuple(sides[rng.randint(0, len(sides)) if rng.random() < 0.3 else 0 :])
     return layout, {"chunk_size": rng.choice([1, 2, 3, 3, 4, 7]), "checkpoint": rng.random() < 0.5}
+
+
+def _draw_ragged(rng: random.Random, leaves: list[str], length: int) -> Any:
+    front = [rng.choice([1, 2, 3]) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    layout: dict[str, Any] = {}
+    for name in leaves:
+        sides = (*(side if rng.random() < 0.6 else 1 for side in front), rng.choice([-1, -1, 1]))
+        at = rng.randint(0, len(sides)) if rng.random() < 0.3 else 0
+        layout[name] = "rows" if name in ROWS else sides[at:]
+    return layout, {"chunk_size": rng.choice([None, 1, 2, 3, 4]), "checkpoint": rng.random() < 0.5}
+
+
+def _draw_rows(rng: random.Random) -> tuple[int, ...]:
+    lengths = [rng.choice([0, 1, 1, 2, 3, 4, 5]) for _ in range(rng.choice([1, 2, 3, 4, 6, 8]))]
+    kind = rng.random()
+    if kind < 0.15:
+        lengths[rng.randrange(len(lengths))] = 11
+    return tuple(lengths[:1] * len(lengths) if kind > 0.85 else lengths)
 
 
 def _draw_scan(rng: random.Random, leaves: list[str], length: int) -> tuple[Any, dict[str, Any]]:
@@ -749,6 +1194,7 @@ _DRAWS: dict[str, Any] = {
     "sliced_scan": _draw_sliced_scan,
     "checkpoint_chunked_scan": _draw_checkpoint_chunked_scan,
     "stream": _draw_auto_vmap,
+    "ragged": _draw_ragged,
 }
 
 _CALLS = ("chunked_vmap", "auto_vmap", "sliced_scan", "checkpoint_chunked_scan")
@@ -758,4 +1204,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "rules": _CALLS,
     "lanes": ("chunked_vmap", "auto_vmap"),
     "streams": ("stream",),
+    "reverse": ("chunked_vmap", "auto_vmap"),
+    "batches": ("chunked_vmap", "auto_vmap"),
+    "ragged": ("ragged",),
+    "pairs": ("auto_vmap",),
 }

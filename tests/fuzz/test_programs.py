@@ -3,11 +3,13 @@
 """Random programs against plain JAX: a few of them, or as many as RANKAX_PROGRAMS says."""
 
 import dataclasses
+import itertools
 import os
 
 import pytest
 
 import programs
+from helpers import at_each_run
 from programs import Program, draw
 from shrink import failure, smaller
 
@@ -36,14 +38,25 @@ def test_traces_like_plain_jax(seed):
     program.check_types()
 
 
-@pytest.mark.parametrize("kind", ["lanes", "streams"])
+KINDS = ["lanes", "reverse", "streams", "batches", "ragged", "pairs"]
+
+
+@pytest.mark.parametrize("kind", at_each_run(["lanes", "streams"], {kind: kind for kind in KINDS}))
 @pytest.mark.parametrize("seed", seeds(2 * 10**6, COUNT, at_each_run=1))
-def test_lanes_and_streams_equal_plain_jax(kind, seed):
+def test_other_kinds_equal_plain_jax(kind, seed):
     if kind == "streams":
         pytest.importorskip("zarr")
     program = draw(seed, kind)
     print(program)
     program.check()
+
+
+@pytest.mark.parametrize("kind", ["reverse", "batches", "ragged", "pairs"])
+@pytest.mark.parametrize("seed", seeds(3 * 10**6, COUNT, at_each_run=1))
+def test_other_kinds_trace_like_plain_jax(kind, seed):
+    program = draw(seed, kind)
+    print(program)
+    program.check_types()
 
 
 # What was wrong once, made small.
@@ -73,22 +86,42 @@ def test_once_wrong(program):
 @pytest.mark.parametrize("kind", programs.KINDS)
 def test_everything_is_drawn(kind):
     drawn = [draw(seed, kind) for seed in range(2000)]
-    steps = {name for program in drawn for name in program.steps}
-    left_out = {*programs.RULES} - ({*programs.RULES} if kind == "rules" else set())
-    left_out |= set() if kind in ("lanes", "streams") else {*programs.ENDS}
-    left_out |= {"noise", "folded_noise"} if kind == "streams" else set()
-    assert steps == programs.STEPS.keys() - left_out
-    assert {program.caller for program in drawn} == {*programs.KINDS[kind]}
+    assert {name for program in drawn for name in program.steps} == _steps(kind)
+    callers = {*programs.KINDS[kind]} | ({"ragged"} if kind == "pairs" else set())
+    assert {program.caller for program in drawn} == callers
+    expected = {
+        "rules": programs.TRANSFORMATIONS.keys() - {*programs.FORGETFUL},
+        "lanes": {*programs.FORWARD},
+        "reverse": {*programs.ONCE_REVERSE},
+        "streams": {"value"},
+    }
     used = {program.transformation for program in drawn}
-    assert (
-        used
-        == {
-            "calls": programs.TRANSFORMATIONS.keys(),
-            "rules": programs.TRANSFORMATIONS.keys() - {*programs.FORGETFUL},
-            "lanes": {*programs.FORWARD},
-            "streams": {"value"},
-        }[kind]
-    )
+    assert used == {*expected.get(kind, programs.TRANSFORMATIONS)}
+
+
+def _steps(kind):
+    """Return the steps that programs of this kind take."""
+    of_rows = {*programs.ROW_STEPS, *programs.OF_ANY_LENGTH, *programs.ROW_ENDS}
+    if kind in ("ragged", "pairs"):
+        return of_rows if kind == "ragged" else {*programs.STEPS}
+    left_out = {*programs.ROW_STEPS, "until_rows_end"}
+    left_out |= {*programs.ENDS} if kind in ("calls", "rules", "batches") else set()
+    left_out |= {*programs.RULES} if kind != "rules" else set()
+    left_out |= {"noise", "folded_noise"} if kind == "streams" else set()
+    return programs.STEPS.keys() - left_out
+
+
+def test_every_pair_of_options_is_drawn():
+    options = {*programs.MORE} - {"split key"} | {"split", "rows"}
+    drawn = (sorted(options_of(draw(seed, "pairs"))) for seed in range(2000))
+    pairs = {pair for names in drawn for pair in itertools.combinations(names, 2)}
+    refused = {("batched", "lockstep"), ("batched", "rows")}
+    assert pairs == {*itertools.combinations(sorted(options), 2)} - refused
+
+
+def options_of(program):
+    """Return the options of a program, and what its arguments have of their own."""
+    return {*program.options} | {x for x in program.layout.values() if x in ("split", "rows")}
 
 
 def test_a_program_prints_itself():

@@ -267,6 +267,16 @@ def test_under_vmap():
     assert_same(jax.jit(gradient(free(end, in_axes=(0, None))))(a), jax.jit(plain)(a), rtol=1e-4)
 
 
+def test_a_number_that_all_items_share_under_vmap():
+    def kernel(n, x, a):
+        return lax.fori_loop(0, n, lambda _, x: jnp.sin(a * x), x)
+
+    n, x = jnp.array([2, 0, 3]), jnp.linspace(0.5, 1, 3)
+    got = jax.jacrev(lambda x, a: free(kernel, 2, in_axes=(0, 0, None))(n, x, a), (0, 1))(x, A)
+    want = jax.jacfwd(lambda x, a: jax.vmap(kernel, (0, 0, None))(n, x, a), (0, 1))(x, A)
+    assert_same(got, want)
+
+
 def test_many_pairs_stay_in_their_order(monkeypatch):
     monkeypatch.setattr("rankax._lockstep.call._MOST_SORTED", 10)
     pairs = auto_vmap(x=0, a=0, chunk_size=4, reduce="sum", lockstep=False)(end)

@@ -307,8 +307,7 @@ def _differentiate_reverse(
     return out, _with_zeros(pushed[counts[3] :], live[3], out)
 
 
-def _transpose_reverse(cotangents: Any, *args: Any, site: str, **params: Any) -> Any:
-    del cotangents, args, params
+def _transpose_reverse(*_: Any, site: str, **__: Any) -> Any:
     raise ValueError(
         f"{site}: its reverse pass has no reverse mode; for second derivatives, use forward mode "
         "of the gradient, such as jax.jvp or jax.jacfwd of jax.grad, or jax.hessian"
@@ -331,11 +330,10 @@ def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
     return [at if on else None for on in mask]
 
 
-def _moved(
-    axis: Any, values: Sequence[Any], dims: Sequence[int | None], out_dims: Sequence[int | None]
-) -> list[Any]:
-    """Return values whose mapped axis is at ``out_dims``; those without one are repeated."""
-    return mapped(axis, lambda *xs: list(xs), dims, list(out_dims))(*values)
+def _moved(axis: Any, groups: Any, dims: Any, to: Any) -> list[list[Any]]:
+    """Return groups of values whose mapped axis is at ``to``; those without one are repeated."""
+    triples = zip(groups, dims, to, strict=True)
+    return [mapped(axis, lambda *xs: list(xs), at, [*out])(*values) for values, at, out in triples]
 
 
 def _batch_tangent(
@@ -351,7 +349,7 @@ def _batch_tangent(
     of_carry = [every or x for x in _fixpoint(forward, *on[:2])]
     to = [_dims([stops], 0), _dims(on[0], 0), _dims(of_carry, 0 if stops else groups[0][0].ndim)]
     to += map(_some, to[1:], live)
-    groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
+    groups = _moved(axis, groups, of_groups, to)
     forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
     return _bind(_tangent, groups, forward=forward, live=live, **options), to[4]
 
@@ -366,7 +364,10 @@ def _batch_reverse(
     of_carry = [every or x for x in _fixpoint(backward, [stops, *consts_on, *on], of_carry)]
     at = 0 if stops else jnp.ndim(groups[0][0])
     to = [_dims([stops], 0), of_groups[1], _dims(on, at), _dims(of_carry, at)]
-    groups = [_moved(axis, *group) for group in zip(groups, of_groups, to, strict=True)]
+    # What lanes share, such as a number, has a cotangent without them.
+    triples = zip(groups[3], of_groups[3], to[3], strict=True)
+    to[3] = [end and min(end, jnp.ndim(x) - (dim is not None)) for x, dim, end in triples]
+    groups = _moved(axis, groups, of_groups, to)
     forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
     backward = _mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3])
     return _bind(_reverse, groups, forward=forward, backward=backward, **options), to[3]
