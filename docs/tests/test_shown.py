@@ -81,6 +81,21 @@ def test_tables_of_results_are_read(shown):
     ]
 
 
+def test_the_how_to_quotes_the_results_of_ragged_items(shown):
+    page = " ".join((ROOT / "docs/howto/ragged.md").read_text(encoding="utf-8").split())
+    rows = {(row["way"], row[""]): row for row in shown.table("ragged")}
+    own = rows["`Ragged`, `jit=True`", "forward"]
+    padded = rows["padded to the longest", "forward"]
+    each = rows["one program for each length", "forward"]
+    slower = float(padded["times `jit=True`"])
+    assert f"takes {float(own['later, ms']):.0f} ms and {own['temporaries, MB']} MB" in page
+    assert f"takes {slower:.0f} times as long" in page
+    assert f"one program for each length compiles {each['programs']} of them" in page
+    assert int(own["of the kernel"]) <= 12
+    assert slower >= 5
+    assert shown.command("ragged") in page
+
+
 def test_every_result_says_when_it_was_measured(shown):
     stamps = shown.stamps()
     tables = {path.name for path in shown.RESULTS.glob("*.md")} - {"cpu.md"}
