@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -26,19 +26,15 @@ from rankax._base.trees import check_outputs, check_returned, leaves_with_names
 from rankax._call.arguments import (
     KernelSpec,
     arrays_of,
-    bind_arguments,
     check_key,
     converted,
     is_array,
     is_number,
-    leaves_of,
-    rebind_arguments,
 )
 from rankax._call.bound import Bound, tiles_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
-from rankax._fit.memory import shape_of
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
@@ -113,7 +109,7 @@ class BoundKernel(Bound):
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
         arguments = {**self.arguments.arguments, **dict(values), **self._masks(plan)}
-        given = rebind_arguments(self.kernel, arguments, written=True)
+        given = self.kernel.rebind(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
             return self.fun(*given.args, **given.kwargs)
 
@@ -184,24 +180,28 @@ class BoundKernel(Bound):
             raise error
         return out
 
-    # Shapes in place of arrays.
-
-    def stand_ins(self) -> tuple[list[Any], Callable[[list[Any]], BoundKernel]]:
-        """Return the shapes among the arguments, and the call with arrays in their places."""
+    def split(self) -> tuple[list[Any], Shell]:
+        """Return the values of a call, those of the arguments without a rank last, and the rest."""
         others = self.others
-        has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves_of(others))
-        leaves, treedef = jax.tree.flatten((self.leaves, others if has_shapes else {}))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        try:
+            values, tree = jax.tree.flatten(others)
+        except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
+            values, tree = jax.tree.flatten(others, is_leaf=lambda node: node is not others)
+        return [*self.leaves, *values], Shell(self.names, self.treedef, tree)
 
-        def fill(arrays: list[Any]) -> BoundKernel:
-            given = dict(zip(at, arrays, strict=True))
-            ranked, filled = treedef.unflatten(given.get(i, x) for i, x in enumerate(leaves))
-            arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **filled})
-            return dataclasses.replace(self, leaves=ranked, arguments=arguments)
 
-        # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
-        shapes = [leaves[i] if leaves[i].sharding else shape_of(leaves[i]) for i in at]
-        return shapes, fill
+class Shell(NamedTuple):
+    """A call without its values, which `BoundKernel.split` took out."""
+
+    names: tuple[str, ...]  # of the arguments with a rank
+    treedef: Any  # of these
+    others: Any  # the tree of the other arguments
+
+    def call(self, kernel: KernelSpec, values: list[Any]) -> BoundKernel:
+        """Bind a call with these values."""
+        count = self.treedef.num_leaves
+        others = self.others.unflatten(values[count:])
+        return rebind(kernel, self.names, values[:count], self.treedef, others)
 
 
 def bind(
@@ -252,7 +252,7 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
     """Do what `bind` does, without checking or converting the leaves."""
-    arguments = bind_arguments(kernel, args, kwargs)
+    arguments = kernel.bind(args, kwargs)
     names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
     leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
     return _bound(kernel, arguments, names, leaves, treedef)
@@ -267,7 +267,7 @@ def rebind(
 ) -> BoundKernel:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
     values = treedef.unflatten(leaves)
-    arguments = rebind_arguments(kernel, {**others, **dict(zip(names, values, strict=True))})
+    arguments = kernel.rebind({**others, **dict(zip(names, values, strict=True))})
     return _bound(kernel, arguments, names, leaves, treedef)
 
 

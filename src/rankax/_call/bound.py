@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A bound call: the arguments of a front end, in one form for all later steps.
 
-`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. Binding is the
-only step in which the front ends differ.
+`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `_front/chunked.py`. Binding
+is the only step in which the front ends differ.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from rankax._devices.mesh import inside, is_spread, on_every_device, on_mesh
 from rankax._devices.parts import Parts
 from rankax._devices.place import committed_elsewhere
 from rankax._fit.cpu import best_tiles, tiles_matter
-from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
+from rankax._fit.memory import fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
 from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
@@ -145,13 +145,19 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     """Return what `run` would do; the arguments may be shapes, for which tracers stand in."""
-    shapes, fill = bound.stand_ins()
+    values, shell = bound.split()
+    at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
+    # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
+    shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
     plans: list[BatchPlan] = []
     with on_mesh(bound.leaves):
         parts = parts_of(bound, options)
 
         def plan(arrays: list[Any]) -> None:
-            plans.append(_plan_of(fill(arrays), options, parts))
+            given = dict(zip(at, arrays, strict=True))
+            own = shell.call(bound.kernel, [given.get(i, x) for i, x in enumerate(values)])
+            call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
+            plans.append(_plan_of(call, options, parts))
 
         if shapes:
             jax.eval_shape(plan, shapes)
@@ -315,18 +321,10 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
 
     loose = part.plan(options.unchunked)
     evaluations = loose.plan.evaluations
-    assert options.memory_limit is not None
-    task = LimitedCall(
-        part.where,
-        options.memory_limit,
-        tuple(level.size for level in plan(1).plan.levels),
-        min(options.chunk_size or evaluations, evaluations),
-        checkpoint=options.checkpoint,
-        compiler_options=options.compiler_options,
-    )
-    of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
-    key = of_leaves, loose, options, item.out_axes
-    return fit_to_limit(task, item.closed, program, key)
+    sizes = tuple(level.size for level in plan(1).plan.levels)
+    most = min(options.chunk_size or evaluations, evaluations)
+    key = tuple((shape.shape, shape.dtype) for shape in shapes), loose, item.out_axes
+    return fit_to_limit(part.where, options, sizes, most, item.closed, program, key)
 
 
 def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:

@@ -28,6 +28,7 @@ from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
 from rankax._fit.cpu import pays_to_store
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax._plan.levels import Shape
 from rankax._trace.derivatives import of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
@@ -40,26 +41,24 @@ Answer = TypeVar("Answer")
 _kept = Kept(1024)
 
 
-@dataclasses.dataclass(frozen=True)
-class LimitedCall:
-    """A call that needs a chunk size."""
-
-    where: str  # the function, for errors
-    limit: int | str  # in normal form; a share counts what is free at the first such call
-    sizes: tuple[int, ...]  # of the levels, outermost first
-    most: int  # the largest chunk
-    checkpoint: bool | None  # if False, the gradient need not stay within the limit
-    compiler_options: tuple[tuple[str, Any], ...] | None = None
-
-
-def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) -> MemoryFit:
+def fit_to_limit(
+    where: str, options: Any, sizes: Shape, most: int, item: Any, program: Program, key: Hashable
+) -> MemoryFit:
     """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
-    task : LimitedCall
+    where : str
+        The call, for errors.
+    options : Options
+        Those of the call. A share as limit counts what is free at the first such call; with
+        ``checkpoint=False``, the gradient need not stay within it.
+    sizes : tuple of int
+        Of the levels, outermost first.
+    most : int
+        The largest chunk.
     item : ClosedJaxpr
-        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call. Of
+        The traced program of one item; with the other arguments, it identifies a kind of call. Of
         the arrays that it closes over, only the shapes are used.
     program : callable
         Returns, for a chunk size, how many items are in flight, the call as a function
@@ -68,31 +67,31 @@ def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) 
         Everything else that the call depends on.
     """
     shapes = [shape_of(const) for const in item.consts]
-    options = None if task.compiler_options is None else dict(task.compiler_options)
+    compiler = dict(options.compiler_options or ()) or None
 
     def measure(chunk_size: int) -> Cost:
-        in_flight, call, arrays = program(chunk_size, task.checkpoint)
-        forward = _temporaries(jax.jit(call).trace(shapes, arrays), options)
-        if task.checkpoint is False:
+        in_flight, call, arrays = program(chunk_size, options.checkpoint)
+        forward = _temporaries(jax.jit(call).trace(shapes, arrays), compiler)
+        if options.checkpoint is False:
             return Cost(in_flight, forward, None)
         traced, why = _gradient(call, shapes, arrays)
-        return Cost(in_flight, forward, traced and _temporaries(traced, options), why)
+        return Cost(in_flight, forward, traced and _temporaries(traced, compiler), why)
 
     def fit() -> MemoryFit:
-        limit = limit_in_bytes(task.limit, free_bytes)
-        found = fit_chunk(measure, task.sizes, task.most, limit, task.where)
-        is_loop = found.chunk_size < math.prod(task.sizes)
-        may_store = task.checkpoint is None and pays_to_store(item)
+        limit = limit_in_bytes(options.memory_limit, free_bytes)
+        found = fit_chunk(measure, sizes, most, limit, where)
+        is_loop = found.chunk_size < math.prod(sizes)
+        may_store = options.checkpoint is None and pays_to_store(item)
         if not may_store or found.gradient is None or not is_loop:
             return found
         _, call, arrays = program(found.chunk_size, False)
         traced, _ = _gradient(call, shapes, arrays)
-        gradient = _temporaries(traced, options)
+        gradient = _temporaries(traced, compiler)
         if gradient > limit:
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(task.where, item, item.consts, (task, key), fit)
+    return fit_once(where, item, item.consts, (options, sizes, most, key), fit)
 
 
 def fit_once(
