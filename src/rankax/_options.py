@@ -90,11 +90,6 @@ class Options:
     bucket: Annotated[Bucket, checked_bucket] = False
     batched: Annotated[bool, functools.partial(check_bool, name="batched")] = False
 
-    @property
-    def unchunked(self) -> Options:
-        """The same for the whole batch at once."""
-        return self if self.chunk_size is None else dataclasses.replace(self, chunk_size=None)
-
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
             object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
@@ -269,12 +264,7 @@ def _entered(checked: dict[str, Any]) -> Generator[None]:
         _scope.reset(token)
 
 
-def keyword_only(names: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """Return options with their defaults as parameters, for the signature that `help` shows."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, default=default) for name, default in names.items()]
-
-
-vars(options)["__signature__"] = inspect.Signature(
-    keyword_only({name: DEFAULTS[name] for name in _SCOPED})
-)
+# What `help` shows.
+_kind = inspect.Parameter.KEYWORD_ONLY
+_shown = [inspect.Parameter(name, _kind, default=DEFAULTS[name]) for name in _SCOPED]
+vars(options)["__signature__"] = inspect.Signature(_shown)

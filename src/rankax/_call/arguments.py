@@ -94,6 +94,52 @@ class KernelSpec:
                 )
                 self.silent.discard(name)
 
+    def converted(self, leaf: Any, path: str, *, shapes_only: bool) -> Any:
+        """Convert a leaf that is neither an array nor a number, or refuse it."""
+        check_no_ref(leaf, f"{self.name}()", path)
+        if hasattr(leaf, "__jax_array__"):
+            return jnp.asarray(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if shapes_only:
+                return leaf
+            raise TypeError(
+                f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
+                f"through jax.eval_shape({self.name}, ...), or to {self.name}.plan(...)"
+            )
+        if package := blocks_of(leaf):
+            raise in_blocks(package, self.name, path)
+        kind = type(leaf).__name__
+        if isinstance(leaf, np.ndarray):
+            came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
+            came += f"{path}.astype(float)"
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
+            # Its repr may be a table of several lines.
+            came = f"{kind}; pass jnp.asarray({path})"
+        else:
+            came = f"{kind} ({leaf!r:.60}); a parameter that takes other objects has rank None"
+        raise TypeError(
+            f"{self.name}(): {path} has a rank, so it must be an array or a number, but it is "
+            f"{came}"
+        )
+
+    def check_key(self, leaf: Any, path: str, rank: Rank | None) -> None:
+        """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return
+        is_split = rank is not None and rank.is_split
+        declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
+        if is_number(leaf):
+            raise TypeError(
+                f"{self.name}(): {path} {declared}, but it is the number {leaf!r}; make a key of "
+                f"it: jax.random.key({leaf!r})"
+            )
+        raise TypeError(
+            f"{self.name}(): {path} {declared}, but it is an array of dtype "
+            f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
+            f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
+        )
+
 
 # Leaves.
 
@@ -127,50 +173,3 @@ def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
 
 def _has_axes(leaf: Any) -> bool:
     return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
-
-
-def converted(kernel: KernelSpec, leaf: Any, path: str, *, shapes_only: bool) -> Any:
-    """Convert a leaf that is neither an array nor a number, or refuse it."""
-    check_no_ref(leaf, f"{kernel.name}()", path)
-    if hasattr(leaf, "__jax_array__"):
-        return jnp.asarray(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        if shapes_only:
-            return leaf
-        raise TypeError(
-            f"{kernel.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
-            f"through jax.eval_shape({kernel.name}, ...), or to {kernel.name}.plan(...)"
-        )
-    if package := blocks_of(leaf):
-        raise in_blocks(package, kernel.name, path)
-    kind = type(leaf).__name__
-    if isinstance(leaf, np.ndarray):
-        came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
-        came += f"{path}.astype(float)"
-    elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
-        # Its repr may be a table of several lines.
-        came = f"{kind}; pass jnp.asarray({path})"
-    else:
-        came = f"{kind} ({leaf!r:.60}); a parameter that takes other objects has rank None"
-    raise TypeError(
-        f"{kernel.name}(): {path} has a rank, so it must be an array or a number, but it is {came}"
-    )
-
-
-def check_key(kernel: KernelSpec, leaf: Any, path: str, rank: Rank | None) -> None:
-    """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return
-    is_split = rank is not None and rank.is_split
-    declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
-    if is_number(leaf):
-        raise TypeError(
-            f"{kernel.name}(): {path} {declared}, but it is the number {leaf!r}; make a key of "
-            f"it: jax.random.key({leaf!r})"
-        )
-    raise TypeError(
-        f"{kernel.name}(): {path} {declared}, but it is an array of dtype "
-        f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
-        f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
-    )

@@ -138,7 +138,7 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
         if not layout.parts:
             return main.walk(item, leaves)
-        return over_parts({**nests, shape: main}, item, leaves, layout, options.reduce)
+        return over_parts({**nests, shape: main}, item, leaves, layout)
 
     return program
 
@@ -188,7 +188,7 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     if not bound.batched:
         return bound
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     if options.memory_limit is not None and not _is_empty(whole):
         options = _fitted(_traced(bound, options, parts)).options
     runs = [bound.part(whole, shape) for shape in _layout(whole, parts).shapes()]
@@ -203,7 +203,7 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     planned = bound.plan(options)
     if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
         return planned
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     may_reverse = not options.lockstep and whole.plan.levels
     return whole if _is_empty(whole) and not may_reverse else None
 
@@ -215,7 +215,7 @@ def _is_empty(plan: Nesting) -> bool:
 
 def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     """Trace the kernel of a call for one item."""
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
     layout = _layout(whole, () if has_order(item.closed) else parts)
@@ -253,7 +253,7 @@ def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | 
     """Plan a call in tiles, or in lanes if items end by themselves."""
     if ends:
         lanes = options.chunk_size or most_lanes()
-        return plan_lanes(part.plan(options.unchunked), lanes, ends)
+        return plan_lanes(part.plan(options, None), lanes, ends)
     plan = part.plan(options, tiles)
     if ends is None:
         return plan
@@ -265,7 +265,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     devices = options.devices
     if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
         return ()
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
@@ -290,7 +290,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     axis = parts[0].axis
     if whole.plan.batch_shape[axis] % parts[0].count:
         return {}
@@ -301,14 +301,11 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
     """Return the chunk size that meets the memory limit, with its measurements."""
     options = dataclasses.replace(call.options, progress=False, jit=False)
     item, inputs = _of_lengths(call), call.whole.mapped
-    shapes = [shape_of(part.leaves[i]) for i in inputs]
 
     def plan(chunk_size: int) -> Nesting:
         return _plan_in(part, dataclasses.replace(options, chunk_size=chunk_size), tiles, ends)
 
-    def program(
-        chunk_size: int, checkpoint: bool | None
-    ) -> tuple[int, Callable[..., Any], list[Any]]:
+    def program(chunk_size: int, checkpoint: bool | None) -> tuple[int, Callable[..., Any]]:
         planned = plan(chunk_size)
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
         own = _of_lengths(call, planned.plan.in_flight)
@@ -317,14 +314,11 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
         def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
             return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
 
-        return planned.plan.in_flight, measured, shapes
+        return planned.plan.in_flight, measured
 
-    loose = part.plan(options.unchunked)
-    evaluations = loose.plan.evaluations
     sizes = tuple(level.size for level in plan(1).plan.levels)
-    most = min(options.chunk_size or evaluations, evaluations)
-    key = tuple((shape.shape, shape.dtype) for shape in shapes), loose, item.out_axes
-    return fit_to_limit(part.where, options, sizes, most, item.closed, program, key)
+    leaves, key = [part.leaves[i] for i in inputs], (part.plan(options, None), item.out_axes)
+    return fit_to_limit(part.where, options, sizes, item.closed, leaves, program, key)
 
 
 def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:

@@ -27,8 +27,6 @@ from rankax._options import DEFAULTS, checked_options
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
-_MOST_KEPT = 1024  # kernels that differ in their options only
-
 
 class Decorator(Protocol):
     """The type of ``auto_vmap(...)``: it keeps the kernel's parameters and result."""
@@ -342,5 +340,5 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
-    plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Kept(_MOST_KEPT)))
+    plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Kept(1024)))
     return plain.with_explicit(checked_options(given, where), where)

@@ -20,7 +20,7 @@ from rankax._base.checks import check_callable, checked_int, common_length
 from rankax._base.functions import argument_names, function_name, noted_errors
 from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._base.words import plural
-from rankax._call.bound import Bound, tiles_of
+from rankax._call.bound import Bound, sizes_of
 from rankax._call.run import run
 from rankax._declare.ragged import Ragged
 from rankax._options import Options, check_batched, options_of
@@ -323,13 +323,12 @@ class BoundAxes(Bound):
     places: list[int | None]  # where each leaf has the mapped axis
     length: int
 
-    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
         both = enumerate(zip(self.leaves, self.places, strict=True))
         arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
         reduce = "" if options.reduce is None else str(options.reduce)
         length = self.length if self.cut is None else self.cut[0]
-        tiles = tiles_of(options, tiles)
-        return plan_axis(self.name, length, arrays, options.chunk_size, tiles, reduce)
+        return plan_axis(self.name, length, arrays, *sizes_of(options, tiles), reduce)
 
     @property
     def ranked(self) -> list[int]:

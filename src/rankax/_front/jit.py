@@ -118,7 +118,8 @@ class JitSpec(KernelSpec):
         ]
         static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
         arrays = [x for x in inputs if not isinstance(x, _Fixed)]
-        arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
+        if call.lengths:
+            arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
         of_batch = options, parts, tuple(call.lengths), call.cut, weak
         return _Frame(shell, static, *of_batch), arrays, call
 

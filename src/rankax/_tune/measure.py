@@ -168,16 +168,14 @@ class Workload:
         is_free = not any(getattr(x, "committed", False) for x in self.values)
         if given.devices is None and jax.local_device_count() > 1 and is_free:
             kinds.append(chunks(bound, *_LARGE, devices="all"))
-        if not self.gradient and not given.batched and self._has_ends():
+        # Where items differ in cost, a loop or an expensive branch depends on the item.
+        is_lanes = not self.gradient and not given.batched
+        if is_lanes and cut_program(self.call.trace(self.plan).closed).ends:
             kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
         if not given.lockstep:
             kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
-
-    def _has_ends(self) -> bool:
-        """Whether items differ in cost: a loop or an expensive branch depends on the item."""
-        return bool(cut_program(self.call.trace(self.plan).closed).ends)
 
     def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
         return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
@@ -198,26 +196,23 @@ class Workload:
         others = self.items // max(self.batch)
         return min(self.items, -(-items // others) * others)
 
-    def sliced(self, items: int) -> tuple[list[Any], tuple[int, ...]]:
-        """Return the leaves of a slice, and its batch shape; ``items`` is `rounded`."""
-        leaves, shape = list(self.call.leaves), list(self.batch)
+    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
+        """Compile the program for a slice; return it, and a function that runs it.
+
+        ``items`` is `rounded`.
+        """
+        values, shape = list(self.values), list(self.batch)
         longest = shape.index(max(shape))
         shape[longest] = items * shape[longest] // self.items
         if items < self.items:
             part = self.call.part(self.plan, tuple(shape))
             for i in self.plan.mapped:
-                leaves[i] = leaves[i][tuple(map(slice, part.leaves[i].shape))]
-        return leaves, tuple(shape)
-
-    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
-        """Compile the program for a slice; return it, and a function that runs it."""
-        leaves, shape = self.sliced(items)
-        values = [*leaves, *self.values[len(leaves) :]]
+                values[i] = values[i][tuple(map(slice, part.leaves[i].shape))]
 
         def outputs(arrays: Mapping[int, Any]) -> Any:
             full = [arrays.get(i, value) for i, value in enumerate(values)]
             call = self.shell.call(self.call.kernel, full)
-            return run(dataclasses.replace(call, cut=shape), options)
+            return run(dataclasses.replace(call, cut=tuple(shape)), options)
 
         def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
             outs = jax.tree.leaves(outputs({**arrays, **floats}))
@@ -262,7 +257,8 @@ class _Trial:
     @property
     def variant(self) -> Options:
         """What levels do not say: that includes how many lanes there are."""
-        return self.options.unchunked if self.options.lockstep else self.options
+        options = self.options
+        return dataclasses.replace(options, chunk_size=None) if options.lockstep else options
 
 
 class _Search:
