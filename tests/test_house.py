@@ -56,7 +56,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1490,
     "_scan": 971,
     "_options": 151,
-    "_call": 1797,
+    "_call": 1796,
     "_tune": 426,
     "_blocks": 657,
     "_front": 1213,

@@ -152,6 +152,8 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     plans: list[BatchPlan] = []
     with on_mesh(bound.leaves):
         parts = parts_of(bound, options)
+        if not shapes:
+            return _plan_of(bound, options, parts)
 
         def plan(arrays: list[Any]) -> None:
             given = dict(zip(at, arrays, strict=True))
@@ -159,10 +161,7 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
             call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
             plans.append(_plan_of(call, options, parts))
 
-        if shapes:
-            jax.eval_shape(plan, shapes)
-        else:
-            plan([])
+        jax.eval_shape(plan, shapes)
     return plans[0]
 
 
