@@ -89,11 +89,6 @@ class Options:
     bucket: Annotated[Bucket, checked_bucket] = False
     batched: Annotated[bool, functools.partial(check_bool, name="batched")] = False
 
-    @property
-    def unchunked(self) -> Options:
-        """The same for the whole batch at once."""
-        return self if self.chunk_size is None else dataclasses.replace(self, chunk_size=None)
-
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
             object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
@@ -144,11 +139,10 @@ def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:
     for name in values:
         if name not in _CHECKS:
             close = difflib.get_close_matches(name, _CHECKS, 1)
-            hint = f"did you mean {close[0]}?" if close else ""
-            hint = SYNONYMS.get(name, hint)
-            hint = f"; {hint}" if hint else ""
+            hint = SYNONYMS.get(name, *(f"did you mean {other}?" for other in close))
             raise TypeError(
-                f"{site}: no option is called {name!r}{hint} (options: {listed(list(_CHECKS))})"
+                f"{site}: no option is called {name!r}{f'; {hint}' if hint else ''} (options: "
+                f"{listed(list(_CHECKS))})"
             )
     return {
         name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, site)
@@ -161,28 +155,30 @@ def options_of(site: str, /, **values: Any) -> Options:
     return Options(**checked_options(values, site))
 
 
+# What an option does without another one.
+_NEEDS = {
+    "reduce_axis": ("reduce", "reduce_axis={} has no effect without reduce=, such as reduce='sum'"),
+    "where": ("reduce", "where={!r} has no effect without reduce=, such as reduce='sum'"),
+    "compiler_options": (
+        "jit",
+        "compiler_options are those of jax.jit, so they need jit=True; where you call jax.jit "
+        "yourself, give them there",
+    ),
+    "bucket": (
+        "jit",
+        "bucket={} is for programs that jit=True compiles, so it needs jit=True; where you call "
+        "jax.jit yourself, fill the arrays up before",
+    ),
+}
+
+
 def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other."""
-    if options.reduce_axis is not None and options.reduce is None:
-        raise TypeError(
-            f"{site}: reduce_axis={options.reduce_axis} has no effect without reduce=, such as "
-            "reduce='sum'"
-        )
-    if options.where is not None and options.reduce is None:
-        raise TypeError(
-            f"{site}: where={options.where!r} has no effect without reduce=, such as reduce='sum'"
-        )
     check_batched(options, site)
-    if options.compiler_options is not None and not options.jit:
-        raise TypeError(
-            f"{site}: compiler_options are those of jax.jit, so they need jit=True; where you "
-            "call jax.jit yourself, give them there"
-        )
-    if options.bucket and not options.jit:
-        raise TypeError(
-            f"{site}: bucket={options.bucket} is for programs that jit=True compiles, so it needs "
-            "jit=True; where you call jax.jit yourself, fill the arrays up before"
-        )
+    for name, (other, refusal) in _NEEDS.items():
+        value = getattr(options, name)
+        if value != DEFAULTS[name] and not getattr(options, other):
+            raise TypeError(f"{site}: {refusal.format(value)}")
 
 
 def check_batched(options: Options, site: str) -> None:
@@ -267,12 +263,7 @@ def _entered(checked: dict[str, Any]) -> Generator[None]:
         _scope.reset(token)
 
 
-def keyword_only(names: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """Return options with their defaults as parameters, for the signature that `help` shows."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, default=default) for name, default in names.items()]
-
-
-vars(options)["__signature__"] = inspect.Signature(
-    keyword_only({name: DEFAULTS[name] for name in _SCOPED})
-)
+# What `help` shows.
+_kind = inspect.Parameter.KEYWORD_ONLY
+_shown = [inspect.Parameter(name, _kind, default=DEFAULTS[name]) for name in _SCOPED]
+vars(options)["__signature__"] = inspect.Signature(_shown)

@@ -15,6 +15,7 @@ import xarray as xr
 import rankax.xarray
 from helpers import assert_same, slow, temporary_bytes
 from rankax import BatchShapeError, SplitKey, auto_vmap
+from rankax._call.bind import bind
 from rankax._tune.measure import Workload
 from rankax.reductions import Moments
 
@@ -187,7 +188,7 @@ def test_a_plan_shows_it_as_an_argument():
 
 def test_tune_measures_slices_of_it():
     kernel = auto_vmap(0, SplitKey, batch_shape=(3, 50))(draw)
-    workload = Workload(kernel.spec, (1.0, KEY), {}, None, False, "tune")
+    workload = Workload(bind(kernel.spec, (1.0, KEY), {}), None, False, "tune")
     _, call = workload.compiled(workload.with_chunk(4), 30)
     assert call()[0].shape == (3, 10, 2)
     assert_same(kernel.tune(1.0, KEY, seconds=0.005)(1.0, KEY), kernel(1.0, KEY))

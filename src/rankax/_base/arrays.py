@@ -109,6 +109,6 @@ def check_no_ref(value: Any, site: str, name: str) -> None:
         )
 
 
-def has_tangent(aval: Any) -> bool:
-    """Whether numbers of this type have derivatives."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+def has_tangent(value: Any) -> bool:
+    """Whether numbers of the type of an array, or of a Python scalar, have derivatives."""
+    return jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.inexact)

@@ -28,7 +28,7 @@ from rankax._base.messages import listed, plural, traced_as
 from rankax._base.trees import leaves_with_names
 from rankax._blocks import programs
 from rankax._blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
-from rankax._call.arguments import check_key, converted, is_array, is_number
+from rankax._call.arguments import is_array, is_number
 from rankax._call.bind import BoundKernel
 from rankax._options import DEFAULTS, Options
 from rankax._plan.batch import BatchPlan
@@ -81,8 +81,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         mapped,
         dataclasses.replace(options, reduce=None, reduce_axis=None, jit=False),
         {name: getattr(jax.config, name) for name in programs.CONFIG},
-        call.names,
-        call.treedef,
+        call.shell,
         call.others,
         tuple(leaf if rank is None else None for leaf, rank in ranks),
         tuple(leaf for _, leaf, _ in inputs),
@@ -122,9 +121,9 @@ def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
             first.setdefault(package, f"{path} is a {package} array")
             _check_blocks(leaf, subject, path)
         elif rank is not None and not (is_array(leaf) or is_number(leaf)):
-            leaf = converted(kernel, leaf, path, shapes_only=False)
+            leaf = kernel.converted(leaf, path, shapes_only=False)
         if rank is not None and rank.is_key:
-            check_key(kernel, leaf, path, rank)
+            kernel.check_key(leaf, path, rank)
         leaves.append(leaf)
     if len(first) > 1:
         raise TypeError(

@@ -24,7 +24,7 @@ import numpy as np
 from rankax._base.cache import Kept
 from rankax._base.trees import check_outputs
 from rankax._call.arguments import is_number
-from rankax._call.bind import BoundKernel, rebind
+from rankax._call.bind import BoundKernel, Shell, rebind
 from rankax._call.run import run
 from rankax._options import Options
 from rankax._reduce.passes import RunStates
@@ -83,8 +83,7 @@ class Setup:
     mapped: Any  # the decorated kernel
     options: Options
     config: Mapping[str, Any]  # of JAX, where the call was made
-    names: tuple[str, ...]
-    treedef: Any
+    shell: Shell
     others: Mapping[str, Any]
     static: tuple[Any, ...]  # the leaves without a rank; None in place of the others
     inputs: tuple[Leaf, ...]  # first the numbers, then the arrays
@@ -96,7 +95,7 @@ class Setup:
             leaves[place] = value
             if key_impl is not None:
                 leaves[place] = jax.random.wrap_key_data(value, impl=key_impl)
-        return rebind(self.mapped.spec, self.names, leaves, self.treedef, dict(self.others))
+        return rebind(self.mapped.spec, self.shell, leaves, dict(self.others))
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""

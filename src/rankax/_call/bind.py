@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -23,22 +23,11 @@ from rankax._base.blocks import blocks_of
 from rankax._base.cache import Kept
 from rankax._base.messages import function_location, noted_errors
 from rankax._base.trees import check_outputs, check_returned, leaves_with_names
-from rankax._call.arguments import (
-    KernelSpec,
-    arrays_of,
-    bind_arguments,
-    check_key,
-    converted,
-    is_array,
-    is_number,
-    leaves_of,
-    rebind_arguments,
-)
-from rankax._call.bound import Bound, tiles_of
+from rankax._call.arguments import KernelSpec, arrays_of, is_array, is_number
+from rankax._call.bound import Bound, sizes_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
-from rankax._fit.memory import shape_of
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
@@ -58,14 +47,27 @@ class Structure:
     plans: Kept[Nesting]  # by shapes and options
 
 
+class Shell(NamedTuple):
+    """A call without its values."""
+
+    names: tuple[str, ...]  # of the arguments with a rank
+    treedef: Any  # of these
+    others: Any = None  # the tree of the other arguments, if `BoundKernel.split` took them out
+
+    def call(self, kernel: KernelSpec, values: list[Any]) -> BoundKernel:
+        """Bind a call with these values."""
+        count = self.treedef.num_leaves
+        shell, others = self._replace(others=None), self.others.unflatten(values[count:])
+        return rebind(kernel, shell, values[:count], others)
+
+
 @dataclasses.dataclass(eq=False)
 class BoundKernel(Bound):
     """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
 
     kernel: KernelSpec
     arguments: inspect.BoundArguments
-    names: tuple[str, ...]
-    treedef: Any
+    shell: Shell
     structure: Structure
     masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up (`ragged.py`)
     is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
@@ -73,9 +75,9 @@ class BoundKernel(Bound):
     @property
     def others(self) -> dict[str, Any]:
         """The arguments without a rank."""
-        return {k: v for k, v in self.arguments.arguments.items() if k not in self.names}
+        return {k: v for k, v in self.arguments.arguments.items() if k not in self.shell.names}
 
-    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
         ranks = self.structure.ranks
         shapes = tuple(
             None if rank is None else getattr(leaf, "shape", ())
@@ -93,7 +95,7 @@ class BoundKernel(Bound):
             ]
             if batch_shape is not None:
                 arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
-            call = self.fun, arrays, options.chunk_size, tiles_of(options, tiles), self.untouched
+            call = self.fun, arrays, *sizes_of(options, tiles), self.untouched
             if options.reduce is None:
                 return plan_nesting(*call)
             return plan_nesting(*call, str(options.reduce), options.reduce_axis)
@@ -111,9 +113,9 @@ class BoundKernel(Bound):
         return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
-        values = zip(self.names, self.treedef.unflatten(leaves), strict=True)
+        values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
         arguments = {**self.arguments.arguments, **dict(values), **self._masks(plan)}
-        given = rebind_arguments(self.kernel, arguments, written=True)
+        given = self.kernel.rebind(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
             return self.fun(*given.args, **given.kwargs)
 
@@ -156,7 +158,7 @@ class BoundKernel(Bound):
             for leaf in leaves
             if leaf.path in self.paths
         ]
-        nones = [name for name in self.names if self.arguments.arguments[name] is None]
+        nones = [name for name in self.shell.names if self.arguments.arguments[name] is None]
         sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
         sentences += [
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
@@ -184,24 +186,14 @@ class BoundKernel(Bound):
             raise error
         return out
 
-    # Shapes in place of arrays.
-
-    def stand_ins(self) -> tuple[list[Any], Callable[[list[Any]], BoundKernel]]:
-        """Return the shapes among the arguments, and the call with arrays in their places."""
-        others = self.others
-        has_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves_of(others))
-        leaves, treedef = jax.tree.flatten((self.leaves, others if has_shapes else {}))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-
-        def fill(arrays: list[Any]) -> BoundKernel:
-            given = dict(zip(at, arrays, strict=True))
-            ranked, filled = treedef.unflatten(given.get(i, x) for i, x in enumerate(leaves))
-            arguments = rebind_arguments(self.kernel, {**self.arguments.arguments, **filled})
-            return dataclasses.replace(self, leaves=ranked, arguments=arguments)
-
-        # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
-        shapes = [leaves[i] if leaves[i].sharding else shape_of(leaves[i]) for i in at]
-        return shapes, fill
+    def split(self) -> tuple[list[Any], Shell]:
+        """Return the values of a call, those of the arguments without a rank last, and the rest."""
+        (names, treedef, _), others = self.shell, self.others
+        try:
+            values, tree = jax.tree.flatten(others)
+        except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
+            values, tree = jax.tree.flatten(others, is_leaf=lambda node: node is not others)
+        return [*self.leaves, *values], Shell(names, treedef, tree)
 
 
 def bind(
@@ -231,11 +223,11 @@ def bind(
                 bound.is_in_blocks = True
                 return bound
             path = structure.paths[i]
-            leaves[i] = converted(kernel, leaves[i], path, shapes_only=shapes_only)
+            leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
             check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
     for i in structure.keys:
-        check_key(kernel, leaves[i], structure.paths[i], structure.ranks[i])
+        kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
     return bound
 
 
@@ -252,31 +244,22 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
 
 def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
     """Do what `bind` does, without checking or converting the leaves."""
-    arguments = bind_arguments(kernel, args, kwargs)
-    names = tuple(name for name in kernel.declaration.ranks if name in arguments.arguments)
+    arguments = kernel.bind(args, kwargs)
+    names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
     leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
-    return _bound(kernel, arguments, names, leaves, treedef)
+    return _bound(kernel, arguments, Shell(names, treedef), leaves)
 
 
 def rebind(
-    kernel: KernelSpec,
-    names: tuple[str, ...],
-    leaves: list[Any],
-    treedef: Any,
-    others: dict[str, Any],
+    kernel: KernelSpec, shell: Shell, leaves: list[Any], others: dict[str, Any]
 ) -> BoundKernel:
     """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
-    values = treedef.unflatten(leaves)
-    arguments = rebind_arguments(kernel, {**others, **dict(zip(names, values, strict=True))})
-    return _bound(kernel, arguments, names, leaves, treedef)
+    values = zip(shell.names, shell.treedef.unflatten(leaves), strict=True)
+    return _bound(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
 
 
 def _bound(
-    kernel: KernelSpec,
-    arguments: inspect.BoundArguments,
-    names: tuple[str, ...],
-    leaves: list[Any],
-    treedef: Any,
+    kernel: KernelSpec, arguments: inspect.BoundArguments, shell: Shell, leaves: list[Any]
 ) -> BoundKernel:
     """Give each leaf its rank, and refuse a list of numbers under one rank.
 
@@ -285,9 +268,9 @@ def _bound(
     """
 
     def make() -> Structure:
-        return _new_structure(kernel, {name: arguments.arguments[name] for name in names})
+        return _new_structure(kernel, {name: arguments.arguments[name] for name in shell.names})
 
-    structure = kernel.structures.find((names, treedef), make)
+    structure = kernel.structures.find(shell, make)
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
@@ -297,7 +280,7 @@ def _bound(
             )
     call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
     batched = kernel.preset.batched
-    return BoundKernel(*call, kernel, arguments, names, treedef, structure, batched=batched)
+    return BoundKernel(*call, kernel, arguments, shell, structure, batched=batched)
 
 
 def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A bound call: the arguments of a front end, in one form for all later steps.
 
-`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `mapping.py`. Binding is the
-only step in which the front ends differ.
+`auto_vmap` binds in `bind.py`, `chunked_vmap` and `chunked_reduce` in `_front/chunked.py`. Binding
+is the only step in which the front ends differ.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ class Bound(abc.ABC):
     axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)
 
     @abc.abstractmethod
-    def plan(self, options: Options, tiles: Tiles = WHOLE_CHUNKS) -> Nesting:
-        """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+        """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight.
+
+        Without tiles, plan the whole batch at once.
+        """
 
     @property
     def in_front(self) -> list[str]:
@@ -184,8 +187,10 @@ class Bound(abc.ABC):
         return trace_reduced(fun, avals, reductions, total)
 
 
-def tiles_of(options: Options, tiles: Tiles) -> Tiles:
-    """Return these tiles; those of a reduction have a limit of their own."""
+def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
+    """Return the chunk size and the tiles of a plan; a reduction has a limit of its own."""
+    chunk_size = None if tiles is None else options.chunk_size
+    tiles = tiles or WHOLE_CHUNKS
     if options.reduce is None or options.batched or (most := most_lanes()) is None:
-        return tiles
-    return Tiles(min(tiles.forward or most, most))
+        return chunk_size, tiles
+    return chunk_size, Tiles(min(tiles.forward or most, most))

@@ -49,7 +49,7 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
     """
     if not options.bucket:
         return call
-    plan = call.plan(options.unchunked)
+    plan = call.plan(options, None)
     shape, lengths = list(plan.plan.batch_shape), dict[int, int]()
     for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
         if options.devices is None and is_spread(call.leaves[i]):

@@ -121,11 +121,7 @@ def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[It
 
 
 def over_parts(
-    nests: Mapping[Shape, Nest],
-    item: ItemProgram,
-    leaves: Sequence[Any],
-    layout: Layout,
-    reductions: Reductions | None,
+    nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any], layout: Layout
 ) -> list[Any]:
     """Evaluate an item over the whole batch: each device walks its part.
 
@@ -136,13 +132,13 @@ def over_parts(
     item : ItemProgram
     leaves : sequence of arrays
     layout : Layout
-    reductions : Reductions or None
 
     Returns
     -------
     list
         What `Nest.walk` returns.
     """
+    (reductions,) = {nest.reductions for nest in nests.values()}
     places, parts = layout.places(item, reductions), layout.parts
     specs, joined_specs = ([layout.spec(p, joined=j) for p in places] for j in (False, True))
     states = None

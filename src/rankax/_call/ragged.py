@@ -41,7 +41,7 @@ from jax import core
 
 from rankax._base.arrays import zeros
 from rankax._call.arguments import KernelSpec
-from rankax._call.bind import BoundKernel, bind, rebind
+from rankax._call.bind import BoundKernel, Shell, bind, rebind
 from rankax._call.fill import marked, resized, weakened
 from rankax._call.run import run
 from rankax._declare.dims import Rank
@@ -77,8 +77,7 @@ class _Padded:
     """The user's kernel as a function of items that are filled up."""
 
     spec: KernelSpec
-    names: tuple[str, ...]
-    treedef: Any
+    shell: Shell
     roles: tuple[_Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
@@ -89,7 +88,7 @@ class _Padded:
         @functools.wraps(self.spec.fun, updated=())
         def padded(*, rankax_items: Any, rankax_mapped: Any, rankax_whole: Any, **rest: Any) -> Any:
             leaves = self._leaves(rankax_items, iter(rankax_mapped), iter(rankax_whole))
-            call = rebind(self.spec, self.names, leaves, self.treedef, rest)
+            call = rebind(self.spec, self.shell, leaves, rest)
             pairs = zip(self.dims, self.lengths, rankax_items[2::2], strict=True)
             masks = {name: jnp.arange(most, dtype=n.dtype) < n for name, most, n in pairs}
             call = dataclasses.replace(call, masks=masks)
@@ -159,7 +158,7 @@ class RaggedCall:
         for i in call.structure.ragged:
             shape = (len(lengths), longest[first_dim(call, i)], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
-        dense = dataclasses.replace(call, leaves=leaves).plan(options.unchunked)
+        dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
         return cls(call, options, dims, lengths, starts, dense, compiled)
 
     @property
@@ -293,19 +292,10 @@ class RaggedCall:
     def bound(self, group: Group, reduce: Reductions | None) -> BoundKernel:
         """Return the ordinary call of one group."""
         call, (roles, mapped, whole) = self.call, self.arguments
-        treedef = dense_treedef(call)
-        padded = _Padded(call.kernel, call.names, treedef, roles, self.dims, group.lengths)
+        shell = dense_shell(call)
+        padded = _Padded(call.kernel, shell, roles, self.dims, group.lengths)
         others = call.others
-        key = (
-            "ragged",
-            padded.names,
-            treedef,
-            roles,
-            padded.dims,
-            padded.lengths,
-            (*others,),
-            reduce,
-        )
+        key = "ragged", shell, roles, self.dims, group.lengths, (*others,), reduce
         derived = call.kernel.structures.find(
             key, lambda: padded.kernel(list(others), self._explicit(reduce))
         )
@@ -332,12 +322,11 @@ class RaggedCall:
         return run(bound, marked(bound, bound.kernel.options()))
 
 
-def dense_treedef(call: BoundKernel) -> Any:
-    """Return the tree of the arguments with an array in place of each `Ragged`."""
-    tree = call.treedef.unflatten(call.leaves)
-    return jax.tree.structure(
-        jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, Ragged))
-    )
+def dense_shell(call: BoundKernel) -> Shell:
+    """Return the shell of a call with an array in place of each `Ragged`."""
+    tree = call.shell.treedef.unflatten(call.leaves)
+    dense = jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, Ragged))
+    return call.shell._replace(treedef=jax.tree.structure(dense))
 
 
 def first_dim(call: BoundKernel, i: int) -> str:

@@ -154,7 +154,7 @@ def _check_same_outputs(ragged: RaggedCall, bound: BoundKernel) -> None:
     """Refuse outputs that depend on the padded length, where there is one only."""
     longer = Group(ragged.groups[0].items, tuple(n + 1 for n in ragged.groups[0].lengths))
     pair = [dataclasses.replace(x, lengths={}) for x in (bound, ragged.bound(longer, None))]
-    items = [each.trace(each.plan(ragged.options.unchunked)) for each in pair]
+    items = [each.trace(each.plan(ragged.options, None)) for each in pair]
     declared = ragged.call.kernel.declaration.outputs
     out = items[0].out_tree.unflatten(items[0].closed.out_avals)
     names = [path for path, _ in leaves_with_names(out, "output")]
@@ -213,7 +213,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
 
 def _outputs(ragged: RaggedCall, bound: BoundKernel, reductions: Reductions, total: int) -> Any:
     options = ragged.options
-    plan = bound.plan(dataclasses.replace(options.unchunked, batch_shape=None))
+    plan = bound.plan(dataclasses.replace(options, batch_shape=None), None)
     return bound.trace(plan, reductions.for_runs(total)).outputs
 
 

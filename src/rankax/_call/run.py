@@ -37,7 +37,7 @@ from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_mesh
 from rankax._devices.place import committed_elsewhere, find_parts
 from rankax._fit.cpu import best_tiles, tiles_matter
-from rankax._fit.memory import LimitedCall, fit_to_limit, shape_of
+from rankax._fit.memory import fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
 from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
@@ -136,25 +136,30 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
     def program(item: ItemProgram, leaves: list[Any]) -> Any:
         if not layout.parts:
             return main.walk(item, leaves)
-        return over_parts({**nests, shape: main}, item, leaves, layout, options.reduce)
+        return over_parts({**nests, shape: main}, item, leaves, layout)
 
     return program
 
 
 def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     """Return what `run` would do; the arguments may be shapes, for which tracers stand in."""
-    shapes, fill = bound.stand_ins()
+    values, shell = bound.split()
+    at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
+    # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
+    shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
     plans: list[BatchPlan] = []
     with on_mesh(bound.leaves):
         parts = parts_of(bound, options)
+        if not shapes:
+            return _plan_of(bound, options, parts)
 
         def plan(arrays: list[Any]) -> None:
-            plans.append(_plan_of(fill(arrays), options, parts))
+            given = dict(zip(at, arrays, strict=True))
+            own = shell.call(bound.kernel, [given.get(i, x) for i, x in enumerate(values)])
+            call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
+            plans.append(_plan_of(call, options, parts))
 
-        if shapes:
-            jax.eval_shape(plan, shapes)
-        else:
-            plan([])
+        jax.eval_shape(plan, shapes)
     return plans[0]
 
 
@@ -180,7 +185,7 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
     if not bound.batched:
         return bound
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     if options.memory_limit is not None and not _is_empty(whole):
         options = _fitted(_traced(bound, options, parts)).options
     runs = [bound.part(whole, shape) for shape in _layout(whole, parts).shapes()]
@@ -195,7 +200,7 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     planned = bound.plan(options)
     if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
         return planned
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     may_reverse = not options.lockstep and whole.plan.levels
     return whole if _is_empty(whole) and not may_reverse else None
 
@@ -207,7 +212,7 @@ def _is_empty(plan: Nesting) -> bool:
 
 def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     """Trace the kernel of a call for one item."""
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
     layout = _layout(whole, () if has_order(item.closed) else parts)
@@ -245,7 +250,7 @@ def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | 
     """Plan a call in tiles, or in lanes if items end by themselves."""
     if ends:
         lanes = options.chunk_size or most_lanes()
-        return plan_lanes(part.plan(options.unchunked), lanes, ends)
+        return plan_lanes(part.plan(options, None), lanes, ends)
     plan = part.plan(options, tiles)
     if ends is None:
         return plan
@@ -257,7 +262,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     devices = options.devices
     if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
         return ()
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
@@ -282,7 +287,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
-    whole = bound.plan(options.unchunked)
+    whole = bound.plan(options, None)
     axis = parts[0].axis
     if whole.plan.batch_shape[axis] % parts[0].count:
         return {}
@@ -293,14 +298,11 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
     """Return the chunk size that meets the memory limit, with its measurements."""
     options = dataclasses.replace(call.options, progress=False, jit=False)
     item, inputs = _of_lengths(call), call.whole.mapped
-    shapes = [shape_of(part.leaves[i]) for i in inputs]
 
     def plan(chunk_size: int) -> Nesting:
         return _plan_in(part, dataclasses.replace(options, chunk_size=chunk_size), tiles, ends)
 
-    def program(
-        chunk_size: int, checkpoint: bool | None
-    ) -> tuple[int, Callable[..., Any], list[Any]]:
+    def program(chunk_size: int, checkpoint: bool | None) -> tuple[int, Callable[..., Any]]:
         planned = plan(chunk_size)
         nest = nest_of(planned, inputs, dataclasses.replace(options, checkpoint=checkpoint))
         own = _of_lengths(call, planned.plan.in_flight)
@@ -309,22 +311,11 @@ def _fit(call: Traced, part: Bound, tiles: Tiles, ends: Sequence[str] | None) ->
         def measured(consts: list[Any], leaves: list[Any]) -> list[Any]:
             return jax.tree.leaves(nest.walk(own.with_constants([*consts, *others]), leaves))
 
-        return planned.plan.in_flight, measured, shapes
+        return planned.plan.in_flight, measured
 
-    loose = part.plan(options.unchunked)
-    evaluations = loose.plan.evaluations
-    assert options.memory_limit is not None
-    task = LimitedCall(
-        part.where,
-        options.memory_limit,
-        tuple(level.size for level in plan(1).plan.levels),
-        min(options.chunk_size or evaluations, evaluations),
-        checkpoint=options.checkpoint,
-        compiler_options=options.compiler_options,
-    )
-    of_leaves = tuple((shape.shape, shape.dtype) for shape in shapes)
-    key = of_leaves, loose, options, item.out_axes
-    return fit_to_limit(task, item.closed, program, key)
+    sizes = tuple(level.size for level in plan(1).plan.levels)
+    leaves, key = [part.leaves[i] for i in inputs], (part.plan(options, None), item.out_axes)
+    return fit_to_limit(part.where, options, sizes, item.closed, leaves, program, key)
 
 
 def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:

@@ -28,71 +28,66 @@ from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
 from rankax._fit.cpu import pays_to_store
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
+from rankax._plan.levels import Shape
 from rankax._trace.derivatives import of_some
 from rankax._trace.fingerprint import Unknown, fingerprint
 
-# From a chunk size, and whether chunks are checkpointed, to the number of items in flight, the call
-# as a function of constants and arrays, and the shapes of the arrays.
-Program = Callable[[int, bool | None], tuple[int, Callable[..., Any], list[Any]]]
+# From a chunk size, and whether chunks are checkpointed, to the number of items in flight, and the
+# call as a function of constants and arrays, which returns a list.
+Program = Callable[[int, bool | None], tuple[int, Callable[..., Any]]]
 
 Answer = TypeVar("Answer")
 
 _kept = Kept(1024)
 
 
-@dataclasses.dataclass(frozen=True)
-class LimitedCall:
-    """A call that needs a chunk size."""
-
-    where: str  # the function, for errors
-    limit: int | str  # in normal form; a share counts what is free at the first such call
-    sizes: tuple[int, ...]  # of the levels, outermost first
-    most: int  # the largest chunk
-    checkpoint: bool | None  # if False, the gradient need not stay within the limit
-    compiler_options: tuple[tuple[str, Any], ...] | None = None
-
-
-def fit_to_limit(task: LimitedCall, item: Any, program: Program, key: Hashable) -> MemoryFit:
+def fit_to_limit(
+    where: str, options: Any, sizes: Shape, item: Any, arrays: Any, program: Program, key: Hashable
+) -> MemoryFit:
     """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
-    task : LimitedCall
+    where : str
+        The call, for errors.
+    options : Options
+        Those of the call. A share as limit counts what is free at the first such call; with
+        ``checkpoint=False``, the gradient need not stay within it.
+    sizes : tuple of int
+        Of the levels, outermost first.
     item : ClosedJaxpr
-        The traced program of one item; with ``task`` and ``key``, it identifies a kind of call. Of
+        The traced program of one item; with the other arguments, it identifies a kind of call. Of
         the arrays that it closes over, only the shapes are used.
-    program : callable
-        Returns, for a chunk size, how many items are in flight, the call as a function
-        ``(constants, arrays)`` that returns a list, and the shapes of its arrays.
+    arrays : sequence
+        What the call maps, or shapes.
+    program : Program
     key : hashable
         Everything else that the call depends on.
     """
-    shapes = [shape_of(const) for const in item.consts]
-    options = None if task.compiler_options is None else dict(task.compiler_options)
+    shapes = jax.tree.map(shape_of, (item.consts, arrays))
+    compiler, total = dict(options.compiler_options or ()) or None, math.prod(sizes)
 
     def measure(chunk_size: int) -> Cost:
-        in_flight, call, arrays = program(chunk_size, task.checkpoint)
-        forward = _temporaries(jax.jit(call).trace(shapes, arrays), options)
-        if task.checkpoint is False:
+        in_flight, call = program(chunk_size, options.checkpoint)
+        forward = _temporaries(jax.jit(call).trace(*shapes), compiler)
+        if options.checkpoint is False:
             return Cost(in_flight, forward, None)
-        traced, why = _gradient(call, shapes, arrays)
-        return Cost(in_flight, forward, traced and _temporaries(traced, options), why)
+        traced, why = _gradient(call, *shapes)
+        return Cost(in_flight, forward, traced and _temporaries(traced, compiler), why)
 
     def fit() -> MemoryFit:
-        limit = limit_in_bytes(task.limit, free_bytes)
-        found = fit_chunk(measure, task.sizes, task.most, limit, task.where)
-        is_loop = found.chunk_size < math.prod(task.sizes)
-        may_store = task.checkpoint is None and pays_to_store(item)
-        if not may_store or found.gradient is None or not is_loop:
+        limit = limit_in_bytes(options.memory_limit, free_bytes)
+        found = fit_chunk(measure, sizes, min(options.chunk_size or total, total), limit, where)
+        may_store = options.checkpoint is None and pays_to_store(item)
+        if not may_store or found.gradient is None or found.chunk_size >= total:
             return found
-        _, call, arrays = program(found.chunk_size, False)
-        traced, _ = _gradient(call, shapes, arrays)
-        gradient = _temporaries(traced, options)
+        traced, _ = _gradient(program(found.chunk_size, False)[1], *shapes)
+        gradient = _temporaries(traced, compiler)
         if gradient > limit:
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(task.where, item, item.consts, (task, key), fit)
+    return fit_once(where, item, shapes, (options, sizes, key), fit)
 
 
 def fit_once(

@@ -18,15 +18,14 @@ import jax
 
 from rankax._base.cache import Kept
 from rankax._base.messages import function_name
+from rankax._call.arguments import KernelSpec
 from rankax._declare.ranks import declare
 from rankax._declare.split_key import SplitKey
-from rankax._front.kernel import ClassMethod, Kernel, kernel_of
+from rankax._front.kernel import ClassMethod, Kernel
 from rankax._options import DEFAULTS, checked_options
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-
-_MOST_KEPT = 1024  # kernels that differ in their options only
 
 
 class Decorator(Protocol):
@@ -341,5 +340,5 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
-    checked = checked_options(given, where)
-    return kernel_of(fun, declaration, checked, where, Kept(_MOST_KEPT))
+    plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Kept(1024)))
+    return plain.with_explicit(checked_options(given, where), where)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""``chunked_vmap``: `jax.vmap` in chunks; ``chunked_reduce``: without ever storing the outputs."""
+"""``chunked_vmap``: `jax.vmap` in chunks; ``chunked_reduce``: without ever storing the outputs.
+
+A call of theirs is bound by `AxisMap`; all checks precede the trace.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,28 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from rankax._base.messages import check_callable, function_name
-from rankax._call.mapping import MappedAxes, bind_axes, checked_axes
+from rankax._base.arrays import check_no_ref
+from rankax._base.messages import (
+    argument_names,
+    check_callable,
+    checked_int,
+    common_length,
+    function_name,
+    noted_errors,
+    plural,
+)
+from rankax._base.trees import leaves_with_names, spread_prefix
+from rankax._call.bound import Bound, sizes_of
 from rankax._call.run import run
+from rankax._declare.ragged import Ragged
 from rankax._options import Options, check_batched, options_of
+from rankax._plan.levels import WHOLE_CHUNKS, Tiles
+from rankax._plan.nesting import Nesting, plan_axis
 from rankax._reduce.run import read_reductions
+from rankax._trace.programs import checked_output_axes, is_axis
 
 
 def chunked_vmap(
@@ -156,9 +175,8 @@ def chunked_vmap(
         lockstep=lockstep,
         batched=batched,
     )
-    return _mapped(
-        fun, where, checked_axes(where, in_axes, axis_size, out_axes, axis_name), options
-    )
+    axes = AxisMap(fun, where, in_axes, axis_size, out_axes, axis_name, batched)
+    return mapped(axes, options)
 
 
 def chunked_reduce(
@@ -284,16 +302,160 @@ def chunked_reduce(
         batched=batched,
     )
     options = dataclasses.replace(options, reduce=read_reductions(reduce, caller))
-    return _mapped(fun, caller, checked_axes(caller, in_axes, axis_size), options)
+    return mapped(AxisMap(fun, caller, in_axes, axis_size, batched=batched), options)
 
 
-def _mapped(
-    fun: Callable[..., Any], where: str, axes: MappedAxes, options: Options
-) -> Callable[..., Any]:
-    check_batched(options, where)
+def mapped(axes: AxisMap, options: Options) -> Callable[..., Any]:
+    """Return a function as it is mapped."""
+    check_batched(options, axes.where)
 
-    @functools.wraps(fun)
+    @functools.wraps(axes.fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return run(bind_axes(fun, where, args, kwargs, axes, batched=options.batched), options)
+        return run(axes.bind(args, kwargs), options)
 
     return mapped
+
+
+# Binding.
+
+
+@dataclasses.dataclass(eq=False)
+class BoundAxes(Bound):
+    """A bound call that maps one axis of each argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    in_axes: Any
+    places: list[int | None]  # where each leaf has the mapped axis
+    length: int
+
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+        both = enumerate(zip(self.leaves, self.places, strict=True))
+        arrays = tuple((i, tuple(leaf.shape), axis) for i, (leaf, axis) in both if axis is not None)
+        reduce = "" if options.reduce is None else str(options.reduce)
+        length = self.length if self.cut is None else self.cut[0]
+        return plan_axis(self.name, length, arrays, *sizes_of(options, tiles), reduce)
+
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, place in enumerate(self.places) if place is not None]
+
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        del plan
+        args, kwargs = jax.tree.structure((self.args, self.kwargs)).unflatten(leaves)
+        with noted_errors(self.fun, self._described):
+            return self.fun(*args, **kwargs)
+
+    def _described(self) -> tuple[Any, ...]:
+        """Describe the arguments of one item, for an error of the function."""
+        rows: list[tuple[str, ...]] = []
+        for path, leaf, axis in zip(self.paths, self.leaves, self.places, strict=True):
+            shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
+            core = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
+            rows.append((path, str(shape), str(axis), str(core)))
+        return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
+
+    def in_one_piece(self, plan: Nesting) -> Any:
+        """Call `jax.vmap`, with our errors."""
+        returned = False
+
+        @functools.wraps(self.fun)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal returned
+            out = self.evaluate(jax.tree.leaves((args, kwargs)), plan)
+            checked_output_axes(self.fun, out, self.out_axes)
+            returned = True
+            return out
+
+        vmapped = jax.vmap(
+            checked, self.in_axes, self.out_axes, axis_name=self.axis_name, axis_size=self.length
+        )
+        try:
+            return vmapped(*self.args, **self.kwargs)
+        except ValueError:
+            if returned and self.axis_name is None:  # `fun` itself did not fail
+                self.trace(plan).check_unmapped_outputs()
+            raise
+
+
+@dataclasses.dataclass
+class AxisMap:
+    """A function and the parameters with which `jax.vmap` maps it; they are checked here."""
+
+    fun: Callable[..., Any]
+    where: str  # how an error message begins
+    in_axes: Any = 0
+    axis_size: int | None = None
+    out_axes: Any = 0
+    axis_name: Hashable | None = None
+    batched: bool = False  # whether the function takes a batch itself
+
+    def __post_init__(self) -> None:
+        """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
+        if self.axis_size is not None:
+            refusal = f"{self.where}: axis_size must be a positive int, got"
+            self.axis_size = checked_int(self.axis_size, refusal, least=0)
+        if isinstance(self.in_axes, list):
+            self.in_axes = tuple(self.in_axes)
+        for parameter, axes in (("in_axes", self.in_axes), ("out_axes", self.out_axes)):
+            for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
+                if not is_axis(entry):
+                    raise TypeError(
+                        f"{self.where}: {parameter} must hold ints and None, got "
+                        f"{type(entry).__name__} {entry!r} at "
+                        f"{parameter}{jax.tree_util.keystr(path)}"
+                    )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundAxes:
+        """Give every leaf its axis and find the common length, or say which leaf does not fit."""
+        in_axes, axis_size, where = self.in_axes, self.axis_size, self.where
+        if isinstance(in_axes, tuple) and len(in_axes) != len(args):
+            raise ValueError(
+                f"{where}: in_axes has {plural(len(in_axes), 'entry')} for "
+                f"{plural(len(args), 'positional argument')}"
+            )
+        prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        names = argument_names(self.fun, len(args))
+        named: list[tuple[str, Any]] = []
+        places: list[int | None] = []
+        for name, prefix, arg in [
+            *zip(names, prefixes, args, strict=True),
+            *((name, 0, kwargs[name]) for name in sorted(kwargs)),
+        ]:
+            found = leaves_with_names(arg, name)
+            named += found
+            try:
+                places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            _refuse_rows(arg, name, places[len(places) - len(found) :], where)
+        pairs = list(zip(named, places, strict=True))
+        table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
+        if not table and axis_size is None:
+            raise ValueError(
+                f"{where}: nothing is mapped; map at least one array through in_axes, or give "
+                "axis_size"
+            )
+        if axis_size is not None:
+            table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
+        for name, x, _ in table:
+            check_no_ref(x, where, name)
+        length = common_length(table, where)
+        leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
+        places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
+        call = self.fun, function_name(self.fun), where, leaves, [name for name, _ in named]
+        own = args, kwargs, in_axes, places, length
+        out, name = self.out_axes, self.axis_name
+        return BoundAxes(*call, *own, batched=self.batched, out_axes=out, axis_name=name)
+
+
+def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) -> None:
+    """Refuse to map the rows of ragged items as if they were items."""
+    nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
+    for (path, node), place in zip(nodes, places, strict=True):
+        is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
+        if is_whole and place is not None:
+            raise TypeError(
+                f"{where}: {path} is Ragged, and its rows are no items of a batch; use "
+                'rankax.auto_vmap with a rank such as "n 3", or map other arguments only'
+            )

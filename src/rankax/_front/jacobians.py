@@ -22,10 +22,8 @@ from jax.flatten_util import ravel_pytree
 from rankax._base.arrays import counted, has_tangent, index_dtype
 from rankax._base.messages import argument_names, function_name, listed, noted_errors, plural
 from rankax._base.trees import leaves_with_names, type_name
-from rankax._call.mapping import bind_axes, checked_axes
-from rankax._call.run import run
 from rankax._fit.memory import shape_of
-from rankax._front.chunked import chunked_reduce
+from rankax._front.chunked import AxisMap, chunked_reduce, mapped
 from rankax._options import Options, options_of
 from rankax._reduce.protocol import EachLeaf, Reduction
 from rankax._reduce.run import read_reductions
@@ -129,10 +127,9 @@ class _Jacobian:
         count = _size(self.basis)
         numbers = counted(count, index_dtype(count))
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
-        axes = checked_axes(self.where, 0, None, axis)
         reductions = None if reduce is None else read_reductions(reduce, self.where)
         options = dataclasses.replace(self.options, reduce=reductions)
-        return run(bind_axes(named, self.where, (numbers,), {}, axes), options)
+        return mapped(AxisMap(named, self.where, out_axes=axis), options)(numbers)
 
     def whole(self, like: Any) -> Any:
         """Return the Jacobian, with the structure and the types of ``like``."""

@@ -20,7 +20,7 @@ import numpy as np
 from rankax._base.arrays import is_staged
 from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import KernelSpec, is_array, is_number
-from rankax._call.bind import BoundKernel, bind, rebind
+from rankax._call.bind import BoundKernel, Shell, bind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.mesh import Parts
@@ -35,10 +35,8 @@ from rankax._progress.bars import wait_for_reports
 class _Frame(NamedTuple):
     """The static part of a call, by which `jax.jit` looks up the compiled program."""
 
-    names: tuple[str, ...]  # of the arguments with a rank
-    treedef: Any
-    rest_tree: Any  # of the other arguments
-    static: tuple[_Fixed | None, ...]  # of each leaf, those of the others last; None if traced
+    shell: Shell
+    static: tuple[_Fixed | None, ...]  # of each value; None if traced
     options: Options
     parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
     filled: tuple[int, ...]  # the batch axes that are filled up; their true lengths come last
@@ -100,7 +98,6 @@ class JitSpec(KernelSpec):
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
     ) -> tuple[_Frame, list[Any], BoundKernel]:
         """Split a bound call into a static frame and traced arrays; return the call, too."""
-        rest, rest_tree = jax.tree.flatten(call.others)
         options = self.options()
         weak: tuple[int, ...] = ()
         if options.bucket and is_alone:
@@ -109,12 +106,10 @@ class JitSpec(KernelSpec):
             weak = tuple(i for i, (x, y) in pairs if x is not y and y.weak_type)
             call = filled(call, shapes)
         parts = parts_of(call, options)
-        leaves = call.leaves
+        (values, shell), ranks = call.split(), call.structure.ranks
         if parts:
             axes = cut_axes(call, options, parts)
-            leaves = [put(x, axes.get(i), parts[0]) for i, x in enumerate(leaves)]
-            rest = [put(x, None, parts[0]) for x in rest]
-        values, ranks = [*leaves, *rest], call.structure.ranks
+            values = [put(x, axes.get(i), parts[0]) for i, x in enumerate(values)]
         inputs = [
             leaf
             if i < len(ranks) and ranks[i] is not None
@@ -123,10 +118,10 @@ class JitSpec(KernelSpec):
         ]
         static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
         arrays = [x for x in inputs if not isinstance(x, _Fixed)]
-        arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
-        of_arrays = call.names, call.treedef, rest_tree, static
+        if call.lengths:
+            arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
         of_batch = options, parts, tuple(call.lengths), call.cut, weak
-        return _Frame(*of_arrays, *of_batch), arrays, call
+        return _Frame(shell, static, *of_batch), arrays, call
 
     def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
         """Return the array to trace, or the static value, for a leaf without a rank.
@@ -157,12 +152,10 @@ class JitSpec(KernelSpec):
 
     def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         traced = iter(arrays)
-        leaves = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
+        values = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
         for i in frame.weak:
-            leaves[i] = weakened(leaves[i])
-        count = frame.treedef.num_leaves
-        others = frame.rest_tree.unflatten(leaves[count:])
-        call = rebind(self, frame.names, leaves[:count], frame.treedef, others)
+            values[i] = weakened(values[i])
+        call = frame.shell.call(self, values)
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
         out = run(call, marked(call, frame.options), frame.parts)

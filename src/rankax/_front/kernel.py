@@ -15,12 +15,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import jax
 
-from rankax._base.cache import Kept
 from rankax._base.messages import unwrapped
 from rankax._base.trees import ByKey, Items, Node
 from rankax._blocks.call import call_on_blocks
@@ -30,7 +29,6 @@ from rankax._call.fill import fill_up, marked
 from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
-from rankax._declare.ranks import Declaration
 from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitSpec, compiled_part
 from rankax._front.ragged_check import RaggedItems
@@ -113,9 +111,20 @@ class Kernel(Generic[P, R]):
 
     def with_options(self, **options: Unpack[Given]) -> Self:
         """Return the kernel with these options; always the same one, with what it compiled."""
-        spec, where = self.spec, f"{self.spec.name}.with_options"
-        explicit = {**spec.explicit, **checked_options(options, where)}
-        return self._bound(kernel_of(spec.fun, spec.declaration, explicit, where, spec.members))
+        where = f"{self.spec.name}.with_options"
+        explicit = {**self.spec.explicit, **checked_options(options, where)}
+        return self._bound(self.with_explicit(explicit, where))
+
+    def with_explicit(self, explicit: dict[str, Any], where: str) -> Kernel[P, R]:
+        """Return the kernel with these options only, which are checked."""
+        spec = self.spec
+
+        def make() -> Kernel[P, R]:
+            check_together(Options(**explicit), where)
+            kind = JitSpec if explicit.get("jit") else KernelSpec
+            return Kernel(kind(spec.fun, spec.declaration, explicit, spec.members))
+
+        return spec.members.find(frozenset(explicit.items()), make)
 
     def tune(
         self,
@@ -275,23 +284,6 @@ class ClassMethod(classmethod):  # pyright: ignore[reportMissingTypeArgument]
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         kernel: Any = self.__func__
         return Method(kernel, type(instance) if owner is None else owner)
-
-
-def kernel_of(
-    fun: Callable[..., Any],
-    declaration: Declaration,
-    explicit: Mapping[str, Any],
-    where: str,
-    members: Kept[Any],
-) -> Kernel[..., Any]:
-    """Return the kernel with these options; ``members`` has those that differ in options only."""
-
-    def make() -> Kernel[..., Any]:
-        check_together(Options(**explicit), where)
-        kind = JitSpec if explicit.get("jit") else KernelSpec
-        return Kernel(kind(fun, declaration, explicit, members))
-
-    return members.find(frozenset(explicit.items()), make)
 
 
 # Pickling.

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.arrays import has_tangent
 from rankax._base.messages import listed
 from rankax._call.bind import BoundKernel, rebind
-from rankax._call.ragged import RaggedCall, dense_treedef, first_dim
+from rankax._call.ragged import RaggedCall, dense_shell, first_dim
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves
-from rankax._front.trust import CallItems, Index, difference, has_gradient, most_ulps, numbers_of
+from rankax._front.trust import CallItems, Index, difference, most_ulps, numbers_of
 from rankax._options import Options
 
 _FILLS = {"large numbers": 1e6, "NaN": np.nan}
@@ -114,7 +115,7 @@ class RaggedItems(CallItems):
         filled: dict[int, Any] = {}
         for i, x in rows.items():
             last = x[-1:]
-            if i in fills and has_gradient(x):
+            if i in fills and has_tangent(x):
                 last = jnp.full_like(last, fills[i])
             more = most[self.ragged.dims.index(first_dim(self.call, i))] - len(x)
             filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
@@ -135,7 +136,7 @@ class RaggedItems(CallItems):
 
     def _dense(self, leaves: list[Any], lengths: Any) -> CallItems:
         call, dims = self.call, self.ragged.dims
-        dense = rebind(call.kernel, call.names, leaves, dense_treedef(call), call.others)
+        dense = rebind(call.kernel, dense_shell(call), leaves, call.others)
         most = {first_dim(call, i): len(leaves[i]) for i in call.structure.ragged}
         masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
         return CallItems(dataclasses.replace(dense, masks=masks), self.options)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.arrays import has_tangent
 from rankax._base.messages import check_bool, checked_int, positive_int
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
@@ -106,7 +107,7 @@ class CallItems:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
-        self.call, self.plan = call, call.plan(options.unchunked)
+        self.call, self.plan = call, call.plan(options, None)
         self.shape = self.plan.plan.batch_shape
 
     def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
@@ -219,14 +220,14 @@ def _gradients(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the gradient of a random sum of the chosen items: of themselves, and of the call."""
     call = them.call
-    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if has_gradient(leaf)}
+    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if has_tangent(leaf)}
 
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
-        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if has_gradient(out)]
+        terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if has_tangent(out)]
         return sum(map(jnp.sum, terms), jnp.zeros(()))
 
     def of_call(values: Mapping[int, Any]) -> Any:
@@ -249,10 +250,6 @@ def _gradients(
             got = {i: jnp.where(lost[i], wanted[i], got[i]) for i in floats}
     for i in floats:
         yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
-
-
-def has_gradient(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
 
 
 def _eps(dtype: Any) -> float:
@@ -327,13 +324,13 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
     """Return a kernel that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
-        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_gradient(x)]
+        leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_tangent(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
     @functools.wraps(spec.fun)
     def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
         call = bind(spec, args, kwargs)
-        places = [i for i, leaf in enumerate(call.leaves) if gradient and has_gradient(leaf)]
+        places = [i for i, leaf in enumerate(call.leaves) if gradient and has_tangent(leaf)]
 
         def of(values: list[Any]) -> tuple[list[Any], Any]:
             leaves = list(call.leaves)
@@ -341,7 +338,7 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
                 leaves[i] = value
             out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
-            return [x for x in jax.tree.leaves(out) if has_gradient(x)], out
+            return [x for x in jax.tree.leaves(out) if has_tangent(x)], out
 
         outs, pull, out = jax.vjp(of, [jnp.asarray(call.leaves[i]) for i in places], has_aux=True)
         is_bad = ~is_finite(out)

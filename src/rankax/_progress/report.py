@@ -62,21 +62,22 @@ class Reports:
 
 
 def _one_number(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return a number that depends on a leaf; nothing if all leaves are empty.
-
-    On a mesh with explicit axes this sums a leaf, because such an array cannot be sliced.
-    """
+    """Return a number that depends on a leaf; nothing if all leaves are empty."""
     for x in leaves:
-        if not x.size or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            continue
-        if _is_explicit():
-            return [jnp.sum(x)]
-        return [lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))]
+        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return [_first(x, *range(x.ndim))]
     return []
 
 
-def _is_explicit() -> bool:
-    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def _first(x: jax.Array, *axes: int) -> jax.Array:
+    """Return what is first along some axes.
+
+    On a mesh with explicit axes it is a sum, because such an array cannot be sliced.
+    """
+    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jnp.sum(x, axes)
+    ends = [1 if axis in axes else n for axis, n in enumerate(x.shape)]
+    return lax.squeeze(lax.slice(x, (0,) * x.ndim, ends), axes)
 
 
 _report = jax.extend.core.Primitive("rankax_report")
@@ -113,14 +114,8 @@ def _report_once(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any
     """Report once for all lanes of a `jax.vmap`, which run together."""
     pairs = list(zip(args, dims, strict=True))
     if all(dim is None or x.shape[dim] for x, dim in pairs):
-        _report.bind(*(x if dim is None else _first_lane(x, dim) for x, dim in pairs), **params)
+        _report.bind(*(x if dim is None else _first(x, dim) for x, dim in pairs), **params)
     return [], []
-
-
-def _first_lane(x: jax.Array, dim: int) -> jax.Array:
-    if _is_explicit():
-        return jnp.sum(x, dim)
-    return lax.index_in_dim(x, 0, dim, keepdims=False)
 
 
 def _report_primals(primals: Sequence[Any], _: Sequence[Any], **params: Any) -> Any:

@@ -331,29 +331,25 @@ _LEAVES = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_P
 def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> list[int | None]:
     """Return where the mapped axis goes in each output of one item, or say which does not fit."""
     check_outputs(fun, out)
-    where = function_location(fun)
     try:
-        spread = spread_prefix(out_axes, out, "output", is_entry=is_axis, what="out_axes")
+        axes = spread_prefix(out_axes, out, "output", is_entry=is_axis, what="out_axes")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    axes: list[int | None] = []
+        raise ValueError(f"{function_location(fun)}: {error}") from None
+    pairs = list(zip(axes, map(jnp.ndim, jax.tree.leaves(out)), strict=True))
+    if all(axis is None or -rank - 1 <= axis <= rank for axis, rank in pairs):
+        # JAX expects ints, not the integers of NumPy.
+        return [None if axis is None else int(axis) % (rank + 1) for axis, rank in pairs]
     rows: list[tuple[str, ...]] = []
     odd: list[int] = []
-    pairs = zip(leaves_with_names(out, "output"), spread, strict=True)
-    for i, ((name, leaf), axis) in enumerate(pairs):
-        rank = jnp.ndim(leaf)
-        rows.append((name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}"))
-        # JAX expects ints, not the integers of NumPy.
-        axes.append(None if axis is None else int(axis) % (rank + 1))
+    for (name, leaf), (axis, rank) in zip(leaves_with_names(out, "output"), pairs, strict=True):
         if axis is not None and not -rank - 1 <= axis <= rank:
-            odd.append(i)
-    if odd:
-        raise ValueError(
-            f"{where}: {listed([rows[i][0] for i in odd])} cannot have the mapped axis where "
-            "out_axes says\n\n"
-            + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
-        )
-    return axes
+            odd.append(len(rows))
+        rows.append((name, str(jnp.shape(leaf)), str(axis), f"{-rank - 1} to {rank}"))
+    raise ValueError(
+        f"{function_location(fun)}: {listed([rows[i][0] for i in odd])} cannot have the mapped "
+        "axis where out_axes says\n\n"
+        + table(("leaf", "shape of one item", "out_axes", "possible"), rows, odd)
+    )
 
 
 def has_order(closed: Any) -> bool:

@@ -37,8 +37,8 @@ from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.messages import check_bool
-from rankax._call.arguments import KernelSpec, is_array
-from rankax._call.bind import bind, rebind
+from rankax._call.arguments import is_array
+from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, filled
 from rankax._call.run import plan_of, run
 from rankax._fit.cpu import LIBRARY_OPTION, tiles_matter
@@ -80,7 +80,7 @@ def tuned(
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
     bound = options.chunk_size if explicit is None else None
-    workload = Workload(kernel.spec, args, kwargs, bound, gradient, where)
+    workload = Workload(bind(kernel.spec, args, kwargs), bound, gradient, where)
     search = _Search(workload, limit, begin, seconds)
     chosen = search.chosen()
     if chosen is None:
@@ -99,13 +99,11 @@ def tuned(
 
 @dataclasses.dataclass(eq=False)
 class Workload:
-    """A kernel and the arguments that it is tuned for.
+    """A call that a kernel is tuned for.
 
     Parameters
     ----------
-    kernel : KernelSpec
-    args, kwargs
-        Of the call.
+    call : BoundKernel
     bound : int, optional
         The largest chunk that may be used.
     gradient : bool
@@ -114,17 +112,14 @@ class Workload:
         How an error message begins.
     """
 
-    kernel: KernelSpec
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: BoundKernel
     bound: int | None
     gradient: bool
     where: str
 
     def __post_init__(self) -> None:
-        call, options = bind(self.kernel, self.args, self.kwargs), self.kernel.options()
-        self.others, self.others_tree = jax.tree.flatten(call.others)
-        if is_staged() or any(isinstance(x, core.Tracer) for x in [*call.leaves, *self.others]):
+        call, options = self.call, self.call.kernel.options()
+        if is_staged() or any(isinstance(x, core.Tracer) for x in call.split()[0]):
             raise TypeError(
                 f"{self.where}: it runs the kernel to time it, so it cannot be called inside "
                 "jax.jit, jax.vmap, jax.grad or a scan; call it before, and use the kernel that it "
@@ -133,7 +128,7 @@ class Workload:
         call = filled(call, fill_up(call, options))
         self.call = call = dataclasses.replace(call, lengths={})  # copies cost what items cost
         self.defaults = dataclasses.replace(options, memory_limit=None)
-        self.values = [*call.leaves, *self.others]
+        self.values, self.shell = call.split()
         arrays = [i for i, value in enumerate(self.values) if options.jit and is_array(value)]
         self.traced = {*call.ranked, *arrays}
         self.floating = [i for i in call.ranked if _is_floating(call.leaves[i])]
@@ -173,16 +168,14 @@ class Workload:
         is_free = not any(getattr(x, "committed", False) for x in self.values)
         if given.devices is None and jax.local_device_count() > 1 and is_free:
             kinds.append(chunks(bound, *_LARGE, devices="all"))
-        if not self.gradient and not given.batched and self._has_ends():
+        # Where items differ in cost, a loop or an expensive branch depends on the item.
+        is_lanes = not self.gradient and not given.batched
+        if is_lanes and cut_program(self.call.trace(self.plan).closed).ends:
             kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
         if not given.lockstep:
             kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
-
-    def _has_ends(self) -> bool:
-        """Whether items differ in cost: a loop or an expensive branch depends on the item."""
-        return bool(cut_program(self.call.trace(self.plan).closed).ends)
 
     def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
         return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
@@ -203,28 +196,23 @@ class Workload:
         others = self.items // max(self.batch)
         return min(self.items, -(-items // others) * others)
 
-    def sliced(self, items: int) -> tuple[list[Any], tuple[int, ...]]:
-        """Return the leaves of a slice, and its batch shape; ``items`` is `rounded`."""
-        leaves, shape = list(self.call.leaves), list(self.batch)
+    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
+        """Compile the program for a slice; return it, and a function that runs it.
+
+        ``items`` is `rounded`.
+        """
+        values, shape = list(self.values), list(self.batch)
         longest = shape.index(max(shape))
         shape[longest] = items * shape[longest] // self.items
         if items < self.items:
             part = self.call.part(self.plan, tuple(shape))
             for i in self.plan.mapped:
-                leaves[i] = leaves[i][tuple(map(slice, part.leaves[i].shape))]
-        return leaves, tuple(shape)
-
-    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
-        """Compile the program for a slice; return it, and a function that runs it."""
-        leaves, shape = self.sliced(items)
-        values = [*leaves, *self.others]
-        count = len(self.call.leaves)
+                values[i] = values[i][tuple(map(slice, part.leaves[i].shape))]
 
         def outputs(arrays: Mapping[int, Any]) -> Any:
             full = [arrays.get(i, value) for i, value in enumerate(values)]
-            others = self.others_tree.unflatten(full[count:])
-            call = rebind(self.kernel, self.call.names, full[:count], self.call.treedef, others)
-            return run(dataclasses.replace(call, cut=shape), options)
+            call = self.shell.call(self.call.kernel, full)
+            return run(dataclasses.replace(call, cut=tuple(shape)), options)
 
         def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
             outs = jax.tree.leaves(outputs({**arrays, **floats}))
@@ -269,7 +257,8 @@ class _Trial:
     @property
     def variant(self) -> Options:
         """What levels do not say: that includes how many lanes there are."""
-        return self.options.unchunked if self.options.lockstep else self.options
+        options = self.options
+        return dataclasses.replace(options, chunk_size=None) if options.lockstep else options
 
 
 class _Search:

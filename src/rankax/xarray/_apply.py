@@ -114,7 +114,7 @@ def apply(
 
     def arguments(arrays: dict[int, Any]) -> inspect.BoundArguments:
         values = [arrays.get(i, leaf.value) for i, leaf in enumerate(leaves)]
-        return rebind(declared, call.names, values, call.treedef, call.others).arguments
+        return rebind(declared, call.shell, values, call.others).arguments
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
         pairs = zip(named, data, strict=True)
