@@ -63,6 +63,9 @@ def pytest_configure(config):
     """
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
+    # LLVM gets a program in one part, not in up to 32 for as many threads, which before JAX 0.11 is
+    # a quarter less to do. Other processes of tests have the other cores.
+    add_flag("--xla_cpu_parallel_codegen_split_count=1")
     if TWO_FUSIONS and not config.getoption("as_users"):
         add_flag("--xla_cpu_use_fusion_emitters=false")
     if (devices := config.getoption("devices")) > 1:
@@ -108,6 +111,11 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish():
+    """Let no test that collects garbage look through all modules: more than a second each."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):
