@@ -19,6 +19,8 @@ from rankax._blocks.on_streamed import STATES
 from rankax.stream import _job
 from stream_child import KERNELS, STEPS
 
+pytestmark = pytest.mark.one_version
+
 LEAST = 12
 
 

@@ -27,7 +27,7 @@ from filelock import FileLock
 import rankax.__main__
 import rankax.stream
 import stream_child
-from helpers import assert_same, at_each_run, refusal, slow
+from helpers import assert_same, at_each_run, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax._blocks.programs import CONFIG
@@ -605,7 +605,7 @@ def test_pickles_are_not_read(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read on Linux")
-@pytest.mark.parametrize("limit", [20_000_000, 100_000_000])
+@pytest.mark.parametrize("limit", [20_000_000, weekly(100_000_000)])
 def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, limit):
     shape = (10 * limit // 4000, 1000)
     x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="float32", shape=shape)
