@@ -11,8 +11,18 @@ from rankax import Mask, Ragged, SplitKey, auto_vmap
 X = Ragged(np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32), [6, 0, 6, 1])
 
 
-@pytest.mark.one_version
 def test_what_agrees():
+    kernel = auto_vmap(x="n 3", s=0, mask=Mask("n"))(
+        lambda x, s, mask: jnp.sum(x.sum(-1), where=mask) * s
+    )
+    report = kernel.check(X, jnp.arange(4.0), items=3, gradient=True)
+    paths = [path for path, *_ in report.differences]
+    assert paths == ["output", "gradient of x", "gradient of s"]
+    assert report.padding == ()
+
+
+@pytest.mark.slow
+def test_keys_a_grid_and_rows_agree():
     kernel = auto_vmap(x="n 3", s=0, key=SplitKey, mask=Mask("n"))(
         lambda x, s, key, mask: jnp.sum(x.sum(-1), where=mask) * s + jax.random.normal(key)
     )
