@@ -19,11 +19,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # What a trace leaves is hardly ever a cycle; to look for them takes a twentieth of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# In CI a failure must come from the change, not from the draw. More of what each run repeats finds
-# little, so there are fewer; at home, and in the fuzzer, each run draws others.
+# In CI a failure must come from the change, not from the draw; at home, and in the fuzzer, each run
+# draws others.
 IN_CI = bool(os.environ.get("CI"))
 
-for name, max_examples in {"quick": 3, "full": 10 if IN_CI else 30}.items():
+# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
+ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
+
+for name, max_examples in {"quick": 1 if ONE_CASE else 2, "full": 10, "many": 30}.items():
     settings.register_profile(
         name,
         max_examples=max_examples,
@@ -63,6 +66,9 @@ def pytest_configure(config):
     """
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
+    # LLVM gets a program in one part, not in up to 32 for as many threads, which before JAX 0.11 is
+    # a quarter less to do. Other processes of tests have the other cores.
+    add_flag("--xla_cpu_parallel_codegen_split_count=1")
     if TWO_FUSIONS and not config.getoption("as_users"):
         add_flag("--xla_cpu_use_fusion_emitters=false")
     if (devices := config.getoption("devices")) > 1:
@@ -76,24 +82,33 @@ def add_flag(flag):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
-ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector):
-    """Mark slow the cases of a test that its mark `quick` does not name."""
+    """Mark slow the cases that `quick` does not name, and weekly those that no mark names."""
     found = yield
     cases = found if isinstance(found, list) else []  # and not a class, or nothing
-    if cases and cases[0].get_closest_marker("quick"):
-        names = cases[0].get_closest_marker("quick").args
-        by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
-        if unknown := {*names} - by_id.keys():
-            raise collector.CollectError(f"{cases[0].nodeid}: quick names no case: {unknown}")
-        for name, case in by_id.items():
-            if name not in (names[:1] if ONE_CASE else names):
-                case.add_marker("slow")
+    by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
+    quick, merge = (_named(collector, mark, cases, by_id) for mark in ("quick", "merge"))
+    for name, case in by_id.items():
+        if merge is not None and name not in (*merge, *(quick or ())):
+            case.add_marker("weekly")
+        if quick is not None and name not in (quick[:1] if ONE_CASE else quick):
+            case.add_marker("slow")
+    also_slow = ("weekly", "one_version") if ONE_CASE else ("weekly",)
+    for case in cases:
+        if any(map(case.get_closest_marker, also_slow)):
+            case.add_marker("slow")
     return found
+
+
+def _named(collector, mark, cases, by_id):
+    """Return the identifiers that a mark of a test names; None if it has no such mark."""
+    found = cases[0].get_closest_marker(mark) if cases else None
+    if found is None:
+        return None
+    if unknown := {*found.args} - by_id.keys():
+        raise collector.CollectError(f"{cases[0].nodeid}: {mark} names no case: {unknown}")
+    return found.args
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
@@ -108,6 +123,11 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=[*left])
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish():
+    """Let no test that collects garbage look through all modules: more than a second each."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):

@@ -27,6 +27,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def weekly(*values: Any) -> Any:
+    """Mark one case of a parametrized test weekly."""
+    return pytest.param(*values, marks=pytest.mark.weekly)
+
+
 def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Assert equal structure, shapes, dtypes and values; the last exactly where not inexact."""
     assert jax.tree.structure(got) == jax.tree.structure(want)

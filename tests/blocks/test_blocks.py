@@ -23,6 +23,8 @@ from helpers import assert_same, refusal, slow
 from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
+pytestmark = pytest.mark.one_version
+
 RNG = np.random.default_rng(0)
 S = RNG.normal(size=(4, 1)).astype("float32")
 V = RNG.normal(size=(5, 3)).astype("float32")

@@ -115,6 +115,7 @@ def test_cubed_in_processes(store, spec):
     assert int(best) == int(hottest(P, T))
 
 
+@pytest.mark.weekly  # it starts processes for each operation
 def test_cubed_resumes_without_evaluating_a_block_again(store, spec, tmp_path):
     done, permission = tmp_path / "done", tmp_path / "go"
     done.mkdir()

@@ -61,6 +61,14 @@ OPTIONS = [
     ],
     ids=str,
 )
+@pytest.mark.quick(
+    "(4, 6)-(6,)-{'chunk_size': 7, 'jit': True}",
+    "(4, 6)-(4, 1)-{}",
+    "(6,)-(4, 6)-{'chunk_size': 7}",
+    "(30,)-()-{'chunk_size': 60}",
+    "(1, 2)-(2, 1)-{'chunk_size': 3}",
+    "(2,)-(1,)-{'chunk_size': 2}",
+)
 def test_items_are_those_with_a_dummy_argument(shape, scale, options):
     scale = np.arange(1, 1 + math.prod(scale), dtype="float32").reshape(scale)
     kernel = auto_vmap(0, SplitKey, batch_shape=shape, **options)(draw)
@@ -69,6 +77,7 @@ def test_items_are_those_with_a_dummy_argument(shape, scale, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.quick("{'chunk_size': 7}", "{}", "{'jit': True}", "{'chunk_size': 1}")
 def test_every_item_counts_in_a_reduction(options):
     shape, scale = (4, 6), np.float32([[1], [2], [3], [4]])
     each = [(("sum", None), 0), ((Moments(), "sum"), 1), (("argmax", "sum"), None)]

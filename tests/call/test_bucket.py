@@ -83,6 +83,10 @@ QUICK = ("chunks", "the other in chunks", "indices of both", "a fold")
 
 @pytest.mark.parametrize("options", at_each_run(QUICK, OPTIONS))
 @pytest.mark.quick("chunks", "a fold")
+@pytest.mark.merge(
+    *("a memory limit", "the other in chunks", "indices of both", "a mask", "sums in one"),
+    "the least and largest in chunks",
+)
 def test_values_and_gradients_are_those_without_a_bucket(options):
     kernel = PAIRS.with_options(**options)
 

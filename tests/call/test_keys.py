@@ -350,6 +350,7 @@ def test_derivatives_are_those_of_split_keys(reduce):
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.quick("4-True", "4-False", "None-False", "None-True")
 def test_keys_that_are_traced(chunk_size, jit):
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=jit)(lambda x, key: key)
     keys = jax.random.split(KEY, 2)

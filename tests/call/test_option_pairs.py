@@ -195,6 +195,11 @@ def test_a_stream_and_an_option(tmp_path, other):
 
 
 @pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=("indices",)))
+@pytest.mark.quick("indices")
+@pytest.mark.merge(
+    *("a memory limit", "a bucket", "a mask", "the largest", "what is kept"),
+    *("keys", "an axis more", "a batch at once"),
+)
 def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
     check((other, "lanes", "a stream"), tmp_path)
 

@@ -196,3 +196,10 @@ OPERATIONS = {
     "resize": lambda w, x: jax.image.resize(x * w[0, 0], (4, 5), "linear"),
     "callback": called_back,
 }
+# Of each kind of operation that XLA could divide, one.
+SOME_OPERATIONS = (
+    *("convolution ('NHWC', 'HWIO', 'NHWC'), strided", "fft", "sort", "top_k", "scatter add"),
+    *("scatter by item", "gather", "dynamic_slice", "cholesky", "solve", "random bits"),
+    *("reduce_window max", "cumsum", "associative_scan", "scan", "cond", "while_loop", "einsum"),
+    *("argmax", "callback"),
+)

@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 import random_calls
 import rankax
 from fuzz import programs
-from helpers import slow
-from kernel_kinds import KINDS, OPERATIONS, WITHOUT_GRADIENT
+from helpers import slow, weekly
+from kernel_kinds import KINDS, OPERATIONS, SOME_OPERATIONS, WITHOUT_GRADIENT
 from meshes import on
 from rankax import (
     SplitKey,
@@ -1186,7 +1186,7 @@ def test_buckets_are_filled_up_and_shared(mesh):
 
 def check_ragged(mesh, reductions, **options):
     """Also with more devices than a length has items."""
-    lengths = [3, 0, 11, 7, 1, 1, 4, 2, 5]
+    lengths = [6, 0, 5, 1, 3, 6, 1, 6, 5]  # three programs, of 3, 1 and 5 items
     x = rankax.Ragged(data(sum(lengths), 3), lengths)
     s = np.arange(9, dtype=np.float32)
     kernel = auto_vmap(x="n 3", mask=rankax.Mask("n"), s=0, **options)(
@@ -1358,17 +1358,17 @@ def test_items_end_alone_in_shard_map(mesh):
         same(got, want, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("names", [slow(SOME_OPERATIONS), weekly(OPERATIONS)], ids=["some", "all"])
 @on("Auto-4")
-def test_no_operation_is_divided(mesh):
+def test_no_operation_is_divided(mesh, names):
     """Values and gradients of many operations, on all devices and on one; none sends anything."""
     weights, items = data(3, 3), data(4 * mesh.size, 6, 6, seed=1)
 
     # An input for each operation, so that each has gradients of its own.
-    w, x = dict.fromkeys(OPERATIONS, weights), dict.fromkeys(OPERATIONS, items)
+    w, x = dict.fromkeys(names, weights), dict.fromkeys(names, items)
 
     def apart(w, x):
-        return {name: fun(w[name], x[name]) for name, fun in OPERATIONS.items()}
+        return {name: OPERATIONS[name](w[name], x[name]) for name in names}
 
     own, one = (chunked_vmap(apart, 2, (None, 0), **given) for given in ({"devices": "all"}, {}))
 
@@ -1545,7 +1545,7 @@ def test_every_kernel_on_an_explicit_mesh(mesh):
     check_kernels(mesh, tuple(KINDS))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @on("Explicit-4", enter=False)
 def test_every_gradient_on_an_explicit_mesh(mesh):
     apart = ("switch", "nested chunked_vmap", "custom_vjp", "linalg", "key", "pytree")
@@ -1667,18 +1667,19 @@ def test_random_calls_with_other_options(mesh):
         random_calls.check(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("third", [slow(1), weekly(2), weekly(3)])
 @on("Auto-4")
-def test_many_random_calls_with_other_options(mesh):
-    assert sum(random_calls.check(seed) for seed in range(3, 3 + 2 * COUNT)) > COUNT
+def test_many_random_calls_with_other_options(mesh, third):
+    seeds = range(3 + (third - 1) * 2 * COUNT // 3, 3 + third * 2 * COUNT // 3)
+    assert sum(random_calls.check(seed) for seed in seeds) > len(seeds) // 2
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("third", [slow(1), weekly(2), weekly(3)])
 @on("Auto-4")
-def test_random_programs_on_all_devices(mesh):
+def test_random_programs_on_all_devices(mesh, third):
     drawn = (programs.draw(seed) for seed in range(5 * COUNT))
     maps = [program for program in drawn if program.caller.endswith("_vmap")]
-    for program in maps[:COUNT]:
+    for program in maps[(third - 1) * COUNT // 3 : third * COUNT // 3]:
         with naming(program):
             dataclasses.replace(program, options=program.options | {"devices": "all"}).check()
 

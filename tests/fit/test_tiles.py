@@ -229,6 +229,7 @@ def test_a_plan_takes_shapes_and_values_in_any_place():
 
 @pytest.mark.parametrize("length", [100, 101])
 @pytest.mark.parametrize("chunked", [lambda f: chunked_vmap(f, 50), auto_vmap(2, chunk_size=50)])
+@pytest.mark.quick("<lambda>-101", "<lambda>-100", "chunked1-100", "chunked1-101")
 def test_values_and_derivatives(chunked, length):
     x, mapped, plain = clouds(length), chunked(distances), jax.vmap(distances)
     want = jax.jit(lambda x: (plain(x), *pushed(plain, x)))(x)
@@ -336,6 +337,7 @@ def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
 
 @needs_tiles
 @pytest.mark.parametrize("around", [(), (2, 1)], ids=["alone", "in a loop"])
+@pytest.mark.quick("in a loop", "alone")
 def test_split_keys_are_the_same_in_chunks_cut_by_themselves(around):
     @auto_vmap(2, 0, SplitKey)
     def noisy(points, scale, key):

@@ -300,6 +300,9 @@ S4 = jnp.asarray(np.linspace(0.1, 1.0, 4)[:, None])
 V5 = jnp.asarray(np.linspace(-1.0, 2.0, 15).reshape(5, 3))
 
 
+@pytest.mark.quick(
+    "{'chunk_size': 3}", "{}", "{'chunk_size': 3, 'checkpoint': False}", "{'jit': True}"
+)
 def test_gradients(batched):
     def loss(f, s, v):
         return jnp.sum(f(s, v) * jnp.arange(20.0).reshape(4, 5))
@@ -666,6 +669,7 @@ def second_derivatives_of_an_outer_product(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [slow(1), 2, slow(3), slow(5), 7])
+@pytest.mark.quick("7", "2")
 def test_higher_derivatives_of_chunks_over_two_axes(chunk_size):
     got, want = map(second_derivatives_of_an_outer_product, (chunk_size, None))
     assert_same(got, want, rtol=1e-4, atol=1e-4)

@@ -222,6 +222,7 @@ def branching(x):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.quick("5-1", "1-0", "1-1", "5-0")
 def test_a_branch_stays_a_branch_in_chunks_of_one_item(axis, length):
     def rows(row):
         return branching(row[0]) * row

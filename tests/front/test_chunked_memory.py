@@ -189,6 +189,11 @@ LAPACK = {
 @pytest.mark.parametrize("kernel", LAPACK)
 @pytest.mark.parametrize("length", [slow(20_000), 20_011])
 @pytest.mark.parametrize("axis", [0, slow(1), slow(2)])
+@pytest.mark.quick("0-20011-eigenvalues", "0-20011-Cholesky", "0-20011-solution")
+@pytest.mark.merge(
+    *("0-20000-solution", "1-20000-Cholesky", "1-20011-eigenvalues"),
+    *("2-20000-eigenvalues", "2-20011-solution", "2-20011-Cholesky"),
+)
 def test_kernels_that_want_another_layout_copy_no_input(axis, length, kernel):
     """LAPACK is given columns; XLA must not turn the whole input around before the loop."""
     shape = [8, 8]
@@ -216,6 +221,11 @@ def flat(shape, axis):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("checkpoint", [True, slow(False)])
 @pytest.mark.parametrize("axis", [0, slow(1), 2])
+@pytest.mark.quick("0-True-gradient", "2-True-gradient of gradient", "0-True-jvp of gradient")
+@pytest.mark.merge(
+    *("1-True-gradient of gradient", "1-False-gradient", "2-True-gradient"),
+    *("2-False-jvp of gradient", "0-False-gradient of gradient"),
+)
 def test_cotangents_are_added_in_place(axis, checkpoint, order):
     """A sum or a copy of the whole in the loop would cost time that grows as the square."""
     f = chunked_vmap(distances, 100, in_axes=axis, checkpoint=checkpoint)

@@ -76,6 +76,7 @@ EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 14),
 
 @pytest.mark.parametrize("length", EVERY_LENGTH)
 @pytest.mark.quick("7", "1", "12")
+@pytest.mark.merge("2", "5", "8", "13")
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are evaluated once."""
     rng = np.random.default_rng(length)
@@ -555,6 +556,9 @@ HIGHER = {
 @LENGTHS
 @pytest.mark.parametrize("derivative", at_each_run(["hessian", "rev-rev", "fwd-fwd"], HIGHER))
 @pytest.mark.quick("hessian-12", "fwd-fwd-13")
+@pytest.mark.merge(
+    *("third, reverse-13", "third-12", "rev-rev-12", "rev-fwd-13", "linearize grad-12")
+)
 def test_higher_derivatives(length, derivative):
     both(length, lambda transform: derivative(total(transform)))
 
@@ -581,6 +585,11 @@ HIGHER_INSIDE = {
     at_each_run(["hessian in scan", "hessian in chunks", "rev-rev in scan"], HIGHER_INSIDE),
 )
 @pytest.mark.quick("hessian in scan", "hessian in chunks")
+@pytest.mark.merge(
+    *("third in carry", "third, reverse in chunks", "hessian in carry", "rev-rev in scan"),
+    *("rev-rev in even chunks", "hessian in checkpoint", "rev-fwd in chunks", "fwd-fwd in chunks"),
+    "linearize grad in scan",
+)
 def test_higher_derivatives_inside_another_loop(case):
     """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
     chunked = functools.partial(_chunked_with, chunk_size=2)

@@ -271,6 +271,12 @@ TYPES = {
 
 @pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
 @pytest.mark.parametrize(("narrow", "wide", "rtol"), TYPES.values(), ids=TYPES)
+@pytest.mark.quick(
+    "narrower outputs-chunked_jacrev",
+    "wider outputs-chunked_jacfwd",
+    "wider outputs-chunked_jacrev",
+    "narrower outputs-chunked_jacfwd",
+)
 def test_rows_have_the_types_of_the_jacobian(chunked, narrow, wide, rtol):
     rng = np.random.default_rng(3)
     weights = jnp.asarray(rng.uniform(0.5, 1, (4, 4)), wide)

@@ -145,6 +145,12 @@ def checks():
 
 @pytest.mark.parametrize("mode", [checks, jax.disable_jit])
 @pytest.mark.quick("auto_vmap, jit and chunks-checks", "checkpoint_while_loop-disable_jit")
+@pytest.mark.merge(
+    *("auto_vmap-disable_jit", "auto_vmap, chunks-disable_jit", "chunked_vmap, even-disable_jit"),
+    *("chunked_vmap, uneven-checks", "chunked_vmap, Static-checks", "sliced_scan-checks"),
+    *("sliced_scan, checkpoint-disable_jit", "checkpoint_chunked_scan-checks"),
+    *("auto_vmap, jit-checks", "checkpoint_while_loop-checks"),
+)
 def test_strict_modes(case, mode):
     with mode():
         check(*case)

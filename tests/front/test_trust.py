@@ -51,6 +51,12 @@ def _(primals, tangents):
     [{}, {"chunk_size": None}, {"jit": True, "bucket": (8, 16)}, {"reduce": "sum", "where": None}],
     ids=str,
 )
+@pytest.mark.quick(
+    "{'jit': True, 'bucket': (8, 16)}",
+    "{}",
+    "{'chunk_size': None}",
+    "{'reduce': 'sum', 'where': None}",
+)
 def test_a_sound_kernel_agrees(options):
     if "reduce" in options:
         options = {"reduce": ("sum", None)}
@@ -71,6 +77,7 @@ def test_any_batch(args):
     assert len(report.items) == min(16, int(np.prod(report.batch_shape)))
 
 
+@pytest.mark.one_version
 def test_keys_that_are_split_are_those_of_the_items():
     @auto_vmap(x=1, key=SplitKey, chunk_size=4)
     def draw(x, key):
@@ -100,6 +107,7 @@ def test_another_gradient_is_found_and_only_if_asked_for():
         kernel.check(W, gradient=True)
 
 
+@pytest.mark.one_version
 def test_an_item_that_is_not_finite_hides_no_other_gradient():
     x = X.at[2, 3].set(-1.0)
     LENGTH.check(x, W, items=3, gradient=True)
@@ -134,6 +142,7 @@ def test_the_report_is_text():
     )
 
 
+@pytest.mark.one_version
 def test_items_whose_gradient_alone_is_not_finite():
     """The square root at 0, behind a `jnp.where` that discards it."""
 

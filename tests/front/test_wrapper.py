@@ -489,6 +489,14 @@ clipped.defvjp(lambda x, k: (x * k, k), lambda k, ct: (ct * 7 * k, jnp.zeros_lik
 
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
 @pytest.mark.parametrize("fun", [log1pexp, clipped], ids=lambda f: f.__name__)
+@pytest.mark.quick(
+    "clipped-{'chunk_size': 3}",
+    "log1pexp-{}",
+    "log1pexp-{'jit': True}",
+    "log1pexp-{'chunk_size': 3}",
+    "clipped-{}",
+    "clipped-{'jit': True}",
+)
 def test_kernels_with_derivatives_of_their_own(fun, options):
     mapped = auto_vmap(0, 0, **options)(fun)
     k = jnp.arange(1.0, 3.0)

@@ -18,10 +18,12 @@ COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
 
 
 def seeds(first, count, *, at_each_run):
-    return [
-        pytest.param(first + n, marks=() if n < at_each_run else pytest.mark.slow)
-        for n in range(count)
-    ]
+    return [pytest.param(first + n, marks=() if n < at_each_run else mark(n)) for n in range(count)]
+
+
+def mark(number):
+    """Return the mark of a seed: two of three run weekly, beside thousands that are new."""
+    return pytest.mark.weekly if number % 3 else pytest.mark.slow
 
 
 @pytest.mark.parametrize("seed", seeds(0, COUNT, at_each_run=3))

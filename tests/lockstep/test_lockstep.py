@@ -336,6 +336,7 @@ def test_a_reduction_over_some_axes():
 
 
 @pytest.mark.parametrize("axis", [1, 0])
+@pytest.mark.quick("1", "0")
 def test_a_loop_that_depends_only_on_an_axis_that_is_kept(axis):
     def halved(x, n):
         return lax.fori_loop(0, n, lambda _, x: x / 2, x)

@@ -94,6 +94,8 @@ def both_modes(kernel, mapped, jit=jax.jit):
 
 
 @pytest.mark.parametrize("kernel", at_each_run(["end"], {k.__name__: k for k in KERNELS}))
+@pytest.mark.quick("end")
+@pytest.mark.merge("nested", "in_a_branch", "under_checkpoint")
 def test_reverse_mode_is_forward_mode(kernel):
     with enable_x64():
         v = jnp.asarray(X, float), jnp.asarray(A, float)
@@ -145,6 +147,7 @@ def _by_forward_mode(n, x, a):
 @pytest.mark.parametrize(
     ("items", "lanes"), [(0, 4), (1, 4), slow(5, 4), slow(7, 1), slow(13, None), slow(12, 4)]
 )
+@pytest.mark.quick("1-4", "0-4")
 def test_any_number_of_items(items, lanes):
     x = X[:items]
     got = jax.grad(lambda x, a: total(free(end, lanes, in_axes=(0, None))(x, a)), (0, 1))(x, A)
@@ -213,6 +216,8 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("reduction", at_each_run(["sum", "prod"], REDUCTIONS))
 @pytest.mark.parametrize("where", [None, slow("ok")])
+@pytest.mark.quick("None-prod", "None-sum")
+@pytest.mark.merge("ok-sum", "ok-max", "None-logsumexp", "ok-Fold", "None-mean")
 def test_gradients_of_reductions(reduction, where):
     def kernel(x, a):
         v = jnp.tanh(end(x, a))

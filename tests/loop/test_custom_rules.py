@@ -215,6 +215,10 @@ AT_EACH_RUN = {"jvp: rule calls itself", "jvp: symbolic zeros", "jvp: in cond", 
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, FUNCTIONS))
 @pytest.mark.quick("jvp: symbolic zeros", "jvp: rule calls itself", "vjp: scaled")
+@pytest.mark.merge(
+    *("jvp: in cond", "jvp: twice", "jvp: relu at zero", "jvp: some outputs", "jvp: in checkpoint"),
+    *("jvp: nondiff_argnums", "vjp: straight through", "vjp: after a custom_jvp"),
+)
 def test_chunked_derivatives_are_those_of_vmap(case):
     fun, kinds = case
     kernel = kernel_of(fun)  # seven items: the last chunk overlaps
@@ -238,6 +242,7 @@ def test_derivatives_of_every_kind(fun, kinds):
         {"even": (3, True), "even, stored": (3, False), "uneven, stored": (2, False)},
     ),
 )
+@pytest.mark.quick("uneven, stored-jvp", "even, stored-jvp")
 def test_however_they_are_chunked(fun, options):
     chunk_size, checkpoint = options
     kernel, kinds = kernel_of(fun), SECOND if fun is self_calling else SECOND[:1]
@@ -338,6 +343,7 @@ def _sliced(result):
     ),
 )
 @pytest.mark.quick("jvp-sliced", "vjp-chunked")
+@pytest.mark.merge("jvp-sliced, checkpoint", "jit-chunked", "vjp-sliced")
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
         carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)

@@ -460,6 +460,7 @@ def test_what_a_fold_calls_may_change():
 
 
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.quick("jit", "<lambda>", "checkpoint")
 def test_tracers_that_the_kernel_closes_over(inner):
     """The rule of `softplus` is wrong, so that a derivative without it is seen."""
 

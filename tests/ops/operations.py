@@ -62,8 +62,8 @@ REFUSED = [(w, call) for w, text in CANNOT.items() for call in calls_in(text) if
 
 
 def chosen(calls):
-    """Return all samples, or those of a tenth of the operations, or of a third of these."""
-    parts = 30 if FEW else 10
+    """Return all samples, or those of a twentieth of the operations, or of a third of these."""
+    parts = 60 if FEW else 20
     return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % parts == 1]
 
 

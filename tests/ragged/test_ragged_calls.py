@@ -15,7 +15,8 @@ from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, TopK
 
 LENGTHS = {
-    "some": [3, 0, 2, 7, 1, 1, 4, 2],
+    "some": [6, 0, 5, 1, 3, 6, 1, 3],  # three programs
+    "many": [3, 0, 2, 7, 1, 1, 4, 2],
     "equal": [4] * 5,
     "one long": [1, 2, 1, 60, 2, 1, 3],
     "empty": [0, 0, 0],
@@ -45,12 +46,17 @@ total_of = auto_vmap(x="n 3", mask=Mask("n"), s=0)(total)
 
 
 def one_by_one(kernel, x, *others):
-    """Call a kernel for each item with its own rows."""
-    outs = [
-        kernel(jnp.asarray(item), jnp.ones(len(item), bool), *(other[i] for other in others))
-        for i, item in enumerate(x.to_list())
-    ]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+    """Call a kernel for each item with its own rows, in one program."""
+
+    @jax.jit
+    def stacked(items, others):
+        outs = [
+            kernel(item, np.ones(len(item), bool), *(other[i] for other in others))
+            for i, item in enumerate(items)
+        ]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+    return stacked(x.to_list(), others)
 
 
 @functools.cache
@@ -59,12 +65,21 @@ def case(name):
     return x, jnp.linspace(-1.0, 2.0, len(x), dtype=jnp.float32)
 
 
+@functools.cache
+def totals(name):
+    return one_by_one(total, *case(name))
+
+
 @pytest.mark.quick("some-jit in chunks", "one long-eager", "empty-jit", "one item-chunks")
+@pytest.mark.merge(
+    *("many-chunks", "some-eager", "one long-jit", "equal-jit in chunks", "empty-chunks"),
+    "one item-eager",
+)
 @modes
-@pytest.mark.parametrize("name", ["some", "equal", "one long", "empty", "one item"])
+@pytest.mark.parametrize("name", ["some", "many", "equal", "one long", "empty", "one item"])
 def test_values_and_gradients(name, mode):
     (x, s), kernel = case(name), total_of.with_options(**mode)
-    assert_same(kernel(x, s), one_by_one(total, x, s))
+    assert_same(kernel(x, s), totals(name))
 
     def exact(values, s):
         items = jnp.split(values, np.cumsum(x.lengths)[:-1])
@@ -77,6 +92,7 @@ def test_values_and_gradients(name, mode):
 
 
 @modes
+@pytest.mark.quick("jit in chunks", "eager", "chunks", "jit")
 def test_no_item(mode):
     x, s = case("none")
     kernel = total_of.with_options(**mode)
@@ -88,7 +104,7 @@ def test_no_item(mode):
 
 def test_inside_jit_and_vmap_and_twice_differentiated():
     x, s = case("some")
-    want = one_by_one(total, x, s)
+    want = totals("some")
     kernel = total_of.with_options(chunk_size=3)
     assert_same(jax.jit(kernel)(x, s), want)
     both = jax.tree.map(lambda v: jnp.stack([jnp.asarray(v), jnp.zeros_like(v)]), x)
@@ -133,15 +149,15 @@ def test_outputs_with_a_row_for_each_row(mode):
     kernel = _with_outputs(auto_vmap(x="n 3", mask=Mask("n"), **mode)(centred), ranks)
     out = kernel(x)
     assert out["x"].lengths.tolist() == out["norm"].lengths.tolist() == x.lengths.tolist()
-    exact = [centred(jnp.asarray(item), np.ones(len(item), bool)) for item in x.to_list()]
+    exact = jax.jit(lambda items: [centred(v, np.ones(len(v), bool)) for v in items])(x.to_list())
     for name in ("x", "norm"):
-        want = jnp.concatenate([item[name] for item in exact])
-        assert_same(out[name].values, want)
-    assert_same(out["count"], jnp.stack([item["count"] for item in exact]))
+        want = np.concatenate([item[name] for item in exact])
+        assert_same(out[name].values, jnp.asarray(want))
+    assert_same(out["count"], jnp.asarray(np.stack([item["count"] for item in exact])))
     got = jax.grad(lambda x: jnp.sum(kernel(x)["x"].values ** 3))(x)
     assert got.values.shape == x.values.shape
-    want = jax.grad(lambda v: jnp.sum((v - v.mean(0)[None]) ** 3))(jnp.asarray(x.values[5:12]))
-    np.testing.assert_allclose(got.values[5:12], want, rtol=1e-4, atol=1e-5)
+    slope = jax.jit(jax.grad(lambda v: jnp.sum((v - v.mean(0)[None]) ** 3)))
+    np.testing.assert_allclose(got.values[6:11], slope(x.values[6:11]), rtol=1e-4, atol=1e-5)
 
 
 def _with_outputs(kernel, ranks):
@@ -154,7 +170,7 @@ def _with_outputs(kernel, ranks):
 
 
 def test_all_dtypes():
-    lengths = [2, 0, 3, 1]
+    lengths = [1, 5, 0]  # two programs; with jit=True, 5 are filled up to 6
     kernel = auto_vmap("(n)->(n)", mask=Mask("n"), jit=True)(lambda x, mask: x)
     keys = jax.random.split(jax.random.key(0), 6)
     small = [np.array([1, 0, 1, 1, 0, 1], d) for d in (bool, np.int8, np.complex64, np.float16)]
@@ -200,15 +216,20 @@ def test_keys_are_those_of_the_batch(mode):
         lambda x, s, key: jax.random.normal(key) + 0 * x.sum() + s
     )
     key = jax.random.key(3)
-    draw = jax.vmap(jax.random.normal)
-    assert_same(kernel(x, s, key), draw(jax.random.split(key, 8)) + s)
-    assert_same(kernel(x, s, jax.random.split(key, 8)), draw(jax.random.split(key, 8)) + s)
     grid = jnp.arange(32.0).reshape(4, 8)
-    want = draw(jax.random.split(key, 32)).reshape(4, 8) + grid
-    assert_same(kernel(x, grid, key), want)
-    keys = jax.random.split(key, (4, 1))
-    want = jax.vmap(lambda k: draw(jax.random.split(k, 8)))(keys[:, 0])
-    assert_same(kernel(x, s * 0, keys), want)
+    own, keys = jax.random.split(key, 8), jax.random.split(key, (4, 1))
+
+    @jax.jit
+    def drawn():
+        draw = jax.vmap(jax.random.normal)
+        of_rows = jax.vmap(lambda k: draw(jax.random.split(k, 8)))(keys[:, 0])
+        return draw(own) + s, draw(jax.random.split(key, 32)).reshape(4, 8) + grid, of_rows
+
+    once, of_grid, of_rows = drawn()
+    assert_same(kernel(x, s, key), once)
+    assert_same(kernel(x, s, own), once)
+    assert_same(kernel(x, grid, key), of_grid)
+    assert_same(kernel(x, s * 0, keys), of_rows)
 
 
 FOLD = Fold(
@@ -230,15 +251,26 @@ REDUCTIONS = {
 }
 
 
+@functools.cache
+def totals_of_grid():
+    x, _ = case("some")
+    grid = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
+    outs = one_by_one(lambda v, mask, s: jax.vmap(total, (None, None, 0))(v, mask, s), x, grid.T)
+    return jnp.asarray(grid), outs.T
+
+
 @pytest.mark.quick("argmin-jit", "top-jit in chunks", "fold-chunks")
+@pytest.mark.merge(
+    *("sum-chunks", "mean-jit in chunks", "max-eager", "logsumexp-chunks", "bottom-jit in chunks"),
+    *("moments-jit", "fold-jit", "top-eager"),
+)
 @modes
 @pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_reductions(reduce, mode):
     """Of a grid whose last axis is that of the ragged items."""
     x, _ = case("some")
-    grid = jnp.asarray(np.random.default_rng(1).normal(size=(2, 8)), jnp.float32)
-    outs = jnp.stack([one_by_one(total, x, row) for row in grid])
-    plain = auto_vmap(0, reduce=reduce)(lambda v: v)
+    grid, outs = totals_of_grid()
+    plain = auto_vmap(0, reduce=reduce, jit=True)(lambda v: v)
     for axis in (None, 0, 1) if not isinstance(reduce, TopK) else (None, 1):
         kernel = total_of.with_options(reduce=reduce, reduce_axis=axis, **mode)
         want = plain.with_options(reduce_axis=axis)(outs)
@@ -254,7 +286,7 @@ def test_the_best_item_with_its_other_outputs(mode):
         return {"v": total(x, mask, s), "s": s, "n": mask.sum()}
 
     kernel = auto_vmap(x="n 3", mask=Mask("n"), s=0, reduce=Best("v"), **mode)(item)
-    best, at = kernel(x, s), int(jnp.argmin(one_by_one(total, x, s)))
+    best, at = kernel(x, s), int(jnp.argmin(totals("some")))
     np.testing.assert_allclose(best["s"], s[at])
     assert best["n"] == x.lengths[at]
 
@@ -263,6 +295,7 @@ GRADIENTS = {name: REDUCTIONS[name] for name in ("logsumexp", "max", "mean", "fo
 
 
 @pytest.mark.quick("logsumexp-chunks", "max-jit")
+@pytest.mark.merge("mean-jit", "fold-chunks")
 @pytest.mark.parametrize("mode", [MODES["chunks"], MODES["jit"]], ids=["chunks", "jit"])
 @pytest.mark.parametrize("reduce", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_reductions(reduce, mode):
@@ -288,7 +321,7 @@ def test_where_and_kept_outputs(mode):
     def longer(x, mask, s):
         return {"v": total(x, mask, s), "ok": mask.sum() > 1}
 
-    outs, ok = one_by_one(total, x, s), x.lengths > 1
+    outs, ok = totals("some"), x.lengths > 1
     kernel = auto_vmap(x="n 3", mask=Mask("n"), s=0, **mode)(longer)
     mean = kernel.with_options(reduce="mean", where="ok")(x, s)
     np.testing.assert_allclose(mean["v"], outs[ok].mean(), rtol=1e-5)
@@ -314,7 +347,7 @@ def test_where_and_kept_outputs(mode):
 )
 def test_other_options(options):
     x, s = case("some")
-    want = one_by_one(total, x, s)
+    want = totals("some")
     got = total_of.with_options(**options)(x, s)
     if options.get("batch_shape") == (2, 8):
         want = jnp.stack([want, want])

@@ -279,6 +279,7 @@ def unreduced(x, y, w):
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("size", [6, slow(1), slow(500)])
+@pytest.mark.quick("6-True", "6-False")
 def test_best(largest, size):
     def expected(*args):
         outs = unreduced(*args)
@@ -467,6 +468,7 @@ def test_bottom_k_of_vectors_and_its_derivative():
 
 @pytest.mark.parametrize("size", [6, slow(1), slow(500)])
 @pytest.mark.parametrize("axis", [-1, None], ids=str)
+@pytest.mark.quick("None-6", "-1-6")
 def test_moments(axis, size):
     def expected(*args):
         outs = unreduced(*args)["distance"]

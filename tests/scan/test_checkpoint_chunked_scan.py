@@ -70,6 +70,7 @@ def test_any_chunk_size_is_scan(length, chunk_size, reverse, unroll, with_xs):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.quick("True", "False")
 def test_random_keys_in_xs_carry_and_ys(reverse):
     def walk(key, x):
         key, draw = jax.random.split(key)
@@ -177,6 +178,11 @@ def test_body_is_traced_once(length, transform, chunk_size):
 @pytest.mark.parametrize("chunk_size", [slow(4), (5, 2)], ids=["4", "in two levels"])
 @pytest.mark.quick(
     "in two levels-grad", "in two levels-jvp in xs", "in two levels-grad of checkpoint"
+)
+@pytest.mark.merge(
+    *("in two levels-hessian", "in two levels-grad of grad", "in two levels-jacrev of jacfwd"),
+    *("in two levels-vmap of init", "in two levels-vmap of grad", "4-jvp", "4-linearize"),
+    *("4-vmap of xs", "4-grad of jit"),
 )
 def test_transformations(name, chunk_size):
     transform = TRANSFORMATIONS[name]

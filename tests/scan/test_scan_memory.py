@@ -55,6 +55,14 @@ WINDOWS = [
 @pytest.mark.quick(
     "False-20011-{'start': 777, 'stop': -777, 'step': 100}", "False-20000-{'step': 100}"
 )
+@pytest.mark.merge(
+    "False-20000-{'start': 99, 'step': 100}",
+    "False-20011-{'start': 50, 'step': 100}",
+    "False-20000-{'step': -100}",
+    "True-20000-{'start': 777, 'stop': -777, 'step': 100}",
+    "True-20011-{'step': -100}",
+    "True-20011-{'step': 100}",
+)
 def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
     sliced = functools.partial(sliced_scan, body, length=length, reverse=reverse, **window)
     assert temporary_bytes(sliced, STATE) < 0.5 * MB
@@ -63,6 +71,13 @@ def test_forward_stores_no_skipped_ys_and_copies_no_xs(window, length, reverse):
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [slow(EVEN), PRIME])
+@pytest.mark.quick("20011-{'start': 777, 'stop': -777, 'step': 100}", "20011-{'step': 100}")
+@pytest.mark.merge(
+    "20000-{'start': 777, 'stop': -777, 'step': 100}",
+    "20011-{'start': 99, 'step': 100}",
+    "20000-{'start': 50, 'step': 100}",
+    "20000-{'step': -100}",
+)
 def test_checkpoint_stores_carries_of_kept_steps_only(window, length):
     sliced = functools.partial(sliced_scan, length=length, checkpoint=True, **window)
     assert temporary_bytes(jax.grad(loss(sliced)), STATE) < 8 * MB

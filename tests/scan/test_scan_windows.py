@@ -248,6 +248,7 @@ def test_last_is_the_output_of_the_kept_step():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.quick("bfloat16", "float16", "int8")
 def test_narrow_outputs(dtype):
     def step(carry, x):
         return carry + x, (10 * (carry + x)).astype(dtype)
@@ -281,6 +282,10 @@ def weighted_scan(name):
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("options", [KEPT, slow(WINDOWS)], ids=["kept", "mean"])
 @pytest.mark.quick("kept-grad", "kept-jvp in xs", "kept-grad of checkpoint")
+@pytest.mark.merge(
+    *("mean-hessian", "kept-grad of grad", "mean-jacrev of jacfwd", "mean-jvp", "kept-linearize"),
+    *("kept-vmap of init", "mean-vmap of xs", "mean-vmap of grad", "kept-grad of jit"),
+)
 def test_transformations(name, options):
     in_window = windows(options["save_at"], 10)
     mean = in_window / in_window.sum(1, keepdims=True)
@@ -325,6 +330,7 @@ def test_debugging_runs_the_body_on_values(options):
 
 
 @pytest.mark.parametrize("options", [KEPT, WINDOWS], ids=["kept", "mean"])
+@pytest.mark.quick("mean", "kept")
 def test_callbacks_and_reports_happen_at_every_step(options):
     seen, reports = [], []
 

@@ -248,6 +248,11 @@ PLAIN = functools.partial(scan_then_slice, window=slice(1, None, 4))
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("checkpoint", [slow(False), True])
 @pytest.mark.quick("True-grad", "True-jvp in xs", "True-grad of checkpoint")
+@pytest.mark.merge(
+    *("True-hessian", "False-grad of grad", "True-jacrev of jacfwd", "False-jvp"),
+    *("False-linearize", "True-vmap of init", "False-vmap of xs", "True-vmap of grad"),
+    "True-grad of jit",
+)
 def test_transformations(name, checkpoint):
     transform = TRANSFORMATIONS[name]
     sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)

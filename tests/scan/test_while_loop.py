@@ -246,6 +246,11 @@ AT_EACH_RUN = {
 
 @pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
 @pytest.mark.quick("values", "jvp of grad of items", "in lanes, grad")
+@pytest.mark.merge(
+    *("grad of items", "grad of pairs by item", "jacrev", "hessian of items", "grad of jvp"),
+    *("third", "linearize", "checkpoint", "in a chunked scan", "in itself, items"),
+    *("in chunks, reduced", "in chunks, hessian"),
+)
 def test_transformations(case):
     got, want = case()
     assert_same(got, want, rtol=1e-3, atol=1e-4)

@@ -27,12 +27,14 @@ from filelock import FileLock
 import rankax.__main__
 import rankax.stream
 import stream_child
-from helpers import assert_same, at_each_run, refusal, slow
+from helpers import assert_same, at_each_run, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
 from rankax._blocks.on_streamed import STATES
 from rankax._blocks.programs import CONFIG
 from rankax.reductions import BottomK, Fold, Moments
 from rankax.stream import _job, _run
+
+pytestmark = pytest.mark.one_version
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 1, 3)).astype("float32")
@@ -605,7 +607,7 @@ def test_pickles_are_not_read(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read on Linux")
-@pytest.mark.parametrize("limit", [20_000_000, 100_000_000])
+@pytest.mark.parametrize("limit", [20_000_000, weekly(100_000_000)])
 def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, limit):
     shape = (10 * limit // 4000, 1000)
     x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="float32", shape=shape)

@@ -126,6 +126,7 @@ def loss(mapped):
 
 
 @pytest.mark.parametrize("kernel", at_each_run(EACH_RUN, CHAINS))
+@pytest.mark.quick("scan", "chain", "integers and keys", "custom_vjp")
 def test_values_and_derivatives_are_those_of_vmap(kernel):
     """With rules of the caller, whose derivatives are not those of what they compute."""
 
@@ -152,12 +153,14 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("make", at_each_run(["vmap of gradient", "jvp of gradient"], TRANSFORMED))
+@pytest.mark.quick("jvp of gradient", "vmap of gradient")
 def test_other_transformations(make):
     got, want = (jax.jit(make(f))(X) for f in (chunked_vmap(chain, 3), jax.vmap(chain)))
     assert_same(got, want, rtol=5e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max", "argmin", "logsumexp"])
+@pytest.mark.quick("logsumexp", "argmin")
 def test_reductions_in_chunks(reduce):
     fun = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 3)
     whole = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 7)

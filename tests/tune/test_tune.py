@@ -14,6 +14,8 @@ from helpers import assert_same, slow
 from rankax import auto_vmap, load_tuning, options
 from rankax._tune import measure
 
+pytestmark = pytest.mark.one_version
+
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `Clock`, enough for everything
 X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
