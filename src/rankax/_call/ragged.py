@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax._base.arrays import zeros
+from rankax._base.arrays import is_staged, zeros
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind, rebind
 from rankax._call.fill import marked, resized, weakened
@@ -329,6 +329,7 @@ class RaggedCall:
         """Evaluate the call of one group."""
         if self.compiled is not None:
             return self.compiled(bound)
+        bound = dataclasses.replace(bound, is_kept=not is_staged())
         return run(bound, marked(bound, bound.kernel.options()))
 
 
