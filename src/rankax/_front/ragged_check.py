@@ -11,9 +11,8 @@ import numpy as np
 
 from rankax._base.words import listed
 from rankax._call.bind import BoundKernel, rebind
-from rankax._call.ragged import RaggedCall, dense_treedef, first_dim
+from rankax._call.ragged import RaggedCall, dense_treedef
 from rankax._declare.ragged import Ragged
-from rankax._declare.ranks import ranks_of_leaves
 from rankax._front.trust import CallItems, Index, difference, has_gradient, most_ulps, numbers_of
 from rankax._options import Options
 
@@ -55,15 +54,12 @@ class RaggedItems(CallItems):
         rows, lengths, others = inputs
         leaves = self._with(rows, leaves)
         out = self._dense(leaves, lengths).output(others, leaves)
-        outs, dims = jax.tree.leaves(out), self.ragged.dims
-        declared = self.call.kernel.declaration.outputs
-        ranks = [] if declared is None else ranks_of_leaves(declared, out, "output")
-        for i, rank in enumerate(ranks):
-            name = rank.dims[0].name if rank is not None and rank.dims else None
-            if name in dims:
-                at = dims.index(name)
-                outs[i] = _to_longest(outs[i], lengths[at], self.ragged.lengths[:, at])
-        return outs
+        pairs = zip(jax.tree.leaves(out), self.ragged.dims_of(out), strict=True)
+        every = self.ragged.lengths
+        return [
+            x if dim is None else _to_longest(x, lengths[dim], every[:, dim])
+            for x, (_, dim) in pairs
+        ]
 
     def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
         by_leaf: list[Any] = []
@@ -116,7 +112,7 @@ class RaggedItems(CallItems):
             last = x[-1:]
             if i in fills and has_gradient(x):
                 last = jnp.full_like(last, fills[i])
-            more = most[self.ragged.dims.index(first_dim(self.call, i))] - len(x)
+            more = most[self.ragged.dim_of[i]] - len(x)
             filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
         return [filled, *others]
 
@@ -136,7 +132,7 @@ class RaggedItems(CallItems):
     def _dense(self, leaves: list[Any], lengths: Any) -> CallItems:
         call, dims = self.call, self.ragged.dims
         dense = rebind(call.kernel, call.names, leaves, dense_treedef(call), call.others)
-        most = {first_dim(call, i): len(leaves[i]) for i in call.structure.ragged}
+        most = {dims[dim]: len(leaves[i]) for i, dim in self.ragged.dim_of.items()}
         masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
         return CallItems(dataclasses.replace(dense, masks=masks), self.options)
 
