@@ -411,6 +411,15 @@ def test_an_eager_call_compiles_a_program_for_each_length(options):
     assert count == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": "sum", "bucket": (4, 8), "chunk_size": 2}])
+def test_a_call_is_lowered_as_one_program(options):
+    x, s = case("some")
+    kernel = total_of.with_options(jit=True, **options)
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (x, s))
+    compiled = kernel.lower(*shapes).compile()
+    assert_same(compiled(jnp.asarray(x.values), s), kernel(x, s))
+
+
 def test_chunked_vmap_does_not_map_rows():
     x, _ = case("some")
     with pytest.raises(TypeError, match=r"x is Ragged, and its rows are no items of a batch"):

@@ -15,9 +15,11 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
 * The transpose of a read by index adds to the cotangent of the flat values. XLA does that in place,
   in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
   were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `_loop/access.py`.
+* In a program that is being traced, each length would have a cotangent as large as the values, and
+  XLA:CPU of JAX 0.7 to 0.12 keeps all of them at once. So what is read there has the derivative of
+  a mapped copy (`_Role.slope`), whose cotangent has the items of this length only. XLA scatters
+  these into one array, and drops the copy, which nobody reads.
 * Keys are split by the number of an item in the batch as it was given.
-  Each length has its own cotangent, as large as the values, and XLA adds all of them at once: so
-  the gradient needs the memory of a chunk and, inside one program, of that many gradients.
 * Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
 * Where the items are reduced, the states of the groups are merged like those of devices.
 
@@ -118,7 +120,12 @@ class _Padded:
         slopes = [None if role.slope is None else next(mapped) for role in self.roles]
         for i, (role, slope) in enumerate(zip(self.roles, slopes, strict=True)):
             if role.rows is not None:
-                leaves[i] = self._rows(leaves[i], slope, items[2 + 2 * role.rows :], role)
+                start, length = items[2 + 2 * role.rows], items[3 + 2 * role.rows]
+                at = _places(start, length, self.lengths[role.rows])
+                rows = _read(leaves[i], slope, at)
+                rows = rows if rows.dtype == role.dtype else rows.astype(role.dtype)
+                empty = zeros(rows.shape, rows.dtype)
+                leaves[i] = jnp.where(length > jnp.zeros_like(length), rows, empty)
             elif role.by_number:
                 leaves[i] = _read(leaves[i], slope, items[0])
             if role.weak:
@@ -127,13 +134,6 @@ class _Padded:
                 number = items[0].astype(PLACE.dtype) * np.asarray(role.split, PLACE.dtype)
                 leaves[i] = item_key(leaves[i], next(mapped) + number)
         return leaves
-
-    def _rows(self, values: Any, slope: Any, item: Any, role: _Role) -> Any:
-        start, length = item[0], item[1]
-        assert role.rows is not None
-        rows = _read(values, slope, _places(start, length, self.lengths[role.rows]))
-        rows = rows.astype(role.dtype) if rows.dtype != role.dtype else rows
-        return jnp.where(length > jnp.zeros_like(length), rows, zeros(rows.shape, rows.dtype))
 
 
 def _places(start: Any, length: Any, most: int) -> Any:
@@ -326,22 +326,20 @@ class RaggedCall:
             axis = leaf.ndim - role.slope.rank - 1
             if role.rows is not None:
                 start, length = items[:, 2 + 2 * role.rows], items[:, 3 + 2 * role.rows]
-                most = group.lengths[role.rows]
-                at = jax.vmap(lambda *item, most=most: _places(*item, most))(start, length)
+                places = functools.partial(_places, most=group.lengths[role.rows])
+                at = jax.vmap(places)(start, length)
                 leaf, axis = widen(leaf), 0
             slopes.append(_read(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
         return slopes
 
     def _numbers_in_front(self, strides: Sequence[int]) -> Any:
         """Return what the axes before that of the ragged items add to the number of a key."""
-        shape = self.dense.plan.batch_shape[:-1]
-        number = np.zeros((1,) * (len(shape) + 1), PLACE.dtype)
-        for axis, stride in enumerate(strides):
-            if stride:
-                along = [-1 if other == axis else 1 for other in range(len(shape) + 1)]
-                places = np.arange(shape[axis], dtype=PLACE.dtype)
-                number = number + places.reshape(along) * np.asarray(stride, PLACE.dtype)
-        return number
+        *front, _ = self.dense.plan.batch_shape
+        along = [
+            np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
+            for size, stride in zip(front, strides, strict=True)
+        ]
+        return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
 
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
         """Return each output with the ragged dimension that it is declared to begin with."""
@@ -357,16 +355,8 @@ class RaggedCall:
     def bound(self, group: Group, reduce: Reductions | None = None) -> BoundKernel:
         """Return the ordinary call of one group."""
         call, (roles, mapped, counts, whole) = self.call, self.arguments
-        padded = _Padded(
-            call.kernel,
-            call.names,
-            dense_treedef(call),
-            (*call.others,),
-            self._explicit(reduce),
-            roles,
-            self.dims,
-            group.lengths,
-        )
+        of_call = call.kernel, call.names, dense_treedef(call), (*call.others,)
+        padded = _Padded(*of_call, self._explicit(reduce), roles, self.dims, group.lengths)
         derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)

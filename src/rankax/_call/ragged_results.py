@@ -15,6 +15,7 @@ import numpy as np
 
 from rankax._base.arrays import is_staged
 from rankax._base.trees import entries
+from rankax._base.words import plural
 from rankax._call.bind import BoundKernel
 from rankax._call.fill import as_inputs, resized
 from rankax._call.ragged import Compiled, RaggedCall
@@ -256,13 +257,9 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         lengths = ragged.lengths[:, at]
         evaluated = sum(count * longest[at] for count, longest in groups)
         padding = 1 - lengths.sum() / max(1, evaluated)
-        several = len({longest[at] for _, longest in groups})
-        plural = "length" if several == 1 else "lengths"
-        notes.append(
-            f"ragged {name}: {span(lengths)} in {several} {plural}, padding {padding:.0%}".replace(
-                "%", " %"
-            )
-        )
+        different = plural(len({longest[at] for _, longest in groups}), "length")
+        share = f"padding {100 * padding:.0f} %"
+        notes.append(f"ragged {name}: {span(lengths)} in {different}, {share}")
     if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
         notes.append(f"items of a length in buckets, {slots} in all")
     return dataclasses.replace(

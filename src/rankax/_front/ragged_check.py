@@ -2,7 +2,8 @@
 """``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,36 +74,39 @@ class RaggedItems(CallItems):
         return by_leaf
 
     def described(self, index: Index) -> str:
-        lines = self._lines(self._leaks([index]))
+        _, lines = self._leaks([index])
         return f"; {'; '.join(lines)}" if lines else ""
 
     def padding(self, chosen: Sequence[Index]) -> tuple[str, ...]:
-        leaks = set(self._leaks(chosen))
-        if None not in leaks:
-            return tuple(self._lines(leaks))
+        differs, lines = self._leaks(chosen)
+        if not differs:
+            return tuple(lines)
         # Also where these lengths need no padding.
-        differ = "the items differ if they are filled up with copies of their last rows"
+        first = "the items differ if they are filled up with copies of their last rows"
         advice = "leave these rows out, by a parameter of rank Mask"
-        raise ValueError(
-            f"{self.call.name}.check: {'; '.join([differ, *self._lines(leaks), advice])}"
-        )
+        raise ValueError(f"{self.call.name}.check: {'; '.join([first, *lines, advice])}")
 
     # Items with other rows.
 
-    def _leaks(self, chosen: Sequence[Index]) -> Iterator[tuple[int, str] | None]:
-        """Yield which leaves change the items, filled up with what; None for copies."""
-        leaves = self.call.leaves
+    def _leaks(self, chosen: Sequence[Index]) -> tuple[bool, list[str]]:
+        """Say whether items change if copies fill them up, and which change if other rows do."""
+        leaves, paths = self.call.leaves, self.call.structure.paths
         evaluate = jax.jit(lambda inputs: self.evaluate(inputs, leaves))
         most = np.max([self._lengths(index) for index in chosen], 0, initial=0) + 3
+        differs, found = False, set[tuple[int, str]]()
         for index in chosen:
             inputs = self.inputs(index, leaves)
             copies = evaluate(self._filled(inputs, most, {}))
-            if not _agree(evaluate(inputs), copies):
-                yield None
-            for i in self.call.structure.ragged:
-                for fill, number in _FILLS.items():
-                    if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
-                        yield i, fill
+            differs |= not _agree(evaluate(inputs), copies)
+            for i, (fill, number) in itertools.product(self.ragged.dim_of, _FILLS.items()):
+                if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
+                    found.add((i, fill))
+        lines: list[str] = []
+        for i, path in enumerate(paths):
+            if fills := [fill for fill in _FILLS if (i, fill) in found]:
+                what = f"the items depend on the rows that fill {path} up"
+                lines.append(f"{what}: by {listed(fills)}")
+        return differs, lines
 
     def _filled(self, inputs: Sequence[Any], most: Any, fills: Mapping[int, float]) -> list[Any]:
         """Fill rows up to these lengths: by copies of the last one, or by a number."""
@@ -115,14 +119,6 @@ class RaggedItems(CallItems):
             more = most[self.ragged.dim_of[i]] - len(x)
             filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
         return [filled, *others]
-
-    def _lines(self, leaks: Iterable[tuple[int, str] | None]) -> list[str]:
-        found = set(leaks)
-        return [
-            f"the items depend on the rows that fill {path} up: by {listed(fills)}"
-            for i, path in enumerate(self.call.structure.paths)
-            if (fills := [fill for fill in _FILLS if (i, fill) in found])
-        ]
 
     # The dense call.
 
