@@ -37,7 +37,7 @@ def test_memory_is_that_of_a_chunk():
     assert needs[1] < 4 * chunk + 4000 * 4 * 12
 
 
-def test_the_gradient_needs_a_chunk_and_the_cotangent_of_the_filled_items():
+def test_the_gradient_needs_one_cotangent_of_all_lengths():
     """Each length has the cotangent of its own items only; XLA joins some of them, with indices."""
     lengths = np.ceil(np.random.default_rng(0).lognormal(np.log(20), 1.2, 10_000)).astype(int)
     values = jax.ShapeDtypeStruct((int(lengths.sum()), 3), jnp.float32)

@@ -144,20 +144,18 @@ def _places(start: Any, length: Any, most: int) -> Any:
 
 def _read(values: Any, slope: Any, at: Any) -> Any:
     """Read by index; with ``slope``, which is what is read, the derivative is that of ``slope``."""
-    read = _read_plainly if slope is None else _read_with_slope
-    return read(jnp.asarray(values), slope, at)
+    rows = jnp.asarray(values).at[at].get(mode="promise_in_bounds")
+    return rows if slope is None else _with_slope(rows, slope)
 
 
-def _read_plainly(values: Any, slope: Any, at: Any) -> Any:  # noqa: ARG001
-    return values.at[at].get(mode="promise_in_bounds")
+@jax.custom_jvp
+def _with_slope(rows: Any, slope: Any) -> Any:  # noqa: ARG001
+    return rows
 
 
-_read_with_slope = jax.custom_jvp(_read_plainly)
-
-
-@_read_with_slope.defjvp
+@_with_slope.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    return _read_with_slope(*primals), tangents[1]
+    return _with_slope(*primals), tangents[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -233,7 +231,7 @@ class RaggedCall:
     def slots(self, group: Group) -> int:
         """Return how many items a group is filled up to."""
         count, bucket = len(group.items), self.options.bucket
-        if self.is_direct or not self.is_filled:
+        if self.is_direct:
             return count
         if self.options.devices:  # each of them has an item, so that all results are on all
             count = max(count, jax.device_count())
@@ -284,12 +282,14 @@ class RaggedCall:
             return _Role(None), leaf
         weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
         bare = Rank(rank.rank, is_key=rank.is_key)
-        slope = bare if self._has_slope(leaf) else None
+        # Of several loops in one program, each would have a cotangent of the whole leaf.
+        is_one = self.is_staged and len(self.groups) > 1 and not self.options.devices
+        has_slope = is_one and isinstance(leaf, core.Tracer) and has_tangent(leaf.aval)
+        slope = bare if has_slope else None
         if i in self.dim_of:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            leaf = widen(leaf) if isinstance(leaf, core.Tracer) else leaf
-            role = _Role(None, rows=self.dim_of[i], slope=slope, dtype=dtype, weak=weak)
-            return role, self._sized(leaf, 0)
+            leaf = self._sized(widen(leaf) if isinstance(leaf, core.Tracer) else leaf, 0)
+            return _Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
         if self.count < 2:
             return _Role(rank), leaf
         if axes[-1] is None:
@@ -310,11 +310,6 @@ class RaggedCall:
         if self.compiled is None and not isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.asarray(leaf)
         return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
-
-    def _has_slope(self, leaf: Any) -> bool:
-        """Whether a leaf may have a cotangent in each of several loops of one program."""
-        is_one_of_several = self.is_staged and len(self.groups) > 1 and not self.options.devices
-        return is_one_of_several and isinstance(leaf, core.Tracer) and has_tangent(leaf.aval)
 
     def _slopes(self, group: Group, items: np.ndarray[Any, Any]) -> list[Any]:
         """Return the rows of all items of a group, of the leaves that have a slope."""
@@ -355,8 +350,13 @@ class RaggedCall:
     def bound(self, group: Group, reduce: Reductions | None = None) -> BoundKernel:
         """Return the ordinary call of one group."""
         call, (roles, mapped, counts, whole) = self.call, self.arguments
+        explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
+        if reduce is not None:
+            explicit["reduce"] = reduce
+        if self.count > 1 and (shape := self.options.batch_shape):
+            explicit["batch_shape"] = (*shape[:-1], 1)
         of_call = call.kernel, call.names, dense_treedef(call), (*call.others,)
-        padded = _Padded(*of_call, self._explicit(reduce), roles, self.dims, group.lengths)
+        padded = _Padded(*of_call, frozenset(explicit.items()), roles, self.dims, group.lengths)
         derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
@@ -366,14 +366,6 @@ class RaggedCall:
             return bound
         axis = len(self.dense.plan.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
-
-    def _explicit(self, reduce: Reductions | None) -> frozenset[tuple[str, Any]]:
-        explicit = {name: x for name, x in self.call.kernel.explicit.items() if name != "bucket"}
-        if reduce is not None:
-            explicit["reduce"] = reduce
-        if self.count > 1 and (shape := self.options.batch_shape):
-            explicit["batch_shape"] = (*shape[:-1], 1)
-        return frozenset(explicit.items())
 
     def evaluate(self, bound: BoundKernel) -> Any:
         """Evaluate the call of one group."""
@@ -439,7 +431,18 @@ def _dimensions(call: BoundKernel) -> dict[int, str]:
             )
         if found:
             other = first.get(name, next(iter(found)))
-            _check_equal(call, i, other, same_name=name in first)
+            mine, its = structure.ragged[i], structure.ragged[other]
+            its_path = structure.paths[other]
+            if len(mine) != len(its):
+                raise ValueError(
+                    f"{where}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
+                )
+            if name in first and (differs := mine.lengths != its.lengths).any():
+                at = int(np.argmax(differs))
+                raise ValueError(
+                    f"{where}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
+                    f"{its_path} has {its.lengths[at]}"
+                )
         found[i] = name
         first.setdefault(name, i)
     for i, rank in enumerate(structure.ranks):
@@ -453,16 +456,3 @@ def _dimensions(call: BoundKernel) -> dict[int, str]:
                     "name"
                 )
     return found
-
-
-def _check_equal(call: BoundKernel, one: int, other: int, *, same_name: bool) -> None:
-    ragged, paths = call.structure.ragged, call.structure.paths
-    mine, its, path, first = ragged[one], ragged[other], paths[one], paths[other]
-    if len(mine) != len(its):
-        raise ValueError(f"{call.where}: {path} has {len(mine)} items, but {first} has {len(its)}")
-    if same_name and (mine.lengths != its.lengths).any():
-        i = int(np.argmax(mine.lengths != its.lengths))
-        raise ValueError(
-            f"{call.where}: item {i} of {path} has {mine.lengths[i]} rows, but that of {first} has "
-            f"{its.lengths[i]}"
-        )
