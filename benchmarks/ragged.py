@@ -92,6 +92,9 @@ def main(items: int) -> None:
     shape = jax.ShapeDtypeStruct(x.values.shape, x.values.dtype)
     whole = jax.jit(lambda values: KERNEL(Ragged(values, lengths))).lower(shape).compile()
     print(f"temporary memory: ragged {whole.memory_analysis().temp_size_in_bytes / 1e6:.2f} MB")
+    gradient = jax.jit(jax.grad(lambda values: KERNEL(Ragged(values, lengths)).sum()))
+    needs = gradient.lower(shape).compile().memory_analysis().temp_size_in_bytes
+    print(f"its gradient {needs / 1e6:.2f} MB, with values of {x.values.nbytes / 1e6:.2f} MB")
     longest = (jax.ShapeDtypeStruct((items, int(lengths.max()), 3), jnp.float32),)
     mask = (jax.ShapeDtypeStruct(longest[0].shape[:2], jnp.bool_),)
     dense = jax.jit(PADDED).lower(*longest, *mask).compile().memory_analysis()
