@@ -18,7 +18,7 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
 * In a program that is being traced, each length would have a cotangent as large as the values, and
   XLA:CPU of JAX 0.7 to 0.12 keeps all of them at once. So what is read there has the derivative of
   a mapped copy (`_Role.slope`), whose cotangent has the items of this length only. XLA scatters
-  these into one array, and drops the copy, which nobody reads.
+  these into one array, and drops the copy, which nobody reads (its tangent, `jax.jvp` reads).
 * Keys are split by the number of an item in the batch as it was given.
 * Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
 * Where the items are reduced, the states of the groups are merged like those of devices.
@@ -298,11 +298,9 @@ class RaggedCall:
         leaf = self._sized(leaf, at)
         if not at:
             return _Role(None, by_number=True, slope=slope, weak=weak), leaf
-        rank, shape = (
-            Rank(rank.rank + 1, is_key=rank.is_key),
-            (*leaf.shape[:at], 1, *leaf.shape[at:]),
-        )
-        return _Role(rank, by_number=True, slope=slope, weak=weak), _reshaped(leaf, shape)
+        leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
+        rank = Rank(rank.rank + 1, is_key=rank.is_key)
+        return _Role(rank, by_number=True, slope=slope, weak=weak), leaf
 
     def _sized(self, leaf: Any, axis: int) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
