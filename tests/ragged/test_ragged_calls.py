@@ -423,6 +423,36 @@ def test_other_batches_reuse_the_programs():
     np.testing.assert_allclose(out, [np.sin(v).sum() for v in x.to_list()], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"reduce": "sum"}])
+def test_an_eager_call_compiles_a_program_for_each_length(options):
+    rng = np.random.default_rng(0)
+    x = ragged(rng.integers(0, 40, 300).tolist(), 3)
+    weights = rng.normal(size=(3, 5)).astype(np.float32)  # so that no other test has these programs
+    kernel = auto_vmap(x="n 3", mask=Mask("n"), **options)(
+        lambda x, mask: jnp.sum(jnp.tanh(x @ weights).sum(-1), where=mask)
+    )
+    lengths = len(kernel.plan(x).parts)
+    out, count = compilations(kernel, x)
+    assert count <= lengths + 3
+    again, count = compilations(kernel, jax.tree.map(lambda v: v * 1, x))
+    assert count == 0
+    assert_same(again, out)
+    gradient = jax.grad(lambda x: kernel(x).sum())
+    _, count = compilations(gradient, x)
+    assert count <= 2 * lengths + 8
+    _, count = compilations(gradient, x)
+    assert count == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": "sum", "bucket": (4, 8), "chunk_size": 2}])
+def test_a_call_is_lowered_as_one_program(options):
+    x, s = case("some")
+    kernel = total_of.with_options(jit=True, **options)
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (x, s))
+    compiled = kernel.lower(*shapes).compile()
+    assert_same(compiled(jnp.asarray(x.values), s), kernel(x, s))
+
+
 def test_chunked_vmap_does_not_map_rows():
     x, _ = case("some")
     with pytest.raises(TypeError, match=r"x is Ragged, and its rows are no items of a batch"):

@@ -15,9 +15,9 @@ def ragged(lengths, *core):
 X = ragged([3, 0, 2], 3)
 SCALAR = auto_vmap(x="n 3", mask=Mask("n"))(lambda x, mask: jnp.sum(x.sum(-1), where=mask))
 ELSEWHERE = (
-    "<lambda>(): x is Ragged, which the call itself takes, and its plan and check; elsewhere "
-    "(tune, nonfinite, lower, streams, arrays in blocks), pass an array that you fill up, and rows "
-    "to leave out by a boolean array"
+    "<lambda>(): x is Ragged, which the call itself takes, and its plan, check and lower; "
+    "elsewhere (tune, nonfinite, streams, arrays in blocks), pass an array that you fill up, and "
+    "rows to leave out by a boolean array"
 )
 DEPENDS = (
     "<lambda>(): output has the shape ({n}, 3) for one item, which depends on how many rows the "
@@ -89,7 +89,6 @@ def first(x, y=None):
             "<lambda>(): output begins with the ragged dimension 'n', so it would be Ragged, which "
             "has one batch axis, but the batch shape is (4, 3); use jax.vmap over the other axes",
         ),
-        (lambda: SCALAR.with_options(jit=True).lower(X), ELSEWHERE),
         (lambda: SCALAR.tune(X), ELSEWHERE),
         (lambda: SCALAR.nonfinite(X), ELSEWHERE),
         (

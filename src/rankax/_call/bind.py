@@ -236,7 +236,7 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
     for i in call.structure.ragged:
         raise TypeError(
             f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
-            "its plan and check; elsewhere (tune, nonfinite, lower, streams, arrays in blocks), "
+            "its plan, check and lower; elsewhere (tune, nonfinite, streams, arrays in blocks), "
             "pass an array that you fill up, and rows to leave out by a boolean array"
         )
     return call

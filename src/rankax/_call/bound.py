@@ -55,6 +55,8 @@ class Bound(abc.ABC):
         Whether the kernel takes a batch itself.
     in_chunks : tuple of int
         How many items the chunks of such a kernel have, in ascending order.
+    is_kept : bool
+        Whether an eager call is one kept program, also without a loop.
     cut : tuple of int or None
         The batch shape, if this is a part of a call or is filled up.
     out_axes : int, None, or a pytree prefix of those
@@ -71,6 +73,7 @@ class Bound(abc.ABC):
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     batched: bool = dataclasses.field(default=False, kw_only=True)
     in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    is_kept: bool = dataclasses.field(default=False, kw_only=True)
     cut: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
     out_axes: Any = dataclasses.field(default=0, kw_only=True)
     axis_name: Hashable | None = dataclasses.field(default=None, kw_only=True)

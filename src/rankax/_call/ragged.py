@@ -15,9 +15,11 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
 * The transpose of a read by index adds to the cotangent of the flat values. XLA does that in place,
   in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
   were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `_loop/access.py`.
+* In a program that is being traced, each length would have a cotangent as large as the values, and
+  XLA:CPU of JAX 0.7 to 0.12 keeps all of them at once. So what is read there has the derivative of
+  a mapped copy (`_Role.slope`), whose cotangent has the items of this length only. XLA scatters
+  these into one array, and drops the copy, which nobody reads (its tangent, `jax.jvp` reads).
 * Keys are split by the number of an item in the batch as it was given.
-  Each length has its own cotangent, as large as the values, and XLA adds all of them at once: so
-  the gradient needs the memory of a chunk and, inside one program, of that many gradients.
 * Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
 * Where the items are reduced, the states of the groups are merged like those of devices.
 
@@ -31,7 +33,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,19 +42,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax._base.arrays import zeros
+from rankax._base.arrays import has_tangent, zeros
+from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, Shell, bind, rebind
 from rankax._call.fill import marked, resized, weakened
 from rankax._call.run import run
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
-from rankax._declare.ranks import Declaration
+from rankax._declare.ranks import Declaration, ranks_of_leaves
 from rankax._devices.mesh import is_spread
 from rankax._loop.access import widen
 from rankax._loop.spec import PLACE, item_key
 from rankax._options import Options
 from rankax._plan.lengths import Group, groups_of, slots_for
+from rankax._plan.levels import Shape
 from rankax._plan.shapes import bucket_of
 from rankax._reduce.run import Reductions
 
@@ -67,6 +72,7 @@ class _Role(NamedTuple):
     rank: Rank | None  # of what is mapped; None: it gets it whole
     rows: int | None = None  # the ragged dimension whose rows are read
     by_number: bool = False  # whether it has an item for each item, which is read
+    slope: Rank | None = None  # of a copy that has the derivative of what is read
     split: int | None = None  # of a key that is split: how much an item adds to its number
     dtype: Any = None  # of the rows
     weak: bool = False
@@ -78,58 +84,77 @@ class _Padded:
 
     spec: KernelSpec
     shell: Shell
+    others: tuple[str, ...]
+    explicit: frozenset[tuple[str, Any]]
     roles: tuple[_Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
 
-    def kernel(self, others: Sequence[str], explicit: Mapping[str, Any]) -> KernelSpec:
+    def kernel(self) -> KernelSpec:
         """Return the derived kernel."""
 
         @functools.wraps(self.spec.fun, updated=())
         def padded(*, rankax_items: Any, rankax_mapped: Any, rankax_whole: Any, **rest: Any) -> Any:
             leaves = self._leaves(rankax_items, iter(rankax_mapped), iter(rankax_whole))
             call = rebind(self.spec, self.shell, leaves, rest)
-            pairs = zip(self.dims, self.lengths, rankax_items[2::2], strict=True)
+            pairs = zip(self.dims, self.lengths, rankax_items[3::2], strict=True)
             masks = {name: jnp.arange(most, dtype=n.dtype) < n for name, most, n in pairs}
             call = dataclasses.replace(call, masks=masks)
             return call.evaluate(leaves, call.plan(Options()))
 
         mapped = [role.rank for role in self.roles if role.rank is not None]
-        mapped += [Rank(0)] * sum(role.split is not None for role in self.roles)
+        mapped += [role.slope for role in self.roles if role.slope is not None]
+        mapped += [Rank(0) for role in self.roles if role.split is not None]
         kind = inspect.Parameter.KEYWORD_ONLY
-        names = [_ITEMS, _MAPPED, _WHOLE, *others]
+        names = [_ITEMS, _MAPPED, _WHOLE, *self.others]
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        ranks = {_ITEMS: Rank(1), _MAPPED: tuple(mapped)}
-        derived = type(self.spec)(
-            padded, Declaration(signature, ranks, None), explicit, self.spec.members
-        )
+        declaration = Declaration(signature, {_ITEMS: Rank(1), _MAPPED: tuple(mapped)}, None)
+        derived = type(self.spec)(padded, declaration, dict(self.explicit), self.spec.members)
         derived.name = self.spec.name
         return derived
 
-    def _leaves(self, items: Any, mapped: Any, whole: Any) -> list[Any]:
+    def _leaves(self, items: Any, mapped: Iterator[Any], whole: Iterator[Any]) -> list[Any]:
         """Return the leaves of one item."""
-        leaves: list[Any] = []
-        for role in self.roles:
-            leaf = next(whole if role.rank is None else mapped)
+        leaves = [next(whole if role.rank is None else mapped) for role in self.roles]
+        slopes = [None if role.slope is None else next(mapped) for role in self.roles]
+        for i, (role, slope) in enumerate(zip(self.roles, slopes, strict=True)):
             if role.rows is not None:
-                leaf = self._rows(jnp.asarray(leaf), items[1 + 2 * role.rows :], role)
+                start, length = items[2 + 2 * role.rows], items[3 + 2 * role.rows]
+                at = _places(start, length, self.lengths[role.rows])
+                rows = _read(leaves[i], slope, at)
+                rows = rows if rows.dtype == role.dtype else rows.astype(role.dtype)
+                empty = zeros(rows.shape, rows.dtype)
+                leaves[i] = jnp.where(length > jnp.zeros_like(length), rows, empty)
             elif role.by_number:
-                leaf = jnp.asarray(leaf).at[items[0]].get(mode="promise_in_bounds")
-            leaves.append(weakened(leaf) if role.weak else leaf)
-        for i, role in enumerate(self.roles):
+                leaves[i] = _read(leaves[i], slope, items[0])
+            if role.weak:
+                leaves[i] = weakened(leaves[i])
             if role.split is not None:
                 number = items[0].astype(PLACE.dtype) * np.asarray(role.split, PLACE.dtype)
                 leaves[i] = item_key(leaves[i], next(mapped) + number)
         return leaves
 
-    def _rows(self, values: Any, where: Any, role: _Role) -> Any:
-        start, length = where[0], where[1]
-        assert role.rows is not None
-        at = jnp.arange(self.lengths[role.rows], dtype=start.dtype)
-        last = jnp.maximum(length - 1, jnp.zeros_like(length))
-        rows = values.at[start + jnp.minimum(at, last)].get(mode="promise_in_bounds")
-        rows = rows.astype(role.dtype) if rows.dtype != role.dtype else rows
-        return jnp.where(length > jnp.zeros_like(length), rows, zeros(rows.shape, rows.dtype))
+
+def _places(start: Any, length: Any, most: int) -> Any:
+    """Return where the rows of an item are, then its last one again."""
+    last = jnp.maximum(length - 1, jnp.zeros_like(length))
+    return start + jnp.minimum(jnp.arange(most, dtype=start.dtype), last)
+
+
+def _read(values: Any, slope: Any, at: Any) -> Any:
+    """Read by index; with ``slope``, which is what is read, the derivative is that of ``slope``."""
+    rows = jnp.asarray(values).at[at].get(mode="promise_in_bounds")
+    return rows if slope is None else _with_slope(rows, slope)
+
+
+@jax.custom_jvp
+def _with_slope(rows: Any, slope: Any) -> Any:  # noqa: ARG001
+    return rows
+
+
+@_with_slope.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _with_slope(*primals), tangents[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,27 +164,32 @@ class RaggedCall:
     call: BoundKernel
     options: Options
     dims: tuple[str, ...]
+    dim_of: dict[int, int]  # the first dimension of each ragged leaf
     lengths: np.ndarray[Any, Any]  # (items, dims)
     starts: np.ndarray[Any, Any]  # the same
     dense: Any  # the plan of the call if all items were filled up to the longest
     compiled: Compiled | None
+    is_staged: bool  # whether it is evaluated as part of a program that is being traced
 
     @classmethod
-    def of(cls, call: BoundKernel, compiled: Compiled | None) -> RaggedCall:
+    def of(
+        cls, call: BoundKernel, compiled: Compiled | None, *, is_staged: bool = False
+    ) -> RaggedCall:
         """Check a call; with ``compiled``, its parts are called by compiled programs."""
         options = call.kernel.options()
         _check_options(call, options)
-        found = _by_dimension(call)
-        dims = tuple(found)
-        lengths = np.stack([ragged.lengths for ragged in found.values()], 1)
-        starts = np.stack([ragged.starts for ragged in found.values()], 1)
-        longest = dict(zip(dims, lengths.max(0, initial=1).tolist(), strict=True))
-        leaves = list(call.leaves)
-        for i in call.structure.ragged:
-            shape = (len(lengths), longest[first_dim(call, i)], *leaves[i].shape[1:])
+        names = _dimensions(call)
+        first = {name: call.structure.ragged[i] for i, name in reversed(names.items())}
+        dims = tuple(dict.fromkeys(names.values()))
+        lengths = np.stack([first[name].lengths for name in dims], 1)
+        starts = np.stack([first[name].starts for name in dims], 1)
+        dim_of = {i: dims.index(name) for i, name in names.items()}
+        longest, leaves = lengths.max(0, initial=1).tolist(), list(call.leaves)
+        for i, dim in dim_of.items():
+            shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
-        return cls(call, options, dims, lengths, starts, dense, compiled)
+        return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, is_staged)
 
     @property
     def count(self) -> int:
@@ -194,14 +224,13 @@ class RaggedCall:
 
     def size(self, count: int) -> int:
         """Return a number of items or rows, in its bucket if programs are to be reused."""
-        if self.compiled is None:
-            return count
-        return bucket_of(count, True) or count
+        bucket = None if self.compiled is None else bucket_of(count, True)
+        return bucket or count
 
     def slots(self, group: Group) -> int:
         """Return how many items a group is filled up to."""
         count, bucket = len(group.items), self.options.bucket
-        if self.is_direct or not self.is_filled:
+        if self.is_direct:
             return count
         if self.options.devices:  # each of them has an item, so that all results are on all
             count = max(count, jax.device_count())
@@ -217,19 +246,23 @@ class RaggedCall:
         return size
 
     def items_of(self, group: Group) -> np.ndarray[Any, Any]:
-        """Return the number, starts and lengths of each item of a group, filled up by the last."""
+        """Return a row for each item of a group: where it is, and how many rows it has.
+
+        These are two columns for the batch (its number, and 1) and for each ragged dimension. Items
+        that fill the group up are copies of the last one.
+        """
         size = self.slots(group)
         at = group.items[np.minimum(np.arange(size), len(group.items) - 1)]
-        table = np.zeros((size, 1 + 2 * len(self.dims)), np.int32)
-        table[:, 0], table[:, 1::2], table[:, 2::2] = at, self.starts[at], self.lengths[at]
+        table = np.ones((size, 2 + 2 * len(self.dims)), np.int32)
         # An item without rows may begin at the end.
         ends = np.maximum(self.lengths.sum(0) - 1, 0)
-        table[:, 1::2] = np.minimum(table[:, 1::2], ends)
+        table[:, 0], table[:, 2::2] = at, np.minimum(self.starts[at], ends)
+        table[:, 3::2] = self.lengths[at]
         return table
 
     @functools.cached_property
-    def arguments(self) -> tuple[tuple[_Role, ...], list[Any], list[Any]]:
-        """The roles of the leaves, those that are mapped and those that are passed whole."""
+    def arguments(self) -> tuple[tuple[_Role, ...], list[Any], list[Any], list[Any]]:
+        """The roles of the leaves; those that are mapped, numbers of keys, and the others."""
         call, roles, mapped, whole, counts = self.call, list[_Role](), list[Any](), list[Any](), []
         axes = dict(zip(self.dense.mapped, self.dense.batch_axes, strict=True))
         splits = {split.position: split.strides for split in self.dense.splits}
@@ -241,100 +274,118 @@ class RaggedCall:
                 counts.append(self._numbers_in_front(front))
             roles.append(role)
             (whole if role.rank is None else mapped).append(leaf)
-        return tuple(roles), [*mapped, *counts], whole
+        return tuple(roles), mapped, counts, whole
 
     def _role(self, i: int, leaf: Any, rank: Rank | None, axes: Sequence[Any]) -> tuple[_Role, Any]:
         if rank is None:
             return _Role(None), leaf
         weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
-        if i in self.call.structure.ragged:
+        bare = Rank(rank.rank, is_key=rank.is_key)
+        # Of several loops in one program, each would have a cotangent of the whole leaf.
+        is_one = self.is_staged and len(self.groups) > 1 and not self.options.devices
+        has_slope = is_one and isinstance(leaf, core.Tracer) and has_tangent(leaf.aval)
+        slope = bare if has_slope else None
+        if i in self.dim_of:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            leaf = widen(leaf) if isinstance(leaf, core.Tracer) else leaf
-            rows = self.dims.index(first_dim(self.call, i))
-            return _Role(None, rows, dtype=dtype, weak=weak), self._sized(leaf, 0)
+            leaf = self._sized(widen(leaf) if isinstance(leaf, core.Tracer) else leaf, 0)
+            return _Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
         if self.count < 2:
             return _Role(rank), leaf
-        bare = Rank(rank.rank, is_key=rank.is_key)
         if axes[-1] is None:
             return _Role(bare), leaf
         at = np.ndim(leaf) - rank.rank - 1
         leaf = self._sized(leaf, at)
         if not at:
-            return _Role(None, by_number=True, weak=weak), leaf
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            leaf = jnp.expand_dims(leaf, at)
-        else:
-            shape = (*leaf.shape[:at], 1, *leaf.shape[at:])
-            leaf = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        return _Role(Rank(rank.rank + 1, is_key=rank.is_key), by_number=True, weak=weak), leaf
+            return _Role(None, by_number=True, slope=slope, weak=weak), leaf
+        leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
+        rank = Rank(rank.rank + 1, is_key=rank.is_key)
+        return _Role(rank, by_number=True, slope=slope, weak=weak), leaf
 
     def _sized(self, leaf: Any, axis: int) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
         size = max(1, self.size(leaf.shape[axis]))
-        shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        if self.compiled is None:
+        if self.compiled is None and not isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.asarray(leaf)
-        return leaf if leaf.shape == shape else resized([leaf], [shape])[0]
+        return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
+
+    def _slopes(self, group: Group, items: np.ndarray[Any, Any]) -> list[Any]:
+        """Return the rows of all items of a group, of the leaves that have a slope."""
+        slopes: list[Any] = []
+        for i, role in enumerate(self.arguments[0]):
+            if role.slope is None:
+                continue
+            leaf, at = self.call.leaves[i], items[:, 0]
+            axis = leaf.ndim - role.slope.rank - 1
+            if role.rows is not None:
+                start, length = items[:, 2 + 2 * role.rows], items[:, 3 + 2 * role.rows]
+                places = functools.partial(_places, most=group.lengths[role.rows])
+                at = jax.vmap(places)(start, length)
+                leaf, axis = widen(leaf), 0
+            slopes.append(_read(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
+        return slopes
 
     def _numbers_in_front(self, strides: Sequence[int]) -> Any:
         """Return what the axes before that of the ragged items add to the number of a key."""
-        shape = self.dense.plan.batch_shape[:-1]
-        number = np.zeros((1,) * (len(shape) + 1), PLACE.dtype)
-        for axis, stride in enumerate(strides):
-            if stride:
-                along = [-1 if other == axis else 1 for other in range(len(shape) + 1)]
-                places = np.arange(shape[axis], dtype=PLACE.dtype)
-                number = number + places.reshape(along) * np.asarray(stride, PLACE.dtype)
-        return number
+        *front, _ = self.dense.plan.batch_shape
+        along = [
+            np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
+            for size, stride in zip(front, strides, strict=True)
+        ]
+        return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
 
-    def bound(self, group: Group, reduce: Reductions | None) -> BoundKernel:
+    def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
+        """Return each output with the ragged dimension that it is declared to begin with."""
+        paths = [path for path, _ in leaves_with_names(out, "output")]
+        declared = self.call.kernel.declaration.outputs
+        if declared is None or self.options.reduce is not None:
+            return [(path, None) for path in paths]
+        ranks = ranks_of_leaves(declared, out, "output")
+        names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
+        dims = [self.dims.index(name) if name in self.dims else None for name in names]
+        return list(zip(paths, dims, strict=True))
+
+    def bound(self, group: Group, reduce: Reductions | None = None) -> BoundKernel:
         """Return the ordinary call of one group."""
-        call, (roles, mapped, whole) = self.call, self.arguments
-        shell = dense_shell(call)
-        padded = _Padded(call.kernel, shell, roles, self.dims, group.lengths)
-        others = call.others
-        key = "ragged", shell, roles, self.dims, group.lengths, (*others,), reduce
-        derived = call.kernel.structures.find(
-            key, lambda: padded.kernel(list(others), self._explicit(reduce))
-        )
+        call, (roles, mapped, counts, whole) = self.call, self.arguments
+        explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
+        if reduce is not None:
+            explicit["reduce"] = reduce
+        if self.count > 1 and (shape := self.options.batch_shape):
+            explicit["batch_shape"] = (*shape[:-1], 1)
+        of_call = call.kernel, dense_shell(call), (*call.others,)
+        padded = _Padded(*of_call, frozenset(explicit.items()), roles, self.dims, group.lengths)
+        derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
-        given = {_ITEMS: items, _MAPPED: tuple(mapped), _WHOLE: tuple(whole), **others}
+        arrays = (*mapped, *self._slopes(group, items), *counts)
+        given = {_ITEMS: items, _MAPPED: arrays, _WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
         if not self.is_filled or self.is_direct or not self.is_last_reduced:
             return bound
         axis = len(self.dense.plan.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
 
-    def _explicit(self, reduce: Reductions | None) -> dict[str, Any]:
-        explicit = {name: x for name, x in self.call.kernel.explicit.items() if name != "bucket"}
-        if reduce is not None:
-            explicit["reduce"] = reduce
-        if self.count > 1 and (shape := self.options.batch_shape):
-            explicit["batch_shape"] = (*shape[:-1], 1)
-        return explicit
-
     def evaluate(self, bound: BoundKernel) -> Any:
         """Evaluate the call of one group."""
         if self.compiled is not None:
             return self.compiled(bound)
+        bound = dataclasses.replace(bound, is_kept=not self.is_staged)
         return run(bound, marked(bound, bound.kernel.options()))
+
+
+def _reshaped(leaf: Any, shape: Shape) -> Any:
+    """Return an array, or a shape, with more rows on an axis, or with an axis of length 1."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    if leaf.size == math.prod(shape):
+        return leaf if leaf.shape == shape else jnp.reshape(leaf, shape)
+    return resized([leaf], [shape])[0]
 
 
 def dense_shell(call: BoundKernel) -> Shell:
     """Return the shell of a call with an array in place of each `Ragged`."""
     tree = call.shell.treedef.unflatten(call.leaves)
-    dense = jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, Ragged))
-    return call.shell._replace(treedef=jax.tree.structure(dense))
-
-
-def first_dim(call: BoundKernel, i: int) -> str:
-    """Return the name of the first core dimension of a leaf."""
-    rank = call.structure.ranks[i]
-    assert rank is not None
-    assert rank.dims
-    return rank.dims[0].name or ""
+    dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))
+    return call.shell._replace(treedef=dense)
 
 
 def _check_options(call: BoundKernel, options: Options) -> None:
@@ -352,12 +403,12 @@ def _check_options(call: BoundKernel, options: Options) -> None:
             )
 
 
-def _by_dimension(call: BoundKernel) -> dict[str, Ragged]:
-    """Return ragged lengths by dimension; refuse what does not go together."""
-    found: dict[str, Ragged] = {}
-    paths: dict[str, str] = {}
+def _dimensions(call: BoundKernel) -> dict[int, str]:
+    """Return the first dimension of each ragged leaf; refuse what does not go together."""
+    found: dict[int, str] = {}
+    first: dict[str, int] = {}  # the leaf that has a dimension first
     structure, where = call.structure, call.where
-    for i, ragged in structure.ragged.items():
+    for i in structure.ragged:
         path, rank = structure.paths[i], structure.ranks[i]
         dims = rank.dims if rank is not None else None
         if not dims or dims[0].name is None:
@@ -365,43 +416,41 @@ def _by_dimension(call: BoundKernel) -> dict[str, Ragged]:
                 f"{where}: {path} is Ragged, so its first core dimension needs a name, as in "
                 f'{path}="n 3", but its rank is {rank}'
             )
-        name, shape = dims[0].name, np.shape(call.leaves[i])
+        name = dims[0].name
         if any(name in (dim.name, *dim.names) for dim in dims[1:]):
             raise TypeError(
                 f"{where}: {path} is Ragged, but its rank {rank} has {name!r} more than once; only "
                 "the first axis of an item may differ"
             )
-        if len(shape) != len(dims):
+        if len(shape := np.shape(call.leaves[i])) != len(dims):
             raise ValueError(
                 f"{where}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
                 f"for {len(dims)}: the rows, and {len(dims) - 1} for one row"
             )
-        first = next(iter(found), None)
-        for other in [other for other in (name, first) if other in found][:1]:
-            _check_equal(where, (path, ragged), (paths[other], found[other]), other == name)
-        found.setdefault(name, ragged)
-        paths.setdefault(name, path)
+        if found:
+            other = first.get(name, next(iter(found)))
+            mine, its = structure.ragged[i], structure.ragged[other]
+            its_path = structure.paths[other]
+            if len(mine) != len(its):
+                raise ValueError(
+                    f"{where}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
+                )
+            if name in first and (differs := mine.lengths != its.lengths).any():
+                at = int(np.argmax(differs))
+                raise ValueError(
+                    f"{where}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
+                    f"{its_path} has {its.lengths[at]}"
+                )
+        found[i] = name
+        first.setdefault(name, i)
     for i, rank in enumerate(structure.ranks):
-        for dim in (rank.dims or ()) if rank is not None and i not in structure.ragged else ():
-            name = next((name for name in (dim.name, *dim.names) if name in found), None)
+        for dim in (rank.dims or ()) if rank is not None and i not in found else ():
+            name = next((name for name in (dim.name, *dim.names) if name in first), None)
             if name is not None:
                 raise TypeError(
                     f"{where}: {structure.paths[i]} has the dimension {name!r}, in which "
-                    f"{paths[name]} is Ragged; pass it as Ragged of the same lengths, if that is "
-                    "its first core dimension, or give the dimension another name"
+                    f"{structure.paths[first[name]]} is Ragged; pass it as Ragged of the same "
+                    "lengths, if that is its first core dimension, or give the dimension another "
+                    "name"
                 )
     return found
-
-
-def _check_equal(
-    where: str, one: tuple[str, Ragged], other: tuple[str, Ragged], same_name: bool
-) -> None:
-    (path, mine), (first, its) = one, other
-    if len(mine) != len(its):
-        raise ValueError(f"{where}: {path} has {len(mine)} items, but {first} has {len(its)}")
-    if same_name and (mine.lengths != its.lengths).any():
-        i = int(np.argmax(mine.lengths != its.lengths))
-        raise ValueError(
-            f"{where}: item {i} of {path} has {mine.lengths[i]} rows, but that of {first} has "
-            f"{its.lengths[i]}"
-        )

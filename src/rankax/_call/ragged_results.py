@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.arrays import index_dtype
-from rankax._base.trees import entries, leaves_with_names
+from rankax._base.arrays import is_staged
+from rankax._base.messages import plural
+from rankax._base.trees import entries
 from rankax._call.bind import BoundKernel
 from rankax._call.fill import as_inputs, resized
 from rankax._call.ragged import Compiled, RaggedCall
 from rankax._call.run import plan_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged, span
-from rankax._declare.ranks import ranks_of_leaves
 from rankax._plan.batch import BatchPlan
 from rankax._plan.lengths import Group
 from rankax._reduce.passes import RunStates
@@ -30,14 +31,14 @@ from rankax._reduce.run import Reductions
 
 def call_ragged(call: BoundKernel, compiled: Compiled | None = None) -> Any:
     """Evaluate a call with ragged arguments."""
-    ragged = RaggedCall.of(call, compiled)
+    ragged = RaggedCall.of(call, compiled, is_staged=is_staged())
     reductions = ragged.options.reduce
-    _check_reduced_outputs(ragged)
+    _check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
         return _reduced(ragged, reductions)
-    bounds = [ragged.bound(group, None) for group in ragged.groups]
+    bounds = list(map(ragged.bound, ragged.groups))
     if len(bounds) == 1:
-        _check_same_outputs(ragged, bounds[0])
+        _check_same_outputs(ragged, bounds)
     outs = list(map(ragged.evaluate, bounds))
     if reductions is None:
         return _in_order(ragged, outs, len(ragged.dense.plan.batch_shape) - 1)
@@ -57,84 +58,96 @@ def _kept_in_order(ragged: RaggedCall, reductions: Reductions, parts: list[list[
     ]
 
 
+class _Place(NamedTuple):
+    """Where an output has the items, or its rows in a ragged dimension, and how many there are."""
+
+    axis: int
+    dim: int | None
+    size: int
+
+
 def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
     """Put results of the groups, which have their items on ``axis``, in the order given."""
-    declared = ragged.call.kernel.declaration.outputs
-    trees = [jax.tree.flatten(out) for out in outs]
-    structure = trees[0][1]
-    is_map = ragged.options.reduce is None and declared is not None
-    ranks = ranks_of_leaves(declared, outs[0], "output") if is_map else [None] * len(trees[0][0])
-    names = [path for path, _ in leaves_with_names(outs[0], "output")]
-    leaves: list[Any] = []
-    for path, rank, *parts in zip(names, ranks, *(leaves for leaves, _ in trees), strict=True):
-        name = rank.dims[0].name if rank is not None and rank.dims else None
-        if name in ragged.dims:
-            leaves.append(_rows_in_order(ragged, path, name, parts))
-            continue
-        if len({part.shape[axis + 1 :] for part in parts}) > 1:
-            raise _depends_on_length(ragged, path, parts[0].shape[axis + 1 :])
-        if ragged.is_direct:
-            leaves += parts
-            continue
-        held, size = None, ragged.size(ragged.count)
-        for part, group in zip(parts, ragged.groups, strict=True):
-            index = np.full(ragged.slots(group), size, np.int32)
-            index[: len(group.items)] = group.items
-            held = _put(held, part, as_inputs(index), axis, size)
-        leaves.append(_cut(held, axis, ragged.count))
-    return structure.unflatten(leaves)
+    parts = [jax.tree.leaves(out) for out in outs]
+    places, shapes = list[_Place](), list[tuple[int, ...]]()
+    for (path, dim), *own in zip(ragged.dims_of(outs[0]), *parts, strict=True):
+        core = own[0].shape[axis + 1 :]
+        if dim is not None:
+            core = core[1:]
+            _check_one_axis(ragged, path, dim)
+        elif any(part.shape[axis + 1 :] != core for part in own):
+            raise _depends_on_length(ragged, path, core)
+        total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
+        places.append(_Place(axis, dim, max(1, ragged.size(total))))
+        shapes.append((*own[0].shape[:axis], total, *core))
+    if not places or (ragged.is_direct and all(place.dim is None for place in places)):
+        return outs[0]
+    held = None
+    for step in _steps(ragged, parts):
+        held = _put(tuple(places), held, step)
+    assert held is not None
+    leaves = [
+        x if place.dim is None else Ragged(x, ragged.lengths[:, place.dim])
+        for x, place in zip(resized(held, shapes), places, strict=True)
+    ]
+    return jax.tree.structure(outs[0]).unflatten(leaves)
 
 
-def _rows_in_order(ragged: RaggedCall, path: str, name: str, parts: Sequence[Any]) -> Ragged:
-    """Return an output that begins with a ragged dimension."""
-    batch = ragged.dense.plan.batch_shape
-    if len(batch) > 1 or batch[0] != ragged.count:
+def _check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
+    if (batch := ragged.dense.plan.batch_shape) != (ragged.count,):
         raise ValueError(
-            f"{ragged.call.where}: {path} begins with the ragged dimension {name!r}, so it would "
-            f"be Ragged, which has one batch axis, but the batch shape is {batch}; use jax.vmap "
-            "over the other axes"
+            f"{ragged.call.where}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
+            f"so it would be Ragged, which has one batch axis, but the batch shape is {batch}; use "
+            "jax.vmap over the other axes"
         )
-    at = ragged.dims.index(name)
-    lengths, starts = ragged.lengths[:, at], ragged.starts[:, at]
-    total = int(lengths.sum())
-    held, size = None, max(1, ragged.size(total))
-    for part, group in zip(parts, ragged.groups, strict=True):
-        items = np.full((ragged.slots(group), 2), 0, np.int32)
-        items[: len(group.items), 0] = starts[group.items]
-        items[: len(group.items), 1] = lengths[group.items]
-        held = _put_rows(held, part, as_inputs(items), size)
-    return Ragged(_cut(held, 0, total), lengths)
 
 
-def _cut(x: Any, axis: int, size: int) -> Any:
-    shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-    return x if x.shape == shape else resized([x], [shape])[0]
+def _steps(ragged: RaggedCall, parts: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
+    """Return each part with a row for each of its items, which has no rows if it fills up.
+
+    All are one step, and so one program. With ``jit=True``, each is a step of its own, whose
+    program does not depend on the sizes of the others.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for group, part in zip(ragged.groups, parts, strict=True):
+        items = ragged.items_of(group)
+        items[len(group.items) :, 1::2] = 0
+        pairs.append((part, as_inputs(items)))
+    return [pairs] if ragged.compiled is None else [[pair] for pair in pairs]
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _put(held: Any, part: Any, index: Any, axis: int, size: int) -> Any:
-    """Put a part at some places along an axis; those that do not exist are dropped."""
+@functools.partial(jax.jit, static_argnums=0)
+def _put(places: Sequence[_Place], held: Any, step: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Put results at their places; what fills a group up is dropped."""
+    held = [None] * len(places) if held is None else held
+    for parts, items in step:
+        pairs = zip(places, held, parts, strict=True)
+        held = [_put_one(place, x, part, items) for place, x, part in pairs]
+    return held
+
+
+def _put_one(place: _Place, held: Any, part: Any, items: Any) -> Any:
     if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
         data = None if held is None else jax.random.key_data(held)
-        data = _put(data, jax.random.key_data(part), index, axis, size)
+        data = _put_one(place, data, jax.random.key_data(part), items)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
+    axis, dim, size = place
+    column, width = 0, 1
+    if dim is not None:
+        column, width = 2 + 2 * dim, part.shape[1]
+        part = jnp.reshape(part, (-1, *part.shape[2:]))
+    start, length = items[:, column, None], items[:, column + 1, None]
+    rows = jnp.arange(width, dtype=items.dtype)[None]
+    index = jnp.ravel(jnp.where(rows < length, start + rows, jnp.full_like(start, size)))
     if held is None:
         held = jnp.zeros((*part.shape[:axis], size, *part.shape[axis + 1 :]), part.dtype)
     return held.at[(slice(None),) * axis + (index,)].set(part, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _put_rows(held: Any, part: Any, items: Any, size: int) -> Any:
-    starts, lengths = items[:, :1], items[:, 1:]
-    rows = jnp.arange(part.shape[1], dtype=items.dtype)[None]
-    index = jnp.where(rows < lengths, starts + rows, jnp.full_like(starts, size))
-    return _put(held, jnp.reshape(part, (-1, *part.shape[2:])), jnp.ravel(index), 0, size)
-
-
 # What is the same for all lengths.
 
 
-def _check_reduced_outputs(ragged: RaggedCall) -> None:
+def _check_declared_outputs(ragged: RaggedCall) -> None:
     """Refuse outputs whose declaration has a ragged dimension where none can be."""
     call, dims = ragged.call, ragged.dims
     for rank in entries(call.kernel.declaration.outputs):
@@ -150,19 +163,19 @@ def _check_reduced_outputs(ragged: RaggedCall) -> None:
             )
 
 
-def _check_same_outputs(ragged: RaggedCall, bound: BoundKernel) -> None:
-    """Refuse outputs that depend on the padded length, where there is one only."""
-    longer = Group(ragged.groups[0].items, tuple(n + 1 for n in ragged.groups[0].lengths))
-    pair = [dataclasses.replace(x, lengths={}) for x in (bound, ragged.bound(longer, None))]
-    items = [each.trace(each.plan(ragged.options, None)) for each in pair]
-    declared = ragged.call.kernel.declaration.outputs
-    out = items[0].out_tree.unflatten(items[0].closed.out_avals)
-    names = [path for path, _ in leaves_with_names(out, "output")]
-    ranks = [None] * len(names) if declared is None else ranks_of_leaves(declared, out, "output")
+def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> None:
+    """Refuse outputs that depend on the padded length, where their shapes do not show it."""
+    first, last = bounds[0], bounds[-1]
+    if len(bounds) == 1:
+        (group,) = ragged.groups
+        last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
+    options = dataclasses.replace(ragged.options, batch_shape=None)
+    pair = [dataclasses.replace(each, lengths={}) for each in (first, last)]
+    items = [each.trace(each.plan(options, None)) for each in pair]
     avals = [item.closed.out_avals for item in items]
-    for path, rank, one, other in zip(names, ranks, *avals, strict=True):
-        is_ragged = rank is not None and rank.dims and rank.dims[0].name in ragged.dims
-        if one.shape != other.shape and not is_ragged:
+    named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
+    for (path, dim), one, other in zip(named, *avals, strict=True):
+        if one.shape != other.shape and dim is None:
             raise _depends_on_length(ragged, path, one.shape)
 
 
@@ -182,60 +195,50 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     """Merge the states of the groups, as those of devices are merged."""
     plan = ragged.dense.plan
     row = tuple(plan.batch_shape[axis] for axis in plan.reduced)
-    total = int(np.prod(row))
+    total = math.prod(row)
     # The number of items decides the type of indices, and must not be part of the program.
     of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
     bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
+    _check_same_outputs(ragged, bounds)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
-    traced = [_outputs(ragged, bound, reductions, total) for bound in (bounds[0], bounds[-1])]
-    if len(bounds) == 1:
-        _check_same_outputs(ragged, bounds[0])
-    for one, other in zip(*traced, strict=True):
-        for path, aval, longer in zip(one.names, one.avals, other.avals, strict=True):
-            if aval.shape != longer.shape:
-                raise _depends_on_length(ragged, path, aval.shape)
-    runs = RunStates(reductions, traced[0], ())
+    options = dataclasses.replace(ragged.options, batch_shape=None)
+    item = bounds[0].trace(bounds[0].plan(options, None), reductions.for_runs(total))
+    runs = RunStates(reductions, item.outputs, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
-    held, kept = None, list[list[Any]]()
-    for bound, group in zip(bounds, ragged.groups, strict=True):
+    states, kept = list[list[Any]](), list[list[Any]]()
+    for bound in bounds:
         values = reductions.structure.flatten_up_to(ragged.evaluate(bound))
-        kept.append(
-            [v if e.is_kept else () for e, v in zip(reductions.entries, values, strict=True)]
-        )
-        states = [() if e.is_kept else v for e, v in zip(reductions.entries, values, strict=True)]
-        size = ragged.slots(group)
-        index = np.zeros(size, index_dtype(total))
-        index[: len(group.items)] = group.items
-        held = _merged(runs, batch, held, states, as_inputs(index), np.int64(ragged.count))
+        pairs = list(zip(reductions.entries, values, strict=True))
+        states.append([() if entry.is_kept else value for entry, value in pairs])
+        kept.append([value if entry.is_kept else () for entry, value in pairs])
+    held = None
+    for step in _steps(ragged, states):
+        held = _merged(runs, batch, held, step, np.int64(ragged.count))
     results = dataclasses.replace(runs, sizes=row).finish(held or (), batch)
     return runs.assemble(results, _kept_in_order(ragged, reductions, kept))
 
 
-def _outputs(ragged: RaggedCall, bound: BoundKernel, reductions: Reductions, total: int) -> Any:
-    options = ragged.options
-    plan = bound.plan(dataclasses.replace(options, batch_shape=None), None)
-    return bound.trace(plan, reductions.for_runs(total)).outputs
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _merged(
-    runs: RunStates, batch: int, held: Any, states: list[Any], items: Any, count: Any
+    runs: RunStates, batch: int, held: Any, step: Sequence[tuple[Any, Any]], count: Any
 ) -> Any:
-    """Merge the states of a group with those before; its items get the numbers they had."""
-    size = items.shape[0]
+    """Merge the states of groups with those before; their items get the numbers they had."""
+    for states, items in step:
 
-    def place(index: jax.Array) -> jax.Array:
-        index = index.astype(items.dtype)
-        own = items.at[index % size].get(mode="clip")
-        return index // size * count.astype(items.dtype) + own
+        def place(index: jax.Array, numbers: Any = items[:, 0]) -> jax.Array:
+            size = numbers.shape[0]
+            own = numbers.at[index % size].get(mode="clip").astype(index.dtype)
+            return index // size * count.astype(index.dtype) + own
 
-    states = runs.placed(states, place)
-    if held is None:
-        return states
-    both = jax.tree.map(lambda *pair: jnp.stack(pair), held, states)
-    merged = runs.merge(both, batch)
-    # Some merge tuples to lists.
-    return jax.tree.unflatten(jax.tree.structure(states), jax.tree.leaves(merged))
+        states = runs.placed(states, place)
+        if held is None:
+            held = states
+            continue
+        both = jax.tree.map(lambda *pair: jnp.stack(pair), held, states)
+        # Some merge tuples to lists.
+        leaves = jax.tree.leaves(runs.merge(both, batch))
+        held = jax.tree.unflatten(jax.tree.structure(states), leaves)
+    return held
 
 
 # What `plan` prints.
@@ -246,7 +249,7 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
     ragged = RaggedCall.of(call, compiled)
     parts = [
         plan_of(bound, bound.kernel.options())
-        for bound in (ragged.bound(group, None) for group in ragged.groups)
+        for bound in (ragged.bound(group) for group in ragged.groups)
     ]
     groups = [(len(group.items), group.lengths) for group in ragged.groups]
     notes: list[str] = []
@@ -254,13 +257,9 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         lengths = ragged.lengths[:, at]
         evaluated = sum(count * longest[at] for count, longest in groups)
         padding = 1 - lengths.sum() / max(1, evaluated)
-        several = len({longest[at] for _, longest in groups})
-        plural = "length" if several == 1 else "lengths"
-        notes.append(
-            f"ragged {name}: {span(lengths)} in {several} {plural}, padding {padding:.0%}".replace(
-                "%", " %"
-            )
-        )
+        different = plural(len({longest[at] for _, longest in groups}), "length")
+        share = f"padding {100 * padding:.0f} %"
+        notes.append(f"ragged {name}: {span(lengths)} in {different}, {share}")
     if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
         notes.append(f"items of a length in buckets, {slots} in all")
     return dataclasses.replace(

@@ -198,7 +198,8 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     if options.reduce is not None:
         return None
     planned = bound.plan(options)
-    if not (parts or any(planned.loops) or options.memory_limit) and options.lockstep:
+    is_traced = parts or any(planned.loops) or options.memory_limit or bound.is_kept
+    if not is_traced and options.lockstep:
         return planned
     whole = bound.plan(options, None)
     may_reverse = not options.lockstep and whole.plan.levels
@@ -243,6 +244,7 @@ def _fitted(call: Traced) -> Fitted:
     plan = _plan_in(part, options, tiles, ends)
     is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
     is_walked = layout.parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
+    is_walked = is_walked or bound.is_kept
     return Fitted(plan, options, memory, bool(is_walked))
 
 

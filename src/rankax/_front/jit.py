@@ -22,6 +22,7 @@ from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, Shell, bind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
+from rankax._call.ragged_results import call_ragged
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.mesh import Parts
 from rankax._devices.place import committed_elsewhere, put
@@ -90,8 +91,9 @@ class JitSpec(KernelSpec):
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        call = bind(self, args, kwargs, shapes_only=True)
-        frame, arrays, _ = self._split(call, shapes_only=True)
+        call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
+        is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
+        frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
         return self._jitted.lower(frame, *arrays)
 
     def _split(
@@ -105,7 +107,7 @@ class JitSpec(KernelSpec):
             pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
             weak = tuple(i for i, (x, y) in pairs if x is not y and y.weak_type)
             call = filled(call, shapes)
-        parts = parts_of(call, options)
+        parts = () if call.structure.ragged else parts_of(call, options)
         (values, shell), ranks = call.split(), call.structure.ranks
         if parts:
             axes = cut_axes(call, options, parts)
@@ -156,6 +158,8 @@ class JitSpec(KernelSpec):
         for i in frame.weak:
             values[i] = weakened(values[i])
         call = frame.shell.call(self, values)
+        if call.structure.ragged:
+            return call_ragged(call)
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
         out = run(call, marked(call, frame.options), frame.parts)

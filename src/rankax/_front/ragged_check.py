@@ -2,7 +2,8 @@
 """``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,8 @@ import numpy as np
 from rankax._base.arrays import has_tangent
 from rankax._base.messages import listed
 from rankax._call.bind import BoundKernel, rebind
-from rankax._call.ragged import RaggedCall, dense_shell, first_dim
+from rankax._call.ragged import RaggedCall, dense_shell
 from rankax._declare.ragged import Ragged
-from rankax._declare.ranks import ranks_of_leaves
 from rankax._front.trust import CallItems, Index, difference, most_ulps, numbers_of
 from rankax._options import Options
 
@@ -56,15 +56,12 @@ class RaggedItems(CallItems):
         rows, lengths, others = inputs
         leaves = self._with(rows, leaves)
         out = self._dense(leaves, lengths).output(others, leaves)
-        outs, dims = jax.tree.leaves(out), self.ragged.dims
-        declared = self.call.kernel.declaration.outputs
-        ranks = [] if declared is None else ranks_of_leaves(declared, out, "output")
-        for i, rank in enumerate(ranks):
-            name = rank.dims[0].name if rank is not None and rank.dims else None
-            if name in dims:
-                at = dims.index(name)
-                outs[i] = _to_longest(outs[i], lengths[at], self.ragged.lengths[:, at])
-        return outs
+        pairs = zip(jax.tree.leaves(out), self.ragged.dims_of(out), strict=True)
+        every = self.ragged.lengths
+        return [
+            x if dim is None else _to_longest(x, lengths[dim], every[:, dim])
+            for x, (_, dim) in pairs
+        ]
 
     def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
         by_leaf: list[Any] = []
@@ -78,36 +75,39 @@ class RaggedItems(CallItems):
         return by_leaf
 
     def described(self, index: Index) -> str:
-        lines = self._lines(self._leaks([index]))
+        _, lines = self._leaks([index])
         return f"; {'; '.join(lines)}" if lines else ""
 
     def padding(self, chosen: Sequence[Index]) -> tuple[str, ...]:
-        leaks = set(self._leaks(chosen))
-        if None not in leaks:
-            return tuple(self._lines(leaks))
+        differs, lines = self._leaks(chosen)
+        if not differs:
+            return tuple(lines)
         # Also where these lengths need no padding.
-        differ = "the items differ if they are filled up with copies of their last rows"
+        first = "the items differ if they are filled up with copies of their last rows"
         advice = "leave these rows out, by a parameter of rank Mask"
-        raise ValueError(
-            f"{self.call.name}.check: {'; '.join([differ, *self._lines(leaks), advice])}"
-        )
+        raise ValueError(f"{self.call.name}.check: {'; '.join([first, *lines, advice])}")
 
     # Items with other rows.
 
-    def _leaks(self, chosen: Sequence[Index]) -> Iterator[tuple[int, str] | None]:
-        """Yield which leaves change the items, filled up with what; None for copies."""
-        leaves = self.call.leaves
+    def _leaks(self, chosen: Sequence[Index]) -> tuple[bool, list[str]]:
+        """Say whether items change if copies fill them up, and which change if other rows do."""
+        leaves, paths = self.call.leaves, self.call.structure.paths
         evaluate = jax.jit(lambda inputs: self.evaluate(inputs, leaves))
         most = np.max([self._lengths(index) for index in chosen], 0, initial=0) + 3
+        differs, found = False, set[tuple[int, str]]()
         for index in chosen:
             inputs = self.inputs(index, leaves)
             copies = evaluate(self._filled(inputs, most, {}))
-            if not _agree(evaluate(inputs), copies):
-                yield None
-            for i in self.call.structure.ragged:
-                for fill, number in _FILLS.items():
-                    if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
-                        yield i, fill
+            differs |= not _agree(evaluate(inputs), copies)
+            for i, (fill, number) in itertools.product(self.ragged.dim_of, _FILLS.items()):
+                if not _agree(copies, evaluate(self._filled(inputs, most, {i: number}))):
+                    found.add((i, fill))
+        lines: list[str] = []
+        for i, path in enumerate(paths):
+            if fills := [fill for fill in _FILLS if (i, fill) in found]:
+                what = f"the items depend on the rows that fill {path} up"
+                lines.append(f"{what}: by {listed(fills)}")
+        return differs, lines
 
     def _filled(self, inputs: Sequence[Any], most: Any, fills: Mapping[int, float]) -> list[Any]:
         """Fill rows up to these lengths: by copies of the last one, or by a number."""
@@ -117,17 +117,9 @@ class RaggedItems(CallItems):
             last = x[-1:]
             if i in fills and has_tangent(x):
                 last = jnp.full_like(last, fills[i])
-            more = most[self.ragged.dims.index(first_dim(self.call, i))] - len(x)
+            more = most[self.ragged.dim_of[i]] - len(x)
             filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
         return [filled, *others]
-
-    def _lines(self, leaks: Iterable[tuple[int, str] | None]) -> list[str]:
-        found = set(leaks)
-        return [
-            f"the items depend on the rows that fill {path} up: by {listed(fills)}"
-            for i, path in enumerate(self.call.structure.paths)
-            if (fills := [fill for fill in _FILLS if (i, fill) in found])
-        ]
 
     # The dense call.
 
@@ -137,7 +129,7 @@ class RaggedItems(CallItems):
     def _dense(self, leaves: list[Any], lengths: Any) -> CallItems:
         call, dims = self.call, self.ragged.dims
         dense = rebind(call.kernel, dense_shell(call), leaves, call.others)
-        most = {first_dim(call, i): len(leaves[i]) for i in call.structure.ragged}
+        most = {dims[dim]: len(leaves[i]) for i, dim in self.ragged.dim_of.items()}
         masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
         return CallItems(dataclasses.replace(dense, masks=masks), self.options)
 
