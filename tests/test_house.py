@@ -56,7 +56,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1490,
     "_scan": 971,
     "_options": 159,
-    "_call": 2010,
+    "_call": 2008,
     "_tune": 435,
     "_blocks": 659,
     "_front": 1103,
