@@ -1168,6 +1168,20 @@ def test_errors_of_devices(mesh):
         jax.jit(mapped)(there, W)
 
 
+@on("Explicit-4")
+def test_check_refuses_explicit_axes(mesh):
+    mapped = auto_vmap(x=1, w=2)(scalar)
+    refused(
+        TypeError,
+        "scalar.check: an array is on a mesh with explicit axes, where items cannot be picked; "
+        "pass jax.device_get(...) of the arguments",
+        mapped.check,
+        put(mesh, X, "d"),
+        W,
+    )
+    assert mapped.check(X, W).items
+
+
 @pytest.mark.slow
 @on("Auto-4")
 def test_buckets_are_filled_up_and_shared(mesh):

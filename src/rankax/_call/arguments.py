@@ -17,7 +17,7 @@ from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.cache import Kept
 from rankax._base.functions import caller_level, function_name
 from rankax._base.trees import leaves_with_names
-from rankax._base.words import shortened
+from rankax._base.words import listed, shortened
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration
 from rankax._options import DEFAULTS, Options, resolve
@@ -88,7 +88,9 @@ def _not_bound(kernel: KernelSpec, error: TypeError, kwargs: dict[str, Any]) -> 
     options = DEFAULTS.keys() & kwargs.keys()
     unknown = sorted(options - kernel.declaration.signature.parameters.keys())
     if not unknown:
-        return TypeError(f"{kernel.name}() {error}")
+        masks = listed([*kernel.declaration.masks])
+        hint = f"; do not pass {masks}, which rankax fills in" if masks else ""
+        return TypeError(f"{kernel.name}() {error}{hint}")
     (option, *_) = unknown
     return TypeError(
         f"{kernel.name}() got {option} among its arguments, but it is an option: "
@@ -118,6 +120,8 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return True
     if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    if isinstance(leaf, np.ma.MaskedArray):
         return False
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
 
@@ -164,7 +168,9 @@ def converted(kernel: KernelSpec, leaf: Any, path: str, *, shapes_only: bool) ->
     if package := blocks_of(leaf):
         raise in_blocks(package, kernel.name, path)
     kind = type(leaf).__name__
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ma.MaskedArray):
+        came = f"{kind}; pass {path}.filled(...), and the mask as an argument of its own"
+    elif isinstance(leaf, np.ndarray):
         came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
         came += f"{path}.astype(float)"
     elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):

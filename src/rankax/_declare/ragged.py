@@ -108,7 +108,11 @@ class Ragged:
             )
         first = arrays[0]
         for i, array in enumerate(arrays):
-            if not array.shape or array.shape[1:] != first.shape[1:]:
+            if not array.shape:
+                raise ValueError(
+                    f"Ragged.from_list: item {i} is a number, and not an array of rows"
+                )
+            if array.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     f"Ragged.from_list: item {i} has shape {array.shape}, but item 0 has "
                     f"{first.shape}; items may differ in the length of axis 0 only"

@@ -133,9 +133,11 @@ def _reduction(leaf: Any, where: str) -> Reduction:
         )
     known = listed(list(BY_NAME), "or")
     if not isinstance(leaf, str):
+        name = getattr(leaf, "__name__", None)  # as that of jnp.sum
+        hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
         raise TypeError(
             f"{where}: reduce must hold names ({known}), objects of rankax.reductions and None, "
-            f"got {type(leaf).__name__} {leaf!r}"
+            f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
         )
     if leaf not in BY_NAME:
         close = difflib.get_close_matches(leaf, BY_NAME, 1)
@@ -151,6 +153,7 @@ def checked_where(value: Any, where: str) -> str | int | None:
         raise TypeError(
             f"{where}: where must be the key, field or index of an output, got "
             f"{type(value).__name__} {value!r}"
+            + ("; pass an array to the kernel, which returns it" if hasattr(value, "shape") else "")
         )
     return value
 
