@@ -16,18 +16,18 @@ from hypothesis import HealthCheck, settings
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# What a trace leaves is hardly ever a cycle; to look for them takes a twentieth of the time.
+# Traces leave hardly any reference cycles, and looking for them takes 5 % of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# In CI a failure must come from the change, not from the draw. More of what each run repeats finds
-# little, so there are fewer; at home, and in the fuzzer, each run draws others.
+# In CI, a failure must come from the change, not from the draw: each run tries the same few cases.
+# Elsewhere, and in the fuzzer, each run draws others.
 IN_CI = bool(os.environ.get("CI"))
 
 for name, max_examples in {"quick": 3, "full": 10 if IN_CI else 30}.items():
     settings.register_profile(
         name,
         max_examples=max_examples,
-        # The first example of a shape compiles, so no single time says anything.
+        # The first example of each shape compiles, so it takes much longer than the others.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         print_blob=True,
@@ -46,7 +46,7 @@ def pytest_addoption(parser):
         "--devices",
         type=int,
         default=1,
-        help="have so many CPU devices: run tests of tests/devices that need them in this process",
+        help="the number of CPU devices; tests/devices runs tests for as many in this process",
     )
 
 
@@ -56,10 +56,10 @@ TWO_FUSIONS = jax.__version_info__ < (0, 11)
 
 
 def pytest_configure(config):
-    """Compile hastily: a program of a test is compiled once and run once, on little.
+    """Compile with most optimizations of LLVM off, because a program of a test runs once.
 
-    What is left out is work of LLVM. XLA plans loops, fusions and memory as for users: the texts
-    of 78 programs and the memory that they need were the same on JAX 0.7, 0.10 and 0.12.
+    XLA plans loops, fusions and memory as for users: the texts of 78 programs, and the memory that
+    they need, were the same on JAX 0.7, 0.10 and 0.12.
     """
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
@@ -76,7 +76,7 @@ def add_flag(flag):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
+# Another version of JAX breaks tests rather than single cases, so one case of each is enough.
 ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
 
 
@@ -89,7 +89,10 @@ def pytest_pycollect_makeitem(collector):
         names = cases[0].get_closest_marker("quick").args
         by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
         if unknown := {*names} - by_id.keys():
-            raise collector.CollectError(f"{cases[0].nodeid}: quick names no case: {unknown}")
+            test = cases[0].nodeid.partition("[")[0]
+            raise collector.CollectError(
+                f"{test}: quick names {sorted(unknown)}, but the cases are {sorted(by_id)}"
+            )
         for name, case in by_id.items():
             if name not in (names[:1] if ONE_CASE else names):
                 case.add_marker("slow")
@@ -111,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    """Of what was asked for, there may be nothing to compile as users have it."""
+    """Accept that ``--as-users`` finds no test among those that were asked for."""
     if (
         session.config.getoption("as_users")
         and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
@@ -121,7 +124,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True, scope="session")
 def _caches():
-    """Choose tiles as for cores with a cache of a megabyte each, whatever this machine has."""
+    """Choose tiles as if each core had a cache of 1 MiB, whatever this machine has."""
     from rankax._fit import cpu  # not before coverage begins
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rankax
+from helpers import named_reductions
 from rankax import Mask, Ragged, auto_vmap, chunked_vmap
 from rankax.reductions import TopK
 
@@ -91,8 +92,7 @@ DECLARED = {
     ),
     "a reduction that is unknown": (
         lambda: auto_vmap(1, reduce="kurtosis")(norm),
-        "no reduction is called 'kurtosis'; available: sum, mean, prod, max, min, argmax, argmin, "
-        "any, all, logsumexp and gram",
+        f"no reduction is called 'kurtosis'; available: {named_reductions('and')}",
     ),
     "an axis of NumPy": (
         lambda: auto_vmap(1, reduce="sum", axis=0)(norm),
@@ -100,8 +100,8 @@ DECLARED = {
     ),
     "a reduction of JAX": (
         lambda: auto_vmap(1, reduce=jnp.sum)(norm),
-        "reduce must hold names (sum, mean, prod, max, min, argmax, argmin, any, all, logsumexp or "
-        "gram), objects of rankax.reductions and None, got function sum; did you mean 'sum'?",
+        f"reduce must hold names ({named_reductions('or')}), objects of rankax.reductions and "
+        "None, got function sum; did you mean 'sum'?",
     ),
     "a mask in place of its name": (
         lambda: auto_vmap(1, reduce="sum", where=np.ones(2, bool))(norm),
@@ -195,6 +195,17 @@ To combine every v with every m, pass v[:, None].""",
 
 Dimension n is 3 (x[0]) and 2 (x[1]).
 If x is a list of items, pass rankax.Ragged.from_list(x).""",
+    ),
+    "a list of equals": (
+        lambda: auto_vmap("n", "n")(at_end)([V[0], V[1]], V[0, :2]),
+        f"""{at(at_end)}: the core dimensions disagree
+
+    argument  shape  rank  batch axes
+  > x[0]      (3,)   "n"   ()
+  > x[1]      (3,)   "n"   ()
+  > mask      (2,)   "n"   ()
+
+Dimension n is 3 (x[0], x[1]) and 2 (mask).""",
     ),
     "numbers as ragged items": (
         lambda: Ragged.from_list([1.0, 2.0]),

@@ -15,7 +15,7 @@ from jax import lax
 
 import rankax
 from helpers import assert_same as assert_equal
-from helpers import primitives, slow
+from helpers import named_reductions, primitives, slow
 from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import Best, BottomK, Fold, Gram, Moments, TopK
 
@@ -874,16 +874,15 @@ def test_chunked_reduce_takes_what_vmap_takes():
             "kurtosis",
             -1,
             ValueError,
-            "auto_vmap(outputs): no reduction is called 'kurtosis'; available: sum, mean, prod, "
-            "max, min, argmax, argmin, any, all, logsumexp and gram",
+            "auto_vmap(outputs): no reduction is called 'kurtosis'; available: "
+            + named_reductions("and"),
         ),
         (
             jnp.sum,
             -1,
             TypeError,
-            "auto_vmap(outputs): reduce must hold names (sum, mean, prod, max, min, argmax, "
-            "argmin, any, all, logsumexp or gram), objects of rankax.reductions and None, got "
-            "function",
+            f"auto_vmap(outputs): reduce must hold names ({named_reductions('or')}), objects of "
+            "rankax.reductions and None, got function",
         ),
         (
             TopK,
