@@ -88,10 +88,14 @@ def pytest_pycollect_makeitem(collector):
     if cases and cases[0].get_closest_marker("quick"):
         names = cases[0].get_closest_marker("quick").args
         by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
+        test = cases[0].nodeid.partition("[")[0]
         if unknown := {*names} - by_id.keys():
-            test = cases[0].nodeid.partition("[")[0]
             raise collector.CollectError(
                 f"{test}: quick names {sorted(unknown)}, but the cases are {sorted(by_id)}"
+            )
+        if both := [name for name in names if by_id[name].get_closest_marker("slow")]:
+            raise collector.CollectError(
+                f"{test}: quick names {both}, which are marked slow as well, so they would be slow"
             )
         for name, case in by_id.items():
             if name not in (names[:1] if ONE_CASE else names):
