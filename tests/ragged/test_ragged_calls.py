@@ -392,5 +392,5 @@ def test_other_batches_reuse_the_programs():
 
 def test_chunked_vmap_does_not_map_rows():
     x, _ = case("some")
-    with pytest.raises(TypeError, match=r"x is Ragged, and its rows are no items of a batch"):
+    with pytest.raises(TypeError, match=r"x is Ragged, and its rows are not items of a batch"):
         chunked_vmap(lambda x: x.values, chunk_size=2)(x)

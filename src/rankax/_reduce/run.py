@@ -280,7 +280,7 @@ def _check_fit(reduction: Reduction, outputs: Outputs) -> None:
     for name, aval in zip(outputs.names, outputs.avals, strict=True):
         is_number = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
         if not (is_number or reduction.is_kept):
-            raise MisfitError(f"{name} holds {aval.dtype}, and no numbers")
+            raise MisfitError(f"{name} has non-numeric dtype {aval.dtype}")
     reduction.check(outputs, outputs.total)
     if reduction.finds_items and (words := too_many(outputs.total)):
         raise MisfitError(words)
