@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, settings
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# What a trace leaves is hardly ever a cycle; to look for them takes a twentieth of the time.
+# Traces leave hardly any reference cycles, and looking for them takes 5 % of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# In CI a failure must come from the change, not from the draw; at home, and in the fuzzer, each run
-# draws others.
+# In CI, a failure must come from the change, not from the draw: each run tries the same few cases.
+# Elsewhere, and in the fuzzer, each run draws others.
 IN_CI = bool(os.environ.get("CI"))
 
 # On another version of JAX, which breaks a test and not one of its cases, the first one runs.
@@ -30,7 +30,7 @@ for name, max_examples in {"quick": 1 if ONE_CASE else 2, "full": 10, "many": 30
     settings.register_profile(
         name,
         max_examples=max_examples,
-        # The first example of a shape compiles, so no single time says anything.
+        # The first example of each shape compiles, so it takes much longer than the others.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         print_blob=True,
@@ -49,7 +49,7 @@ def pytest_addoption(parser):
         "--devices",
         type=int,
         default=1,
-        help="have so many CPU devices: run tests of tests/devices that need them in this process",
+        help="the number of CPU devices; tests/devices runs tests for as many in this process",
     )
 
 
@@ -59,10 +59,10 @@ TWO_FUSIONS = jax.__version_info__ < (0, 11)
 
 
 def pytest_configure(config):
-    """Compile hastily: a program of a test is compiled once and run once, on little.
+    """Compile with most optimizations of LLVM off, because a program of a test runs once.
 
-    What is left out is work of LLVM. XLA plans loops, fusions and memory as for users: the texts
-    of 78 programs and the memory that they need were the same on JAX 0.7, 0.10 and 0.12.
+    XLA plans loops, fusions and memory as for users: the texts of 78 programs, and the memory that
+    they need, were the same on JAX 0.7, 0.10 and 0.12.
     """
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)
@@ -106,8 +106,15 @@ def _named(collector, mark, cases, by_id):
     found = cases[0].get_closest_marker(mark) if cases else None
     if found is None:
         return None
+    test = cases[0].nodeid.partition("[")[0]
     if unknown := {*found.args} - by_id.keys():
-        raise collector.CollectError(f"{cases[0].nodeid}: {mark} names no case: {unknown}")
+        raise collector.CollectError(
+            f"{test}: {mark} names {sorted(unknown)}, but the cases are {sorted(by_id)}"
+        )
+    if both := [name for name in found.args if by_id[name].get_closest_marker("slow")]:
+        raise collector.CollectError(
+            f"{test}: {mark} names {both}, which are marked slow as well, so they would be slow"
+        )
     return found.args
 
 
@@ -131,7 +138,7 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish(session):
-    """Of what was asked for, there may be nothing to compile as users have it."""
+    """Accept that ``--as-users`` finds no test among those that were asked for."""
     if (
         session.config.getoption("as_users")
         and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
@@ -141,7 +148,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(autouse=True, scope="session")
 def _caches():
-    """Choose tiles as for cores with a cache of a megabyte each, whatever this machine has."""
+    """Choose tiles as if each core had a cache of 1 MiB, whatever this machine has."""
     from rankax._fit import cpu  # not before coverage begins
 
     with pytest.MonkeyPatch.context() as patch:

@@ -42,7 +42,7 @@ MAP_SIZES = (4, 16, 64, 256, 1024, 4096)
 
 
 def compiled(fun: Callable[..., Any], inputs: Any, gradient: bool, options: Any = None) -> Any:
-    """Compile; the cotangents are made of an input, lest they are constants."""
+    """Compile; the cotangents are made of an input, so that they are not constants."""
 
     def value_and_gradient(scale: Any, *arrays: Any) -> Any:
         def value(arrays: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the tests look at besides values: trees with dtypes, programs, and the memory they need."""
+"""Helpers of the tests: marks, comparisons, texts of errors, programs and the memory they need."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from rankax._trace.programs import name_and_params, subprograms
 
 
 def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
-    """Parametrize by the values of ``cases``; those of other names are marked slow."""
+    """Return ``cases`` for `parametrize`, with their names as identifiers; others are slow."""
     return [
         pytest.param(case, id=name, marks=() if name in names else pytest.mark.slow)
         for name, case in cases.items()
@@ -23,7 +23,7 @@ def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
 
 
 def slow(*values: Any) -> Any:
-    """Mark one case of a parametrized test slow."""
+    """Mark one case of a parametrized test slow; with several parameters, pass a value of each."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -33,7 +33,7 @@ def weekly(*values: Any) -> Any:
 
 
 def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Assert equal structure, shapes, dtypes and values; the last exactly where not inexact."""
+    """Assert equal structure, shapes, dtypes and values; only floats may differ by rounding."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert jnp.shape(a) == jnp.shape(b)
@@ -58,10 +58,16 @@ def enable_x64() -> Any:
 
 
 def refusal(error: type[Exception], fun: Any, *args: Any, **kwargs: Any) -> str:
-    """Return what the error says that a call raises."""
+    """Return the text of the error that a call raises."""
     with pytest.raises(error) as info:
         fun(*args, **kwargs)
     return str(info.value)
+
+
+def named_reductions(conjunction: str) -> str:
+    """Return the names that ``reduce`` accepts, as errors list them."""
+    names = "sum, mean, prod, max, min, argmax, argmin, any, all, logsumexp"
+    return f"{names} {conjunction} gram"
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -82,7 +88,7 @@ REMAT3 = getattr(jax.config, "jax_remat3", False)
 
 
 def name_of(equation: Any) -> str:
-    """What an equation calls; of a new checkpoint, what it stands for."""
+    """Return the primitive of an equation; for those of new JAX switches, what they stand for."""
     name, _ = name_and_params(equation)
     return {"RematTraced": "checkpoint", "HighLevelCall": "rankax_call"}.get(name, name)
 
@@ -93,9 +99,9 @@ def is_checkpoint(name: str) -> bool:
 
 
 def operations_on(shape: tuple[int, ...], fun: Any, *args: Any) -> Counter[str]:
-    """Count what the compiled ``fun`` computes with arrays of ``shape`` in loops and in fusions.
+    """Count the operations of the compiled ``fun`` whose result has ``shape``, by their names.
 
-    Left out is what only hands them on.
+    Only loops and fusions are searched, and operations that pass an array on do not count.
     """
     text = jax.jit(fun).lower(*args).compile().as_text()
     below = text[: text.index("\nENTRY ")]
@@ -107,7 +113,10 @@ def operations_on(shape: tuple[int, ...], fun: Any, *args: Any) -> Counter[str]:
 
 
 def temporary_bytes(fun: Any, *args: Any) -> int:
-    """Bytes the compiled ``fun`` needs besides its arguments and results, which may be shapes."""
+    """Return the bytes that the compiled ``fun`` needs besides its arguments and results.
+
+    The arguments may be `jax.ShapeDtypeStruct`.
+    """
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 

@@ -38,6 +38,7 @@ PARTS = "devices::keys_of_any_length_are_those_of_the_whole_batch[Auto-4]"
 
 MUTANTS = [
     # Maps.
+    Mutant("_unlike_items", "comparison", "mistakes::a_mistake_in_a_call"),
     Mutant("next_start", "one less", "chunked_vmap::equals_a_python_loop", 1),
     Mutant("join_chunks", "one less", "chunked_vmap::gradients_for_every_length_and_chunk_size", 1),
     Mutant("split_into_chunks", "round down", "chunked_vmap::otherwise_one_loop_holds_the_chunk"),
@@ -210,11 +211,13 @@ def found(name: str) -> tuple[Path, ast.Module, ast.AST]:
         tree = ast.parse(path.read_text())
         for qualified, function in functions(tree, path.stem):
             if f".{qualified}".endswith(f".{name}"):
-                all_found.append((path, tree, function))
-    if len(all_found) != 1:
-        files = [str(path.relative_to(SOURCE)) for path, _, _ in all_found]
-        raise LookupError(f"{name}: {len(all_found)} functions are called so {files}")
-    return all_found[0]
+                all_found.append((qualified, path, tree, function))
+    if not all_found:
+        raise LookupError(f"no function is called {name}")
+    if len(all_found) > 1:
+        names = ", ".join(qualified for qualified, *_ in all_found)
+        raise LookupError(f"{name} is the name of several functions: {names}")
+    return all_found[0][1:]
 
 
 def places(function: ast.AST, kind: str) -> list[tuple[ast.AST, ast.AST]]:
@@ -242,8 +245,10 @@ def changed(mutant: Mutant) -> tuple[Path, str, str]:
 
 def named(name: str) -> str:
     file, *test = name.split("::")
-    (path,) = (PROJECT / "tests").rglob(f"test_{file}.py")
-    return "::".join([str(path.relative_to(PROJECT)), *(f"test_{each}" for each in test)])
+    paths = [*(PROJECT / "tests").rglob(f"test_{file}.py")]
+    if not paths:
+        raise SystemExit(f"{name}: there is no file tests/**/test_{file}.py")
+    return "::".join([str(paths[0].relative_to(PROJECT)), *(f"test_{each}" for each in test)])
 
 
 def failure(mutant: Mutant, path: Path, text: str) -> str | None:
@@ -274,23 +279,36 @@ def failure(mutant: Mutant, path: Path, text: str) -> str | None:
 
 
 def show_places(name: str) -> None:
-    _, _, function = found(name)
+    try:
+        _, _, function = found(name)
+    except LookupError as error:
+        raise SystemExit(str(error)) from None
     for kind in KINDS:
         for place, (old, new) in enumerate(places(function, kind)):
             first, *_ = ast.unparse(old).splitlines()
             print(f"{kind:16} {place:2}  {first}  ->  {ast.unparse(new).splitlines()[0]}")
 
 
+def is_named(word: str, number: int, mutant: Mutant) -> bool:
+    """Whether a word of the command line chooses a mutant: by its number, or by part of a name."""
+    return word == str(number) if word.isdigit() else word in f"{mutant.function} {mutant.tests}"
+
+
 def main() -> None:
     wanted = sys.argv[1:]
     if wanted[:1] == ["--places"]:
-        show_places(wanted[1])
+        for name in wanted[1:]:
+            show_places(name)
         return
+    chosen = [
+        (number, mutant)
+        for number, mutant in enumerate(MUTANTS)
+        if not wanted or any(is_named(word, number, mutant) for word in wanted)
+    ]
+    if not chosen:
+        raise SystemExit(f"no mutant has {' or '.join(wanted)} in its function or tests")
     wrong = []
-    for number, mutant in enumerate(MUTANTS):
-        words = f"{mutant.function} {mutant.tests}"
-        if wanted and not any(w == str(number) or (not w.isdigit() and w in words) for w in wanted):
-            continue
+    for number, mutant in chosen:
         began = time.monotonic()
         what = f"{number:2} {mutant.function}: {mutant.kind}"
         try:

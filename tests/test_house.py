@@ -24,49 +24,35 @@ SOURCE = Path(rankax.__file__).parent
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 PROJECT = Path(__file__).parents[1]
 
-ROOMS = [
-    *["_errors", "_static", "_base", "_declare", "_trace", "_plan", "_progress", "_fit", "_loop"],
-    *[
-        "_devices",
-        "_lockstep",
-        "_reduce",
-        "_scan",
-        "_options",
-        "_call",
-        "_tune",
-        "_blocks",
-        "_front",
-    ],
-    *["reductions", "plans", "xarray", "__init__", "stream", "__main__"],
-]
-
-# Lines of code of each room. A feature that needs room makes it first; its commit says why if not.
+# The rooms in their order, with the most lines of code that each may have. A change that needs more
+# makes room first; if it raises the number instead, its commit says why.
 MOST_LINES_OF_CODE = {
     "_errors": 3,
     "_static": 17,
-    "_base": 464,
-    "_declare": 861,
-    "_trace": 1029,
-    "_plan": 934,
+    "_base": 469,
+    "_declare": 868,
+    "_trace": 1033,
+    "_plan": 946,
     "_progress": 192,
     "_fit": 212,
     "_loop": 540,
-    "_devices": 342,
+    "_devices": 344,
     "_lockstep": 687,
-    "_reduce": 1462,
+    "_reduce": 1465,
     "_scan": 971,
     "_options": 150,
-    "_call": 1818,
+    "_call": 1826,
     "_tune": 426,
     "_blocks": 648,
-    "_front": 1215,
+    "_front": 1225,
     "reductions": 29,
     "plans": 19,
     "xarray": 337,
     "__init__": 41,
-    "stream": 462,
+    "stream": 463,
     "__main__": 82,
 }
+ROOMS = [*MOST_LINES_OF_CODE]
 MOST_FILES_IN_A_FOLDER = 12  # and an `__init__.py`
 MOST_LINES = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 80}
 
@@ -191,8 +177,12 @@ def test_folders_and_rooms_are_small():
     lines = Counter(dict.fromkeys(ROOMS, 0))
     for name in FILES:
         lines[room(name)] += lines_of_code(name)
-    too_many = {name: n for name, n in lines.items() if n > MOST_LINES_OF_CODE[name]}
-    assert too_many == {}
+    too_many = [
+        f"{name}: {n} lines of code, at most {most}"
+        for name, most in MOST_LINES_OF_CODE.items()
+        if (n := lines[name]) > most
+    ]
+    assert not too_many, "make room, or raise MOST_LINES_OF_CODE and say why in the commit"
 
 
 def test_streams_are_a_small_part():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a user can import, and what it says of itself."""
+"""What a user can import, and what its docstrings say."""
 
 import dataclasses
 import doctest

@@ -247,7 +247,7 @@ winners = auto_vmap(x=0, reduce=EACH)(lambda x: x)
 @pytest.mark.parametrize("case", CASES)
 def test_of_equals_the_first_in_the_whole_wins(case):
     x = CASES[case]
-    # Blocks of four items in two rows: the items of one lie among those of another.
+    # Blocks of four items in two rows: the items of one are between those of another.
     assert_same(computed(winners(da.from_array(x, chunks=(2, 2)))), jax.jit(winners)(x))
 
 

@@ -51,7 +51,7 @@ MORE = [(None, None), (None, ("sum", None)), (1, ("sum", None)), (100, None)]
 def main(*kinds):
     checked = 0
     for kind, count in itertools.product(kinds, (1, 4, 8)):
-        # JAX 0.7 gathers what it folds in, and mixes up where two axes of a batch lie.
+        # JAX 0.7 gathers what it folds in, and confuses the shardings of two batch axes.
         is_early = kind == "Explicit" and jax.__version_info__ < (0, 8)
         types = (AxisType[kind],)
         devices = jax.devices()[:count]

@@ -197,7 +197,7 @@ def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_batch_on_a_mesh(kind):
-    """What is mapped together has to lie alike, where types say how."""
+    """Arrays that are mapped together need the same sharding, where it is part of their types."""
     mesh = jax.make_mesh((1,), ("batch",), axis_types=(kind,), devices=jax.devices()[:1])
     x = jax.device_put(X, NamedSharding(mesh, P("batch")))
     key = jax.device_put(KEY, NamedSharding(mesh, P()))

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Mistakes that new users made, and all that they read of them, word for word."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rankax
-from rankax import auto_vmap, chunked_vmap
+from helpers import named_reductions
+from rankax import Mask, Ragged, auto_vmap, chunked_vmap
 from rankax.reductions import TopK
 
 V, M = np.ones((5, 3), "float32"), np.ones((4, 3, 3), "float32")
@@ -18,6 +22,10 @@ def norm(x):
 
 def form(v, m):
     return v @ m @ v
+
+
+def at_end(x, mask):
+    return x[-1] * mask[-1]
 
 
 def at(fun):
@@ -84,8 +92,29 @@ DECLARED = {
     ),
     "a reduction that is unknown": (
         lambda: auto_vmap(1, reduce="kurtosis")(norm),
-        "no reduction is called 'kurtosis'; available: sum, mean, prod, max, min, argmax, argmin, "
-        "any, all, logsumexp and gram",
+        f"no reduction is called 'kurtosis'; available: {named_reductions('and')}",
+    ),
+    "an axis of NumPy": (
+        lambda: auto_vmap(1, reduce="sum", axis=0)(norm),
+        "the kernel has no parameter 'axis'; did you mean the option 'reduce_axis'?",
+    ),
+    "a reduction of JAX": (
+        lambda: auto_vmap(1, reduce=jnp.sum)(norm),
+        f"reduce must hold names ({named_reductions('or')}), objects of rankax.reductions and "
+        "None, got function sum; did you mean 'sum'?",
+    ),
+    "a mask in place of its name": (
+        lambda: auto_vmap(1, reduce="sum", where=np.ones(2, bool))(norm),
+        "where must be the key, field or index of an output, got ndarray array([ True,  True]); "
+        "pass an array to the kernel, which returns it",
+    ),
+    "a device twice": (
+        lambda: auto_vmap(1, devices=jax.devices()[:1] * 2)(norm),
+        f"devices names a device twice, got {jax.devices()[:1] * 2}",
+    ),
+    "a mask of what": (
+        lambda: auto_vmap(1, y=Mask)(lambda x, y: x),
+        "auto_vmap(<lambda>): y: Mask needs the name of a dimension, as in Mask('n')",
     ),
     "an axis alone": (
         lambda: auto_vmap(1, reduce_axis=0)(norm),
@@ -97,7 +126,8 @@ DECLARED = {
 @pytest.mark.parametrize(("declare", "text"), DECLARED.values(), ids=DECLARED)
 def test_a_mistake_in_a_declaration(declare, text):
     # The name of a reduction is looked up when the kernel is called.
-    assert text_of(lambda: declare()(V)) == f"auto_vmap(norm): {text}"
+    text = text if text.startswith("auto_vmap") else f"auto_vmap(norm): {text}"
+    assert text_of(lambda: declare()(V)) == text
 
 
 CALLED = {
@@ -145,6 +175,42 @@ To combine every v with every m, pass v[:, None].""",
         "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (A list of "
         "scalars, each an argument of its own, has a rank for each in the declaration.)",
     ),
+    "a masked array": (
+        lambda: auto_vmap(1)(norm)(np.ma.masked_array(V, V > 2)),
+        "norm(): x has a rank, so it must be an array or a number, but it is MaskedArray; pass "
+        "x.filled(...), and the mask as an argument of its own",
+    ),
+    "a mask, which the library fills in": (
+        lambda: auto_vmap("n", mask=Mask("n"))(at_end)(V, mask=V > 0),
+        "at_end() got an unexpected keyword argument 'mask'; do not pass mask, which rankax fills "
+        "in",
+    ),
+    "a list of items": (
+        lambda: auto_vmap("n")(norm)([V[0], V[0, :2]]),
+        f"""{at(norm)}: the core dimensions disagree
+
+    argument  shape  rank  batch axes
+  > x[0]      (3,)   "n"   ()
+  > x[1]      (2,)   "n"   ()
+
+Dimension n is 3 (x[0]) and 2 (x[1]).
+If x is a list of items, pass rankax.Ragged.from_list(x).""",
+    ),
+    "a list of equals": (
+        lambda: auto_vmap("n", "n")(at_end)([V[0], V[1]], V[0, :2]),
+        f"""{at(at_end)}: the core dimensions disagree
+
+    argument  shape  rank  batch axes
+  > x[0]      (3,)   "n"   ()
+  > x[1]      (3,)   "n"   ()
+  > mask      (2,)   "n"   ()
+
+Dimension n is 3 (x[0], x[1]) and 2 (mask).""",
+    ),
+    "numbers as ragged items": (
+        lambda: Ragged.from_list([1.0, 2.0]),
+        "Ragged.from_list: item 0 is a number, and not an array of rows",
+    ),
     "a string": (
         lambda: auto_vmap(1)(norm)("x"),
         "norm(): x has a rank, so it must be an array or a number, but it is str ('x'); a "
@@ -166,6 +232,19 @@ def worded(x):
     return "x"
 
 
+def labelled(x):
+    return np.array(["x"])
+
+
+@dataclasses.dataclass
+class Orbit:
+    radius: jax.Array
+
+
+def bundled(x):
+    return {"orbit": Orbit(jnp.sqrt(x @ x))}
+
+
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
@@ -179,11 +258,33 @@ def worded(x):
             "returned a str at output, but outputs must be arrays or numbers; leave it out, or "
             "wrap it in rankax.Static",
         ),
+        (
+            labelled,
+            "returned an array of dtype <U1 at output, but outputs must be arrays or numbers; "
+            "leave it out",
+        ),
+        (
+            bundled,
+            "returned an Orbit at output['orbit'], but outputs must be arrays or numbers; make "
+            "Orbit a pytree: jax.tree_util.register_dataclass(Orbit)",
+        ),
     ],
 )
 def test_a_mistake_in_what_is_returned(fun, text):
     assert text_of(lambda: auto_vmap(1)(fun)(V)) == f"{at(fun)} {text}"
     assert text_of(lambda: chunked_vmap(fun, 2)(V)) == f"{at(fun)} {text}"
+    # Without batch axes, what is compiled.
+    assert text_of(lambda: auto_vmap(1, jit=True)(fun)(V[0])) == f"{at(fun)} {text}"
+
+
+def called_back(x):
+    return jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), x.dtype), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"reduce": "sum", "chunk_size": 2}])
+def test_what_cannot_be_mapped_names_its_kernel(options):
+    text = text_of(lambda: auto_vmap(1, **options)(called_back)(V))
+    assert f"\nThis error comes from {at(called_back)}" in text
 
 
 def in_place(x, scale):

@@ -136,7 +136,7 @@ def test_maps_send_nothing(mesh):
     args = put(mesh, X, "d"), put(mesh, W), put(mesh, B, "d")
     x, w, b = args
     want, pull_one = jax.vjp(jax.vmap(kernel, (0, None, 0)), X, W, B)
-    # A cotangent is given, for the sum of a loss is itself one that is sent.
+    # The cotangent is an argument, because the sum of a loss would itself be sent.
     ones = jax.tree.map(lambda out: put(mesh, np.ones(out.shape, "f"), "d"), want)
     pulled = pull_one(jax.tree.map(np.asarray, ones))
     for mapped in (  # of the chunks one divides what a device has, and one does not
@@ -184,7 +184,7 @@ def test_second_derivatives(mesh):
 
 @pytest.mark.slow
 @on("Auto-4")
-def test_eager_calls_see_how_arrays_lie(mesh):
+def test_eager_calls_see_how_arrays_are_sharded(mesh):
     programs = []
     event = "/jax/core/compile/backend_compile_duration"
     jax.monitoring.register_event_duration_secs_listener(
@@ -210,7 +210,7 @@ def test_eager_calls_see_how_arrays_lie(mesh):
     text = by_jit.lower(x, w, b).compile().as_text()
     assert not re.findall(SENDS, text)
     same(by_jit(x, w, b), by_jit(X, W, B))
-    # The program of arrays that lie otherwise is another one.
+    # Arrays with another sharding have another program.
     other = put(mesh_of(AxisType.Auto, 2, len(jax.devices()) // 2), X, "e")
     before = len(programs)
     same(
@@ -479,7 +479,7 @@ def test_other_ways_to_map(mesh):
     inner = jax.jit(chunked_vmap(fun, 7, *axes, devices=mesh.size))
     same(inner(*args), want)
     assert sent(inner.lower(*args).compile()) == {}
-    # Items that lie on several devices stay there.
+    # Items that are on several devices stay there.
     square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
     wide = put(square, data(N, 4), "d", "e")
     doubled = jax.jit(chunked_vmap(lambda x: jnp.tanh(x) * 2, 7, devices=P("d")))
@@ -1168,6 +1168,20 @@ def test_errors_of_devices(mesh):
         jax.jit(mapped)(there, W)
 
 
+@on("Explicit-4")
+def test_check_refuses_explicit_axes(mesh):
+    mapped = auto_vmap(x=1, w=2)(scalar)
+    refused(
+        TypeError,
+        "scalar.check: an array is on a mesh with explicit axes, where items cannot be picked; "
+        "pass jax.device_get(...) of the arguments",
+        mapped.check,
+        put(mesh, X, "d"),
+        W,
+    )
+    assert mapped.check(X, W).items
+
+
 @pytest.mark.slow
 @on("Auto-4")
 def test_buckets_are_filled_up_and_shared(mesh):
@@ -1233,7 +1247,7 @@ def test_gradients_of_convolutions_are_right(mesh):
     slope = jax.grad(convolved)
     want = np.asarray(jax.jit(jax.vmap(slope, (None, 0)))(weights, images))
     lying = put(mesh, weights), put(mesh, images, "d")
-    # A `jax.jit` of the caller hides how arrays lie, unless types show it.
+    # A `jax.jit` of the caller hides the sharding of arrays, unless their types show it.
     ways = [({}, lying)]
     if AxisType.Explicit not in mesh.axis_types:
         ways.append(({"devices": "all"}, (weights, images)))
@@ -1605,7 +1619,7 @@ def test_other_calls_on_an_explicit_mesh(mesh):
     square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
     wide, turned = (put(square_mesh, data(N, 4), *entries) for entries in (("d", "e"), ("e",)))
     for entered in (contextlib.nullcontext(), ENTER(square_mesh)):
-        with entered:  # what lies otherwise is sent before the loop
+        with entered:  # arrays with another sharding are sent before the loop
             same(chunked_vmap(lambda x: x * 2, 7)(wide), data(N, 4) * 2)
             same(chunked_vmap(lambda x, y: x * y, 7)(wide, turned), data(N, 4) ** 2)
     both = put(square_mesh, data(6, 8, 3), "d", "e")

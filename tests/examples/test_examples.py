@@ -132,7 +132,7 @@ def test_position_is_as_near_to_astropy_as_the_table_allows():
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_the_last_planets_leave_the_swing_of_the_sun_out():
-    """What ``planets.main`` says of the two planets that it finds worse than published."""
+    """What ``planets.main`` says about the two planets that it finds worse than published."""
     from astropy.coordinates import get_body_barycentric, solar_system_ephemeris
     from astropy.time import Time
 

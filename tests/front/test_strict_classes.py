@@ -57,7 +57,7 @@ class State:
 
 @jax.tree_util.register_pytree_node_class
 class Freely(Normal):
-    """Takes arrays of any one length, for a scan may keep some of its outputs."""
+    """Takes arrays of any one length, because a scan may keep only some of its outputs."""
 
     def __init__(self, mean, scale):
         for value in (mean, scale):

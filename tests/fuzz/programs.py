@@ -609,7 +609,7 @@ def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any
     def body(carry: Item, x: Item) -> tuple[Item, Item]:
         new = apply(program.steps, parts["shared"] | x | carry, w)
         y = {name: leaf for name, leaf in new.items() if name not in parts["shared"]}
-        # Bounded, for a difference of rounding grows in a chaotic loop, and an overflow gives NaN.
+        # Bounded, because rounding errors grow in a chaotic loop, and an overflow gives NaN.
         return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
 
     options = dict(program.options)
@@ -725,7 +725,7 @@ EAGER = ("value", "vmap", "jvp", "grad", "vjp", "vmap of grad")
 FORGETFUL = ("grad of scan", "grad of checkpoint", "jvp of grad of checkpoint")
 
 
-# Simpler values, for a program that fails to be tried with, the simplest first.
+# Simpler values to shrink a failing program with, the simplest first.
 SIMPLE = ("value", "jvp", "grad", "jvp of jvp", "jvp of grad")
 PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("start", "stop", "step"), (None,)),

@@ -190,7 +190,7 @@ def kernel_of(fun):
 
 
 def derivatives(fun, kinds, x=X, v=V):
-    """Every derivative of the sum of squares of ``fun`` in one program, for it is compiled once."""
+    """Every derivative of the sum of squares of ``fun``, in one program that is compiled once."""
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def all_of_them(x, v):

@@ -455,5 +455,5 @@ def test_a_call_is_lowered_as_one_program(options):
 
 def test_chunked_vmap_does_not_map_rows():
     x, _ = case("some")
-    with pytest.raises(TypeError, match=r"x is Ragged, and its rows are no items of a batch"):
+    with pytest.raises(TypeError, match=r"x is Ragged, and its rows are not items of a batch"):
         chunked_vmap(lambda x: x.values, chunk_size=2)(x)

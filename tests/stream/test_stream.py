@@ -549,14 +549,17 @@ def test_what_cannot_be_streamed_is_refused(tmp_path):
     assert refusal(TypeError, run, jnp.sum, X, out=out) == (
         "rankax.stream.run(sum): kernel must be decorated with rankax.auto_vmap"
     )
+    assert refusal(TypeError, run, X, near, out=out) == (
+        "rankax.stream.run(ndarray): kernel must be decorated with rankax.auto_vmap"
+    )
     assert refusal(ValueError, run, near, X, Y, out=out, on_nan="stop") == (
         where + "on_nan must be 'keep' or 'raise', got 'stop'"
     )
     assert refusal(TypeError, run, near, X, Y, out=out, memory_limit=None) == (
         where + "memory_limit must not be None; blocks are cut by it"
     )
-    assert refusal(TypeError, run, auto_vmap(x=0)(lambda x: x), 2.0, out=out) == (
-        "rankax.stream.run(<lambda>): no argument with a rank is an array with axes"
+    assert refusal(TypeError, run, auto_vmap(x=1)(lambda x: x), "stars.npy", out=out) == (
+        "rankax.stream.run(<lambda>): no argument with a rank is an array with axes; x is str"
     )
     narrow = auto_vmap(1)(lambda x: x.astype(jnp.bfloat16))
     assert refusal(TypeError, run, narrow, X, out=out) == (

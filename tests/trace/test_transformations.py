@@ -139,7 +139,7 @@ def test_what_checkify_returns_has_the_same_derivative(kernel, options):
     assert "division by zero" in checked(X)[1].get()
 
 
-# What docs/limits.md says of JAX itself. If a test fails, JAX has mended it: change the page.
+# What docs/limits.md says about JAX itself. If a test fails, JAX has fixed it: change the page.
 
 
 def loops(kernel):

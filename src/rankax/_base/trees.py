@@ -168,10 +168,15 @@ def check_outputs(fun: Callable[..., Any], out: Any) -> None:
     check_returned(fun, out)
     for i, leaf in enumerate(jax.tree.leaves(out)):
         if not _is_value(leaf):
-            name = leaves_with_names(out, "output")[i][0]
+            name, kind = leaves_with_names(out, "output")[i][0], type(leaf).__name__
+            got, hint = with_article(kind), "leave it out, or wrap it in rankax.Static"
+            if isinstance(leaf, np.ndarray):
+                got, hint = f"an array of dtype {leaf.dtype}", "leave it out"
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                hint = f"make {kind} a pytree: jax.tree_util.register_dataclass({kind})"
             raise TypeError(
-                f"{function_location(fun)} returned {with_article(type(leaf).__name__)} at {name}, "
-                "but outputs must be arrays or numbers; leave it out, or wrap it in rankax.Static"
+                f"{function_location(fun)} returned {got} at {name}, but outputs must be arrays or "
+                f"numbers; {hint}"
             )
 
 

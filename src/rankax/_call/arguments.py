@@ -16,7 +16,7 @@ import numpy as np
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of, in_blocks
 from rankax._base.cache import Kept
-from rankax._base.messages import caller_level, function_name, shortened
+from rankax._base.messages import caller_level, function_name, listed, shortened
 from rankax._base.trees import leaves_with_names
 from rankax._declare.dims import Rank
 from rankax._declare.ranks import Declaration
@@ -58,7 +58,9 @@ class KernelSpec:
             options = DEFAULTS.keys() - self.declaration.signature.parameters.keys()
             option = min(options & kwargs.keys(), default=None)
             if option is None:
-                raise TypeError(f"{self.name}() {error}") from None
+                masks = listed([*self.declaration.masks])
+                hint = f"; do not pass {masks}, which rankax fills in" if masks else ""
+                raise TypeError(f"{self.name}() {error}{hint}") from None
             raise TypeError(
                 f"{self.name}() got {option} among its arguments, but it is an option: "
                 f"{self.name}.with_options({option}={kwargs[option]!r})(...)"
@@ -108,7 +110,9 @@ class KernelSpec:
         if package := blocks_of(leaf):
             raise in_blocks(package, self.name, path)
         kind = type(leaf).__name__
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, np.ma.MaskedArray):
+            came = f"{kind}; pass {path}.filled(...), and the mask as an argument of its own"
+        elif isinstance(leaf, np.ndarray):
             came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
             came += f"{path}.astype(float)"
         elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
@@ -148,6 +152,10 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return True
     if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    if isinstance(leaf, np.ma.MaskedArray):
+        return False
+    if isinstance(leaf, np.ma.MaskedArray):
         return False
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
 

@@ -5,7 +5,7 @@ A filled axis has copies of its last item at its end. The program gets the true 
 (`Bound.lengths`), so it is the same for all lengths of a bucket:
 
 * Outputs with an axis for the batch are cut. The cotangents of the copies are zero.
-* For a reduction, each item says whether it is no copy (`Marked`), as with ``where``.
+* For a reduction, each item says whether it counts (`Marked`); copies do not, as with ``where``.
 * Keys are split, and indices counted, as if there were no copies.
 
 Filling and cutting would be a program for each length if XLA did it. So `_resize` is a primitive

@@ -106,6 +106,7 @@ def checked_ranks(value: Any, signature: inspect.Signature, site: str) -> Mappin
 
 
 SYNONYMS = {  # in JAX and NumPy
+    "axis": "did you mean the option 'reduce_axis'?",
     "axis_size": "did you mean the option 'batch_shape'?",
     "batch_size": "did you mean the option 'chunk_size'?",
     "in_axes": (

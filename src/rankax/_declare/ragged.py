@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ragged arguments: items of unlike length, as one flat array and the lengths; and their mask."""
+"""Ragged arguments: items of different lengths, as one flat array and the lengths; their mask."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Lengths:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Ragged:
-    """Items of unlike length: one flat array with the rows of all items, and the lengths.
+    """Items of different lengths: one flat array with the rows of all items, and the lengths.
 
     ``Ragged(values, lengths)`` holds ``len(lengths)`` items; the first ``lengths[0]`` rows of
     ``values`` are those of the first item, and so on. Pass it to a kernel of `auto_vmap` for an
@@ -108,7 +108,11 @@ class Ragged:
             )
         first = arrays[0]
         for i, array in enumerate(arrays):
-            if not array.shape or array.shape[1:] != first.shape[1:]:
+            if not array.shape:
+                raise ValueError(
+                    f"Ragged.from_list: item {i} is a number, and not an array of rows"
+                )
+            if array.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     f"Ragged.from_list: item {i} has shape {array.shape}, but item 0 has "
                     f"{first.shape}; items may differ in the length of axis 0 only"

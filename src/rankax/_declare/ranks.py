@@ -216,6 +216,8 @@ def _normal(rank: Any, site: str) -> Any:
         return mask_rank(rank)
     if isinstance(rank, str):
         return _dims(rank, site)
+    if rank is Mask:
+        raise TypeError(f"{site}: Mask needs the name of a dimension, as in Mask('n')")
     if is_leaf(rank):
         expected = "a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those"
         return Rank(checked_int(rank, f"{site}: {expected}; got", least=0))

@@ -56,6 +56,8 @@ def checked_devices(value: Any, where: str) -> Devices:
         return positive_int(value, where, "devices")
     listed = [] if is_name or not isinstance(value, Iterable) else np.ravel(np.array(value, object))
     if len(listed) and all(isinstance(device, jax.Device) for device in listed):
+        if len({*listed}) < len(listed):
+            raise ValueError(f"{where}: devices names a device twice, got {value!r}")
         return tuple(listed)
     raise TypeError(
         f"{where}: devices must be 'all', a positive int, a sequence of jax.Device, a "

@@ -264,8 +264,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     which ``kernel.check`` tests.
 
     *Ragged items.* An argument whose first core dimension has a name may be `Ragged`: items of
-    unlike length. Each is filled up to one of a few lengths; a parameter of rank `Mask` says which
-    rows are real.
+    different lengths. Each is filled up to one of a few lengths; a parameter of rank `Mask` says
+    which rows are real.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own

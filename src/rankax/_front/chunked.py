@@ -456,6 +456,6 @@ def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) 
         is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
         if is_whole and place is not None:
             raise TypeError(
-                f"{where}: {path} is Ragged, and its rows are no items of a batch; use "
+                f"{where}: {path} is Ragged, and its rows are not items of a batch; use "
                 'rankax.auto_vmap with a rank such as "n 3", or map other arguments only'
             )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._base.arrays import is_staged
-from rankax._base.trees import leaves_with_names
+from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, Shell, bind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
@@ -59,7 +59,9 @@ class JitSpec(KernelSpec):
     @functools.cached_property
     def _jitted(self) -> Any:
         def call(frame: _Frame, *arrays: Any) -> Any:
-            return self._run(frame, arrays)
+            out = self._run(frame, arrays)
+            check_outputs(self.fun, out)  # without batch axes, nothing else does
+            return out
 
         call.__name__ = self.name  # as shown by profilers and HLO dumps
         compiler_options = dict(self.preset.compiler_options or ()) or None

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from rankax._base.arrays import has_tangent
 from rankax._base.messages import check_bool, checked_int, positive_int
@@ -24,6 +25,7 @@ from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
 from rankax._declare.ragged import Ragged
+from rankax._devices.mesh import sharding_of
 from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._reduce.protocol import Several
@@ -176,6 +178,12 @@ def check(
     # The items themselves, since a reduction of some of them says nothing about that of all.
     kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
     call = bind(kernel.spec, args, kwargs, takes_ragged=True)
+    meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]
+    if any(AxisType.Explicit in getattr(mesh, "axis_types", ()) for mesh in meshes):
+        raise TypeError(
+            f"{site}: an array is on a mesh with explicit axes, where items cannot be picked; "
+            "pass jax.device_get(...) of the arguments"
+        )
     them = (ragged if call.structure.ragged else CallItems)(call, kernel.spec.options())
     random = np.random.default_rng(seed)
     chosen = [i for i in _chosen(them.shape, items, random) if them.has_rows(i)]

@@ -2,6 +2,7 @@
 """Errors about the shapes of one call: a table, and a sentence for each problem."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def call_error(
         if kinds == [BatchShapeError]:
             vectors = [] if hints else _vectors(leaves, clashes[0], names)
             hints += [*_outer_product(leaves, clashes[0], names), *vectors]
-        sentences += hints
+        sentences += [*hints, *_unlike_items(leaves, clashes)]
     rows = [(leaf.path, str(leaf.shape), leaf.declared, str(leaf.batch_axes)) for leaf in leaves]
     for i in short:
         rows[i] = (*rows[i][:3], "too few axes")
@@ -245,6 +246,23 @@ def _vectors(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> 
         f"If one item of {name} is a vector, its rank is 1, not 0."
         for name in _arguments(names, [i for group in groups for i in group])
     ]
+
+
+def _unlike_items(leaves: Sequence[LeafPlan], clashes: Sequence[Clash]) -> list[str]:
+    """Return a hint for a list whose arrays differ in a core dimension: they may be items."""
+    found: set[str] = set()
+    for clash in clashes:
+        if not isinstance(clash.axis, int):
+            by_size = [{_list_of(leaves[i].path) for i in ids} for ids in clash.leaves.values()]
+            counts = Counter(name for names in by_size for name in names if name)
+            found.update(name for name, count in counts.items() if count > 1)
+    return [f"If {x} is a list of items, pass rankax.Ragged.from_list({x})." for x in sorted(found)]
+
+
+def _list_of(path: str) -> str | None:
+    """Return the path of the list that a leaf is an entry of: ``x`` for ``x[0]``."""
+    match = re.fullmatch(r"(.+)\[\d+\]", path)
+    return match and match[1]
 
 
 def _parameter(path: str) -> str:

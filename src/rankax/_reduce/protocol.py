@@ -80,11 +80,11 @@ class Outputs(NamedTuple):
         )
 
 
-FILL = "\0fill"  # in place of ``where``: items count if they are no copies that fill the batch up
+FILL = "\0fill"  # in place of ``where``: items count unless they are copies that fill the batch up
 
 
 class Marked(NamedTuple):
-    """The output of an item of a batch that is filled up, and whether the item is no copy."""
+    """The output of an item of a batch that is filled up, and whether it counts; copies do not."""
 
     out: Any
     counts: Any

@@ -132,9 +132,11 @@ def _reduction(leaf: Any, where: str) -> Reduction:
         )
     known = listed(list(BY_NAME), "or")
     if not isinstance(leaf, str):
+        name = getattr(leaf, "__name__", None)  # as that of jnp.sum
+        hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
         raise TypeError(
             f"{where}: reduce must hold names ({known}), objects of rankax.reductions and None, "
-            f"got {type(leaf).__name__} {leaf!r}"
+            f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
         )
     if leaf not in BY_NAME:
         close = difflib.get_close_matches(leaf, BY_NAME, 1)
@@ -150,6 +152,7 @@ def checked_where(value: Any, where: str) -> str | int | None:
         raise TypeError(
             f"{where}: where must be the key, field or index of an output, got "
             f"{type(value).__name__} {value!r}"
+            + ("; pass an array to the kernel, which returns it" if hasattr(value, "shape") else "")
         )
     return value
 
@@ -276,7 +279,7 @@ def _check_fit(reduction: Reduction, outputs: Outputs) -> None:
     for name, aval in zip(outputs.names, outputs.avals, strict=True):
         is_number = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
         if not (is_number or reduction.is_kept):
-            raise MisfitError(f"{name} holds {aval.dtype}, and no numbers")
+            raise MisfitError(f"{name} has non-numeric dtype {aval.dtype}")
     reduction.check(outputs, outputs.total)
     if reduction.finds_items and (words := too_many(outputs.total)):
         raise MisfitError(words)

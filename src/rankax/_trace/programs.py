@@ -218,7 +218,11 @@ class ItemProgram:
     outputs: tuple[Any, ...] = ()  # what each reduction takes (`rankax._reduce`), if there are any
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
+        try:
+            return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
+        except NotImplementedError as error:  # such as a callback that `jax.vmap` cannot map
+            error.add_note(f"This error comes from {self.where}")
+            raise
 
     def with_constants(self, consts: Sequence[Any]) -> Self:
         """Return the same program with other arrays in place of those that it closes over."""

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rankax
-from rankax._base.messages import plural
+from rankax._base.messages import listed, plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
@@ -280,7 +280,8 @@ def prepared(
     for i in call.ranked:
         leaves[i] = streamed(leaves[i], paths[i], where)
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
-        raise TypeError(f"{where}: no argument with a rank is an array with axes")
+        got = listed([f"{paths[i]} is {type(leaves[i]).__name__}" for i in call.ranked])
+        raise TypeError(f"{where}: no argument with a rank is an array with axes; {got}")
     options = kernel.options()
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}

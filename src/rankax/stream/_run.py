@@ -129,7 +129,7 @@ def run(
     ((1000,), 2.0)
     >>> folder.cleanup()
     """
-    where = f"rankax.stream.run({getattr(kernel, '__name__', kernel)})"
+    where = f"rankax.stream.run({getattr(kernel, '__name__', type(kernel).__name__)})"
     check_bool(resume, where, "resume")
     progress = checked_progress(progress, where)
     if on_nan not in ("keep", "raise"):
