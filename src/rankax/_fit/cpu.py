@@ -99,7 +99,7 @@ def jit_at_once(
     fun: Callable[..., Any],
     args: Sequence[Any],
     items: int | None,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Sequence[tuple[str, Any]] | None = None,
 ) -> Any:
     """Return ``jax.jit(fun)``, in which XLA:CPU sums in loops of its own where this is faster.
 
@@ -111,8 +111,8 @@ def jit_at_once(
     items : int, optional
         How many the call evaluates, all at once. None: it runs in another way, or is transformed,
         which JAX refuses for a function with compiler options.
-    compiler_options : mapping, optional
-        As of `jax.jit`.
+    compiler_options : sequence of pairs, optional
+        Those of `jax.jit`.
     """
     given = dict(compiler_options or ())
     jitted = jax.jit(fun, compiler_options=given or None)
