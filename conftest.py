@@ -111,9 +111,10 @@ def _named(collector, mark, cases, by_id):
         raise collector.CollectError(
             f"{test}: {mark} names {sorted(unknown)}, but the cases are {sorted(by_id)}"
         )
-    if both := [name for name in found.args if by_id[name].get_closest_marker("slow")]:
+    slow = [name for name in found.args if by_id[name].get_closest_marker("slow")]
+    if mark == "quick" and slow:
         raise collector.CollectError(
-            f"{test}: {mark} names {both}, which are marked slow as well, so they would be slow"
+            f"{test}: quick names {slow}, which are marked slow as well, so they would be slow"
         )
     return found.args
 

@@ -113,7 +113,7 @@ def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
 
 @needs_library
 def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
-    monkeypatch.setattr(measure, "LIBRARY_OPTION", "xla_no_such_option")
+    monkeypatch.setattr(measure, "PRODUCTS_ONLY", {"xla_no_such_option": True})
     tuning = kernel.with_options(jit=True).tune(X, seconds=ENOUGH).tuning
     notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
     assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}

@@ -101,7 +101,8 @@ def _run(call: Traced, progress: Progress | None) -> Any:
     committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
     with call_of_kernel(item.where), committed:
         try:
-            out = run_kept(make, item, leaves, key, mode)
+            items = items_at_once(math.prod(whole.plan.batch_shape), options, parts)
+            out = run_kept(make, item, leaves, key, mode, items)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
     if out is None:
@@ -178,6 +179,12 @@ def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> 
         )
     changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
     return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
+
+
+def items_at_once(items: int, options: Options, parts: tuple[Parts, ...] = ()) -> int | None:
+    """Return the number of items of a call, if it evaluates all of them at once on one device."""
+    is_bounded = (options.chunk_size or items) < items or options.memory_limit is not None
+    return None if parts or is_bounded or not options.lockstep else items
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:

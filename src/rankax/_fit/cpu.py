@@ -12,6 +12,11 @@ sorts, convolves or factorises. For maps there are two reasons to stay below the
   and dot products of two vectors. The operand must be stored first, and is not fused with what
   computes it. On the other hand, the library sums long rows faster than a loop does.
 
+A call that evaluates all items at once, and that this library compiles, may leave sums to loops of
+XLA by an option of the compiler (`jit_at_once`). Of 82 random kernels for which
+`pays_to_sum_in_loops`, none took longer than 1.03 times as long, and the mean took 0.33 (JAX 0.10)
+or 0.40 (0.12). In chunks, tiles are small enough already.
+
 `best_tiles` adds up these costs for each size of a tile and takes the least. Their ratios, `COSTS`,
 are fitted to the times of 56 kernels, and checked on 27 others: see ``benchmarks/fit_tiles.py``,
 which fits them again for another version of JAX.
@@ -36,20 +41,24 @@ calls the library, `Work.sums` and their costs may go.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from rankax._base.messages import caller_level
 from rankax._plan.batch import BatchPlan
 from rankax._plan.levels import Tiles
-from rankax._trace.kept_values import keep_values
-from rankax._trace.work import Work, work_of
+from rankax._trace.kept_values import computes_again, keep_values
+from rankax._trace.work import FUNCTIONS, SUMS, Work, operations, work_of
 
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"  # of XLA: what the library computes
+PRODUCTS_ONLY = {LIBRARY_OPTION: "LIBRARY_FUSION_TYPE_DOT"}
+_SHORT = 8  # numbers for each result, up to which a loop is faster than the library
 
 _LARGEST = 4096  # items; a larger tile is no faster
 _LIBRARY_FROM = 4096  # numbers of an operand; found by compiling, the same in JAX 0.10 and 0.12
@@ -84,6 +93,73 @@ def tiles_matter(compiler_options: Mapping[str, Any] | None = None) -> bool:
         and not getattr(jax.config, "jax_debug_key_reuse", False)  # tiles may overlap
         and LIBRARY_OPTION not in (compiler_options or {})
     )
+
+
+def jit_at_once(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    items: int | None,
+    compiler_options: Sequence[tuple[str, Any]] | None = None,
+) -> Any:
+    """Return ``jax.jit(fun)``, in which XLA:CPU sums in loops of its own where this is faster.
+
+    Parameters
+    ----------
+    fun : callable
+    args : sequence
+        Those of a call; ``fun`` is traced for them, and JAX keeps the trace.
+    items : int, optional
+        How many the call evaluates, all at once. None: it runs in another way, or is transformed,
+        which JAX refuses for a function with compiler options.
+    compiler_options : sequence of pairs, optional
+        Those of `jax.jit`.
+    """
+    given = dict(compiler_options or ())
+    jitted = jax.jit(fun, compiler_options=given or None)
+    config: Any = jax.config
+    if (
+        items is None
+        or not tiles_matter(given)
+        or jax.__version_info__ >= (0, 13)  # which may not know the option
+        or LIBRARY_OPTION in os.environ.get("XLA_FLAGS", "")
+        or config.jax_disable_jit
+    ):
+        return jitted
+    jaxpr = jitted.trace(*args).jaxpr.jaxpr
+    # Tracers that the function closes over are inputs, too.
+    is_closed = len(jaxpr.invars) == len(jax.tree.leaves(args))
+    if not is_closed or not pays_to_sum_in_loops(jaxpr, items):
+        return jitted
+    return jax.jit(fun, compiler_options=given | PRODUCTS_ONLY)
+
+
+def pays_to_sum_in_loops(jaxpr: Any, items: int) -> bool:
+    """Whether the program of a batch is faster if the library computes products only.
+
+    Loops are faster for short sums, and slower for long rows. They evaluate functions such as
+    `sin` number by number, and compute again what the library stores. Products with a matrix that
+    all items share gain nothing.
+    """
+    short = long = 0
+    for name, eqn, times, *_ in operations(jaxpr):
+        if name in FUNCTIONS:
+            return False
+        if name not in (*SUMS, "dot_general"):
+            continue
+        operand, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        if name == "dot_general":
+            _, (batch, _) = eqn.params["dimension_numbers"]
+            if not batch:
+                return False
+            if len(batch) < out.ndim:  # of matrices, one for each item
+                continue
+        is_float = jnp.issubdtype(out.dtype, jnp.floating)
+        if is_float and operand.size >= _LIBRARY_FROM and operand.size > out.size:
+            if operand.size <= _SHORT * out.size:
+                short += operand.size * times
+            elif name == "dot_general" or operand.ndim - 1 in eqn.params["axes"]:
+                long += operand.size * times
+    return short > long and not jaxpr.effects and not computes_again(jaxpr, items)
 
 
 def best_tiles(program: Any) -> Tiles:

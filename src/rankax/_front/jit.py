@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.trees import check_outputs, leaves_with_names
@@ -23,18 +24,21 @@ from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, Shell, bind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.ragged_results import call_ragged
-from rankax._call.run import cut_axes, parts_of, run
+from rankax._call.run import cut_axes, items_at_once, parts_of, run
 from rankax._devices.mesh import Parts
 from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax._fit.cpu import jit_at_once
 from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._progress.bars import wait_for_reports
 
+_MOST_KEPT = 4096  # as many as `jax.jit` keeps
+
 
 class _Frame(NamedTuple):
-    """The static part of a call, by which `jax.jit` looks up the compiled program."""
+    """The static part of a call, by which the compiled program is looked up."""
 
     shell: Shell
     static: tuple[_Fixed | None, ...]  # of each value; None if traced
@@ -57,18 +61,12 @@ class JitSpec(KernelSpec):
     """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
 
     @functools.cached_property
-    def _jitted(self) -> Any:
-        def call(frame: _Frame, *arrays: Any) -> Any:
-            out = self._run(frame, arrays)
-            check_outputs(self.fun, out)  # without batch axes, nothing else does
-            return out
-
-        call.__name__ = self.name  # as shown by profilers and HLO dumps
-        compiler_options = dict(self.preset.compiler_options or ()) or None
-        return jax.jit(call, static_argnums=0, compiler_options=compiler_options)
+    def _programs(self) -> tuple[dict[_Frame, Any], dict[Any, Any]]:
+        """Functions of the arrays by frame; `jax.jit` of them by frame and types of the arrays."""
+        return {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_jitted"}  # a copy compiles for itself
+        return {k: v for k, v in vars(self).items() if k != "_programs"}  # a copy compiles itself
 
     def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""
@@ -77,17 +75,45 @@ class JitSpec(KernelSpec):
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            return cut(self._compiled(frame, arrays), call, frame.options)
+            return cut(self._compiled(frame, arrays, call), call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
 
-    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
-        shown = frame.options.progress
+    def _compiled(self, frame: _Frame, arrays: Sequence[Any], call: BoundKernel) -> Any:
+        jitted, shown = self._jitted(frame, arrays, call), frame.options.progress
         if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
-            return self._jitted(frame, *arrays)
+            return jitted(*arrays)
         with wait_for_reports(shown, self.name), committed_elsewhere(f"{self.name}()", frame.parts):
-            return self._jitted(frame, *arrays)
+            return jitted(*arrays)
+
+    def _jitted(self, frame: _Frame, arrays: Sequence[Any], call: BoundKernel) -> Any:
+        functions, jitted = self._programs
+        try:
+            key = frame, *[x.aval for x in arrays], *map(type, arrays)
+        except AttributeError:  # of NumPy, or a number
+            key = frame, *[(type(x), np.shape(x), getattr(x, "dtype", None)) for x in arrays]
+        try:
+            return jitted[key]
+        except KeyError:
+            pass
+
+        def fun(*arrays: Any) -> Any:
+            out = self._run(frame, arrays)
+            check_outputs(self.fun, out)  # without batch axes, nothing else does
+            return out
+
+        fun.__name__ = self.name  # as shown by profilers and HLO dumps
+        options, items = frame.options, None
+        is_plain = options.progress is False and not call.structure.ragged
+        if is_plain and not any(isinstance(x, core.Tracer) for x in arrays):
+            whole = call.plan(options, None).plan
+            items = items_at_once(whole.evaluations, options, frame.parts)
+        if len(jitted) >= _MOST_KEPT:
+            functions.clear()
+            jitted.clear()
+        fun = functions.setdefault(frame, fun)
+        return jitted.setdefault(key, jit_at_once(fun, arrays, items, options.compiler_options))
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
@@ -95,8 +121,8 @@ class JitSpec(KernelSpec):
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
         call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
         is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
-        frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
-        return self._jitted.lower(frame, *arrays)
+        frame, arrays, call = self._split(call, shapes_only=True, is_alone=is_alone)
+        return self._jitted(frame, arrays, call).lower(*arrays)
 
     def _split(
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
@@ -176,7 +202,7 @@ def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
 
     def call(part: BoundKernel) -> Any:
         kernel: Any = part.kernel
-        frame, arrays, _ = kernel._split(part)
-        return kernel._compiled(frame, arrays)
+        frame, arrays, filled = kernel._split(part)
+        return kernel._compiled(frame, arrays, filled)
 
     return call

@@ -41,6 +41,7 @@ from jax.sharding import AxisType
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
 from rankax._base.messages import caller_level
+from rankax._fit.cpu import jit_at_once
 from rankax._trace import fingerprint
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
@@ -80,27 +81,31 @@ def run_kept(
     leaves: Sequence[Any],
     key: Hashable,
     mode: Mode,
+    items: int | None = None,
 ) -> Any:
     """Return ``make()(item, leaves)``; unless the call is staged, compiled and kept.
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
     mode; None stands for a call that has no such program, and so do the results. With a key of
-    None, the program is compiled but not kept.
+    None, the program is compiled but not kept. ``items`` are those that are evaluated at once, if
+    all are.
     """
     if mode is Mode.STAGED:
         program = make()
         return program and program(item, list(leaves))
     closed = fingerprint.opened(item.closed)
+    # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
+    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
+    args = consts, list(leaves)
+    items = items if mode is Mode.EAGER else None
     try:
         whole = _key_of(closed, (item.where, item.out_axes, key), leaves, mode)
     except fingerprint.Unknown:
-        run = _compiled(make(), item, closed.jaxpr)
+        run = _compiled(make(), item, closed.jaxpr, args, items)
     else:
         bare = fingerprint.without_rules if mode is Mode.EAGER else fingerprint.without_constants
-        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr)))
-    # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
-    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
-    return run and run(consts, list(leaves))
+        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr), args, items))
+    return run and run(*args)
 
 
 def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
@@ -118,7 +123,9 @@ def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: 
     return _Key((*key, mode, rules))
 
 
-def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
+def _compiled(
+    program: Program | None, item: ItemProgram, jaxpr: Any, args: Sequence[Any], items: int | None
+) -> Any:
     if program is None:
         return None
     # Without the constants, and the tree, which may hold user-defined classes.
@@ -127,7 +134,7 @@ def _compiled(program: Program | None, item: ItemProgram, jaxpr: Any) -> Any:
     def run(consts: list[Any], leaves: list[Any]) -> Any:
         return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)
 
-    return jax.jit(run)
+    return jit_at_once(run, args, items)
 
 
 class _Key:

@@ -17,8 +17,10 @@ Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU ke
 """
 
 import collections
+import functools
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +35,7 @@ from rankax._trace.work import FUNCTIONS, LIBRARIES
 _HOLDS = jax.__version_info__ >= (0, 12)
 _WORTH = 16.0  # operations for each number, from which on it is kept
 _FUNCTION = 8.0  # operations
-_MOST_NUMBERS = 4096  # of a value; larger ones are stored for the library that sums them
+_SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
 
 _BODIES = ("cond", "scan", "while")
 _CALLS = {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", *RULES}
@@ -62,15 +64,24 @@ def keep_values(jaxpr: Any) -> Any:
     """Return a program with a barrier on each value that is better kept; itself if none is."""
     if not _HOLDS or jax.default_backend() != "cpu" or jaxpr.effects:
         return jaxpr
-    return _kept_in_body(jaxpr)
+    return _kept_in_body(jaxpr, _SIZES)
 
 
-def _kept_in_body(jaxpr: Any) -> Any:
-    return _kept(jaxpr, [_one_loop() for _ in jaxpr.outvars], [0.0] * len(jaxpr.invars))[0]
+def computes_again(jaxpr: Any, items: int) -> bool:
+    """Whether the program of a batch would compute values again, if no library stored any.
+
+    What has fewer numbers than the batch has items is the same for all of them, and is cheap.
+    """
+    return _kept_in_body(jaxpr, range(items, sys.maxsize)) is not jaxpr
+
+
+def _kept_in_body(jaxpr: Any, sizes: range) -> Any:
+    of_outs = [_one_loop() for _ in jaxpr.outvars]
+    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), sizes)[0]
 
 
 def _kept(
-    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float]
+    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     """Return a program with barriers, and the work to compute each output again."""
     readers = _readers(jaxpr, of_outs)
@@ -85,9 +96,10 @@ def _kept(
         costs = [0.0] * len(eqn.outvars)
         if _called(eqn) is not None:
             # Derivative rules do not see what is inside, so results are kept outside.
-            eqn, costs = _kept_in_call(eqn, _merged(reads) if name in RULES else reads, inputs)
+            reads = _merged(reads) if name in RULES else reads
+            eqn, costs = _kept_in_call(eqn, reads, inputs, sizes)
         elif name in _BODIES:
-            eqn = with_subprograms(eqn, _kept_in_body)
+            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, sizes=sizes))
         elif _is_fused(eqn):
             costs = [_work(eqn, inputs)]
         eqns.append(eqn)
@@ -96,7 +108,7 @@ def _kept(
             # XLA stores a sum that is used again, and a function whose result is broadcast.
             is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
             if again * cost >= _WORTH and name not in _SAME and not is_stored:
-                is_stored = has_tangent(v.aval) and v.aval.size < _MOST_NUMBERS
+                is_stored = has_tangent(v.aval) and v.aval.size in sizes
                 kept += [v] if is_stored else []
             work[v] = 0.0 if again > 0 and is_stored else cost
     if kept or any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
@@ -105,12 +117,12 @@ def _kept(
 
 
 def _kept_in_call(
-    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float]
+    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
 ) -> tuple[Any, list[float]]:
     work: list[float] = []
 
     def kept(jaxpr: Any) -> Any:
-        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs)
+        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, sizes)
         return jaxpr
 
     return with_subprograms(eqn, kept), work

@@ -31,7 +31,7 @@ FUNCTIONS = {
 }
 
 _LONG = 16  # numbers for each result, from which on a library of XLA:CPU is faster than a loop
-_SUMS = ("reduce_sum", "reduce_max", "reduce_min")
+SUMS = ("reduce_sum", "reduce_max", "reduce_min")
 LIBRARIES = {
     *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
     *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
@@ -151,7 +151,7 @@ def work_of(jaxpr: Any) -> Work:
             work.libraries += times
         elif name == "conv_general_dilated":
             work.convolutions += times
-        elif name in (*_SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
+        elif name in (*SUMS, "dot_general") and jnp.issubdtype(out.dtype, jnp.floating):
             operand = eqn.invars[0].aval
             if name == "dot_general":
                 (contracted, _), (batch, _) = eqn.params["dimension_numbers"]

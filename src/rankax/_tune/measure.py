@@ -40,8 +40,8 @@ from rankax._base.messages import check_bool
 from rankax._call.arguments import is_array
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.fill import fill_up, filled
-from rankax._call.run import plan_of, run
-from rankax._fit.cpu import LIBRARY_OPTION, tiles_matter
+from rankax._call.run import items_at_once, plan_of, run
+from rankax._fit.cpu import PRODUCTS_ONLY, jit_at_once, tiles_matter
 from rankax._fit.memory import free_bytes
 from rankax._lockstep.machine import cut_program
 from rankax._options import Options
@@ -159,7 +159,7 @@ class Workload:
         kinds = [chunks(*_SIZES)]
         compiler_options = dict(given.compiler_options or ())
         if given.jit and tiles_matter(compiler_options):
-            pairs = {**compiler_options, LIBRARY_OPTION: "LIBRARY_FUSION_TYPE_DOT"}.items()
+            pairs = {**compiler_options, **PRODUCTS_ONLY}.items()
             kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and given.checkpoint is not False and bound is None:
@@ -227,8 +227,10 @@ class Workload:
 
         # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
         inputs = jnp.float32(1), {i: values[i] for i in self.traced}
-        compiler = dict(options.compiler_options or ())
-        compiled = jax.jit(program, compiler_options=compiler).lower(*inputs).compile()
+        alone = options.jit and not self.gradient and not options.devices
+        at_once = items_at_once(items, options) if alone else None
+        jitted = jit_at_once(program, inputs, at_once, options.compiler_options)
+        compiled = jitted.lower(*inputs).compile()
         return compiled, lambda: compiled(*inputs)
 
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT
+"""Calls that are compiled without the library of XLA:CPU that sums: which, and what they return."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same
+from rankax import auto_vmap
+from rankax._fit import cpu
+from rankax._loop import reuse
+
+needs_library = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or not (0, 10) <= jax.__version_info__ < (0, 13),
+    reason="XLA:CPU of JAX 0.10 to 0.12 has the library",
+)
+pytestmark = needs_library
+
+X = jnp.asarray(np.linspace(-1, 1, 600 * 8 * 3, dtype=np.float32).reshape(600, 8, 3))
+OPTION = "xla_cpu_experimental_ynn_fusion_type"
+
+
+def distances(x):
+    return jnp.sum(jnp.sqrt(jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) + 1e-3))
+
+
+def norms(x):
+    for _ in range(3):
+        x = jnp.sqrt(jnp.abs(x)) / (1 + x * x * jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)))
+    return x
+
+
+def with_callback(x):
+    jax.debug.callback(lambda _: None, x[0, 0])
+    return distances(x)
+
+
+def has_library(lowered):
+    return "__ynn_fusion" in lowered.compile().as_text()
+
+
+def is_chosen(kernel, *args):
+    return not has_library(kernel.lower(*args))
+
+
+# Which.
+
+
+def test_short_sums_are_left_to_loops():
+    assert has_library(jax.jit(jax.vmap(distances)).lower(X))
+    kernel = auto_vmap(2, jit=True)(distances)
+    assert is_chosen(kernel, X)
+    assert is_chosen(kernel, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert is_chosen(kernel.with_options(chunk_size=600), X)
+    assert is_chosen(kernel.with_options(reduce="sum"), X)
+    assert is_chosen(kernel.with_options(compiler_options={"xla_embed_ir_in_executable": True}), X)
+
+
+def test_values_that_would_be_computed_again_stay_stored():
+    """Compiled without the library, a longer chain takes thirty times as long."""
+    assert not is_chosen(auto_vmap(2, jit=True)(norms), X)
+    wide = jnp.ones((2, 3000, 3))  # where a value of one item is as large as what a library sums
+    assert not is_chosen(auto_vmap(2, jit=True)(norms), wide)
+
+
+SHARED = np.linspace(1, 2, 9, dtype=np.float32).reshape(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "chosen"),
+    [
+        (lambda x: jnp.sum(x * x, axis=-1), True),
+        (lambda x: jnp.sum(x * x, axis=0), True),
+        (lambda x: jnp.sum(x * x), False),  # a long row
+        (lambda x: jnp.sum(x * x, axis=-1) + jnp.sum(x * x), False),
+        (lambda x: jnp.max(jnp.sum(x * x, axis=-1)), True),  # a short one, of fewer numbers
+        (lambda x: jnp.sum(jnp.sin(x), axis=-1), False),
+        (lambda x: jnp.sum(x @ SHARED, axis=-1), False),
+        (lambda x: jnp.sum(x.T @ x, axis=-1), True),
+        (lambda x: jnp.sum(x / (2 * jnp.sqrt(SHARED[:1])), axis=-1), True),
+        (lambda x: jnp.sum(x.astype(jnp.int32), axis=-1), False),
+        (lambda x: 2 * x, False),
+        (with_callback, False),
+    ],
+    ids=[
+        *("short", "columns", "long", "short and long", "long of short", "sine", "shared matrix"),
+        *("product of each item", "shared function", "integers", "no sum", "callback"),
+    ],
+)
+def test_what_is_chosen(kernel, chosen):
+    items = 2000
+    program = jax.make_jaxpr(jax.vmap(kernel))(jnp.ones((items, 8, 3))).jaxpr
+    assert cpu.pays_to_sum_in_loops(program, items) == chosen
+
+
+def test_what_a_library_would_not_compute_is_left_alone():
+    program = jax.make_jaxpr(jax.vmap(distances))(X[:20]).jaxpr
+    assert not cpu.pays_to_sum_in_loops(program, 20)
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 599}, {"memory_limit": "1 GB"}], ids=str)
+def test_other_calls_stay_as_they_are(options, monkeypatch):
+    kernel = auto_vmap(2, jit=True, **options)(distances)
+    monkeypatch.setattr(cpu, "pays_to_sum_in_loops", lambda *_: pytest.fail("asked"))
+    kernel(X)
+
+
+def test_what_the_caller_asks_for_comes_first(monkeypatch):
+    kernel = auto_vmap(2, jit=True, compiler_options={OPTION: "LIBRARY_FUSION_TYPE_REDUCE"})
+    assert not is_chosen(kernel(distances), X)
+    monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
+    assert not is_chosen(auto_vmap(2, jit=True)(distances), X)
+
+
+@pytest.mark.parametrize("version", [(0, 9, 2), (0, 13, 0)])
+def test_other_versions_of_jax_get_no_option(version, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert not is_chosen(auto_vmap(2, jit=True)(distances), X)
+
+
+# What they return.
+
+
+def test_values_and_derivatives_are_those_of_vmap():
+    kernel, plain = auto_vmap(2, jit=True)(distances), jax.vmap(distances)
+    assert_same(kernel(X), jax.jit(plain)(X), rtol=1e-5)
+
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sum(f(x)))
+
+    for transform in (gradient, lambda f: jax.vmap(f), lambda f: lambda x: f(x[0])):
+        stack = X if transform is gradient else X[None]
+        assert_same(transform(kernel)(stack), jax.jit(transform(plain))(stack), rtol=1e-4)
+    assert_same(kernel(X), jax.jit(plain)(X), rtol=1e-5)
+
+
+def test_a_kernel_that_closes_over_a_tracer():
+    def loss(scale, wrap):
+        return jnp.sum(wrap(lambda x: distances(scale * x))(X))
+
+    got = jax.grad(loss)(2.0, auto_vmap(2, jit=True))
+    assert_same(got, jax.grad(loss)(2.0, jax.vmap), rtol=1e-4)
+
+
+def test_a_kernel_is_traced_once():
+    traces = []
+    kernel = auto_vmap(2, jit=True)(lambda x: traces.append(0) or distances(x))
+    for x in (X, 2 * X, np.asarray(X)):
+        kernel(x)
+    kernel.lower(X)
+    assert len(traces) == 1
+
+
+def test_without_jit_the_kernel_itself_runs():
+    calls = []
+    kernel = auto_vmap(2, jit=True)(lambda x: calls.append(0) or distances(x))
+    with jax.disable_jit():
+        assert_same(kernel(X), jax.vmap(distances)(X), rtol=1e-5)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("options", "chosen"), [({}, True), ({"chunk_size": 599}, False)])
+def test_eager_reductions(options, chosen, monkeypatch):
+    compiled = []
+
+    def recorded(fun, args, *rest):
+        compiled.append((jitted := cpu.jit_at_once(fun, args, *rest)).lower(*args))
+        return jitted
+
+    def pays(program, items):
+        asked.append(items)
+        return pays_to_sum_in_loops(program, items)
+
+    asked, pays_to_sum_in_loops = [], cpu.pays_to_sum_in_loops
+    monkeypatch.setattr(cpu, "pays_to_sum_in_loops", pays)
+    monkeypatch.setattr(reuse, "jit_at_once", recorded)
+    kernel = auto_vmap(2, reduce="max", **options)(lambda x: 3 * distances(x))
+    assert_same(kernel(X), jnp.max(3 * jax.vmap(distances)(X)), rtol=1e-5)
+    (lowered,) = compiled
+    if chosen:
+        assert not has_library(lowered)
+    assert asked == ([600] if chosen else [])
+    assert jnp.isfinite(jax.grad(kernel)(X)).all()
