@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""What two flags of XLA gain on a CPU with JAX 0.10: the eleven kernels of ``tiles.py``, in chunks.
+"""What two flags of XLA gain on a CPU: the eleven kernels of ``tiles.py``, at once and in chunks.
 
     python benchmarks/flags.py
 
-writes ``benchmarks/results/flags.md``. A flag belongs to a process, so each flag has one of its
-own. They take turns for each kernel, all on one core; medians of the processor time are compared.
+writes ``benchmarks/results/flags.md``. The calls with ``jit=True`` are without chunks; forward,
+rankax passes the flag for sums by itself where it expects a gain. A flag belongs to a process, so
+each flag has one of its own. They take turns for each kernel, all on one core; medians of the
+processor time are compared.
 """
 
+import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -47,6 +51,9 @@ def serve() -> None:
             runs[name, mode] = {
                 way: compiled(fun, inputs, is_gradient) for way, fun in ways.items()
             }
+            if not is_gradient:  # called as it is: rankax compiles
+                alone = kernel.with_options(chunk_size=None, jit=True)
+                runs[name, mode]["jit=True"] = lambda _, *inputs, alone=alone: alone(*inputs)
         found = {way: [] for way in runs[name, mode]}
         for _ in range(ROUNDS):
             for way, run in runs[name, mode].items():
@@ -57,6 +64,10 @@ def serve() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", default=RESULTS.stem, help="the name of the file to write")
+    name = parser.parse_args().results
+    command = "python benchmarks/flags.py" + (f" --results {name}" if name != RESULTS.stem else "")
     servers = {
         flag: subprocess.Popen(
             [sys.executable, __file__, "serve"],
@@ -68,13 +79,15 @@ def main() -> None:
         for flag, text in FLAGS.items()
     }
     columns = [f"{way}, {flag}" for way in ("jax.vmap", "rankax") for flag in FLAGS]
+    columns.append("jit=True, none")
     lines = [
         "# Flags of XLA",
         "",
-        f"Written by `python benchmarks/flags.py`. jax {jax.__version__}, cpu, one core, float32.",
+        f"Written by `{command}`. jax {jax.__version__}, cpu, one core, float32.",
         "",
         "Milliseconds of processor time, medians; rankax in chunks of "
-        f"{CHUNK}. Flags: none; `loops` is `{FLAGS['loops']}`; `sums` is `{FLAGS['sums']}`. "
+        f"{CHUNK}, and `jit=True` without chunks. Flags: none; `loops` is `{FLAGS['loops']}`; "
+        f"`sums` is `{FLAGS['sums']}`. "
         "The fastest of a row is bold.",
         "",
         "| kernel |  | " + " | ".join(columns) + " |",
@@ -88,15 +101,17 @@ def main() -> None:
                     server.stdin.write(json.dumps([case.name, mode]) + "\n")
                     server.stdin.flush()
                     for way, found in json.loads(server.stdout.readline()).items():
-                        times[f"{way}, {flag}"] += found[1:]
-            row = [statistics.median(own) for own in times.values()]
+                        if f"{way}, {flag}" in times:
+                            times[f"{way}, {flag}"] += found[1:]
+            row = [statistics.median(own) if own else math.inf for own in times.values()]
             cells = [f"**{x:.3g}**" if x == min(row) else f"{x:.3g}" for x in row]
+            cells = ["—" if x == math.inf else cell for x, cell in zip(row, cells, strict=True)]
             lines.append(f"| {case.name} | {mode} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
     for server in servers.values():
         server.stdin.close()
         server.wait()
-    stamp.write(RESULTS, "\n".join(lines))
+    stamp.write(RESULTS.with_stem(name), "\n".join(lines))
 
 
 if __name__ == "__main__":

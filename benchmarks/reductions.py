@@ -13,6 +13,7 @@ each round; the table has medians. What a contestant compiles first is timed apa
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import platform
 import random
@@ -20,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from rankax import auto_vmap
 
 CHUNK = 2**16
 ALL = 'rankax, devices="all"'
+SOFT = 1e-2  # keeps a body from pulling itself without bound
 
 
 def gauss(x, y, w):
@@ -47,88 +49,146 @@ def minus_square(x, y):
     return -square(x, y)
 
 
-def rows(kernel: Callable[..., Any], reduce: Callable[..., Any]) -> Callable[..., Any]:
+def gravity(x, y, w):
+    return -w / jnp.sqrt(jnp.sum((x - y) ** 2) + SOFT)
+
+
+def biot_savart(x, y, j):
+    away = x - y
+    return jnp.cross(j, away) / (jnp.sum(away**2) + SOFT) ** 1.5
+
+
+class Task(NamedTuple):
+    """A kernel, its reduction in rankax and in `jax.numpy`, and the same in KeOps."""
+
+    kernel: Callable[..., Any]
+    reduce: str
+    plain: Callable[..., Any]
+    formula: str
+    operation: str = "Sum"
+
+    def sizes(self, count: int) -> list[tuple[int, ...]]:
+        """Points are rows of three numbers, and so are currents; a weight is a number."""
+        return [(count,) if name == "w" else (count, 3) for name in self.names()]
+
+    def names(self) -> list[str]:
+        return list(inspect.signature(self.kernel).parameters)
+
+
+_CROSS = "Concat(Concat({}, {}), {})".format(
+    *(f"Elem(j,{a}) * Elem(x-y,{b}) - Elem(j,{b}) * Elem(x-y,{a})" for a, b in ("12", "20", "01"))
+)
+_SOFT = f"(SqDist(x,y) + IntInv({round(1 / SOFT)}))"
+TASKS = {
+    "sum": Task(gauss, "sum", jnp.sum, "w * Exp(-SqDist(x,y))"),
+    "argmin": Task(square, "argmin", jnp.argmin, "SqDist(x,y)", "ArgMin"),
+    "min": Task(square, "min", jnp.min, "SqDist(x,y)", "ArgMin"),
+    "logsumexp": Task(minus_square, "logsumexp", jax.nn.logsumexp, "-SqDist(x,y)", "LogSumExp"),
+    "gravity": Task(gravity, "sum", jnp.sum, f"-w * Rsqrt({_SOFT})"),
+    "Biot-Savart": Task(biot_savart, "sum", jnp.sum, f"{_CROSS} * Rsqrt({_SOFT}) * Inv({_SOFT})"),
+}
+GRADIENT = "gradient of "
+LARGE = ("sum", "argmin", "logsumexp", GRADIENT + "sum")
+MEASURED = [
+    *("sum", "argmin", "logsumexp", "gravity", "Biot-Savart"),
+    *(GRADIENT + name for name in ("sum", "min", "gravity", "Biot-Savart")),
+]
+
+
+def rows(task: Task) -> Callable[..., Any]:
     """Row after row by `lax.map`, each checkpointed: what people write today."""
 
     def call(x, *others):
-        over = jax.vmap(kernel, (None, *(0 for _ in others)))
-        return lax.map(jax.checkpoint(lambda row: reduce(over(row, *others))), x)
+        over = jax.vmap(task.kernel, (None, *(0 for _ in others)))
+        return lax.map(jax.checkpoint(lambda row: task.plain(over(row, *others), axis=0)), x)
 
     return call
 
 
-def whole(kernel: Callable[..., Any], reduce: Callable[..., Any]) -> Callable[..., Any]:
+def whole(task: Task) -> Callable[..., Any]:
     def call(x, *others):
-        over = jax.vmap(kernel, (None, *(0 for _ in others)))
-        return reduce(jax.vmap(over, (0, *(None for _ in others)))(x, *others), axis=-1)
+        over = jax.vmap(task.kernel, (None, *(0 for _ in others)))
+        return task.plain(jax.vmap(over, (0, *(None for _ in others)))(x, *others), axis=1)
 
     return call
 
 
-def ours(
-    kernel: Callable[..., Any], reduce: str, devices: int | str | None = None
-) -> Callable[..., Any]:
-    ranks = {name: 0 if name == "w" else 1 for name in ("x", "y", "w")}
-    ranks = dict(list(ranks.items())[: kernel.__code__.co_argcount])
-    options = {"reduce": reduce, "reduce_axis": -1, "chunk_size": CHUNK, "devices": devices}
-    mapped = auto_vmap(**ranks, **options)(kernel)
+def ours(task: Task, devices: int | str | None = None) -> Callable[..., Any]:
+    ranks = {name: 0 if name == "w" else 1 for name in task.names()}
+    options = {"reduce": task.reduce, "reduce_axis": -1, "chunk_size": CHUNK, "devices": devices}
+    mapped = auto_vmap(**ranks, **options)(task.kernel)
     return lambda x, *others: mapped(x[:, None], *others)
 
 
-def keops(task: str) -> Callable[..., Any]:
+def keops(task: Task, *, gradient: bool) -> Callable[..., Any]:
     """The formulas of KeOps; a gradient is one formula for each input."""
+    if gradient and task.operation == "ArgMin":
+        return keops_nearest(task)
     from pykeops.numpy import Genred
 
-    x, y, w = "x = Vi(3)", "y = Vj(3)", "w = Vj(1)"
-    formula = "w * Exp(-SqDist(x,y))"
-    if task == "sum":
-        run = Genred(formula, [x, y, w], reduction_op="Sum", axis=1)
-        return lambda x, y, w: run(x, y, w[:, None], backend="CPU")[:, 0]
-    if task == "argmin":
-        run = Genred("SqDist(x,y)", [x, y], reduction_op="ArgMin", axis=1)
-        return lambda x, y: run(x, y, backend="CPU")[:, 0]
-    if task == "logsumexp":
-        run = Genred("-SqDist(x,y)", [x, y], reduction_op="LogSumExp", axis=1)
-        return lambda x, y: run(x, y, backend="CPU")[:, 0]
-    variables, one = [x, y, w], np.ones((1,), np.float32)
+    kinds = {"x": "Vi(3)", "y": "Vj(3)", "w": "Vj(1)", "j": "Vj(3)"}
+    variables = [f"{name} = {kinds[name]}" for name in task.names()]
+
+    def columns(args):
+        return [x.reshape(len(x), -1) for x in args]
+
+    if not gradient:
+        run = Genred(task.formula, variables, reduction_op=task.operation, axis=1)
+
+        def reduced(*args):
+            out = run(*columns(args), backend="CPU")
+            return out[:, 0] if out.shape[1] == 1 else out
+
+        return reduced
+    one = np.ones(3 if task.kernel is biot_savart else 1, np.float32)
     grads = [
         Genred(
-            f"Grad({formula}, {name}, g)", [*variables, "g = Pm(1)"], reduction_op="Sum", axis=axis
+            f"Grad({task.formula}, {name}, g)",
+            [*variables, f"g = Pm({len(one)})"],
+            reduction_op="Sum",
+            axis=1 if name == "x" else 0,
         )
-        for name, axis in (("x", 1), ("y", 0), ("w", 0))
+        for name in task.names()
     ]
-    return lambda x, y, w: tuple(
-        np.squeeze(grad(x, y, w[:, None], one, backend="CPU")) for grad in grads
+    return lambda *args: tuple(
+        grad(*columns(args), one, backend="CPU").reshape(x.shape)
+        for grad, x in zip(grads, args, strict=True)
     )
 
 
-TASKS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
-    "sum": (gauss, "sum", jnp.sum),
-    "argmin": (square, "argmin", jnp.argmin),
-    "logsumexp": (minus_square, "logsumexp", jax.nn.logsumexp),
-    "gradient of sum": (gauss, "sum", jnp.sum),
-}
+def keops_nearest(task: Task) -> Callable[..., Any]:
+    """KeOps has no derivative of a minimum: find the nearest points, then two lines of NumPy."""
+    nearest = keops(task, gradient=False)
+
+    def call(x, y):
+        index = nearest(x, y).astype(int)
+        away = 2 * (x - y[index])
+        back = np.zeros_like(y)
+        np.subtract.at(back, index, away)
+        return away, back
+
+    return call
 
 
-def contestants(task: str, args: tuple[Any, ...], most_bytes: float) -> dict[str, Any]:
+def contestants(name: str, args: tuple[Any, ...], most_bytes: float) -> dict[str, Any]:
     """Compile all; return by name a call and what is known of it.
 
     Of the large case only those that were made for it: the others take as long for each pair as
     in the small one, which is a quarter of an hour.
     """
-    kernel, name, reduce = TASKS[task]
+    task, gradient = TASKS[name.removeprefix(GRADIENT)], name.startswith(GRADIENT)
     found: dict[str, Any] = {}
     functions = {
-        "rankax": ours(kernel, name),
-        ALL: ours(kernel, name, "all"),
-        "rows by lax.map": rows(kernel, reduce),
-        "whole, jax.numpy": whole(kernel, reduce),
+        "rankax": ours(task),
+        ALL: ours(task, "all"),
+        "rows by lax.map": rows(task),
+        "whole, jax.numpy": whole(task),
     }
     if len(args[0]) > 20_000:
         functions = {who: functions[who] for who in ("rankax", ALL)}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     for who, fun in functions.items():
-        if task.startswith("gradient"):
+        if gradient:
             fun = jax.grad(lambda *args, fun=fun: fun(*args).sum(), tuple(range(len(args))))
         begin = time.perf_counter()
         compiled = jax.jit(fun).lower(*shapes).compile()
@@ -143,7 +203,7 @@ def contestants(task: str, args: tuple[Any, ...], most_bytes: float) -> dict[str
 
         found[who] = (run, seconds, temporaries)
     begin = time.perf_counter()
-    fun = keops(task)
+    fun = keops(task, gradient=gradient)
     small = tuple(x[:64] for x in args)
     fun(*small)
     found["KeOps"] = (lambda: fun(*args), time.perf_counter() - begin, None)
@@ -152,10 +212,8 @@ def contestants(task: str, args: tuple[Any, ...], most_bytes: float) -> dict[str
 
 def measure(task: str, count: int, rounds: int, most_bytes: float) -> list[str]:
     rng = np.random.default_rng(0)
-    args = tuple(
-        rng.normal(size=size).astype(np.float32)
-        for size in ((count, 3), (count, 3), (count,))[: TASKS[task][0].__code__.co_argcount]
-    )
+    sizes = TASKS[task.removeprefix(GRADIENT)].sizes(count)
+    args = tuple(rng.normal(size=size).astype(np.float32) for size in sizes)
     found = contestants(task, args, most_bytes)
     runners = {who: run for who, (run, *_) in found.items() if run is not None}
     times: dict[str, list[float]] = {who: [] for who in runners}
@@ -197,7 +255,8 @@ HEAD = """# Reductions over all pairs
 Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
 {cores} cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns, but a single
 round of 100,000 points; the ratio is to rankax. KeOps and `devices="all"` (a CPU device for each
-core) compute on all cores; KeOps computes a gradient by one pass for each of the three inputs.
+core) compute on all cores; KeOps computes a gradient by one pass for each input; of "min", by an
+argmin, and the rest in NumPy.
 
 | task | points on each side | contestant | ms | times rankax | temporaries, MB | compile, s |
 |---|---|---|---|---|---|---|
@@ -212,11 +271,11 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(2, len(os.sched_getaffinity(0))))
     lines = []
-    for task in TASKS:
+    for task in MEASURED:
         lines += measure(task, options.count, options.rounds, 4e9)
         print("\n".join(lines[-5:]), flush=True)
     if options.large:
-        for task in TASKS:
+        for task in LARGE:
             lines += measure(task, 100_000, 1, 4e9)
             print("\n".join(lines[-3:]), flush=True)
     head = HEAD.format(

@@ -242,11 +242,11 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
 
     *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
     those of the call in lockstep, up to rounding, and so is the number of each item for reductions
-    and for split keys. All derivatives work, except reverse mode of a gradient. They run in
-    lockstep, in chunks of items with similar numbers of steps; a ``while_loop`` or ``fori_loop``
-    stores 32 carries and recomputes the others, unless it is inside a function with its own
-    derivative rule. Each device has its own lanes and does not wait for the others. The kernel must
-    have no ordered effects.
+    and for split keys. All derivatives work, except reverse mode of a gradient, and of a loop
+    without batch axes, where the kernel is simply called. They run in lockstep, in chunks of items
+    with similar numbers of steps; a ``while_loop`` or ``fori_loop`` stores 32 carries and
+    recomputes the others, unless it is inside a function with its own derivative rule. Each device
+    has its own lanes and does not wait for the others. The kernel must have no ordered effects.
 
     *Buckets.* With ``bucket``, values, gradients and reductions are those of the call without it:
     copies are neither counted nor differentiated. One case differs: where the derivative of the
