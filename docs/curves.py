@@ -304,7 +304,7 @@ def _without_sections(text):
     return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text.strip())
 
 
-def others(known=("blocks", "cpu", "ragged", "reductions", "tiles", "tiles-one-core")):
+def others(known=("blocks", "cpu", "flags", "ragged", "reductions", "tiles", "tiles-one-core")):
     """The files of results that have no section of their own: other versions, other devices."""
     texts = []
     for path in sorted(shown.RESULTS.glob("*.md")):
