@@ -148,7 +148,7 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere no vector is stored so")
-def test_small_vectors_are_stored_by_component_where_it_is_faster():
+def test_small_vectors_are_stored_by_component():
     x, y = jnp.ones((7, 3)), jnp.ones((5000, 3))
 
     def distance(x, y):
