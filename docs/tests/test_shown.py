@@ -70,7 +70,7 @@ def test_a_missing_row_and_a_missing_mark_are_named(shown):
 def test_tables_of_results_are_read(shown):
     rows = shown.table("reductions")
     assert {row["contestant"] for row in rows} >= {"rankax", "KeOps"}
-    assert all(float(row["ms"]) > 0 for row in rows)
+    assert all(float(row["ms"]) > 0 for row in rows if row["times rankax"])
     assert shown.table("tiles")[0]["kernel"] == "distances 8x3"
     assert [shown.megabytes(size) for size in (0, 5e3, 2e5, 4.1e8, 2e9)] == [
         "0 MB",
