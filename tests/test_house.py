@@ -41,7 +41,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1465,
     "_scan": 971,
     "_options": 150,
-    "_call": 1835,
+    "_call": 1833,
     "_tune": 428,
     "_blocks": 648,
     "_front": 1247,

@@ -155,8 +155,6 @@ def is_array(leaf: Any) -> bool:
         return False
     if isinstance(leaf, np.ma.MaskedArray):
         return False
-    if isinstance(leaf, np.ma.MaskedArray):
-        return False
     return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
 
 
