@@ -81,7 +81,7 @@ def test_chains_of_layers_keep_values_in_chunks(kernel):
 
 @pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_what_two_layers_share_is_kept():
-    assert barriers(chunked_vmap(chain, 3), X) == 3  # between the four
+    assert barriers(chunked_vmap(chain, 3), X) == 4  # the input, and between the four
 
 
 def polynomial(x):
@@ -107,6 +107,55 @@ CHEAP = {
 @pytest.mark.parametrize("kernel", CHEAP.values(), ids=CHEAP)
 def test_cheap_kernels_keep_nothing(kernel):
     assert barriers(chunked_vmap(kernel, 3), X) == 0
+
+
+def nearby(x, y, w):
+    return w * lax.rsqrt(jnp.sum((x - y) ** 2) + 1)
+
+
+COPIED = {
+    "tanh": (lambda x: jnp.tanh(x) + 1, 1),
+    "rsqrt in jit": (jax.jit(lambda x: x * lax.rsqrt(x @ x)), 1),
+    "divided by a root": (lambda x: x / jnp.sqrt(x @ x), 1),
+    "log1p in a scan": (lambda x: lax.scan(lambda x, _: (jnp.log1p(x), None), x, None, 2)[0], 1),
+    "a root": (lambda x: jnp.sqrt(x @ x), 0),
+    "a power": (lambda x: x / (x @ x) ** 1.5, 0),
+    "one of many": (lambda x: jnp.tile(x, 9) * jnp.tanh(x[0]), 1),
+    "too few": (lambda x: x[0] + jnp.tanh(jnp.sum(x)), 1),
+}
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+@pytest.mark.parametrize(("kernel", "count"), COPIED.values(), ids=COPIED)
+def test_inputs_of_some_functions_are_copied(kernel, count):
+    assert barriers(chunked_vmap(kernel, 3), X) == count
+    assert barriers(chunked_vmap(kernel, 7), X) == 0  # one chunk is plain `jax.vmap`
+    assert_same(chunked_vmap(kernel, 3)(X), jax.jit(jax.vmap(kernel))(X), rtol=1e-6)
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_only_floats_that_are_mapped_and_small_are_copied():
+    shared, many = jnp.ones(5), jnp.ones((7, 5000))
+
+    def kernel(x, n, many, shared):
+        return jnp.tanh(x * shared) * n.astype(x.dtype) + jnp.sum(jnp.tanh(many))
+
+    mapped = auto_vmap(1, 0, 1, 1, chunk_size=3)(kernel)
+    assert barriers(mapped, X, jnp.arange(7), many, shared) == 1
+
+
+@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+def test_derivatives_of_reductions_copy_nothing(monkeypatch):
+    total = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=-1, chunk_size=3)(nearby)
+
+    def slope(x, y, w):
+        return jax.grad(lambda y: jnp.sum(total(x[:, None], y, w)))(y)
+
+    args = X[:, :3], X[:, :3], X[:, 0]
+    assert barriers(lambda x, y, w: total(x[:, None], y, w), *args) == 3
+    own = barriers(slope, *args)
+    monkeypatch.setattr(kept_values, "_OPAQUE", set())
+    assert barriers(slope, *args) == own
 
 
 def test_programs_with_effects_stay_as_they_are():

@@ -24,7 +24,7 @@ from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.kept_values import keep_values
+from rankax._trace.kept_values import keep_inputs, keep_values
 from rankax._trace.powers import with_products
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
@@ -96,9 +96,17 @@ class Nest:
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+        alone = dataclasses.replace(item, closed=None)
+        walk = differentiated = _Walk(self, alone, jaxpr)
         if any(spec.is_loop and not spec.lanes for spec in self.specs):
-            jaxpr = with_products(keep_values(jaxpr))
-        walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr)
+            jaxpr = keep_values(jaxpr)
+            differentiated = _Walk(self, alone, with_products(jaxpr))
+            in_axes = zip(self.nesting.mapped, *(spec.in_axes for spec in self.specs), strict=False)
+            consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
+            at = [consts + self.inputs.index(i) for i, *axes in in_axes if set(axes) != {None}]
+            walk = _Walk(self, alone, with_products(keep_inputs(jaxpr, at)))
+            # Derivatives of reductions read another layout of the inputs, so there it does not pay.
+            differentiated = walk if self.reductions is None else differentiated
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         if not self.differentiable or walk.is_linear(mapped):
             return walk.values(operands, back=False)
@@ -106,7 +114,7 @@ class Nest:
         is_ordered = self.reductions is not None and self.reductions.are_ordered
         evaluated = functools.partial(walk.values, back=False)
         key = None if is_ordered else self
-        return call_with_derivative_of(walk.differentiated, evaluated, operands, key=key)
+        return call_with_derivative_of(differentiated.differentiated, evaluated, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
