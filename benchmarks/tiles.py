@@ -10,6 +10,7 @@ row take turns, and medians are compared, so that a machine that is busy for a w
 import argparse
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -88,9 +89,10 @@ def medians(runs: dict[str, Any], inputs: Any, seconds: float) -> dict[str, floa
         jax.block_until_ready(run(*arguments))
     deadline = time.perf_counter() + seconds
     while len(times["tuned"]) < 5 or time.perf_counter() < deadline:
-        for name, run in runs.items():
+        # Always in one order, a program would find the memory that the same one has left.
+        for name in random.Random(len(times["tuned"])).sample(sorted(runs), len(runs)):
             begin = time.perf_counter()
-            jax.block_until_ready(run(*arguments))
+            jax.block_until_ready(runs[name](*arguments))
             times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(found) for name, found in times.items()}
 
