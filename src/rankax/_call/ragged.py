@@ -152,7 +152,8 @@ def _with_slope(rows: Any, slope: Any) -> Any:  # noqa: ARG001
     return rows
 
 
-@_with_slope.defjvp
+# Zeros stay symbolic, for a `jax.custom_vjp` of the kernel: it refuses a tangent, even of zeros.
+@functools.partial(_with_slope.defjvp, symbolic_zeros=True)
 def _(primals: Any, tangents: Any) -> Any:
     return _with_slope(*primals), tangents[1]
 
