@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 import rankax
 from helpers import assert_same, refusal, slow
-from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
+from rankax import BatchShapeError, CoreDimensionError, Ragged, RankError, SplitKey, auto_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 pytestmark = pytest.mark.one_version
@@ -31,6 +31,10 @@ V = RNG.normal(size=(5, 3)).astype("float32")
 M = RNG.normal(size=(4, 5, 3, 3)).astype("float32")
 
 PACKAGES = ["dask", "cubed"]
+RAGGED = (
+    "<lambda>(): {} is Ragged, which goes with arrays of JAX and NumPy only; beside an array of "
+    "another package, pass one that you fill up, and rows to leave out by a boolean array"
+)
 enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
@@ -420,6 +424,11 @@ def test_arrays_that_no_kernel_takes():
         "<lambda>(): x is a dask array and y is a cubed array, but one package has to evaluate "
         "the call; convert one"
     )
+    ragged = Ragged(np.ones(5, np.float32), [3, 2])
+    beside = refusal(TypeError, lambda: auto_vmap(x="n", y=0)(lambda x, y: y)(ragged, x[:2]))
+    assert beside == RAGGED.format("x")
+    flat = Ragged(da.ones(5, dtype="f4"), [3, 2])
+    assert refusal(TypeError, auto_vmap(z="n")(lambda z: z.sum()), flat) == RAGGED.format("z")
 
 
 def test_cubed_is_told_of_the_memory_limit():

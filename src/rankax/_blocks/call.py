@@ -92,7 +92,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         for planned, leaf, value in inputs[len(numbers) :]
     ]
     on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, where)
-    return on_blocks.reduced(options.reduce) if options.reduce else on_blocks.mapped()
+    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.mapped()
 
 
 def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
@@ -157,7 +157,8 @@ def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.L
         return programs.Leaf(place, item), value
     value = value if blocks_of(value) else np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
-    return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
+    is_ragged = getattr(value, "lengths", None) is not None
+    return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype), is_ragged=is_ragged), value
 
 
 def check_dtype(dtype: Any, subject: str, path: str) -> None:
@@ -281,7 +282,7 @@ class _BlockCall:
         self._check_order(reductions, axes)
         out = self.outputs_of_item()
         sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
-        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_item))
+        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_counted))
         items = [leaf.item for leaf in self.setup.inputs]
         traced = trace_reduced(on_item, items, reductions, math.prod(sizes))
         runs = RunStates(reductions, traced.outputs, sizes)

@@ -221,7 +221,7 @@ def bind(
         if not (is_array(leaves[i]) or is_number(leaves[i])):
             if takes_blocks and blocks_of(leaves[i]):
                 bound.is_in_blocks = True
-                return bound
+                return refuse_ragged(bound)
             path = structure.paths[i]
             leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
@@ -235,9 +235,9 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
     """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
     for i in call.structure.ragged:
         raise TypeError(
-            f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
-            "its plan, check and lower; elsewhere (tune, nonfinite, streams, arrays in blocks), "
-            "pass an array that you fill up, and rows to leave out by a boolean array"
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
+            "NumPy only; beside an array of another package, pass one that you fill up, and rows "
+            "to leave out by a boolean array"
         )
     return call
 
@@ -292,8 +292,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=_is_ragged):
-                if rank is not None and _is_ragged(node):
+            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
+                if rank is not None and is_ragged(node):
                     ragged[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
@@ -301,7 +301,7 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024))
 
 
-def _is_ragged(node: Any) -> bool:
+def is_ragged(node: Any) -> bool:
     return isinstance(node, Ragged)
 
 

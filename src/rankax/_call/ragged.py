@@ -58,12 +58,13 @@ from rankax._options import Options
 from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.levels import Shape
 from rankax._plan.shapes import bucket_of
+from rankax._reduce.protocol import FILL
 from rankax._reduce.run import Reductions
 
 # The parameters of a derived kernel, besides those of the original that have no rank.
 _ITEMS, _MAPPED, _WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
-Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel by its compiled program
+Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel, such as by its compiled program
 
 
 class _Role(NamedTuple):
@@ -89,6 +90,7 @@ class _Padded:
     roles: tuple[_Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
+    of_item: Compiled | None  # evaluates a call of one item; None: as it is
 
     def kernel(self) -> KernelSpec:
         """Return the derived kernel."""
@@ -100,6 +102,8 @@ class _Padded:
             pairs = zip(self.dims, self.lengths, rankax_items[3::2], strict=True)
             masks = {name: jnp.arange(most, dtype=n.dtype) < n for name, most, n in pairs}
             call = dataclasses.replace(call, masks=masks)
+            if self.of_item is not None:
+                return self.of_item(call)
             return call.evaluate(leaves, call.plan(Options()))
 
         mapped = [role.rank for role in self.roles if role.rank is not None]
@@ -171,10 +175,16 @@ class RaggedCall:
     dense: Any  # the plan of the call if all items were filled up to the longest
     compiled: Compiled | None
     is_staged: bool  # whether it is evaluated as part of a program that is being traced
+    of_item: Compiled | None  # evaluates an item that is filled up
 
     @classmethod
     def of(
-        cls, call: BoundKernel, compiled: Compiled | None, *, is_staged: bool = False
+        cls,
+        call: BoundKernel,
+        compiled: Compiled | None,
+        *,
+        is_staged: bool = False,
+        of_item: Compiled | None = None,
     ) -> RaggedCall:
         """Check a call; with ``compiled``, its parts are called by compiled programs."""
         options = call.kernel.options()
@@ -190,7 +200,8 @@ class RaggedCall:
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
-        return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, is_staged)
+        how = compiled, is_staged, of_item
+        return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
 
     @property
     def count(self) -> int:
@@ -353,14 +364,16 @@ class RaggedCall:
             explicit["reduce"] = reduce
         if self.count > 1 and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
-        of_call = call.kernel, dense_shell(call), (*call.others,)
-        padded = _Padded(*of_call, frozenset(explicit.items()), roles, self.dims, group.lengths)
+        of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
+        padded = _Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
         derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
         given = {_ITEMS: items, _MAPPED: arrays, _WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
-        if not self.is_filled or self.is_direct or not self.is_last_reduced:
+        reductions = self.options.reduce
+        has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
+        if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
             return bound
         axis = len(self.dense.plan.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})

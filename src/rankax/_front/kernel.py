@@ -152,7 +152,8 @@ class Kernel(Generic[P, R]):
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
-        return nonfinite(*self.unbound(args), kwargs, most, gradient=gradient)
+        kernel, args = self.unbound(args)
+        return nonfinite(kernel, args, kwargs, most, gradient=gradient, ragged=RaggedItems)
 
     @property
     def signature(self) -> str | None:

@@ -22,6 +22,7 @@ from filelock import Timeout
 from rankax._base.messages import check_bool, first_of
 from rankax._blocks.on_streamed import Stage
 from rankax._blocks.programs import unpacked
+from rankax._front.ragged_check import RaggedItems
 from rankax._front.trust import nonfinite
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Block, Job, prepared
@@ -198,6 +199,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     """Return the outputs of a block; refuse NaN among them in the name of ``no_nan``."""
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
+    outs = [stage.part(block.region, out) for out in outs]
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
         parts = [out] if stage.merge is None else unpacked(stage.merge.program.items, out)
         if any(np.isnan(part).any() for part in parts):
@@ -211,8 +213,12 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
     if stage.merge is None:
         is_nan = np.isnan(out).any(tuple(range(len(begins), out.ndim)))
         what, indices, count = f"{path} is NaN", np.argwhere(is_nan), is_nan.sum()
+        if stage.rows is not None:  # the items that have these rows
+            indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
+            begins, count = [0], len(indices)
     else:
-        found = nonfinite(*stage.fun.called(inputs), 10, gradient=False)
+        called = stage.fun.called(inputs)
+        found = nonfinite(*called, 10, gradient=False, ragged=RaggedItems)
         what, indices, count = "what is reduced is not finite", found.indices, found.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.
