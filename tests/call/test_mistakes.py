@@ -28,6 +28,10 @@ def at_end(x, mask):
     return x[-1] * mask[-1]
 
 
+def drawn(key, x):
+    return x + jax.random.normal(key)
+
+
 def at(fun):
     return f"{fun.__name__}() at {__file__}:{fun.__code__.co_firstlineno}"
 
@@ -185,6 +189,44 @@ To combine every v with every m, pass v[:, None].""",
         "at_end() got an unexpected keyword argument 'mask'; do not pass mask, which rankax fills "
         "in",
     ),
+    "numbers in a tuple, or a shape": (
+        lambda: auto_vmap(1)(norm).plan((5, 3)),
+        f"""{at(norm)}: an argument has fewer axes than its rank
+
+    argument  shape  rank  batch axes
+  > x[0]      ()     1     too few axes
+  > x[1]      ()     1     too few axes
+
+x[0] has 0 axes, but its rank 1 needs 1.
+x[1] has 0 axes, but its rank 1 needs 1.
+If x is an array, pass jnp.asarray(x); if it is the shape of one, for a plan, pass \
+jax.ShapeDtypeStruct(x, jnp.float32).""",
+    ),
+    "a raw key as one of a batch": (
+        lambda: auto_vmap(key=0, x=1)(drawn)(jax.random.PRNGKey(0), V),
+        f"""{at(drawn)}: the batch axes do not broadcast together
+
+    argument  shape   rank  batch axes
+  > key       (2,)    0     (2,)
+  > x         (5, 3)  1     (5,)
+
+Batch axis -1 is 2 (key) and 5 (x).
+To combine every key with every x, pass key[:, None].
+If key is a raw key (jax.random.PRNGKey), its rank is 1; a key made with jax.random.key has rank \
+0.""",
+    ),
+    "a raw key": (
+        lambda: auto_vmap(key=0, x=1)(drawn)(jax.random.PRNGKey(0), V[:2]),
+        f"""JAX encountered invalid PRNG key data: expected key_data.ndim >= 1; got ndim=0
+This error comes from {at(drawn)}, called with
+
+    argument  shape   rank  one item
+    key       (2,)    0     ()
+    x         (2, 3)  1     (3,)
+
+If key is a raw key (jax.random.PRNGKey), its rank is 1; a key made with jax.random.key has rank \
+0.""",
+    ),
     "a list of items": (
         lambda: auto_vmap("n")(norm)([V[0], V[0, :2]]),
         f"""{at(norm)}: the core dimensions disagree
@@ -241,6 +283,10 @@ class Orbit:
     radius: jax.Array
 
 
+def mixed(x):
+    return {"norm": jnp.sqrt(x @ x), 1: x}
+
+
 def bundled(x):
     return {"orbit": Orbit(jnp.sqrt(x @ x))}
 
@@ -262,6 +308,11 @@ def bundled(x):
             labelled,
             "returned an array of dtype <U1 at output, but outputs must be arrays or numbers; "
             "leave it out",
+        ),
+        (
+            mixed,
+            "returned outputs that JAX cannot flatten; the keys of a dict must have an order, so "
+            "use keys of one type, such as strings",
         ),
         (
             bundled,

@@ -166,7 +166,14 @@ def check_returned(fun: Callable[..., Any], out: Any) -> None:
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
     """Refuse outputs of a kernel other than arrays and numbers."""
     check_returned(fun, out)
-    for i, leaf in enumerate(jax.tree.leaves(out)):
+    try:
+        leaves = jax.tree.leaves(out)
+    except (TypeError, ValueError) as error:  # such as a dict whose keys JAX cannot sort
+        raise TypeError(
+            f"{function_location(fun)} returned outputs that JAX cannot flatten; the keys of a "
+            "dict must have an order, so use keys of one type, such as strings"
+        ) from error
+    for i, leaf in enumerate(leaves):
         if not _is_value(leaf):
             name, kind = leaves_with_names(out, "output")[i][0], type(leaf).__name__
             got, hint = with_article(kind), "leave it out, or wrap it in rankax.Static"

@@ -28,6 +28,7 @@ from rankax._call.bound import Bound, sizes_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
+from rankax._errors import BatchShapeError
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
@@ -101,7 +102,12 @@ class BoundKernel(Bound):
             return plan_nesting(*call, str(options.reduce), options.reduce_axis)
 
         key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
-        plan = self.structure.plans.find(key, make)
+        try:
+            plan = self.structure.plans.find(key, make)
+        except BatchShapeError as error:
+            for sentence in self._raw_keys():
+                error.add_note(sentence)
+            raise
         if marked := self.lengths.keys() & plan.plan.reduced:
             strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
@@ -164,8 +170,18 @@ class BoundKernel(Bound):
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
             for name, _ in self.structure.lists
         ]
-        sentences += self.in_front
+        sentences += [*self._raw_keys(), *self.in_front]
         return ("argument", "shape", "rank", "one item"), rows, sentences
+
+    def _raw_keys(self) -> list[str]:
+        """Return a hint for each array of rank 0 that looks like a raw key."""
+        return [
+            f"If {path} is a raw key (jax.random.PRNGKey), its rank is 1; a key made with "
+            "jax.random.key has rank 0."
+            for path, leaf, rank in zip(self.paths, self.leaves, self.structure.ranks, strict=True)
+            if rank is not None and rank.rank == 0
+            if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
+        ]
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
         """Check one item's output against its declaration, if there is one."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
-from rankax._base.messages import function_location
+from rankax._base.messages import check_bool, function_location
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Chunks
@@ -184,6 +184,7 @@ def sliced_scan(
     Array([ 0.2, -0.6,  0.8, -0.6], dtype=float32)
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
+    check_bool(checkpoint, call.site, "checkpoint")
     kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
     even = kept if isinstance(kept, range) else as_range(kept)
