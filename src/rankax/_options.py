@@ -227,7 +227,7 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
     Raises
     ------
     TypeError, ValueError
-        At once, for an unknown option or a wrong value.
+        Immediately, for an unknown option or a wrong value.
 
     Notes
     -----

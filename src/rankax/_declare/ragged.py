@@ -62,11 +62,11 @@ class Ragged:
     a ``Ragged`` of the same lengths, and a function under `jax.jit` is compiled again for other
     lengths. A kernel with ``jit=True`` is not.
 
-    *Padding.* A kernel sees one item, filled up with copies of its last row to one of at most
-    twelve lengths; an item without rows gets zeros. So values, and derivatives, must not depend on
-    the copies, for which there is `Mask`, and must be finite there: `jax.numpy.where` after a
-    function keeps NaN out of its values, not out of its derivatives. ``kernel.check`` finds kernels
-    that depend on the copies.
+    *Padding.* A kernel sees one item, padded with copies of its last row to one of at most twelve
+    lengths; an item without rows gets zeros. So values and derivatives must not depend on the
+    copies, which `Mask` marks, and must be finite there: `jax.numpy.where` after a function keeps
+    NaN out of its values, but not out of its derivatives. ``kernel.check`` finds kernels that
+    depend on the copies.
 
     Examples
     --------
@@ -189,9 +189,10 @@ class Mask:
     """The rank of a parameter that says which rows are real; callers do not pass it.
 
     A parameter of rank ``Mask("n")`` is the boolean array of shape ``(n,)`` that is False for the
-    rows that fill an item of a `Ragged` argument up. For dense arrays it is True everywhere. Use it
-    as a rank, ``mask=Mask("n")``, or in an annotation, ``mask: Annotated[Bool[Array, "n"],
-    Mask("n")]``. Its name must be that of the first core dimension of another parameter.
+    rows that pad an item of a `Ragged` argument. For dense arrays, it is True everywhere. Use it as
+    a rank, ``mask=Mask("n")``, or in an annotation,
+    ``mask: Annotated[Bool[Array, "n"], Mask("n")]``. Its name must be that of the first core
+    dimension of another parameter.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from rankax._declare.dims import Rank
 
 
 class SplitKey:
-    r"""The rank of a key that is split: each item of the batch gets a key of its own.
+    r"""The rank of a key that is split: each item of the batch gets its own key.
 
     With ``key`` a single key, ``auto_vmap(x=1, key=SplitKey)(f)(x, key)`` with ``x`` of shape
     ``(4, 23, 3)`` is equivalent to ::

@@ -88,7 +88,7 @@ class MemoryFit:
         Those of its gradient. None if there is no gradient, or if chunks do not bound its memory,
         as with ``checkpoint=False``.
     stored : bool
-        Whether the reverse pass computes nothing again, because the limit leaves room for all.
+        Whether the reverse pass recomputes nothing, because the limit leaves room for everything.
     no_gradient : str
         Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
         implemented"``.

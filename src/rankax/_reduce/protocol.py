@@ -222,7 +222,7 @@ class Several:
     *reductions, **named : str or Reduction
         Names or objects, as ``reduce`` takes them.
     where : str or int, optional
-        As in `rankax.auto_vmap`, for those that have none of their own.
+        As in `rankax.auto_vmap`, for reductions without a ``where`` of their own.
     """
 
     def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:

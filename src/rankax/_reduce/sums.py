@@ -252,7 +252,7 @@ class Gram(Reduction):
 
 
 class WeightedGram(Gram):
-    """The same of pairs of an item and its weight."""
+    """`Gram` of pairs of an item and its weight."""
 
     name = "gram"  # pyright: ignore
 
