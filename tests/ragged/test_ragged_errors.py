@@ -15,9 +15,9 @@ def ragged(lengths, *core):
 X = ragged([3, 0, 2], 3)
 SCALAR = auto_vmap(x="n 3", mask=Mask("n"))(lambda x, mask: jnp.sum(x.sum(-1), where=mask))
 ELSEWHERE = (
-    "<lambda>(): x is Ragged, which the call itself takes, and its plan, check and lower; "
-    "elsewhere (tune, nonfinite, streams, arrays in blocks), pass an array that you fill up, and "
-    "rows to leave out by a boolean array"
+    "<lambda>(): x is Ragged, which only the call itself and its plan, check and lower take; "
+    "elsewhere (tune, nonfinite, streams, arrays in blocks), pass a padded array, and a boolean "
+    "array that says which rows are real"
 )
 DEPENDS = (
     "<lambda>(): output has the shape ({n}, 3) for one item, which depends on how many rows the "

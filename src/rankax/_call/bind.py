@@ -235,9 +235,9 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
     """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
     for i in call.structure.ragged:
         raise TypeError(
-            f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
-            "its plan, check and lower; elsewhere (tune, nonfinite, streams, arrays in blocks), "
-            "pass an array that you fill up, and rows to leave out by a boolean array"
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which only the call itself and "
+            "its plan, check and lower take; elsewhere (tune, nonfinite, streams, arrays in "
+            "blocks), pass a padded array, and a boolean array that says which rows are real"
         )
     return call
 
@@ -275,8 +275,8 @@ def _bound(
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
                 f"{kernel.name}(): {name} is a list of numbers, but an array is expected; pass "
-                f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
-                "rank for each in the declaration.)"
+                f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
+                "for each.)"
             )
     call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
     batched = kernel.preset.batched

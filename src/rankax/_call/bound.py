@@ -88,7 +88,7 @@ class Bound(abc.ABC):
     @property
     def in_front(self) -> list[str]:
         """What an error of the kernel says of the axis that a batch has."""
-        sentence = "With batched=True, it gets them with one axis in front, that of the items."
+        sentence = "With batched=True, it gets them with one axis in front, for the items."
         return [sentence] if self.batched else []
 
     @property

@@ -55,7 +55,7 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
         if options.devices is None and is_spread(call.leaves[i]):
             raise ValueError(
                 f"{call.where}: {call.structure.paths[i]} is sharded over devices, but bucket= "
-                "fills it up on the host; with devices=, the devices share the filled batch"
+                "pads it on the host; with devices=, the devices share the padded batch"
             )
         for axis, length in enumerate(plan.plan.batch_shape):
             if axes[axis] is None or length == 1:

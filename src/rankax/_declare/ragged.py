@@ -109,13 +109,11 @@ class Ragged:
         first = arrays[0]
         for i, array in enumerate(arrays):
             if not array.shape:
-                raise ValueError(
-                    f"Ragged.from_list: item {i} is a number, and not an array of rows"
-                )
+                raise ValueError(f"Ragged.from_list: item {i} is a number, not an array of rows")
             if array.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     f"Ragged.from_list: item {i} has shape {array.shape}, but item 0 has "
-                    f"{first.shape}; items may differ in the length of axis 0 only"
+                    f"{first.shape}; items may differ only in the length of axis 0"
                 )
         on_host = all(isinstance(array, np.ndarray) for array in arrays)
         values = (np if on_host else jnp).concatenate(arrays)
@@ -168,7 +166,7 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     if isinstance(lengths, core.Tracer):
         raise TypeError(
             "Ragged: the lengths are traced, but they must be known when the call is made; pass "
-            "NumPy integers from outside of jax.jit, or a Ragged as an argument of it"
+            "NumPy integers from outside jax.jit, or pass the whole Ragged to the jitted function"
         )
     array = np.asarray(lengths)
     if not array.size and array.ndim == 1:

@@ -68,9 +68,7 @@ class SplitKey:
 
     def __new__(cls, *_: object, **__: object) -> NoReturn:
         """Refuse to create an instance; the class itself is the rank."""
-        raise TypeError(
-            "SplitKey is a rank as it stands, without parentheses: auto_vmap(key=SplitKey)"
-        )
+        raise TypeError("SplitKey is the rank itself, without parentheses: auto_vmap(key=SplitKey)")
 
 
 def key_rank() -> Rank:

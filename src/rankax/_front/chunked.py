@@ -98,7 +98,7 @@ def chunked_vmap(
         of ``chunk_size`` lanes takes the next item when its own is done. See `auto_vmap`.
     batched : bool, default False
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
-        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
 
     Returns
@@ -239,7 +239,7 @@ def chunked_reduce(
         `auto_vmap`.
     batched : bool, default False
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
-        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
 
     Returns
@@ -457,5 +457,5 @@ def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) 
         if is_whole and place is not None:
             raise TypeError(
                 f"{where}: {path} is Ragged, and its rows are not items of a batch; use "
-                'rankax.auto_vmap with a rank such as "n 3", or map other arguments only'
+                'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
             )

@@ -158,7 +158,7 @@ class _Jacobian:
             return self.mapped(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)
         if not isinstance(reduce, EachLeaf):
             raise TypeError(
-                f"{self.where}: {reduce.name} takes whole rows, and forward mode has columns; use "
+                f"{self.where}: {reduce.name} takes whole rows, but forward mode has columns; use "
                 "chunked_jacrev"
             )
         of_column = chunked_reduce(lambda out: out, reduce, None)

@@ -105,7 +105,7 @@ class MemoryFit:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         if self.no_gradient:
             gradient = f", gradient: none ({self.no_gradient})"
-        stored = ", nothing computed again" if self.stored else ""
+        stored = ", nothing recomputed" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}{stored}"

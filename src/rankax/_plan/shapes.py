@@ -189,8 +189,8 @@ def plan_splits(
         if isinstance(count, int) and count > _MOST_KEYS:
             raise ValueError(
                 f"{function_location(fun)}: each key of {leaf.path} would be split into {count} "
-                f"keys, and JAX counts {_MOST_KEYS}; pass keys that have a batch axis themselves, "
-                f"such as jax.random.split({leaf.path}, n) for an axis of length n"
+                f"keys, but JAX counts only {_MOST_KEYS}; pass keys that have a batch axis "
+                f"themselves, such as jax.random.split({leaf.path}, n) for an axis of length n"
             )
         if any(strides):
             splits.append(Split(position, tuple(reversed(strides))))

@@ -234,7 +234,7 @@ class Gram(Reduction):
 
     def check(self, outputs: Outputs, count: int) -> None:
         if self.weights is not None:
-            raise MisfitError("its weights are those of the rows of a Jacobian; scale the output")
+            raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [outs[0].T @ outs[1]]

@@ -118,7 +118,7 @@ def checkpoint_chunked_scan(
     limit = checked_limit(memory_limit, call.site)
     given = chunk_sizes(call.site, chunk_size, call.length)
     if limit is not None and chunk_size is not None:
-        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give one of them")
+        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give only one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")

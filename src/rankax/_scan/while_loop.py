@@ -240,9 +240,9 @@ def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
     if any(axes - varying_axes(x) for x in live):
         names = messages.listed(sorted(map(repr, axes)))
         raise ValueError(
-            f"{site}: inside jax.shard_map, it is differentiated in a value that does not vary "
-            f"over {names}, but its carry does; declare the value as varying before the loop: "
-            "jax.lax.pcast(x, axes, to='varying')"
+            f"{site}: inside jax.shard_map, it is differentiated with respect to a value that "
+            f"does not vary over {names}, but its carry does; declare it as varying before the "
+            "loop: jax.lax.pcast(x, axes, to='varying')"
         )
 
 

@@ -145,7 +145,7 @@ def run(
         path, name = Path(out), ""
     found = recorded(path)
     if not (resume if found else is_free(path)):
-        why = "resume=False" if found else "it is no store of rankax.stream"
+        why = "resume=False" if found else "it is not a store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found, name.strip("/"))
     try:
