@@ -84,7 +84,7 @@ FILL = "\0fill"  # in place of ``where``: items count unless they are copies tha
 
 
 class Marked(NamedTuple):
-    """The output of an item of a batch that is filled up, and whether it counts; copies do not."""
+    """The output of an item of a padded batch, and whether it counts; copies do not."""
 
     out: Any
     counts: Any
