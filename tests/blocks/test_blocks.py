@@ -33,7 +33,7 @@ M = RNG.normal(size=(4, 5, 3, 3)).astype("float32")
 PACKAGES = ["dask", "cubed"]
 RAGGED = (
     "<lambda>(): {} is Ragged, which goes with arrays of JAX and NumPy only; beside an array of "
-    "another package, pass one that you fill up, and rows to leave out by a boolean array"
+    "another package, pass a padded array, and a boolean array that says which rows are real"
 )
 enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
@@ -271,8 +271,8 @@ def test_a_fold_merges_blocks_in_their_order(package):
     assert not np.allclose(want["a"], reversed_["a"])  # the order shows
     assert_same(computed(kernel(in_blocks(package, x, (1, 3)))), want, rtol=1e-4)
     assert refusal(ValueError, lambda: kernel(in_blocks(package, x, (10, 2)))) == (
-        "affine(): Fold merges items in their order, so of the reduced axes only the first can be "
-        "cut, but batch axis 1 has chunks (2, 1); rechunk it to one chunk"
+        "affine(): Fold merges items in order, so only the first of the reduced axes can be cut, "
+        "but batch axis 1 has chunks (2, 1); rechunk it to one chunk"
     )
 
 
@@ -483,7 +483,7 @@ def test_more_items_than_an_int_can_number():
     text = refusal(ValueError, lambda: auto_vmap(x=0, reduce="argmax")(lambda x: x)(x))
     assert text.endswith(
         "it cannot be reduced by argmax: the indices of 2147483648 items need 64 bits; call "
-        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
+        'jax.config.update("jax_enable_x64", True) first, or reduce one axis at a time'
     )
 
 
@@ -527,8 +527,8 @@ def test_buckets_are_refused(package):
     blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
     steady = auto_vmap(x=0, jit=True, bucket=True)(jnp.tanh)
     assert refusal(TypeError, lambda: steady(blocks)) == (
-        f"tanh(): bucket=True fills up the arrays of a call, but {package} evaluates blocks, each "
-        "as long as it is; give chunks few lengths, and tanh.with_options(bucket=False)"
+        f"tanh(): bucket=True pads the arrays of a call, but {package} evaluates each block "
+        "at its own length; give the chunks only a few lengths, and tanh.with_options(bucket=False)"
     )
 
 

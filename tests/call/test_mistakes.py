@@ -110,7 +110,7 @@ DECLARED = {
     "a mask in place of its name": (
         lambda: auto_vmap(1, reduce="sum", where=np.ones(2, bool))(norm),
         "where must be the key, field or index of an output, got ndarray array([ True,  True]); "
-        "pass an array to the kernel, which returns it",
+        "pass the array to the kernel, and return it",
     ),
     "a device twice": (
         lambda: auto_vmap(1, devices=jax.devices()[:1] * 2)(norm),
@@ -176,8 +176,8 @@ To combine every v with every m, pass v[:, None].""",
     ),
     "a list of numbers": (
         lambda: auto_vmap(1)(norm)([1.0, 2.0]),
-        "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (A list of "
-        "scalars, each an argument of its own, has a rank for each in the declaration.)",
+        "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (For a "
+        "list of separate scalars, declare a rank for each.)",
     ),
     "a masked array": (
         lambda: auto_vmap(1)(norm)(np.ma.masked_array(V, V > 2)),
@@ -251,7 +251,7 @@ Dimension n is 3 (x[0], x[1]) and 2 (mask).""",
     ),
     "numbers as ragged items": (
         lambda: Ragged.from_list([1.0, 2.0]),
-        "Ragged.from_list: item 0 is a number, and not an array of rows",
+        "Ragged.from_list: item 0 is a number, not an array of rows",
     ),
     "a string": (
         lambda: auto_vmap(1)(norm)("x"),

@@ -612,7 +612,7 @@ def test_within_a_limit_what_is_costly_is_stored():
     plans = [small.plan(MATRICES), large.plan(MATRICES)]
     assert [plan.memory.stored for plan in plans] == [False, True]
     assert plans[0].memory.gradient <= 20_000 < plans[1].memory.gradient <= MB
-    assert str(plans[1]).endswith("nothing computed again")
+    assert str(plans[1]).endswith("nothing recomputed")
 
     again = evaluations_of(kernel, MATRICES)
     assert evaluations_of(small, MATRICES) == again

@@ -47,8 +47,8 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         "progress bar or the dashboard of the scheduler",
         "batch_shape": f"has no chunks, by which {evaluator} would evaluate it; pass a {package} "
         "array that has these axes",
-        "bucket": f"fills up the arrays of a call, but {package} evaluates blocks, each as long as "
-        "it is; give chunks few lengths",
+        "bucket": f"pads the arrays of a call, but {package} evaluates each block at its own "
+        "length; give the chunks only a few lengths",
     }
     for name, why in refused.items():
         if (value := getattr(options, name)) != DEFAULTS[name]:
@@ -329,7 +329,7 @@ class _BlockCall:
         for axis in axes:
             if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
                 raise ValueError(
-                    f"{self.where}: Fold merges items in their order, so of the reduced axes only "
-                    f"the first can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
+                    f"{self.where}: Fold merges items in order, so only the first of the reduced "
+                    f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )

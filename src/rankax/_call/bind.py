@@ -252,8 +252,8 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
     for i in call.structure.ragged:
         raise TypeError(
             f"{call.where}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
-            "NumPy only; beside an array of another package, pass one that you fill up, and rows "
-            "to leave out by a boolean array"
+            "NumPy only; beside an array of another package, pass a padded array, and a boolean "
+            "array that says which rows are real"
         )
     return call
 
@@ -291,8 +291,8 @@ def _bound(
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
                 f"{kernel.name}(): {name} is a list of numbers, but an array is expected; pass "
-                f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
-                "rank for each in the declaration.)"
+                f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
+                "for each.)"
             )
     call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
     batched = kernel.preset.batched

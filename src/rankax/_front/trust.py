@@ -54,8 +54,8 @@ class CheckReport:
         place of its largest number, and the item that has it; for a gradient, the position in the
         argument.
     padding : tuple of str
-        Which ragged arguments the items would depend on if they were filled up with other numbers
-        than copies, and with which. The results are right all the same.
+        Ragged arguments whose padding would change the items if it held other numbers than copies,
+        and these numbers. The results are correct nonetheless.
     """
 
     kernel: str
@@ -86,7 +86,7 @@ class NonFinite:
     count : int
         How many items have a value (a gradient) that is not finite.
     indices : numpy.ndarray
-        The batch indices of the first of them, one row an item.
+        The batch indices of the first of them, one row per item.
     arguments : tuple of dict
         What each of these items was evaluated from, by path.
     """
@@ -183,7 +183,7 @@ def check(
     gradient: bool,
     ragged: type[CallItems],
 ) -> CheckReport:
-    """Compare some items of a call with the kernel by itself; see ``kernel.check``.
+    """Compare some items of a call with single evaluations; see ``kernel.check``.
 
     ``ragged`` is what the items of a call with `Ragged` arguments are.
     """

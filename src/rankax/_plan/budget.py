@@ -88,7 +88,7 @@ class MemoryFit:
         Those of its gradient. None if there is no gradient, or if chunks do not bound its memory,
         as with ``checkpoint=False``.
     stored : bool
-        Whether the reverse pass computes nothing again, because the limit leaves room for all.
+        Whether the reverse pass recomputes nothing, because the limit leaves room for everything.
     no_gradient : str
         Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
         implemented"``.
@@ -105,7 +105,7 @@ class MemoryFit:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         if self.no_gradient:
             gradient = f", gradient: none ({self.no_gradient})"
-        stored = ", nothing computed again" if self.stored else ""
+        stored = ", nothing recomputed" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}{stored}"

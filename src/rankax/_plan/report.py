@@ -34,9 +34,9 @@ def call_error(
     leaves, ranks : sequences of equal length
         Every leaf that has a rank; one with too few axes is a problem too.
     clashes : sequence of Clash
-        Of the other leaves, by their positions in ``leaves``.
+        Those of the other leaves, by their positions in ``leaves``.
     sizes : dict
-        Of the named core dimensions.
+        The sizes of the named core dimensions.
     untouched : sequence of (path, shape)
         The arrays without a rank.
 

@@ -221,7 +221,7 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         mapping.madvise(mmap.MADV_DONTNEED)
     shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
     if block.shape != shape:
-        raise OSError(f"{source.path} has a block of shape {block.shape}, where {shape} was due")
+        raise OSError(f"{source.path} has a block of shape {block.shape}, but {shape} is expected")
     return block
 
 
@@ -302,7 +302,7 @@ def prepared(
     mapped, args = mapped.unbound(tuple(args))
     kernel = mapped.spec
     if (given := checked_limit(memory_limit, where)) is None:
-        raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
+        raise TypeError(f"{where}: memory_limit must not be None; it sets the size of blocks")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, args, dict(kwargs))
     leaves, paths = list(call.leaves), call.structure.paths

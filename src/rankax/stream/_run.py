@@ -69,7 +69,7 @@ def run(
         it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight. A
         run needs at most 30 MB more, besides what Python, JAX and zarr need to start.
     resume : bool, optional
-        Whether to go on with a store that exists. If False, such a store is an error. No store is
+        Whether to resume with a store that exists. If False, such a store is an error. No store is
         ever overwritten.
     progress : bool, str or callable, optional
         As in `rankax.auto_vmap`.
@@ -86,7 +86,7 @@ def run(
     Raises
     ------
     FileExistsError
-        ``out`` exists and is no store of a run, or ``resume=False``.
+        ``out`` exists and is not the store of a run, or ``resume=False``.
     TypeError
         An array has 64 bits, which JAX would narrow, or a mask, which it would ignore.
     ValueError
@@ -110,7 +110,7 @@ def run(
     the sources, and read as little as possible more than once. Each is a chunk of the store.
 
     *Reductions.* The states of blocks are stored and merged in the order of the blocks. Outputs
-    that are kept beside a reduction are evaluated in a pass of their own.
+    that are kept beside a reduction are evaluated in a separate pass.
 
     *Random numbers.* A key for each item is an array like others. The rank `rankax.SplitKey` is
     refused. The option ``bucket`` has no effect, because blocks have few shapes.
@@ -146,7 +146,7 @@ def run(
         path, name = Path(out), ""
     found = recorded(path)
     if not (resume if found else is_free(path)):
-        why = "resume=False" if found else "it is no store of rankax.stream"
+        why = "resume=False" if found else "it is not a store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found, name.strip("/"))
     try:
