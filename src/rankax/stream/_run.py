@@ -58,7 +58,7 @@ def run(
     *args, **kwargs
         Its arguments. An array with a rank, also inside a pytree, may be anything with ``shape``,
         ``dtype`` and slicing, such as an array of zarr, a data set of h5py or a `numpy.memmap`.
-        Batch axes broadcast as in a call.
+        Batch axes broadcast as in a call. So may the values of a `rankax.Ragged`.
     out : str or path
         A folder on a local disk that is empty, does not exist yet, or was made by an equal call. It
         becomes a group of zarr, in which a single array is called ``output``:
@@ -81,7 +81,8 @@ def run(
     Returns
     -------
     zarr.Array, or a pytree of those
-        Like the output of the kernel, also if it reduces the batch.
+        Like the output of the kernel, also if it reduces the batch. A `rankax.Ragged` holds a flat
+        array of zarr.
 
     Raises
     ------
@@ -111,6 +112,9 @@ def run(
 
     *Reductions.* The states of blocks are stored and merged in the order of the blocks. Outputs
     that are kept beside a reduction are evaluated in a separate pass.
+
+    *Ragged items.* A block is a number of items, evaluated as with ``jit=True``. Outputs with a row
+    for each row are evaluated in a separate pass, in blocks of equal numbers of rows.
 
     *Random numbers.* A key for each item is an array like others. The rank `rankax.SplitKey` is
     refused. The option ``bucket`` has no effect, because blocks have few shapes.
