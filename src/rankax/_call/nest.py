@@ -25,6 +25,7 @@ from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
 from rankax._trace.kept_values import keep_values
+from rankax._trace.powers import with_products
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
@@ -96,7 +97,7 @@ class Nest:
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
         if any(spec.is_loop and not spec.lanes for spec in self.specs):
-            jaxpr = keep_values(jaxpr)
+            jaxpr = with_products(keep_values(jaxpr))
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         if not self.differentiable or walk.is_linear(mapped):
