@@ -41,7 +41,7 @@ MOST_LINES_OF_CODE = {
     "_reduce": 1465,
     "_scan": 972,
     "_options": 150,
-    "_call": 1866,
+    "_call": 1871,
     "_tune": 499,
     "_blocks": 696,
     "_front": 1285,
@@ -49,7 +49,7 @@ MOST_LINES_OF_CODE = {
     "plans": 19,
     "xarray": 337,
     "__init__": 41,
-    "stream": 538,
+    "stream": 546,
     "__main__": 82,
 }
 ROOMS = [*MOST_LINES_OF_CODE]
@@ -192,7 +192,7 @@ def test_nothing_but_code_is_published():
 
 def test_streams_are_a_small_part():
     files = [name for name in FILES if room(name) in ("stream", "__main__")]
-    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 605
+    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 710
 
 
 def test_no_two_classes_share_a_name():

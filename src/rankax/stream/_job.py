@@ -30,16 +30,15 @@ from rankax._base.messages import listed, plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._blocks.programs import OnBlocks
-from rankax._call.bind import BoundKernel, flatten, rebind
-from rankax._call.ragged import RaggedCall, dense_shell
-from rankax._call.ragged_results import check_declared_outputs, check_one_axis
+from rankax._call.bind import flatten
+from rankax._call.ragged import RaggedCall
 from rankax._declare.ragged import Ragged
 from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.levels import Shape
 from rankax._trace.fingerprint import checksum
+from rankax.stream._ragged import filled_up, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
@@ -347,52 +346,6 @@ def prepared(
             "or give another out"
         )
     return Job(kernel.name, tree, cuts, record)
-
-
-def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:
-    """Return a call with items of one length, whose shapes are checked; `read` gives ragged ones.
-
-    So what depends on shapes only, such as the program that is recorded, is that of dense arrays.
-    """
-    check_declared_outputs(ragged)
-    call, leaves = ragged.call, list(ragged.call.leaves)
-    for i, dim in ragged.dim_of.items():
-        rows, lengths = leaves[i], ragged.lengths[:, dim]
-        if not isinstance(rows, Streamed):
-            path = call.structure.paths[i]
-            raise TypeError(
-                f"{where}: {path} is Ragged with PRNG keys, which are not read in blocks; pass "
-                "their data, jax.random.key_data, and wrap them in the kernel"
-            )
-        shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]
-        leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, lengths=lengths)
-    return rebind(call.kernel, dense_shell(call), leaves, call.others)
-
-
-def with_rows(ragged: RaggedCall, tree: Any) -> Any:
-    """Return the results, where those with a row for each row are `Ragged`, with their own stage.
-
-    Its blocks have equal numbers of rows, so an item that they cut is evaluated for both.
-    """
-    arrays, treedef = jax.tree.flatten(tree)
-    dims = [dim for _, dim in ragged.dims_of(tree)]
-    for dim in {*dims} if any(dim is not None for dim in dims) else ():
-        own = [i for i, x in enumerate(dims) if x == dim]
-        whole: Stage = arrays[own[0]].stage
-        program = dataclasses.replace(whole.fun.program, only=tuple(own))
-        stage = Stage(OnBlocks.of(program, whole.fun.numbers), whole.inputs, whole.shape)
-        if dim is not None:
-            check_one_axis(ragged, arrays[own[0]].path, dim)
-            stage.rows = ragged.lengths[:, dim]
-            stage.shape = (int(stage.rows.sum()),)
-        for i in own:
-            core = arrays[i].shape[len(whole.shape) + (dim is not None) :]
-            arrays[i] = Streamed((*stage.shape, *core), arrays[i].dtype, stage=stage)
-            stage.outputs.append(arrays[i])
-    pairs = zip(arrays, dims, strict=True)
-    return treedef.unflatten(
-        [x if dim is None else Ragged(x, ragged.lengths[:, dim]) for x, dim in pairs]
-    )
 
 
 def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
