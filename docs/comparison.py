@@ -117,7 +117,7 @@ def _found(name, mapped):
         "traces the function once, for any length": _word(_traces(mapped) == 1)
         if is_bounded
         else "n/a",
-        "right second derivatives of `jax.custom_jvp`, before JAX 0.12": _word(has_rules),
+        "correct second derivatives of `jax.custom_jvp`, before JAX 0.12": _word(has_rules),
     }
 
 
@@ -182,8 +182,8 @@ def lines():
     own = dict.fromkeys(TOOLS, "no") | {"rankax": "yes"}
     rows = {row: {name: found[name][row] for name in TOOLS} for row in found["rankax"]}
     rows["reduces without storing the batch"] = own | {"adv-jax-math 1.3": "not in gradients"}
-    rows["says what it will do, before the call"] = own
-    rows["needs besides JAX and NumPy"] = {name: _needs(name) for name in TOOLS}
+    rows["shows what a call will do"] = own
+    rows["dependencies besides JAX and NumPy"] = {name: _needs(name) for name in TOOLS}
     rows["lines of Python"] = {name: _size(name) for name in TOOLS}
     rows["released: `pip install`"] = dict.fromkeys(TOOLS, "yes") | {"rankax": "not yet"}
     head = [f"| | {' | '.join(TOOLS)} |", "|---" * (len(TOOLS) + 1) + "|"]

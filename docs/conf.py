@@ -59,7 +59,7 @@ os.environ.pop("MPLBACKEND", None)  # where it is set, a kernel does not show it
 os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")
 # On a loaded machine a worker of dask logs late heartbeats, and stderr of a cell fails the build.
 os.environ["DASK_LOGGING__DISTRIBUTED"] = "critical"
-os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not one of the user's
+os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # the kernel of this environment, not one of another
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_execution_mode = "force"
 nb_execution_in_temp = True

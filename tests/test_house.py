@@ -29,27 +29,27 @@ PROJECT = Path(__file__).parents[1]
 MOST_LINES_OF_CODE = {
     "_errors": 3,
     "_static": 17,
-    "_base": 469,
-    "_declare": 868,
+    "_base": 476,
+    "_declare": 864,
     "_trace": 1100,
-    "_plan": 946,
+    "_plan": 954,
     "_progress": 192,
     "_fit": 259,
     "_loop": 546,
     "_devices": 344,
     "_lockstep": 687,
     "_reduce": 1465,
-    "_scan": 971,
+    "_scan": 972,
     "_options": 150,
-    "_call": 1841,
-    "_tune": 428,
-    "_blocks": 648,
-    "_front": 1247,
+    "_call": 1878,
+    "_tune": 499,
+    "_blocks": 696,
+    "_front": 1285,
     "reductions": 29,
     "plans": 19,
     "xarray": 337,
     "__init__": 41,
-    "stream": 463,
+    "stream": 546,
     "__main__": 82,
 }
 ROOMS = [*MOST_LINES_OF_CODE]
@@ -185,9 +185,14 @@ def test_folders_and_rooms_are_small():
     assert not too_many, "make room, or raise MOST_LINES_OF_CODE and say why in the commit"
 
 
+def test_nothing_but_code_is_published():
+    files = [path for path in SOURCE.rglob("*") if path.is_file() and path.parent.name[:2] != "__"]
+    assert {path.suffix for path in files} == {".py", ".css", ".typed"}
+
+
 def test_streams_are_a_small_part():
     files = [name for name in FILES if room(name) in ("stream", "__main__")]
-    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 605
+    assert sum(map(lines_of_code, [*files, "_blocks/on_streamed.py"])) <= 710
 
 
 def test_no_two_classes_share_a_name():

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("--in", dest="inputs", required=True, **path)
         sub.add_argument("--out", metavar="PATH", required=True, help="the store of the results")
         sub.add_argument("--memory-limit", metavar="SIZE", default="1GB", help="1GB by default")
-        sub.add_argument("--resume", action="store_true", help="go on with a store that exists")
+        sub.add_argument("--resume", action="store_true", help="resume a run that was stopped")
         sub.add_argument("--on-nan", choices=("keep", "raise"), default="keep", help="raise: stop")
         sub.add_argument("--plan", dest="plan_only", action="store_true", help="show the blocks")
     given = vars(parser.parse_args(arguments))

@@ -54,7 +54,7 @@ def _batch_shape(value: Any, site: str) -> tuple[int, ...]:
 def _compiler_options(value: Any, site: str) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{site}: compiler_options must be a dict, as that of jax.jit, got "
+            f"{site}: compiler_options must be a dict, as in jax.jit, got "
             f"{type(value).__name__} {value!r}"
         )
     pairs = tuple(sorted(value.items()))
@@ -161,13 +161,13 @@ _NEEDS = {
     "where": ("reduce", "where={!r} has no effect without reduce=, such as reduce='sum'"),
     "compiler_options": (
         "jit",
-        "compiler_options are those of jax.jit, so they need jit=True; where you call jax.jit "
-        "yourself, give them there",
+        "compiler_options are those of jax.jit, so they need jit=True; if you call jax.jit "
+        "yourself, pass them there",
     ),
     "bucket": (
         "jit",
-        "bucket={} is for programs that jit=True compiles, so it needs jit=True; where you call "
-        "jax.jit yourself, fill the arrays up before",
+        "bucket={} is for programs that jit=True compiles, so it needs jit=True; if you call "
+        "jax.jit yourself, pad the arrays first",
     ),
 }
 
@@ -227,7 +227,7 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
     Raises
     ------
     TypeError, ValueError
-        At once, for an unknown option or a wrong value.
+        Immediately, for an unknown option or a wrong value.
 
     Notes
     -----

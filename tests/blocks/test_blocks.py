@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 import rankax
 from helpers import assert_same, refusal, slow
-from rankax import BatchShapeError, CoreDimensionError, RankError, SplitKey, auto_vmap
+from rankax import BatchShapeError, CoreDimensionError, Ragged, RankError, SplitKey, auto_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 pytestmark = pytest.mark.one_version
@@ -31,6 +31,10 @@ V = RNG.normal(size=(5, 3)).astype("float32")
 M = RNG.normal(size=(4, 5, 3, 3)).astype("float32")
 
 PACKAGES = ["dask", "cubed"]
+RAGGED = (
+    "<lambda>(): {} is Ragged, which goes with arrays of JAX and NumPy only; beside an array of "
+    "another package, pass a padded array, and a boolean array that says which rows are real"
+)
 enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
@@ -267,8 +271,8 @@ def test_a_fold_merges_blocks_in_their_order(package):
     assert not np.allclose(want["a"], reversed_["a"])  # the order shows
     assert_same(computed(kernel(in_blocks(package, x, (1, 3)))), want, rtol=1e-4)
     assert refusal(ValueError, lambda: kernel(in_blocks(package, x, (10, 2)))) == (
-        "affine(): Fold merges items in their order, so of the reduced axes only the first can be "
-        "cut, but batch axis 1 has chunks (2, 1); rechunk it to one chunk"
+        "affine(): Fold merges items in order, so only the first of the reduced axes can be cut, "
+        "but batch axis 1 has chunks (2, 1); rechunk it to one chunk"
     )
 
 
@@ -420,6 +424,11 @@ def test_arrays_that_no_kernel_takes():
         "<lambda>(): x is a dask array and y is a cubed array, but one package has to evaluate "
         "the call; convert one"
     )
+    ragged = Ragged(np.ones(5, np.float32), [3, 2])
+    beside = refusal(TypeError, lambda: auto_vmap(x="n", y=0)(lambda x, y: y)(ragged, x[:2]))
+    assert beside == RAGGED.format("x")
+    flat = Ragged(da.ones(5, dtype="f4"), [3, 2])
+    assert refusal(TypeError, auto_vmap(z="n")(lambda z: z.sum()), flat) == RAGGED.format("z")
 
 
 def test_cubed_is_told_of_the_memory_limit():
@@ -474,7 +483,7 @@ def test_more_items_than_an_int_can_number():
     text = refusal(ValueError, lambda: auto_vmap(x=0, reduce="argmax")(lambda x: x)(x))
     assert text.endswith(
         "it cannot be reduced by argmax: the indices of 2147483648 items need 64 bits; call "
-        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
+        'jax.config.update("jax_enable_x64", True) first, or reduce one axis at a time'
     )
 
 
@@ -518,8 +527,8 @@ def test_buckets_are_refused(package):
     blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
     steady = auto_vmap(x=0, jit=True, bucket=True)(jnp.tanh)
     assert refusal(TypeError, lambda: steady(blocks)) == (
-        f"tanh(): bucket=True fills up the arrays of a call, but {package} evaluates blocks, each "
-        "as long as it is; give chunks few lengths, and tanh.with_options(bucket=False)"
+        f"tanh(): bucket=True pads the arrays of a call, but {package} evaluates each block "
+        "at its own length; give the chunks only a few lengths, and tanh.with_options(bucket=False)"
     )
 
 

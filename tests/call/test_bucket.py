@@ -266,7 +266,7 @@ def test_a_committed_array_stays_on_its_device():
             lambda: PAIRS.with_options(bucket=True, jit=False),
             TypeError,
             "pair.with_options: bucket=True is for programs that jit=True compiles, so it needs "
-            "jit=True; where you call jax.jit yourself, fill the arrays up before",
+            "jit=True; if you call jax.jit yourself, pad the arrays first",
         ),
         (
             lambda: PAIRS.with_options(bucket=128),

@@ -549,7 +549,7 @@ def test_what_is_no_typed_key_is_refused(jit):
         assert error_of(TypeError, kernel.plan, X, jax.ShapeDtypeStruct((2,), jnp.uint32)) == raw
         assert error_of(TypeError, jax.jit(kernel), X, key) == raw
     assert error_of(TypeError, kernel, X, 0) == (
-        "noisy(): key has the rank SplitKey, but it is the number 0; make a key of it: "
+        "noisy(): key has the rank SplitKey, but it is the number 0; make a key from it: "
         "jax.random.key(0)"
     )
     tree = auto_vmap(0, {"a": SplitKey})(lambda x, keys: x)
@@ -564,9 +564,9 @@ def test_more_keys_than_jax_counts_are_refused():
     )
     key = jax.eval_shape(jax.random.key, 0)
     assert error_of(ValueError, kernel.plan, x, y, key) == (
-        "<lambda>() at FILE: each key of key would be split into 8589934592 keys, and JAX counts "
-        "4294967296; pass keys that have a batch axis themselves, such as jax.random.split(key, n) "
-        "for an axis of length n"
+        "<lambda>() at FILE: each key of key would be split into 8589934592 keys, but JAX counts "
+        "only 4294967296; pass keys that have a batch axis themselves, such as "
+        "jax.random.split(key, n) for an axis of length n"
     )
     rows = jax.ShapeDtypeStruct((2**17, 1), key.dtype)
     assert kernel.plan(x, y, rows).evaluations == 2**33
@@ -583,7 +583,7 @@ def test_as_many_keys_as_jax_counts(chunk_size):
 
 def test_split_key_makes_no_object():
     assert error_of(TypeError, SplitKey) == (
-        "SplitKey is a rank as it stands, without parentheses: auto_vmap(key=SplitKey)"
+        "SplitKey is the rank itself, without parentheses: auto_vmap(key=SplitKey)"
     )
 
 

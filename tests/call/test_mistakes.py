@@ -28,6 +28,10 @@ def at_end(x, mask):
     return x[-1] * mask[-1]
 
 
+def drawn(key, x):
+    return x + jax.random.normal(key)
+
+
 def at(fun):
     return f"{fun.__name__}() at {__file__}:{fun.__code__.co_firstlineno}"
 
@@ -106,7 +110,7 @@ DECLARED = {
     "a mask in place of its name": (
         lambda: auto_vmap(1, reduce="sum", where=np.ones(2, bool))(norm),
         "where must be the key, field or index of an output, got ndarray array([ True,  True]); "
-        "pass an array to the kernel, which returns it",
+        "pass the array to the kernel, and return it",
     ),
     "a device twice": (
         lambda: auto_vmap(1, devices=jax.devices()[:1] * 2)(norm),
@@ -172,8 +176,8 @@ To combine every v with every m, pass v[:, None].""",
     ),
     "a list of numbers": (
         lambda: auto_vmap(1)(norm)([1.0, 2.0]),
-        "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (A list of "
-        "scalars, each an argument of its own, has a rank for each in the declaration.)",
+        "norm(): x is a list of numbers, but an array is expected; pass jnp.asarray(x). (For a "
+        "list of separate scalars, declare a rank for each.)",
     ),
     "a masked array": (
         lambda: auto_vmap(1)(norm)(np.ma.masked_array(V, V > 2)),
@@ -184,6 +188,44 @@ To combine every v with every m, pass v[:, None].""",
         lambda: auto_vmap("n", mask=Mask("n"))(at_end)(V, mask=V > 0),
         "at_end() got an unexpected keyword argument 'mask'; do not pass mask, which rankax fills "
         "in",
+    ),
+    "numbers in a tuple, or a shape": (
+        lambda: auto_vmap(1)(norm).plan((5, 3)),
+        f"""{at(norm)}: an argument has fewer axes than its rank
+
+    argument  shape  rank  batch axes
+  > x[0]      ()     1     too few axes
+  > x[1]      ()     1     too few axes
+
+x[0] has 0 axes, but its rank 1 needs 1.
+x[1] has 0 axes, but its rank 1 needs 1.
+If x is an array, pass jnp.asarray(x); if it is the shape of one, for a plan, pass \
+jax.ShapeDtypeStruct(x, jnp.float32).""",
+    ),
+    "a raw key as one of a batch": (
+        lambda: auto_vmap(key=0, x=1)(drawn)(jax.random.PRNGKey(0), V),
+        f"""{at(drawn)}: the batch axes do not broadcast together
+
+    argument  shape   rank  batch axes
+  > key       (2,)    0     (2,)
+  > x         (5, 3)  1     (5,)
+
+Batch axis -1 is 2 (key) and 5 (x).
+To combine every key with every x, pass key[:, None].
+If key is a raw key (jax.random.PRNGKey), its rank is 1; a key made with jax.random.key has rank \
+0.""",
+    ),
+    "a raw key": (
+        lambda: auto_vmap(key=0, x=1)(drawn)(jax.random.PRNGKey(0), V[:2]),
+        f"""JAX encountered invalid PRNG key data: expected key_data.ndim >= 1; got ndim=0
+This error comes from {at(drawn)}, called with
+
+    argument  shape   rank  one item
+    key       (2,)    0     ()
+    x         (2, 3)  1     (3,)
+
+If key is a raw key (jax.random.PRNGKey), its rank is 1; a key made with jax.random.key has rank \
+0.""",
     ),
     "a list of items": (
         lambda: auto_vmap("n")(norm)([V[0], V[0, :2]]),
@@ -209,7 +251,7 @@ Dimension n is 3 (x[0], x[1]) and 2 (mask).""",
     ),
     "numbers as ragged items": (
         lambda: Ragged.from_list([1.0, 2.0]),
-        "Ragged.from_list: item 0 is a number, and not an array of rows",
+        "Ragged.from_list: item 0 is a number, not an array of rows",
     ),
     "a string": (
         lambda: auto_vmap(1)(norm)("x"),
@@ -241,6 +283,10 @@ class Orbit:
     radius: jax.Array
 
 
+def mixed(x):
+    return {"norm": jnp.sqrt(x @ x), 1: x}
+
+
 def bundled(x):
     return {"orbit": Orbit(jnp.sqrt(x @ x))}
 
@@ -262,6 +308,11 @@ def bundled(x):
             labelled,
             "returned an array of dtype <U1 at output, but outputs must be arrays or numbers; "
             "leave it out",
+        ),
+        (
+            mixed,
+            "returned outputs that JAX cannot flatten; the keys of a dict must have an order, so "
+            "use keys of one type, such as strings",
         ),
         (
             bundled,

@@ -119,9 +119,9 @@ def refused(options):
     name = "items" if options.get("batched") else "item"
     if "ragged" in options and "stream" in options:
         return (
-            f"{name}(): y is Ragged, which the call itself takes, and its plan, check and lower; "
-            "elsewhere (tune, nonfinite, streams, arrays in blocks), pass an array that you fill "
-            "up, and rows to leave out by a boolean array"
+            f"{name}(): y is Ragged, which only the call itself and its plan, check and lower "
+            "take; elsewhere (tune, nonfinite, streams, arrays in blocks), pass a padded array, "
+            "and a boolean array that says which rows are real"
         )
     if "ragged" in options and options.get("batched"):
         return (

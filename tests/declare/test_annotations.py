@@ -287,7 +287,7 @@ def test_a_lone_variadic_in_a_class_is_an_error():
             f"auto_vmap({kernel.__name__}): the annotation of q: "
             f"{'Named.quantity: ' if kernel is nested else ''}Quantity.value: '*#shape' alone "
             "could be the batch axes of a number, or an array of any rank; write '' for a "
-            "number and '...' for what is untouched, or give the parameter a rank explicitly"
+            "number and '...' to leave it untouched, or give the parameter a rank explicitly"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             auto_vmap(kernel)

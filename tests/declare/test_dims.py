@@ -85,8 +85,8 @@ def test_the_rank_is_the_number_of_words_after_a_variadic(text, core):
         ),
         (
             "n,3",
-            "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes by spaces, as "
-            "in 'n 3'",
+            "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes with spaces, "
+            "as in 'n 3'",
         ),
         (
             "n +",
@@ -95,7 +95,7 @@ def test_the_rank_is_the_number_of_words_after_a_variadic(text, core):
         ),
         (
             "-3",
-            "the dimensions '-3' cannot be read at '-3': a size is not negative",
+            "the dimensions '-3' cannot be read at '-3': a size must not be negative",
         ),
     ],
 )

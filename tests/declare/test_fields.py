@@ -197,9 +197,9 @@ def test_a_class_whose_children_are_no_attributes_is_an_error():
         return x.x * x.y
 
     message = (
-        "x is Made, which JAX knows as a pytree without field names, and its child 0 is none of "
-        "its attributes; give the parameter a rank explicitly, such as rankax.ranks_like(item) of "
-        "an example of one item"
+        "x is Made, which JAX knows as a pytree without field names, and its child 0 is not one "
+        "of its attributes; give the parameter a rank explicitly, such as rankax.ranks_like(item) "
+        "of an example of one item"
     )
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         auto_vmap(kernel)(Made(t, 1.0))
@@ -253,7 +253,7 @@ def test_dicts_nest_and_a_real_dict_is_read_by_its_keys():
         (
             {"rotation": 2, "translatoin": 1},
             Pose(R, t),
-            "the rank of x has an entry for 'translatoin', which is no field of Pose that holds "
+            "the rank of x has an entry for 'translatoin', which is not a field of Pose that holds "
             "arrays; did you mean 'translation'?; the rank of x has no entry for x.translation "
             "(None would leave it as it is)",
         ),
@@ -265,14 +265,14 @@ def test_dicts_nest_and_a_real_dict_is_read_by_its_keys():
         (
             {"pose": {"rotation": 2, "translation": 1, "k": 3}, "mass": 0},
             Body(Pose(R, t), 1.0),
-            "the rank of x.pose has an entry for 'k', which is no field of Pose that holds arrays; "
-            "it has rotation and translation",
+            "the rank of x.pose has an entry for 'k', which is not a field of Pose that holds "
+            "arrays; it has rotation and translation",
         ),
         (
             {"pose": 0, "mass": 0, "name": None},
             Body(t, 1.0),
-            "the rank of x has an entry for 'name', which is no field of Body that holds arrays; "
-            "it has pose and mass",
+            "the rank of x has an entry for 'name', which is not a field of Body that holds "
+            "arrays; it has pose and mass",
         ),
         (
             {"rotation": 2},

@@ -155,7 +155,7 @@ def test_a_parameter_with_the_name_ranks():
             lambda: auto_vmap(ranks={"x": 1})(lambda ranks, x: x),
             TypeError,
             "auto_vmap(<lambda>): ranks={'x': 1} is the option of auto_vmap, but the kernel has a "
-            "parameter 'ranks' too; give that parameter its rank by ranks={'ranks': ...}, by "
+            "parameter 'ranks' too; give it its rank with ranks={'ranks': ...}, by "
             "position, in a signature or by annotation (None leaves it untouched)",
         ),
         (
@@ -175,7 +175,7 @@ def test_a_rank_that_is_taken_for_an_option_names_ranks(given):
     name, value = next(iter(given.items()))
     message = (
         f"auto_vmap(both): {name}={value!r} is the option of auto_vmap, but the kernel has a "
-        f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, by "
+        f"parameter {name!r} too; give it its rank with ranks={{{name!r}: ...}}, by "
         "position, in a signature or by annotation (None leaves it untouched)"
     )
 

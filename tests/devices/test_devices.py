@@ -670,8 +670,8 @@ def test_errors(mesh):
     same(first(cube), jnp.sum(data(6, 48, 3)[..., 0]), rtol=1e-3, atol=1e-3)
     refused(
         ValueError,
-        "<lambda>(): Fold takes items in their order, so of the axes that are reduced, (0, 1), "
-        "only the first can be sharded, but axis 1 is",
+        "<lambda>(): Fold takes items in order, so only the first of the reduced axes (0, 1) can "
+        "be sharded, but axis 1 is",
         first.with_options(devices=P(None, "d")),
         cube,
     )
@@ -913,8 +913,8 @@ def test_devices_are_chosen(mesh):
                 continue  # JAX 0.7: as one
             refused(
                 ValueError,
-                f"scalar(): devices=2 names 2 devices, but the call is on a mesh of {mesh.size} or "
-                "of others; leave out devices= to use it",
+                f"scalar(): devices=2 names 2 devices, but the call is on another mesh, of "
+                f"{mesh.size} devices; leave out devices= to use it",
                 mapped,
                 X,
                 W,
@@ -1160,7 +1160,7 @@ def test_errors_of_devices(mesh):
         mapped = mapped.with_options(devices="all", jit=jit)
         text = (
             "scalar(): inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
-            "devices than those of devices=; put it on them before, by jax.device_put"
+            "devices than those of devices=; put it on them first, with jax.device_put"
         )
         with pytest.raises(ValueError, match=re.escape(text)):
             jax.grad(lambda x, f=mapped: f(x, W).sum())(there)
@@ -1189,8 +1189,8 @@ def test_buckets_are_filled_up_and_shared(mesh):
     x = put(mesh, X[: mesh.size], "d")
     refused(
         ValueError,
-        "scalar(): x is sharded over devices, but bucket= fills it up on the host; with devices=, "
-        "the devices share the filled batch",
+        "scalar(): x is sharded over devices, but bucket= pads it on the host; with devices=, "
+        "the devices share the padded batch",
         filled,
         x,
         W,
@@ -1327,7 +1327,7 @@ def test_lapack_may_hang_with_jax_0_10(mesh):
         return
     ((text, file),) = found
     assert text.endswith(
-        f"with JAX 0.10, LAPACK (here cholesky) can hang for ever on {mesh.size} CPU devices that "
+        f"with JAX 0.10, LAPACK (here cholesky) can hang forever on {mesh.size} CPU devices that "
         f"have {mesh.size} threads; set the environment variable PJRT_NPROC to {2 * mesh.size} "
         "before JAX is first used, or use JAX 0.12"
     )

@@ -331,6 +331,17 @@ def test_more_than_one_item_needs():
     assert_same(few.with_options(checkpoint=False)(X), PLAIN(X), rtol=1e-3, atol=1e-5)
 
 
+def test_the_limit_advised_is_the_least_that_fits():
+    # The compiler fuses all five items into one loop, which needs less memory than one item.
+    kernel = auto_vmap(1)(lambda x: jnp.sqrt(x @ x))
+    with pytest.raises(ValueError, match=r"raise it to at least \d+ bytes") as caught:
+        kernel.with_options(memory_limit=1).plan(shape(5, 3))
+    least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert kernel.with_options(memory_limit=least).plan(shape(5, 3)).memory.chunk_size == 5
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        kernel.with_options(memory_limit=least - 1).plan(shape(5, 3))
+
+
 @pytest.mark.parametrize(("length", "limit"), [(40, 300_000), (43, 600_000)])
 def test_chunked_vmap_keeps_to_it(length, limit):
     """Where no chunk divides the axis, the copies of the outputs are of such a size."""
@@ -601,7 +612,7 @@ def test_within_a_limit_what_is_costly_is_stored():
     plans = [small.plan(MATRICES), large.plan(MATRICES)]
     assert [plan.memory.stored for plan in plans] == [False, True]
     assert plans[0].memory.gradient <= 20_000 < plans[1].memory.gradient <= MB
-    assert str(plans[1]).endswith("nothing computed again")
+    assert str(plans[1]).endswith("nothing recomputed")
 
     again = evaluations_of(kernel, MATRICES)
     assert evaluations_of(small, MATRICES) == again

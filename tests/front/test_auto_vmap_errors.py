@@ -143,7 +143,7 @@ DECORATION = {
         lambda: auto_vmap(0, chunk_size=3)(lambda x, chunk_size: x),
         TypeError,
         "auto_vmap(<lambda>): chunk_size=3 is the option of auto_vmap, but the kernel has a "
-        "parameter 'chunk_size' too; give that parameter its rank by ranks={'chunk_size': ...}, "
+        "parameter 'chunk_size' too; give it its rank with ranks={'chunk_size': ...}, "
         "by position, in a signature or by annotation (None leaves it untouched)",
     ),
     "options that are no option": (
@@ -542,8 +542,7 @@ def test_a_list_of_numbers_where_an_array_is_meant(decorate, value, name):
     f = decorate(0, 1)(untraced)
     assert text_of(TypeError, f, jnp.ones(2), value) == (
         f"untraced(): {name} is a list of numbers, but an array is expected; pass "
-        f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a rank for "
-        "each in the declaration.)"
+        f"jnp.asarray({name}). (For a list of separate scalars, declare a rank for each.)"
     )
 
 

@@ -411,7 +411,7 @@ def test_lanes_are_refused():
 def test_an_error_of_the_function_says_what_it_gets():
     with pytest.raises(TypeError) as error:
         auto_vmap(1, batched=True, chunk_size=7)(lambda x: x @ jnp.ones(4))(ROWS)
-    note = "With batched=True, it gets them with one axis in front, that of the items."
+    note = "With batched=True, it gets them with one axis in front, for the items."
     assert any(note in text for text in error.value.__notes__)
 
 
@@ -421,8 +421,8 @@ def test_annotations_describe_the_batch():
 
     close(auto_vmap(1, batched=True, chunk_size=7)(norm)(X), norm(ROWS).reshape(4, 5))
     text = (
-        "auto_vmap(norm): no rank is declared; give ranks, as in auto_vmap(0, 1), for with "
-        "batched=True, annotations describe the batch"
+        "auto_vmap(norm): no rank is declared; give ranks, as in auto_vmap(0, 1), because "
+        "with batched=True, annotations describe the batch"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         auto_vmap(batched=True)(norm)

@@ -296,8 +296,8 @@ def test_ordered_callbacks_run_in_order_in_chunks_of_one_item(options):
 def test_ordered_callbacks_in_larger_chunks_are_refused(chunk_size):
     kernel = recording(True, [])
     text = (
-        f"{here(kernel)}: it has an ordered effect, as a callback with ordered=True, which JAX "
-        "cannot map; with chunk_size=1 the items run one after the other in their order, and with "
+        f"{here(kernel)}: it has an ordered effect, such as a callback with ordered=True, which "
+        "JAX cannot map; with chunk_size=1 the items run one after another in order, and with "
         "ordered=False the order is left open"
     )
     for mapped in (

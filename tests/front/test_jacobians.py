@@ -507,7 +507,7 @@ def test_reverse_mode_refuses_what_it_refuses_in_jax(plain, chunked, fun, has_au
         (
             lambda: chunked_jacfwd(jnp.sin, reduce=reductions.Best(0))(X),
             TypeError,
-            "chunked_jacfwd(sin): Best(0) takes whole rows, and forward mode has columns; use "
+            "chunked_jacfwd(sin): Best(0) takes whole rows, but forward mode has columns; use "
             "chunked_jacrev",
         ),
         (
@@ -545,5 +545,5 @@ def test_bad_input_is_named(call, error, message):
 
 
 def test_weights_belong_to_jacobians():
-    with pytest.raises(ValueError, match="its weights are those of the rows of a Jacobian"):
+    with pytest.raises(ValueError, match="its weights are for the rows of a Jacobian"):
         rankax.chunked_reduce(jnp.sin, reductions.Gram(X), 2)(X)

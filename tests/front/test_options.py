@@ -174,12 +174,12 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(compiler_options={"xla": True}),
             TypeError,
             "norm.with_options: compiler_options are those of jax.jit, so they need jit=True; "
-            "where you call jax.jit yourself, give them there",
+            "if you call jax.jit yourself, pass them there",
         ),
         (
             lambda: auto_vmap(1, jit=True, compiler_options="fast")(norm.__wrapped__),
             TypeError,
-            "auto_vmap(norm): compiler_options must be a dict, as that of jax.jit, got str 'fast'",
+            "auto_vmap(norm): compiler_options must be a dict, as in jax.jit, got str 'fast'",
         ),
         (
             lambda: auto_vmap(1, jit=True, compiler_options={"a": None})(norm.__wrapped__),

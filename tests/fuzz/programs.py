@@ -1023,7 +1023,8 @@ def draw(seed: int, kind: str = "calls") -> Program:
     )
     if kind in ("batches", "ragged", "pairs"):
         program = _with_more(rng, program, kind, more)
-    if "jit" in program.options and rng.random() < 0.8:  # which means nothing in another jit
+    # It means nothing in another jit.
+    if "jit" in program.options and (rng.random() < 0.8 or not program.jit):
         names = ["value"] if "compiler_options" in program.options else {*names} & {*EAGER}
         program = dataclasses.replace(program, jit=False, transformation=rng.choice(sorted(names)))
     if program.is_bounded and caller != "chunked_vmap" and not program.batch():

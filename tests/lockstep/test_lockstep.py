@@ -460,8 +460,8 @@ def test_effects_in_order_and_collectives_are_refused():
     with pytest.raises(ValueError, match="ordered effect") as error:
         free(told)(X)
     assert str(error.value).partition(": ")[2] == (
-        "it has an ordered effect, as a callback with ordered=True, but with lockstep=False items "
-        "end in any order; use lockstep=True, or ordered=False"
+        "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False "
+        "items end in any order; use lockstep=True, or ordered=False"
     )
 
     def told_in_loop(x):
@@ -476,8 +476,9 @@ def test_effects_in_order_and_collectives_are_refused():
     line = told_in_loop.__code__.co_firstlineno + 5
     told = re.sub(r":\d+ \(.*?\),", ",", str(error.value).partition(": it ")[2])
     assert told == (
-        f"has an ordered effect in the loop at {__file__}:{line}, as a callback with ordered=True, "
-        "but with lockstep=False items end in any order; use lockstep=True, or ordered=False"
+        f"has an ordered effect in the loop at {__file__}:{line}, such as a callback with "
+        "ordered=True, but with lockstep=False items end in any order; use lockstep=True, "
+        "or ordered=False"
     )
     with pytest.raises(ValueError, match="collective") as error:
         jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])

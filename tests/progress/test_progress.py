@@ -431,7 +431,7 @@ def test_a_bar_needs_tqdm(monkeypatch, value):
     with pytest.raises(ImportError) as caught:
         auto_vmap(1, 1, progress=value)(project)
     assert str(caught.value) == (
-        f"auto_vmap(project): progress={value!r} shows a bar by tqdm, which is not installed; "
+        f"auto_vmap(project): progress={value!r} shows a bar with tqdm, which is not installed; "
         "pip install tqdm, or give a function of (done, total)"
     )
     auto_vmap(1, 1, progress=Heard())(project)

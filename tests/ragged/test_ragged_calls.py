@@ -313,6 +313,23 @@ def test_gradients_of_reductions(reduce, mode):
     np.testing.assert_allclose(got.values, want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_gradient_has_the_rule_of_a_custom_vjp():
+    halved = jax.custom_vjp(jnp.sin)
+    halved.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x) / 2,))
+    least = auto_vmap(x="n", s=0, reduce="min")(lambda x, s: jnp.prod(1 + halved(x)) * s)
+    x, s = np.linspace(0, 1, 12, dtype=np.float32).reshape(2, 6), np.float32([3, 2, 1])
+
+    def plain(x, s):
+        items = x[:1], x[1:3], x[3:]
+        return jnp.min(jnp.stack([jnp.prod(1 + halved(item)) for item in items]) * s)
+
+    def of_ragged(x, s):
+        return least(Ragged(x, [1, 2, 3]), s)
+
+    want = jax.vmap(jax.grad(plain), (0, None))(x, s)
+    assert_same(jax.jit(jax.vmap(jax.grad(of_ragged), (0, None)))(x, s), want)
+
+
 @pytest.mark.quick("chunks", "jit")
 @modes
 def test_where_and_kept_outputs(mode):

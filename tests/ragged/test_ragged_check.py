@@ -66,3 +66,44 @@ def test_padding_that_leaks():
         "the items depend on the rows that fill x up: by large numbers and NaN; leave these rows "
         "out, by a parameter of rank Mask"
     )
+
+
+# Items that are not finite.
+
+V = np.arange(12, dtype=np.float32) + 1
+V[[3, 7]] = 0, np.inf
+LENGTHS = [2, 0, 3, 4, 1, 2]  # rows 3 and 7 are of the items 2 and 3
+EVERY = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True, "reduce": "sum"}])
+
+
+@EVERY
+def test_values_that_are_not_finite(options):
+    kernel = auto_vmap(x="n", s=0, mask=Mask("n"), **options)(
+        lambda x, s, mask: jnp.sum(jnp.where(mask, jnp.log(x), 0)) * s
+    )
+    found = kernel.nonfinite(Ragged(V, LENGTHS), np.ones((2, 6), np.float32), most=3)
+    assert (found.count, found.batch_shape) == (4, (2, 6))
+    assert found.indices.tolist() == [[0, 2], [0, 3], [1, 2]]
+    assert found.arguments[0]["x"].tolist() == [3, 0, 5]
+    assert str(found).splitlines()[1] == "  [0, 2]: x = [3, 0, 5], s = 1"
+
+
+@EVERY
+def test_gradients_that_are_not_finite(options):
+    kernel = auto_vmap(x="n", mask=Mask("n"), **options)(
+        lambda x, mask: jnp.sum(jnp.sqrt(jnp.minimum(x, 9)), where=mask)
+    )
+    found = kernel.nonfinite(Ragged(V, LENGTHS), gradient=True)
+    # To item 1, which has no rows, nothing flows back.
+    assert (found.what, found.indices.tolist()) == ("gradient", [[2]])
+    gradient = jax.grad(lambda x: kernel(Ragged(x, LENGTHS)).sum())(V)
+    assert np.flatnonzero(~np.isfinite(gradient)).tolist() == [3]
+
+
+def test_rows_that_fill_an_item_up_do_not_count():
+    rows = auto_vmap("(n)->(n)", mask=Mask("n"))(lambda x, mask: jnp.where(mask, x, jnp.nan))
+    assert rows.nonfinite(Ragged(V, LENGTHS)).indices.tolist() == [[3]]
+    assert rows.nonfinite(Ragged(V[:0], [])).count == 0
+    of_many = auto_vmap(x="n", s=0)(lambda x, s: x[0] / s)
+    found = of_many.nonfinite(Ragged(V[:3], [3]), np.float32([1, 0, 2]))
+    assert found.indices.tolist() == [[1]]

@@ -14,11 +14,6 @@ def ragged(lengths, *core):
 
 X = ragged([3, 0, 2], 3)
 SCALAR = auto_vmap(x="n 3", mask=Mask("n"))(lambda x, mask: jnp.sum(x.sum(-1), where=mask))
-ELSEWHERE = (
-    "<lambda>(): x is Ragged, which the call itself takes, and its plan, check and lower; "
-    "elsewhere (tune, nonfinite, streams, arrays in blocks), pass an array that you fill up, and "
-    "rows to leave out by a boolean array"
-)
 DEPENDS = (
     "<lambda>(): output has the shape ({n}, 3) for one item, which depends on how many rows the "
     'item is filled up to; declare the output, as in -> Float[Array, "n 3"], if it has a row for '
@@ -89,8 +84,6 @@ def first(x, y=None):
             "<lambda>(): output begins with the ragged dimension 'n', so it would be Ragged, which "
             "has one batch axis, but the batch shape is (4, 3); use jax.vmap over the other axes",
         ),
-        (lambda: SCALAR.tune(X), ELSEWHERE),
-        (lambda: SCALAR.nonfinite(X), ELSEWHERE),
         (
             lambda: SCALAR.with_options(batched=True)(X),
             "<lambda>(): x is Ragged, but with batched=True the function takes a whole chunk; "
@@ -107,13 +100,6 @@ def test_what_is_refused(call, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     assert str(caught.value) == message
-
-
-def test_a_stream_refuses(tmp_path):
-    stream = pytest.importorskip("rankax.stream")
-    with pytest.raises(TypeError) as caught:
-        stream.run(SCALAR, X, out=tmp_path / "out.zarr", memory_limit="1 MB")
-    assert str(caught.value) == ELSEWHERE
 
 
 def test_an_error_of_the_kernel_shows_one_item():

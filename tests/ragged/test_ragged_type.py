@@ -70,7 +70,7 @@ def test_lengths_are_a_copy():
             lambda: jax.jit(lambda n: Ragged(jnp.ones(3), n).values)(jnp.array([1, 2])),
             TypeError,
             "Ragged: the lengths are traced, but they must be known when the call is made; pass "
-            "NumPy integers from outside of jax.jit, or a Ragged as an argument of it",
+            "NumPy integers from outside jax.jit, or pass the whole Ragged to the jitted function",
         ),
         (
             lambda: Ragged(3.0, [1]),
@@ -80,8 +80,8 @@ def test_lengths_are_a_copy():
         (
             lambda: Ragged.from_list([np.ones((2, 3)), np.ones((2, 2))]),
             ValueError,
-            "Ragged.from_list: item 1 has shape (2, 2), but item 0 has (2, 3); items may differ in "
-            "the length of axis 0 only",
+            "Ragged.from_list: item 1 has shape (2, 2), but item 0 has (2, 3); items may differ "
+            "only in the length of axis 0",
         ),
         (
             lambda: Ragged.from_list([]),

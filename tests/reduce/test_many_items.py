@@ -54,7 +54,7 @@ def test_indices_need_64_bits(reduce, chunk_size):
     line = kernel.__code__.co_firstlineno
     message = (
         f"{kernel.__name__}() at {__file__}:{line}: it cannot be reduced by {name}: the indices of "
-        f"2500000000 items need 64 bits; {SETTING}, or reduce one axis after the other"
+        f"2500000000 items need 64 bits; {SETTING}, or reduce one axis at a time"
     )
     for call in (mapped.plan, lambda *args: jax.eval_shape(mapped, *args)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
@@ -73,7 +73,7 @@ def test_a_derivative_that_needs_an_index_is_refused(reduce):
     assert dtypes(mapped, *PAIRS) == ["float32"]
     message = (
         f"{reduce} cannot be differentiated: the indices of 2500000000 items need 64 bits; "
-        f"{SETTING}, or reduce one axis after the other"
+        f"{SETTING}, or reduce one axis at a time"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
         jax.eval_shape(jax.grad(mapped), *PAIRS)
@@ -95,7 +95,7 @@ def test_counts_that_do_not_fit_are_floats(where, chunk_size):
         return
     message = (  # it begins with an item that counts
         "a reduction with where or bucket has no derivative: the indices of 2500000000 "
-        f"items need 64 bits; {SETTING}, or reduce one axis after the other"
+        f"items need 64 bits; {SETTING}, or reduce one axis at a time"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
         jax.eval_shape(jax.grad(loss), *PAIRS)

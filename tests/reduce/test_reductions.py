@@ -1083,7 +1083,7 @@ def test_many_of_a_length_that_no_tile_divides(kind):
 def test_weights_are_those_of_a_jacobian(weights, chunk_size):
     line = row.__code__.co_firstlineno
     text = (
-        f"row() at {__file__}:{line}: it cannot be reduced by gram: its weights are those of the "
+        f"row() at {__file__}:{line}: it cannot be reduced by gram: its weights are for the "
         "rows of a Jacobian; scale the output"
     )
     mapped = auto_vmap(1, reduce=Gram(weights), chunk_size=chunk_size)(row)

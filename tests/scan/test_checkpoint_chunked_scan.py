@@ -339,5 +339,5 @@ def test_a_limit_excludes_chunks():
     with pytest.raises(TypeError) as caught:
         checkpoint_chunked_scan(swing, jnp.ones(4), length=9, chunk_size=3, memory_limit="1 MB")
     assert str(caught.value) == (
-        "checkpoint_chunked_scan(swing): memory_limit chooses chunk_size, so give one of them"
+        "checkpoint_chunked_scan(swing): memory_limit chooses chunk_size, so give only one of them"
     )

@@ -431,6 +431,11 @@ STATE = {"p": jnp.ones(2), "q": jnp.ones(3), "r": jnp.ones(())}
             "sliced_scan(keeps): unroll must be a bool or a non-negative int, got float",
         ),
         (
+            lambda: sliced_scan(keeps, 0.0, XS, checkpoint="yes"),
+            TypeError,
+            "sliced_scan(keeps): checkpoint must be True or False, got 'yes'",
+        ),
+        (
             lambda: sliced_scan(carry_only, jnp.ones(3), XS),
             TypeError,
             f"sliced_scan(carry_only): the scan body {here(carry_only)} must return a pair "

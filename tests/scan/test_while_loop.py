@@ -540,9 +540,9 @@ def test_derivatives_that_devices_add_up_are_refused():
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
 
     expected = (
-        "checkpoint_while_loop(<lambda>): inside jax.shard_map, it is differentiated in a value "
-        "that does not vary over 'i', but its carry does; declare the value as varying before the "
-        "loop: jax.lax.pcast(x, axes, to='varying')"
+        "checkpoint_while_loop(<lambda>): inside jax.shard_map, it is differentiated with respect "
+        "to a value that does not vary over 'i', but its carry does; declare it as varying before "
+        "the loop: jax.lax.pcast(x, axes, to='varying')"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
         jax.grad(on_mesh(lambda a: a))(A, RATES)

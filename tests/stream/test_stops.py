@@ -154,7 +154,7 @@ def test_files_of_others_are_never_deleted(tmp_path):
     begun(out)
     (out / "notes").mkdir()
     (out / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="it is no store of rankax"):
+    with pytest.raises(FileExistsError, match="it is not a store of rankax"):
         stream_child.run("map", out)
     assert (out / "notes" / "a.txt").read_text() == "mine"
     assert (out / "distance" / "zarr.json").exists()

@@ -319,7 +319,7 @@ def test_a_file_that_became_shorter_is_told(tmp_path):
     )
     short = Recorded(X)
     short.array = X[:100]
-    with pytest.raises(OSError, match=r"where .* was due"):
+    with pytest.raises(OSError, match=r"but .* is expected"):
         run(near, short, Y, out=tmp_path / "c.zarr")
 
 
@@ -464,16 +464,16 @@ def test_a_store_that_exists_is_never_overwritten(tmp_path):
         f"rankax.stream.run(near): {out} exists, and resume=False; give another out"
     )
     assert refusal(FileExistsError, run, near, X, Y, out=tmp_path) == (
-        f"rankax.stream.run(near): {tmp_path} exists, and it is no store of rankax.stream; give "
+        f"rankax.stream.run(near): {tmp_path} exists, and it is not a store of rankax.stream; give "
         "another out"
     )
     (tmp_path / "file").touch()
     assert refusal(FileExistsError, run, near, X, Y, out=tmp_path / "file") == (
-        f"rankax.stream.run(near): {tmp_path / 'file'} exists, and it is no store of "
+        f"rankax.stream.run(near): {tmp_path / 'file'} exists, and it is not a store of "
         "rankax.stream; give another out"
     )
     zarr.create_group(tmp_path / "other.zarr")
-    with pytest.raises(FileExistsError, match="no store of"):
+    with pytest.raises(FileExistsError, match="not a store of"):
         run(near, X, Y, out=tmp_path / "other.zarr")
 
 
@@ -556,7 +556,7 @@ def test_what_cannot_be_streamed_is_refused(tmp_path):
         where + "on_nan must be 'keep' or 'raise', got 'stop'"
     )
     assert refusal(TypeError, run, near, X, Y, out=out, memory_limit=None) == (
-        where + "memory_limit must not be None; blocks are cut by it"
+        where + "memory_limit must not be None; it sets the size of blocks"
     )
     assert refusal(TypeError, run, auto_vmap(x=1)(lambda x: x), "stars.npy", out=out) == (
         "rankax.stream.run(<lambda>): no argument with a rank is an array with axes; x is str"

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, slow
-from rankax import auto_vmap, load_tuning, options
-from rankax._tune import measure
+from rankax import Mask, Ragged, auto_vmap, load_tuning, options
+from rankax._call.bind import bind
+from rankax._tune import measure, workload
+from rankax._tune.workload import RaggedWorkload
 
 pytestmark = pytest.mark.one_version
 
@@ -113,7 +115,7 @@ def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
 
 @needs_library
 def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
-    monkeypatch.setattr(measure, "PRODUCTS_ONLY", {"xla_no_such_option": True})
+    monkeypatch.setattr(workload, "PRODUCTS_ONLY", {"xla_no_such_option": True})
     tuning = kernel.with_options(jit=True).tune(X, seconds=ENOUGH).tuning
     notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
     assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}
@@ -304,6 +306,36 @@ def test_of_slow_items_few_are_run(clock):
     kernel, lengths = watched(clock, lambda n: 0.01)
     kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=0.1)
     assert max(lengths) == 16
+
+
+def of_rows(x, s, mask):
+    return jnp.sum(jnp.sin(x).sum(-1), where=mask) * s
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": "sum"}, {"jit": True, "chunk_size": 20}])
+def test_ragged_items(clock, options):
+    lengths = np.arange(60) % 7
+    x = Ragged(np.ones((lengths.sum(), 3), np.float32), lengths)
+    kernel = auto_vmap(x="n 3", s=0, mask=Mask("n"), **options)(of_rows)
+    s = jnp.arange(60, dtype=jnp.float32)
+    tuned = kernel.tune(x, s, seconds=ENOUGH)
+    assert len(measured(tuned.tuning)) > 1
+    assert_same(tuned(x, s), kernel(x, s), rtol=1e-5)
+    of_grid = kernel.tune(x, jnp.ones((2, 60), jnp.float32), gradient=True, seconds=ENOUGH)
+    assert of_grid.tuning.candidates[0].temporaries is not None
+
+
+def test_a_slice_has_ragged_items_of_all_lengths():
+    lengths = np.sort(np.arange(400) % 5)
+    rows = np.arange(lengths.sum(), dtype=np.float32)
+    kernel = auto_vmap(x="n", s=0, mask=Mask("n"))(lambda x, s, mask: jnp.sum(x, where=mask) * s)
+    call = bind(kernel.spec, (Ragged(rows, lengths), np.arange(400)), {}, takes_ragged=True)
+    workload = RaggedWorkload(call, None, False, "tune")
+    values, shell = workload.part((20,))
+    x, s = shell.treedef.unflatten(values)
+    assert np.bincount(x.lengths).tolist() == [4] * 5
+    items = Ragged(rows, lengths).to_list()
+    assert_same(x, Ragged.from_list([items[int(i)] for i in s]))
 
 
 @pytest.mark.parametrize("seconds", [1, 3])

@@ -97,7 +97,7 @@ def too_many(size: int) -> str:
         return ""
     return (
         f"the indices of {size} items need 64 bits; call "
-        'jax.config.update("jax_enable_x64", True) first, or reduce one axis after the other'
+        'jax.config.update("jax_enable_x64", True) first, or reduce one axis at a time'
     )
 
 

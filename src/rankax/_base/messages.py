@@ -128,9 +128,9 @@ def noted_errors(
     fun: Callable[..., Any],
     describe: Callable[[], tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]],
 ) -> Generator[None]:
-    """Note at the errors of a kernel, which is called in the ``with`` block, its arguments.
+    """Add the kernel's arguments as a note to errors raised in the ``with`` block that calls it.
 
-    Of kernels inside each other, the innermost one is named. Errors of this library have no note,
+    If kernels call each other, the innermost one is named. Errors of this library have no note,
     because they name the place themselves: they are raised by a function inside the block that is
     one of rankax.
 

@@ -166,7 +166,14 @@ def check_returned(fun: Callable[..., Any], out: Any) -> None:
 def check_outputs(fun: Callable[..., Any], out: Any) -> None:
     """Refuse outputs of a kernel other than arrays and numbers."""
     check_returned(fun, out)
-    for i, leaf in enumerate(jax.tree.leaves(out)):
+    try:
+        leaves = jax.tree.leaves(out)
+    except (TypeError, ValueError) as error:  # such as a dict whose keys JAX cannot sort
+        raise TypeError(
+            f"{function_location(fun)} returned outputs that JAX cannot flatten; the keys of a "
+            "dict must have an order, so use keys of one type, such as strings"
+        ) from error
+    for i, leaf in enumerate(leaves):
         if not _is_value(leaf):
             name, kind = leaves_with_names(out, "output")[i][0], type(leaf).__name__
             got, hint = with_article(kind), "leave it out, or wrap it in rankax.Static"
@@ -272,7 +279,7 @@ def _not_an_instance(cls: type, tree: Any, children: list[Child], name: str) -> 
     unknown = next(i for i, child in enumerate(children) if not child.name.startswith("."))
     return (
         f"{name} is {came}, which JAX knows as a pytree without field names, and its child "
-        f"{unknown} is none of its attributes; give the parameter a rank explicitly, such as "
+        f"{unknown} is not one of its attributes; give the parameter a rank explicitly, such as "
         "rankax.ranks_like(item) of an example of one item"
     )
 
@@ -308,7 +315,7 @@ def _other_fields(
         close = difflib.get_close_matches(field, fields, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {listed(fields)}"
         sentences.append(
-            f"the {what} of {name} has an entry for {field!r}, which is no field of "
+            f"the {what} of {name} has an entry for {field!r}, which is not a field of "
             f"{_kind(tree)} that holds arrays; {hint}"
         )
     extra = [f"{name}.{field}" for field in fields if field not in by_name]

@@ -47,8 +47,8 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         "progress bar or the dashboard of the scheduler",
         "batch_shape": f"has no chunks, by which {evaluator} would evaluate it; pass a {package} "
         "array that has these axes",
-        "bucket": f"fills up the arrays of a call, but {package} evaluates blocks, each as long as "
-        "it is; give chunks few lengths",
+        "bucket": f"pads the arrays of a call, but {package} evaluates each block at its own "
+        "length; give the chunks only a few lengths",
     }
     for name, why in refused.items():
         if (value := getattr(options, name)) != DEFAULTS[name]:
@@ -92,7 +92,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         for planned, leaf, value in inputs[len(numbers) :]
     ]
     on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, where)
-    return on_blocks.reduced(options.reduce) if options.reduce else on_blocks.mapped()
+    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.mapped()
 
 
 def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
@@ -157,7 +157,8 @@ def _as_input(value: Any, place: int, core: tuple[int, ...]) -> tuple[programs.L
         return programs.Leaf(place, item), value
     value = value if blocks_of(value) else np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype).newbyteorder("="))
-    return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype)), value
+    is_ragged = getattr(value, "lengths", None) is not None
+    return programs.Leaf(place, jax.ShapeDtypeStruct(core, dtype), is_ragged=is_ragged), value
 
 
 def check_dtype(dtype: Any, subject: str, path: str) -> None:
@@ -281,7 +282,7 @@ class _BlockCall:
         self._check_order(reductions, axes)
         out = self.outputs_of_item()
         sizes = tuple(self.plan.batch_shape[axis] for axis in axes)
-        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_item))
+        on_item = traced_as(self.setup.mapped.spec.fun)(functools.partial(self.setup.on_counted))
         items = [leaf.item for leaf in self.setup.inputs]
         traced = trace_reduced(on_item, items, reductions, math.prod(sizes))
         runs = RunStates(reductions, traced.outputs, sizes)
@@ -328,7 +329,7 @@ class _BlockCall:
         for axis in axes:
             if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
                 raise ValueError(
-                    f"{self.where}: Fold merges items in their order, so of the reduced axes only "
-                    f"the first can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
+                    f"{self.where}: Fold merges items in order, so only the first of the reduced "
+                    f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )

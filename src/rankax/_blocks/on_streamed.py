@@ -9,6 +9,7 @@ merge and result for each item that is kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ class Stage:
         The axes of the batch of which ``fun`` returns the states.
     merge : callable or None
         Merges these states.
+    rows : array of int or None
+        Blocks may be of the rows of ragged items instead, of which these are the lengths; ``shape``
+        is then the number of all rows.
     """
 
     fun: OnBlocks
@@ -47,6 +51,32 @@ class Stage:
     outputs: list[Streamed] = dataclasses.field(default_factory=list)
     reduced: tuple[int, ...] = ()
     merge: OnBlocks | None = None
+    rows: Any = None
+
+    @property
+    def batch(self) -> Shape:
+        """The shape of the batch of its inputs."""
+        return self.shape if self.rows is None else (len(self.rows),)
+
+    @functools.cached_property
+    def _ends(self) -> Any:
+        return np.cumsum(self.rows)
+
+    def items(self, start: Any, stop: Any) -> tuple[Any, Any]:
+        """Return the items from which a part along an axis is evaluated: the first, the end."""
+        if self.rows is None:
+            return start, stop
+        ends = self._ends
+        return np.searchsorted(ends, start, "right"), np.searchsorted(ends - self.rows, stop)
+
+    def part(self, region: tuple[slice, ...], out: Any) -> Any:
+        """Return the part of an output that belongs to a block: some rows of its items."""
+        if self.rows is None:
+            return out
+        (part,) = region
+        first, _ = self.items(part.start, part.stop)
+        skipped = part.start - int(self.rows[:first].sum())
+        return out[skipped : skipped + part.stop - part.start]
 
     @property
     def reads_states(self) -> bool:
@@ -66,6 +96,8 @@ class Streamed(OwnBlocks):
     stage: Stage | None = None
     path: str = ""  # of an argument, as errors name it, or in the store
     last: Any = None  # the region that was read last, and its block
+    # Of ragged items, whose shape is that of items filled up to the longest; `value` has the rows.
+    lengths: Any = None
 
     @property
     def chunks(self) -> BatchChunks:

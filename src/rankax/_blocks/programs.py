@@ -26,9 +26,10 @@ from rankax._base.trees import check_outputs
 from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel, Shell, rebind
 from rankax._call.run import run
-from rankax._options import Options
+from rankax._declare.ragged import Ragged
+from rankax._options import DEFAULTS, Options
 from rankax._reduce.passes import RunStates
-from rankax._reduce.protocol import Outputs
+from rankax._reduce.protocol import FILL, Marked, Outputs
 from rankax._trace.fingerprint import checksum
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +41,11 @@ _MOST_KEPT = 128  # programs
 def in_native_order(array: Any) -> Any:
     """Return a NumPy array in the byte order of this machine, which JAX requires."""
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def as_input(value: Any) -> Any:
+    """Return a number as it is, and an array as JAX takes it."""
+    return value if is_number(value) else in_native_order(np.asarray(value))
 
 
 def record(items: Items) -> Any:
@@ -74,6 +80,7 @@ class Leaf(NamedTuple):
     place: int  # among all leaves
     item: jax.ShapeDtypeStruct  # a number, or one item of an array
     key_impl: Any = None  # of a typed PRNG key, which is passed as its data
+    is_ragged: bool = False  # whether a block is `Ragged`; what depends on shapes only is dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +95,50 @@ class Setup:
     static: tuple[Any, ...]  # the leaves without a rank; None in place of the others
     inputs: tuple[Leaf, ...]  # first the numbers, then the arrays
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the kernel has ragged arguments."""
+        return any(leaf.is_ragged for leaf in self.inputs)
+
+    @property
+    def reductions(self) -> Any:
+        """Those of the kernel, for states; items that fill ragged ones up do not count."""
+        reductions = self.mapped.spec.preset.reduce
+        return reductions.of_items(FILL) if reductions and self.is_ragged else reductions
+
     def call(self, values: Sequence[Any]) -> BoundKernel:
         """Bind a call of the kernel with these numbers and arrays among its leaves."""
         leaves = list(self.static)
-        for (place, _, key_impl), value in zip(self.inputs, values, strict=True):
+        for (place, _, key_impl, _), value in zip(self.inputs, values, strict=True):
             leaves[place] = value
             if key_impl is not None:
                 leaves[place] = jax.random.wrap_key_data(value, impl=key_impl)
         return rebind(self.mapped.spec, self.shell, leaves, dict(self.others))
+
+    def evaluated(self, values: Sequence[Any], options: Options) -> Any:
+        """Evaluate a call; with a `Ragged` among the values, as the kernel itself does."""
+        call = self.call(values)
+        if not any(isinstance(value, Ragged) for value in values):
+            if self.is_ragged and options.reduce is not None:
+                *front, count = call.plan(options, None).plan.batch_shape
+                call.lengths = {len(front): count}
+            return run(call, options)
+        # Later blocks have other lengths, and reuse what `jit=True` compiles.
+        given = {name: x for name, x in vars(options).items() if x != DEFAULTS[name]}
+        given |= {"jit": True, "where": None}  # a reduction has its mask
+        kernel = self.mapped.with_explicit(given, self.mapped.spec.name)
+        return kernel(*call.arguments.args, **call.arguments.kwargs)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""
         out = run(self.call(values), Options())
         check_outputs(self.mapped.spec.fun, out)
         return out
+
+    def on_counted(self, *values: Any) -> Any:
+        """Call the kernel for one item, to be reduced."""
+        out = self.on_item(*values)
+        return Marked(out, jnp.bool_(True)) if self.is_ragged else out
 
 
 # JAX 0.7 has `enable_x64` in `jax.experimental` only, newer versions in `jax` only.
@@ -134,11 +171,13 @@ class Program:
 
     def evaluated(self, *values: Any) -> list[Array]:
         """Return the leaves of the outputs as writable NumPy arrays."""
-        values = tuple(x if is_number(x) else in_native_order(np.asarray(x)) for x in values)
+        is_ragged = any(isinstance(x, Ragged) for x in values)
+        values = jax.tree.map(as_input, values)
         with contextlib.ExitStack() as stack:
             for name, value in self.setup.config.items():
                 stack.enter_context(CONFIG[name](value))
-            return [np.array(out) for out in jax.tree.leaves(self.compiled(*values))]
+            outs = (self.traced if is_ragged else self.compiled)(*values)
+            return [np.array(out) for out in jax.tree.leaves(outs)]
 
     def __call__(self, *values: Any) -> Any:
         """Evaluate one block; return an array, or a tuple of several."""
@@ -158,7 +197,7 @@ class MapBlock(Program):
     only: tuple[int, ...]  # the leaves of the output to return
 
     def traced(self, *values: Any) -> Any:
-        outs = jax.tree.leaves(run(self.setup.call(values), self.setup.options))
+        outs = jax.tree.leaves(self.setup.evaluated(values, self.setup.options))
         return [outs[i] for i in self.only]
 
 
@@ -175,7 +214,7 @@ class StateProgram(Program):
     @property
     def runs(self) -> RunStates:
         """The operations on states of blocks; the kernel has the reductions."""
-        return RunStates(self.setup.mapped.spec.preset.reduce, self.outputs, self.sizes)
+        return RunStates(self.setup.reductions, self.outputs, self.sizes)
 
 
 class StateOfBlock(StateProgram):
@@ -188,7 +227,8 @@ class StateOfBlock(StateProgram):
         count, reductions = len(self.setup.inputs), self.runs.reductions
         of_run = reductions.for_runs(self.runs.size)
         options = dataclasses.replace(self.setup.options, reduce=of_run, reduce_axis=self.axes)
-        states = reductions.structure.flatten_up_to(run(self.setup.call(values[:count]), options))
+        states = self.setup.evaluated(values[:count], options)
+        states = reductions.structure.flatten_up_to(states)
         shape = [index.shape[0] for index in values[count:]]
         starts = [index[0] if index.shape[0] else 0 for index in values[count:]]
         states = self.runs.renumber(states, shape, starts)
@@ -237,7 +277,7 @@ class OnBlocks:
 
     def __init__(self, program: Any, numbers: tuple[Any, ...], payload: bytes | None) -> None:
         self.program = program
-        self._numbers = numbers
+        self.numbers = numbers
         self._payload = payload
         self.__name__ = program.setup.mapped.spec.name
 
@@ -259,13 +299,13 @@ class OnBlocks:
     @property
     def reductions(self) -> Sequence[Any]:
         """The kernel's reductions, if there are any."""
-        reductions = self.program.setup.mapped.spec.preset.reduce
+        reductions = self.program.setup.reductions
         return reductions.entries if reductions else ()
 
     def called(self, blocks: Sequence[Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Return the kernel, with the memory limit of blocks, and its arguments of one block."""
         setup = self.program.setup
-        values = [*self._numbers, *map(in_native_order, blocks)]
+        values = jax.tree.map(as_input, [*self.numbers, *blocks])
         call = setup.call(values[: len(setup.inputs)]).arguments  # without indices
         options = setup.options
         mapped = setup.mapped.with_options(memory_limit=options.memory_limit, progress=False)
@@ -273,25 +313,23 @@ class OnBlocks:
 
     def digest(self, blocks: Sequence[Any]) -> str:
         """Return a digest of the program for such blocks, equal in each process."""
-        parts: list[Any] = [
-            jax.make_jaxpr(self.program.unbounded().traced)(*self._numbers, *blocks)
-        ]
+        parts: list[Any] = [jax.make_jaxpr(self.program.unbounded().traced)(*self.numbers, *blocks)]
         for fields in map(vars, self.reductions):  # the program has their functions
             parts += [item for item in fields.items() if not callable(item[1])]
         return checksum(parts)
 
     def __call__(self, *blocks: Any, **options: Any) -> Any:
         """Evaluate one block."""
-        return self.program(*self._numbers, *blocks, **options)
+        return self.program(*self.numbers, *blocks, **options)
 
     def __reduce__(self) -> Any:
         # Pickling again raises what `of` ignored.
-        return _from_payload, (self._payload or _pickled(self.program), self._numbers)
+        return _from_payload, (self._payload or _pickled(self.program), self.numbers)
 
     def __dask_tokenize__(self) -> Any:
         if self._payload is None:
             return uuid.uuid4().hex
-        return hashlib.sha256(self._payload).hexdigest(), repr(self._numbers)
+        return hashlib.sha256(self._payload).hexdigest(), repr(self.numbers)
 
 
 def _from_payload(payload: bytes, numbers: tuple[Any, ...]) -> OnBlocks:

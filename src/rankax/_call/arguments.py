@@ -134,7 +134,7 @@ class KernelSpec:
         declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
         if is_number(leaf):
             raise TypeError(
-                f"{self.name}(): {path} {declared}, but it is the number {leaf!r}; make a key of "
+                f"{self.name}(): {path} {declared}, but it is the number {leaf!r}; make a key from "
                 f"it: jax.random.key({leaf!r})"
             )
         raise TypeError(

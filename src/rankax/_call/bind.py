@@ -28,6 +28,7 @@ from rankax._call.bound import Bound, sizes_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves, subtrees_with_ranks
+from rankax._errors import BatchShapeError
 from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Shape, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting, plan_nesting
@@ -101,7 +102,12 @@ class BoundKernel(Bound):
             return plan_nesting(*call, str(options.reduce), options.reduce_axis)
 
         key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
-        plan = self.structure.plans.find(key, make)
+        try:
+            plan = self.structure.plans.find(key, make)
+        except BatchShapeError as error:
+            for sentence in self._raw_keys():
+                error.add_note(sentence)
+            raise
         if marked := self.lengths.keys() & plan.plan.reduced:
             strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
             marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
@@ -164,8 +170,18 @@ class BoundKernel(Bound):
             f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
             for name, _ in self.structure.lists
         ]
-        sentences += self.in_front
+        sentences += [*self._raw_keys(), *self.in_front]
         return ("argument", "shape", "rank", "one item"), rows, sentences
+
+    def _raw_keys(self) -> list[str]:
+        """Return a hint for each array of rank 0 that looks like a raw key."""
+        return [
+            f"If {path} is a raw key (jax.random.PRNGKey), its rank is 1; a key made with "
+            "jax.random.key has rank 0."
+            for path, leaf, rank in zip(self.paths, self.leaves, self.structure.ranks, strict=True)
+            if rank is not None and rank.rank == 0
+            if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
+        ]
 
     def _checked(self, out: Any, plan: Nesting) -> Any:
         """Check one item's output against its declaration, if there is one."""
@@ -221,7 +237,7 @@ def bind(
         if not (is_array(leaves[i]) or is_number(leaves[i])):
             if takes_blocks and blocks_of(leaves[i]):
                 bound.is_in_blocks = True
-                return bound
+                return refuse_ragged(bound)
             path = structure.paths[i]
             leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
@@ -235,9 +251,9 @@ def refuse_ragged(call: BoundKernel) -> BoundKernel:
     """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
     for i in call.structure.ragged:
         raise TypeError(
-            f"{call.where}: {call.structure.paths[i]} is Ragged, which the call itself takes, and "
-            "its plan, check and lower; elsewhere (tune, nonfinite, streams, arrays in blocks), "
-            "pass an array that you fill up, and rows to leave out by a boolean array"
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
+            "NumPy only; beside an array of another package, pass a padded array, and a boolean "
+            "array that says which rows are real"
         )
     return call
 
@@ -275,8 +291,8 @@ def _bound(
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(
                 f"{kernel.name}(): {name} is a list of numbers, but an array is expected; pass "
-                f"jnp.asarray({name}). (A list of scalars, each an argument of its own, has a "
-                "rank for each in the declaration.)"
+                f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
+                "for each.)"
             )
     call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
     batched = kernel.preset.batched
@@ -292,8 +308,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=_is_ragged):
-                if rank is not None and _is_ragged(node):
+            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
+                if rank is not None and is_ragged(node):
                     ragged[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
@@ -301,7 +317,7 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024))
 
 
-def _is_ragged(node: Any) -> bool:
+def is_ragged(node: Any) -> bool:
     return isinstance(node, Ragged)
 
 

@@ -50,7 +50,7 @@ class Bound(abc.ABC):
     paths : sequence of str
         The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
-        How many items along each batch axis that is filled up (`fill.py`) are no copies.
+        How many items along each padded batch axis (`fill.py`) are not copies.
     batched : bool
         Whether the kernel takes a batch itself.
     in_chunks : tuple of int
@@ -58,7 +58,7 @@ class Bound(abc.ABC):
     is_kept : bool
         Whether an eager call is one kept program, also without a loop.
     cut : tuple of int or None
-        The batch shape, if this is a part of a call or is filled up.
+        The batch shape, if this is a part of a call or is padded.
     out_axes : int, None, or a pytree prefix of those
         Where outputs have the mapped axis, if the call has a single level.
     axis_name : hashable or None
@@ -88,7 +88,7 @@ class Bound(abc.ABC):
     @property
     def in_front(self) -> list[str]:
         """What an error of the kernel says of the axis that a batch has."""
-        sentence = "With batched=True, it gets them with one axis in front, that of the items."
+        sentence = "With batched=True, it gets them with one axis in front, for the items."
         return [sentence] if self.batched else []
 
     @property

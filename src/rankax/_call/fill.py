@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""``bucket=``: fill the axes of a batch up to one of a few lengths, and cut the results.
+"""``bucket=``: pad the axes of a batch to one of a few lengths, and cut the results.
 
-A filled axis has copies of its last item at its end. The program gets the true lengths as numbers
+A padded axis has copies of its last item at its end. The program gets the true lengths as numbers
 (`Bound.lengths`), so it is the same for all lengths of a bucket:
 
 * Outputs with an axis for the batch are cut. The cotangents of the copies are zero.
 * For a reduction, each item says whether it counts (`Marked`); copies do not, as with ``where``.
 * Keys are split, and indices counted, as if there were no copies.
 
-Filling and cutting would be a program for each length if XLA did it. So `_resize` is a primitive
-that NumPy evaluates on the host, also where it is differentiated or mapped. Where JAX adds it to a
+If XLA padded and cut, it would need a program for each length. So `_resize` is a primitive that
+NumPy evaluates on the host, even where it is differentiated or mapped. Where JAX adds it to a
 program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered; and results of a length
-that comes often are cut by such a program.
+that occurs often are cut by such a program.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rankax._reduce.winners import FirstK
 
 
 def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
-    """Return a call with its batch filled up, as shapes; the call itself if there is no bucket.
+    """Return a call with its batch padded, as shapes; the call itself if there is no bucket.
 
     An axis of length 1 broadcasts, and an empty batch has no item to copy.
     """
@@ -55,7 +55,7 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
         if options.devices is None and is_spread(call.leaves[i]):
             raise ValueError(
                 f"{call.where}: {call.structure.paths[i]} is sharded over devices, but bucket= "
-                "fills it up on the host; with devices=, the devices share the filled batch"
+                "pads it on the host; with devices=, the devices share the padded batch"
             )
         for axis, length in enumerate(plan.plan.batch_shape):
             if axes[axis] is None or length == 1:
@@ -82,7 +82,7 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
 
 
 def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
-    """Return a call with its arrays filled up to these shapes, by copies of their last items."""
+    """Return a call with its arrays padded to these shapes with copies of their last items."""
     pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
     short = [i for i, (x, y) in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
     leaves = list(shapes.leaves)
@@ -110,7 +110,7 @@ def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
 
 
 def cut(out: Any, call: BoundKernel, options: Options) -> Any:
-    """Return a result without the copies; ``call`` is that which was filled up."""
+    """Return a result without the copies; ``call`` is the padded call."""
     if not call.lengths:
         return out
     sizes = [call.lengths.get(axis, size) for axis, size in enumerate(call.cut or ())]

@@ -47,23 +47,24 @@ from rankax._base.trees import leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, Shell, bind, rebind
 from rankax._call.fill import marked, resized, weakened
+from rankax._call.ragged_checks import check_options, dimensions
 from rankax._call.run import run
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import Declaration, ranks_of_leaves
-from rankax._devices.mesh import is_spread
 from rankax._loop.access import widen
 from rankax._loop.spec import PLACE, item_key
 from rankax._options import Options
 from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.levels import Shape
 from rankax._plan.shapes import bucket_of
+from rankax._reduce.protocol import FILL
 from rankax._reduce.run import Reductions
 
 # The parameters of a derived kernel, besides those of the original that have no rank.
 _ITEMS, _MAPPED, _WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
 
-Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel by its compiled program
+Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel, such as by its compiled program
 
 
 class _Role(NamedTuple):
@@ -89,6 +90,7 @@ class _Padded:
     roles: tuple[_Role, ...]
     dims: tuple[str, ...]  # the ragged dimensions
     lengths: tuple[int, ...]  # to which they are filled up
+    of_item: Compiled | None  # evaluates a call of one item; None: as it is
 
     def kernel(self) -> KernelSpec:
         """Return the derived kernel."""
@@ -100,6 +102,8 @@ class _Padded:
             pairs = zip(self.dims, self.lengths, rankax_items[3::2], strict=True)
             masks = {name: jnp.arange(most, dtype=n.dtype) < n for name, most, n in pairs}
             call = dataclasses.replace(call, masks=masks)
+            if self.of_item is not None:
+                return self.of_item(call)
             return call.evaluate(leaves, call.plan(Options()))
 
         mapped = [role.rank for role in self.roles if role.rank is not None]
@@ -152,7 +156,8 @@ def _with_slope(rows: Any, slope: Any) -> Any:  # noqa: ARG001
     return rows
 
 
-@_with_slope.defjvp
+# Zeros stay symbolic, for a `jax.custom_vjp` of the kernel: it refuses a tangent, even of zeros.
+@functools.partial(_with_slope.defjvp, symbolic_zeros=True)
 def _(primals: Any, tangents: Any) -> Any:
     return _with_slope(*primals), tangents[1]
 
@@ -170,15 +175,21 @@ class RaggedCall:
     dense: Any  # the plan of the call if all items were filled up to the longest
     compiled: Compiled | None
     is_staged: bool  # whether it is evaluated as part of a program that is being traced
+    of_item: Compiled | None  # evaluates an item that is filled up
 
     @classmethod
     def of(
-        cls, call: BoundKernel, compiled: Compiled | None, *, is_staged: bool = False
+        cls,
+        call: BoundKernel,
+        compiled: Compiled | None,
+        *,
+        is_staged: bool = False,
+        of_item: Compiled | None = None,
     ) -> RaggedCall:
         """Check a call; with ``compiled``, its parts are called by compiled programs."""
         options = call.kernel.options()
-        _check_options(call, options)
-        names = _dimensions(call)
+        check_options(call, options)
+        names = dimensions(call)
         first = {name: call.structure.ragged[i] for i, name in reversed(names.items())}
         dims = tuple(dict.fromkeys(names.values()))
         lengths = np.stack([first[name].lengths for name in dims], 1)
@@ -189,7 +200,8 @@ class RaggedCall:
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
-        return cls(call, options, dims, dim_of, lengths, starts, dense, compiled, is_staged)
+        how = compiled, is_staged, of_item
+        return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
 
     @property
     def count(self) -> int:
@@ -352,14 +364,16 @@ class RaggedCall:
             explicit["reduce"] = reduce
         if self.count > 1 and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
-        of_call = call.kernel, dense_shell(call), (*call.others,)
-        padded = _Padded(*of_call, frozenset(explicit.items()), roles, self.dims, group.lengths)
+        of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
+        padded = _Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
         derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
         given = {_ITEMS: items, _MAPPED: arrays, _WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
-        if not self.is_filled or self.is_direct or not self.is_last_reduced:
+        reductions = self.options.reduce
+        has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
+        if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
             return bound
         axis = len(self.dense.plan.batch_shape) - 1
         return dataclasses.replace(bound, lengths={axis: len(group.items)})
@@ -386,71 +400,3 @@ def dense_shell(call: BoundKernel) -> Shell:
     tree = call.shell.treedef.unflatten(call.leaves)
     dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))
     return call.shell._replace(treedef=dense)
-
-
-def _check_options(call: BoundKernel, options: Options) -> None:
-    if options.batched:
-        path = call.structure.paths[next(iter(call.structure.ragged))]
-        raise TypeError(
-            f"{call.where}: {path} is Ragged, but with batched=True the function takes a whole "
-            "chunk; write it for one item, or fill the items up and pass a boolean array"
-        )
-    for i, leaf in enumerate(call.leaves):
-        if options.devices is None and call.structure.ranks[i] is not None and is_spread(leaf):
-            raise ValueError(
-                f"{call.where}: {call.structure.paths[i]} is sharded over devices, but ragged "
-                "items are read by index from all of it; with devices=, the devices share the items"
-            )
-
-
-def _dimensions(call: BoundKernel) -> dict[int, str]:
-    """Return the first dimension of each ragged leaf; refuse what does not go together."""
-    found: dict[int, str] = {}
-    first: dict[str, int] = {}  # the leaf that has a dimension first
-    structure, where = call.structure, call.where
-    for i in structure.ragged:
-        path, rank = structure.paths[i], structure.ranks[i]
-        dims = rank.dims if rank is not None else None
-        if not dims or dims[0].name is None:
-            raise TypeError(
-                f"{where}: {path} is Ragged, so its first core dimension needs a name, as in "
-                f'{path}="n 3", but its rank is {rank}'
-            )
-        name = dims[0].name
-        if any(name in (dim.name, *dim.names) for dim in dims[1:]):
-            raise TypeError(
-                f"{where}: {path} is Ragged, but its rank {rank} has {name!r} more than once; only "
-                "the first axis of an item may differ"
-            )
-        if len(shape := np.shape(call.leaves[i])) != len(dims):
-            raise ValueError(
-                f"{where}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
-                f"for {len(dims)}: the rows, and {len(dims) - 1} for one row"
-            )
-        if found:
-            other = first.get(name, next(iter(found)))
-            mine, its = structure.ragged[i], structure.ragged[other]
-            its_path = structure.paths[other]
-            if len(mine) != len(its):
-                raise ValueError(
-                    f"{where}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
-                )
-            if name in first and (differs := mine.lengths != its.lengths).any():
-                at = int(np.argmax(differs))
-                raise ValueError(
-                    f"{where}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
-                    f"{its_path} has {its.lengths[at]}"
-                )
-        found[i] = name
-        first.setdefault(name, i)
-    for i, rank in enumerate(structure.ranks):
-        for dim in (rank.dims or ()) if rank is not None and i not in found else ():
-            name = next((name for name in (dim.name, *dim.names) if name in first), None)
-            if name is not None:
-                raise TypeError(
-                    f"{where}: {structure.paths[i]} has the dimension {name!r}, in which "
-                    f"{structure.paths[first[name]]} is Ragged; pass it as Ragged of the same "
-                    "lengths, if that is its first core dimension, or give the dimension another "
-                    "name"
-                )
-    return found

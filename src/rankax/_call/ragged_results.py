@@ -29,11 +29,13 @@ from rankax._reduce.protocol import FILL
 from rankax._reduce.run import Reductions
 
 
-def call_ragged(call: BoundKernel, compiled: Compiled | None = None) -> Any:
-    """Evaluate a call with ragged arguments."""
-    ragged = RaggedCall.of(call, compiled, is_staged=is_staged())
+def call_ragged(
+    call: BoundKernel, compiled: Compiled | None = None, of_item: Compiled | None = None
+) -> Any:
+    """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
+    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item)
     reductions = ragged.options.reduce
-    _check_declared_outputs(ragged)
+    check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
         return _reduced(ragged, reductions)
     bounds = list(map(ragged.bound, ragged.groups))
@@ -74,7 +76,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
         core = own[0].shape[axis + 1 :]
         if dim is not None:
             core = core[1:]
-            _check_one_axis(ragged, path, dim)
+            check_one_axis(ragged, path, dim)
         elif any(part.shape[axis + 1 :] != core for part in own):
             raise _depends_on_length(ragged, path, core)
         total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
@@ -93,7 +95,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
     return jax.tree.structure(outs[0]).unflatten(leaves)
 
 
-def _check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
+def check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
     if (batch := ragged.dense.plan.batch_shape) != (ragged.count,):
         raise ValueError(
             f"{ragged.call.where}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
@@ -147,7 +149,7 @@ def _put_one(place: _Place, held: Any, part: Any, items: Any) -> Any:
 # What is the same for all lengths.
 
 
-def _check_declared_outputs(ragged: RaggedCall) -> None:
+def check_declared_outputs(ragged: RaggedCall) -> None:
     """Refuse outputs whose declaration has a ragged dimension where none can be."""
     call, dims = ragged.call, ragged.dims
     for rank in entries(call.kernel.declaration.outputs):
@@ -198,6 +200,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     total = math.prod(row)
     # The number of items decides the type of indices, and must not be part of the program.
     of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
+    of_run = max(of_run, reductions.of_run or 0)
     bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
     _check_same_outputs(ragged, bounds)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
@@ -214,7 +217,9 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     held = None
     for step in _steps(ragged, states):
         held = _merged(runs, batch, held, step, np.int64(ragged.count))
-    results = dataclasses.replace(runs, sizes=row).finish(held or (), batch)
+    results = held or ()
+    if reductions.of_run is None:
+        results = dataclasses.replace(runs, sizes=row).finish(results, batch)
     return runs.assemble(results, _kept_in_order(ragged, reductions, kept))
 
 

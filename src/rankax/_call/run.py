@@ -288,8 +288,8 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     odd = [each.axis for each in parts if each.axis not in serves]
     if odd and devices is not None:
         raise ValueError(
-            f"{bound.where}: {options.reduce} takes items in their order, so of the axes that are "
-            f"reduced, {reduced}, only the first can be sharded, but axis {odd[0]} is"
+            f"{bound.where}: {options.reduce} takes items in order, so only the first of the "
+            f"reduced axes {reduced} can be sharded, but axis {odd[0]} is"
         )
     return () if 0 in shape else tuple(each for each in parts if each.axis in serves)
 

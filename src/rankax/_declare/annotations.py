@@ -261,7 +261,7 @@ def _check_variadics(cls: type, variadics: Sequence[tuple[str, str, bool]]) -> N
         if word.lstrip("#*") not in batch:
             raise UnreadableError(
                 f"{cls.__name__}.{field}: {word!r} alone could be the batch axes of a number, or "
-                "an array of any rank; write '' for a number and '...' for what is untouched, or "
+                "an array of any rank; write '' for a number and '...' to leave it untouched, or "
                 "give the parameter a rank explicitly"
             )
 

@@ -136,10 +136,10 @@ def _parse_dim(word: str, text: str) -> Dim:
         return Dim(word) if "?" in marks else Dim(word, name=bare, stretches=stretches)
     unreadable = f"the dimensions {text!r} cannot be read at {word!r}:"
     if ("," in bare and "(" not in bare) or not bare:
-        raise UnreadableError(f"{unreadable} separate names and sizes by spaces, as in 'n 3'")
+        raise UnreadableError(f"{unreadable} separate names and sizes with spaces, as in 'n 3'")
     expression = bare.split("=", 1)[1] if re.match(r"[A-Za-z_]\w*=[^=]", bare) else bare
     if re.fullmatch(r"-\d+", expression):
-        raise UnreadableError(f"{unreadable} a size is not negative")
+        raise UnreadableError(f"{unreadable} a size must not be negative")
     try:
         ast.parse(expression.replace("{", "(").replace("}", ")"), mode="eval")
     except SyntaxError:

@@ -62,11 +62,11 @@ class Ragged:
     a ``Ragged`` of the same lengths, and a function under `jax.jit` is compiled again for other
     lengths. A kernel with ``jit=True`` is not.
 
-    *Padding.* A kernel sees one item, filled up with copies of its last row to one of at most
-    twelve lengths; an item without rows gets zeros. So values, and derivatives, must not depend on
-    the copies, for which there is `Mask`, and must be finite there: `jax.numpy.where` after a
-    function keeps NaN out of its values, not out of its derivatives. ``kernel.check`` finds kernels
-    that depend on the copies.
+    *Padding.* A kernel sees one item, padded with copies of its last row to one of at most twelve
+    lengths; an item without rows gets zeros. So values and derivatives must not depend on the
+    copies, which `Mask` marks, and must be finite there: `jax.numpy.where` after a function keeps
+    NaN out of its values, but not out of its derivatives. ``kernel.check`` finds kernels that
+    depend on the copies.
 
     Examples
     --------
@@ -109,13 +109,11 @@ class Ragged:
         first = arrays[0]
         for i, array in enumerate(arrays):
             if not array.shape:
-                raise ValueError(
-                    f"Ragged.from_list: item {i} is a number, and not an array of rows"
-                )
+                raise ValueError(f"Ragged.from_list: item {i} is a number, not an array of rows")
             if array.shape[1:] != first.shape[1:]:
                 raise ValueError(
                     f"Ragged.from_list: item {i} has shape {array.shape}, but item 0 has "
-                    f"{first.shape}; items may differ in the length of axis 0 only"
+                    f"{first.shape}; items may differ only in the length of axis 0"
                 )
         on_host = all(isinstance(array, np.ndarray) for array in arrays)
         values = (np if on_host else jnp).concatenate(arrays)
@@ -168,7 +166,7 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     if isinstance(lengths, core.Tracer):
         raise TypeError(
             "Ragged: the lengths are traced, but they must be known when the call is made; pass "
-            "NumPy integers from outside of jax.jit, or a Ragged as an argument of it"
+            "NumPy integers from outside jax.jit, or pass the whole Ragged to the jitted function"
         )
     array = np.asarray(lengths)
     if not array.size and array.ndim == 1:
@@ -189,9 +187,10 @@ class Mask:
     """The rank of a parameter that says which rows are real; callers do not pass it.
 
     A parameter of rank ``Mask("n")`` is the boolean array of shape ``(n,)`` that is False for the
-    rows that fill an item of a `Ragged` argument up. For dense arrays it is True everywhere. Use it
-    as a rank, ``mask=Mask("n")``, or in an annotation, ``mask: Annotated[Bool[Array, "n"],
-    Mask("n")]``. Its name must be that of the first core dimension of another parameter.
+    rows that pad an item of a `Ragged` argument. For dense arrays, it is True everywhere. Use it as
+    a rank, ``mask=Mask("n")``, or in an annotation,
+    ``mask: Annotated[Bool[Array, "n"], Mask("n")]``. Its name must be that of the first core
+    dimension of another parameter.
 
     Parameters
     ----------

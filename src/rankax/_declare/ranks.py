@@ -131,13 +131,13 @@ def declare(
         if name in signature.parameters and name not in declared:
             raise TypeError(
                 f"{site}: {name}={value!r} is the option of auto_vmap, but the kernel has a "
-                f"parameter {name!r} too; give that parameter its rank by ranks={{{name!r}: ...}}, "
-                "by position, in a signature or by annotation (None leaves it untouched)"
+                f"parameter {name!r} too; give it its rank with ranks={{{name!r}: ...}}, by "
+                "position, in a signature or by annotation (None leaves it untouched)"
             )
     if not explicit and not any(tree is not None for tree in trees.values()):
         other = "or annotate the parameters with jaxtyping"
         if is_batched:
-            other = "for with batched=True, annotations describe the batch"
+            other = "because with batched=True, annotations describe the batch"
         raise TypeError(f"{site}: no rank is declared; give ranks, as in auto_vmap(0, 1), {other}")
     # With any explicit rank, a missing one is taken as deliberate.
     implicit = all(rank is None for rank in explicit.values())

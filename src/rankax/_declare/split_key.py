@@ -10,7 +10,7 @@ from rankax._declare.dims import Rank
 
 
 class SplitKey:
-    r"""The rank of a key that is split: each item of the batch gets a key of its own.
+    r"""The rank of a key that is split: each item of the batch gets its own key.
 
     With ``key`` a single key, ``auto_vmap(x=1, key=SplitKey)(f)(x, key)`` with ``x`` of shape
     ``(4, 23, 3)`` is equivalent to ::
@@ -68,9 +68,7 @@ class SplitKey:
 
     def __new__(cls, *_: object, **__: object) -> NoReturn:
         """Refuse to create an instance; the class itself is the rank."""
-        raise TypeError(
-            "SplitKey is a rank as it stands, without parentheses: auto_vmap(key=SplitKey)"
-        )
+        raise TypeError("SplitKey is the rank itself, without parentheses: auto_vmap(key=SplitKey)")
 
 
 def key_rank() -> Rank:

@@ -114,7 +114,7 @@ def committed_elsewhere(where: str, parts: tuple[Parts, ...]) -> Generator[None]
             raise
         raise ValueError(
             f"{where}: inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
-            "devices than those of devices=; put it on them before, by jax.device_put"
+            "devices than those of devices=; put it on them first, with jax.device_put"
         ) from error
 
 
@@ -129,7 +129,7 @@ def warn_of_hang(item: ItemProgram) -> None:
     names = (operation.name for operation in operations(item.closed.jaxpr))
     if found := next((name for name in names if name in _LAPACK), None):
         warnings.warn(
-            f"{item.where}: with JAX 0.10, LAPACK (here {found}) can hang for ever on {devices} "
+            f"{item.where}: with JAX 0.10, LAPACK (here {found}) can hang forever on {devices} "
             f"CPU devices that have {threads} threads; set the environment variable PJRT_NPROC to "
             f"{2 * devices} before JAX is first used, or use JAX 0.12",
             stacklevel=caller_level(),
@@ -213,7 +213,7 @@ def _spread_parts(
     elif not is_theirs:
         raise ValueError(
             f"{where}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
-            f"on a mesh of {mesh.size} or of others; leave out devices= to use it"
+            f"on another mesh, of {plural(mesh.size, 'device')}; leave out devices= to use it"
         )
     return (Parts(axis, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
 

@@ -143,8 +143,8 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     analysis = traced.lower().compile(options, **devices).memory_analysis()
     if analysis is None:
         raise NotImplementedError(
-            f"memory_limit: the compiler for {jax.default_backend()} does not say what memory a "
-            "program needs; give chunk_size"
+            f"memory_limit: the compiler for {jax.default_backend()} does not say how much memory "
+            "a program needs; give chunk_size"
         )
     return int(analysis.temp_size_in_bytes)
 

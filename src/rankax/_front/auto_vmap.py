@@ -71,7 +71,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     The leading axes that an argument has beyond its rank are batch axes. The batch axes of all
     arguments broadcast together by NumPy's rules, and each is mapped by one `jax.vmap`. An argument
     that lacks an axis, or has it with length 1, is not mapped there, so no broadcast is ever
-    materialised. The compiled program is the one that nesting by hand gives.
+    materialised. The compiled program is the same as with nesting by hand.
 
     Parameters
     ----------
@@ -86,18 +86,17 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         from an example. One string with parentheses is a gufunc signature for the whole kernel:
         ``"(n,3),(n)->()"``.
     ranks : dict, optional
-        Ranks by parameter name, as ``**named_ranks``, and for any name: also for parameters that
-        share theirs with an option, as ``ranks={"bucket": 0, "x": 0}``. A parameter has one rank,
-        by position, by name or here.
+        Ranks by parameter name, like ``**named_ranks``, but also for parameters that share their
+        name with an option: ``ranks={"bucket": 0, "x": 0}``. A parameter has one rank, by position,
+        by name or here.
     chunk_size : int, optional
         Maximum number of evaluations in flight, counted over all batch axes together (see
-        `chunked_vmap`). Fewer are used where that is faster; ``plan`` says how many. None: no
-        bound.
+        `chunked_vmap`). Fewer are used if that is faster; ``plan`` shows how many. None: no bound.
     memory_limit : int or str, optional
         Bytes, ``"2 GB"``, ``"500 MiB"``, or ``"50%"`` of the memory that the first device (or else
-        the machine) has free when a call with such shapes is first seen. rankax picks a chunk
-        size whose reported temporary memory, forward and gradient, fits the limit (see Notes).
-        Together with ``chunk_size`` the smaller bound counts.
+        the machine) has free when a call with these shapes is first made. rankax picks a chunk size
+        whose reported temporary memory, forward and gradient, fits the limit (see Notes). Together
+        with ``chunk_size`` the smaller bound counts.
     reduce : str, Reduction, None, or a pytree prefix of those, optional
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
@@ -110,15 +109,15 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         others stay, in their order, in front of the core axes.
     where : str or int, optional
         The key, field or index of the output that says whether an item counts, with ``reduce``: one
-        boolean. An output inside another by its path: ``"['masks']['ok']"``. What is left out adds
-        nothing, and its derivative is 0, even where its value or derivative is infinite or NaN. In
-        the result, None takes the place of that output unless it has an entry of its own in
-        ``reduce``. Objects of `rankax.reductions` take ``where`` as well; theirs takes
-        precedence. See Notes.
+        boolean. An output inside another is given by its path: ``"['masks']['ok']"``. Items left
+        out add nothing, and their derivative is 0, even if their value or derivative is infinite or
+        NaN. In the result, None takes the place of that output unless it has an entry of its own in
+        ``reduce``. Objects of `rankax.reductions` take ``where`` as well; theirs takes precedence.
+        See Notes.
     batch_shape : int or tuple of int, optional
-        Axes that the batch has besides those of the arguments, and broadcast with them: the
-        counterpart of ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one
-        key gives 2000 draws. None: only the axes of the arguments.
+        Batch axes besides those of the arguments, with which they broadcast: the counterpart of
+        ``axis_size`` in `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one key gives 2000
+        draws. None: only the axes of the arguments.
     checkpoint : bool, optional
         Recompute each chunk in the reverse pass instead of storing the intermediate values of all
         chunks. None: store them only if they stay within a ``memory_limit``, and cost more to
@@ -131,9 +130,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     compiler_options : dict, optional
         Passed to `jax.jit` with ``jit=True``. Inside another ``jit`` the outer one's options count.
     progress : bool, str or callable, default False
-        Show how far the outermost loop is. True shows a ``tqdm`` bar with the kernel's name (it
-        needs the extra ``progress``), a string is the bar's label, and a function is called with
-        ``(done, total)``, in items. See Notes.
+        Show the progress of the outermost loop. True shows a ``tqdm`` bar with the kernel's name
+        (it needs the extra ``progress``), a string is the bar's label, and a function is called
+        with ``(done, total)``, in items. See Notes.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
         Which devices share the batch: ``"all"`` local devices, the first n, a list, or
         mesh axes. Each evaluates a part of the longest batch axis. ``None``:
@@ -146,18 +145,18 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         lane whose item is done takes the next one. If no loop depends on the item, nothing changes.
         See Notes.
     bucket : bool or sequence of int, default False
-        With ``jit=True``: compile one program for many batch lengths. Each batch axis is filled up
-        to the next of these lengths with copies of the last item, and the results are cut. True: a
+        With ``jit=True``: compile one program for many batch lengths. Each batch axis is padded to
+        the next of these lengths with copies of the last item, and the results are cut. True: a
         series of lengths, each a quarter longer than the one before. Inside another ``jit`` it has
         no effect, and with dask or cubed arrays it is an error. See Notes.
     batched : bool, default False
         The kernel takes a batch itself, as a network or a simulator may: in each argument with a
-        rank, and in each output, it has one axis in front, that of the items of a chunk. Ranks are
+        rank, and in each output, it has one axis in front, for the items of a chunk. Ranks are
         still those of one item. See Notes.
     **named_ranks : int, None, str, or a pytree prefix of those
         Ranks by parameter name; the only way for keyword-only parameters. One rank on ``*args``
         applies to each of them, and several apply one by one; a rank on ``**kwargs`` applies to
-        each value without a rank under its own name. Items without a rank have that of their
+        each value without a rank under its own name. Values without a rank have that of the
         annotation, as parameters do, or are untouched. A parameter with the name of an option gets
         its rank in ``ranks``, by position, in a signature or by annotation.
 
@@ -168,13 +167,13 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         decorator. Every array that the kernel returns has the batch shape in front, without the
         reduced axes; without batch axes the kernel is simply called. The result keeps the name,
         docstring, signature and type of the kernel, which is its ``__wrapped__``. Its
-        ``plan(*args, **kwargs)`` says what a call with such arguments (or `jax.ShapeDtypeStruct`
+        ``plan(*args, **kwargs)`` shows what a call with such arguments (or `jax.ShapeDtypeStruct`
         in their place) would do. ``with_options(**options)`` returns the same kernel with other
-        options; equal options give the same object, so nothing is compiled twice. See `options`
-        for setting many kernels at once. ``check(*args)`` compares items of a call with the kernel
-        by itself, and ``nonfinite(*args)`` finds those that are NaN or infinite. All of these know
-        the object of a bound method: ``body.energy.plan(x)``. ``signature`` is the gufunc
-        signature, with made-up names for unnamed axes; None if the output is not declared.
+        options; equal options give the same object, so nothing is compiled twice. See `options` for
+        setting many kernels at once. ``check(*args)`` compares items of a call with single
+        evaluations, and ``nonfinite(*args)`` finds items that are NaN or infinite. All of these
+        work on bound methods: ``body.energy.plan(x)``. ``signature`` is the gufunc signature, with
+        made-up names for unnamed axes; None if the output is not declared.
 
     Raises
     ------
@@ -223,14 +222,15 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     Memory held by the surrounding program is not counted. Under an outer `jax.vmap`, one item
     counts.
 
-    *Progress.* A call has one bar, however many axes it loops over, also inside `jax.vmap`; kernels
-    called by the kernel have none. A gradient shows its forward pass; that of some reductions makes
-    two, and a new bar begins (the function receives 0 again). A call in one chunk has no loop and
-    shows nothing. Updates are at least a tenth of a second apart. A pass reports at most 50 times,
-    and a report costs less than a millisecond. The function runs on another thread and must not
-    call JAX; an exception in it ends the call. The bar is closed when the call fails; inside your
-    own `jax.jit`, when the next call with the same label begins. Only the first of several
-    processes shows it. Pass the same function at each call, because a new one is compiled again.
+    *Progress.* A call has one bar, however many axes it loops over, even inside `jax.vmap`; kernels
+    called by the kernel have none. A gradient shows its forward pass; some reductions make two
+    forward passes, and a new bar begins (the function receives 0 again). A call in one chunk has no
+    loop and shows nothing. Updates are at least a tenth of a second apart. A pass reports at most
+    50 times, and a report costs less than a millisecond. The function runs on another thread and
+    must not call JAX; an exception in it ends the call. The bar is closed when the call fails;
+    inside your own `jax.jit`, when the next call with the same label begins. Only the first of
+    several processes shows it. Pass the same function at each call, because a new one is compiled
+    again.
 
     *What counts.* With ``where``, ``"mean"`` and ``Moments`` divide by the number of items that
     count. Indices number all items. If none counts, ``"argmin"`` and ``"argmax"`` are -1, ``"min"``
@@ -241,31 +241,31 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     which evaluates their masks.
 
     *Items that end by themselves.* With ``lockstep=False``, items may end in any order. Values are
-    those of the call in lockstep, up to rounding, and so is the number of each item for reductions
-    and for split keys. All derivatives work, except reverse mode of a gradient, and of a loop
-    without batch axes, where the kernel is simply called. They run in lockstep, in chunks of items
-    with similar numbers of steps; a ``while_loop`` or ``fori_loop`` stores 32 carries and
-    recomputes the others, unless it is inside a function with its own derivative rule. Each device
-    has its own lanes and does not wait for the others. The kernel must have no ordered effects.
+    those of the call in lockstep, up to rounding, and each item has the same number for reductions
+    and split keys. All derivatives work, except reverse mode of a gradient, and of a loop without
+    batch axes, where the kernel is simply called. They run in lockstep, in chunks of items with
+    similar numbers of steps; a ``while_loop`` or ``fori_loop`` stores 32 carries and recomputes the
+    others, unless it is inside a function with its own derivative rule. Each device has its own
+    lanes and does not wait for the others. The kernel must have no ordered effects.
 
     *Buckets.* With ``bucket``, values, gradients and reductions are those of the call without it:
     copies are neither counted nor differentiated. One case differs: where the derivative of the
-    last item is infinite, that of an argument that all items share may be NaN instead. Arrays are
-    filled, and results cut, by NumPy on the host, because XLA would compile a program for each
-    length. So a call waits for its result, which may lose a weak type. A length that comes often
-    gets a program that cuts its results. Axes of length 0 and 1 are not filled. What counts items,
-    such as ``progress``, ``memory_limit`` and ``devices``, counts the copies, too.
+    last item is infinite, that of an argument that all items share may be NaN instead. NumPy pads
+    arrays and cuts results on the host, because XLA would compile a program for each length. So a
+    call waits for its result, which may lose a weak type. A length that occurs often gets a program
+    that cuts its results. Axes of length 0 and 1 are not padded. Options that count items, such as
+    ``progress``, ``memory_limit`` and ``devices``, count the copies, too.
 
     *Kernels that take a batch.* With ``batched=True``, one call of the kernel evaluates the items
     of a chunk, along all batch axes together; without ``chunk_size``, those of the whole batch.
-    What some items share is copied for them, but never for more than a chunk. Chunks have the size
-    that ``chunk_size`` says, or a little less. The kernel is traced for one item and for the length
-    of a chunk; only the first axis of an output may differ. An item must not depend on the others,
-    which ``kernel.check`` tests.
+    Arrays that some items share are copied for them, but never for more than a chunk. A chunk has
+    ``chunk_size`` items, or a few less. The kernel is traced for one item and for the length of a
+    chunk; only the first axis of an output may differ. An item must not depend on the others, which
+    ``kernel.check`` tests.
 
     *Ragged items.* An argument whose first core dimension has a name may be `Ragged`: items of
-    different lengths. Each is filled up to one of a few lengths; a parameter of rank `Mask` says
-    which rows are real.
+    different lengths. Each is padded to one of a few lengths; a parameter of rank `Mask` says which
+    rows are real.
 
     *Blocks.* If an argument with a rank is a dask or cubed array, so is the result, and nothing is
     computed yet: the scheduler evaluates the compiled kernel block by block, each with its own
@@ -279,13 +279,13 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     reduction, are combined over the devices once. Outputs have the same sharding as with
     `jax.vmap`; if the devices do not divide the axis, some items are evaluated twice but count
     once, and each device gets all outputs. With ``devices``, a call copies its inputs to them once,
-    except those that are there; inside ``jax.jit`` and transformations, JAX refuses inputs that are
-    committed elsewhere. Kernels that the kernel calls use no other devices. Without ``devices``,
-    sharding is read from concrete arrays, in an eager call or with ``jit=True``, and always on a
-    mesh with explicit axes.
+    except those that are already there; inside ``jax.jit`` and transformations, JAX refuses inputs
+    that are committed elsewhere. Kernels that the kernel calls use no other devices. Without
+    ``devices``, sharding is read from concrete arrays, in an eager call or with ``jit=True``, and
+    always on a mesh with explicit axes.
 
-    *Cost.* Binding and planning take about twenty microseconds a call, and nothing in a compiled
-    program. The kernel is traced once a call.
+    *Cost.* Binding and planning take about twenty microseconds per call, and no time in a compiled
+    program. The kernel is traced once per call.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """``chunked_vmap``: `jax.vmap` in chunks; ``chunked_reduce``: without ever storing the outputs.
 
-A call of theirs is bound by `AxisMap`; all checks precede the trace.
+`AxisMap` binds their calls; all checks precede the trace.
 """
 
 from __future__ import annotations
@@ -66,18 +66,17 @@ def chunked_vmap(
         Takes and returns pytrees of arrays, for one item.
     chunk_size : int or None
         Maximum number of items evaluated at once. A smaller chunk is used where it divides the axis
-        (down to 4/5 of the bound) or evens out the chunks, and a much smaller one on a CPU where
-        that is faster, such as for sums of few numbers. ``None``, or a bound
-        at least as large as the axis, is plain `jax.vmap` with exactly its program. ``1`` evaluates
-        ``fun`` itself, item by item, without `jax.vmap`: a `jax.lax.cond` stays a branch, and
-        ordered callbacks stay in order.
+        (down to 4/5 of the bound) or evens out the chunks, and a much smaller one on a CPU if that
+        is faster, as for sums of a few numbers. ``None``, or a bound at least as large as the axis,
+        gives exactly the program of `jax.vmap`. ``1`` evaluates ``fun`` itself, item by item,
+        without `jax.vmap`: a `jax.lax.cond` stays a branch, and ordered callbacks stay in order.
     in_axes, out_axes : int, None, or a pytree prefix of those, default 0
         As in `jax.vmap`; negative axes count from the end. Keyword arguments are mapped over
         axis 0. ``None`` passes an argument to every item; for an output it promises that the value
         does not depend on the item.
     axis_name : hashable, optional
         Accepted for code that replaces `jax.vmap`. With more than one chunk, a collective over it
-        is an error, because it would see the items of one chunk only.
+        is an error, because it would see only the items of one chunk.
     axis_size : int, optional
         Length of the mapped axis, needed only if no argument is mapped.
     checkpoint : bool, optional
@@ -95,17 +94,17 @@ def chunked_vmap(
         axes. ``None``: as the arrays are sharded. ``False``: do not divide the axis. With several
         CPU devices, all cores work. See Notes.
     lockstep : bool, default True
-        ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item.
-        ``chunk_size`` lanes take the next item when theirs is done. See `auto_vmap`.
+        ``False``: each item stops when it is done, if a loop in ``fun`` depends on the item. Each
+        of ``chunk_size`` lanes takes the next item when its own is done. See `auto_vmap`.
     batched : bool, default False
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
-        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
 
     Returns
     -------
     callable
-        Takes the arguments of ``fun`` with the mapped axis added, returns its outputs with the
+        Takes the arguments of ``fun`` with the mapped axis added, and returns its outputs with the
         axis at ``out_axes``. Shapes and dtypes are those of `jax.vmap`.
 
     Raises
@@ -130,14 +129,14 @@ def chunked_vmap(
     Notes
     -----
     *Memory.* For ``n`` items, beyond inputs and outputs: forward, the intermediate values of one
-    chunk, for any ``n``. In `jax.jvp` and `jax.vjp` the same if the chunk divides the axis and the
-    axis is 0. Otherwise, and for outputs that have an axis of length 1 in each item, one copy of
-    the outputs and of their tangents or cotangents comes on top. Inputs are not copied, nor are
-    their tangents or cotangents; except that, in derivatives of that second case, those narrower
-    than 32 bits are copied as ``float32`` (``float16`` is not).
+    chunk, for any ``n``. In `jax.jvp` and `jax.vjp`, the same if the chunk divides the axis and the
+    axis is 0. Otherwise, and for outputs that have an axis of length 1 in each item, also one copy
+    of the outputs and of their tangents or cotangents. Inputs are not copied, nor are their
+    tangents or cotangents; except that, in derivatives in this second case, those narrower than 32
+    bits are copied as ``float32`` (``float16`` is not).
 
-    *Time.* ``fun`` is traced once a call, however the axis divides. Outside `jax.jit`, a loop that
-    does the same as an earlier one is not compiled again, except in derivatives if ``fun`` has
+    *Time.* ``fun`` is traced once per call, however the axis divides. Outside `jax.jit`, a loop
+    that does the same as an earlier one is not compiled again, except in derivatives if ``fun`` has
     custom rules. Where no chunk divides the axis, the last one overlaps its neighbour and fewer
     than ``n / chunk_size`` items are computed twice; their cotangents count once.
 
@@ -146,10 +145,10 @@ def chunked_vmap(
     of shared arguments, which are summed over the devices once. Outputs have the same sharding as
     with `jax.vmap`; if the devices do not divide the axis, each has all of them. Without
     ``devices``, sharding is read from concrete arrays in an eager call, and always on a mesh with
-    explicit axes. A kernel with ordered effects evaluates the axis as one.
+    explicit axes. The axis of a kernel with ordered effects is not divided.
 
     *Classes.* A pytree class is rebuilt with the values of one item, or of all, never with those of
-    a chunk: it may check or convert its fields.
+    a chunk, so it may check or convert its fields.
 
     Examples
     --------
@@ -215,11 +214,11 @@ def chunked_reduce(
         ``TopK(3)`` or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in
         front.
     chunk_size : int or None
-        Maximum number of items evaluated at once. A tile is smaller where that is faster, as on a
-        CPU. ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
+        Maximum number of items evaluated at once. A tile is smaller if that is faster, as on a CPU.
+        ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
-        The key, field or index of the output that says whether an item counts: one boolean. What
-        is left out adds nothing to results and gradients. See `auto_vmap`.
+        The key, field or index of the output that says whether an item counts: one boolean. Items
+        left out add nothing to results and gradients. See `auto_vmap`.
     in_axes, axis_size
         As in `jax.vmap`; keyword arguments are mapped over axis 0.
     checkpoint : bool, optional
@@ -236,22 +235,22 @@ def chunked_reduce(
         axes. ``None``: as the arrays are sharded. ``False``: do not divide the axis. With several
         CPU devices, all cores work. See Notes.
     lockstep : bool, default True
-        ``False``: each item stops when it is done, where a loop in ``fun`` depends on the item. See
+        ``False``: each item stops when it is done, if a loop in ``fun`` depends on the item. See
         `auto_vmap`.
     batched : bool, default False
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
-        one axis in front, that of the items of a chunk. ``in_axes`` says where the axis is in the
+        one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
 
     Returns
     -------
     callable
-        Takes the arguments of ``fun`` with the mapped axis added, returns its outputs reduced.
+        Takes the arguments of ``fun`` with the mapped axis added, and returns its reduced outputs.
 
     Raises
     ------
     TypeError
-        ``reduce`` holds anything else, or an argument has a wrong type.
+        ``reduce`` holds anything else, or an argument has the wrong type.
     ValueError
         No reduction has this name, or an output cannot be reduced this way. This error and the
         following ones are raised before the loop is compiled.
@@ -267,16 +266,17 @@ def chunked_reduce(
 
     *Derivatives.* Sums, means and moments are differentiated tile by tile; ``logsumexp`` in a
     second pass; ``max``, ``min``, ``TopK``, ``BottomK`` and ``Best`` at the winners only, each of
-    which is evaluated once more. Among equal items the first gets the whole derivative;
-    `jax.numpy.max` shares it.
+    which is evaluated once more. Among equal items, the first gets the whole derivative;
+    `jax.numpy.max` divides it among them.
 
-    *Order.* Items are added in another order than by `jax.numpy`, so the last digits of a sum
+    *Order.* Items are added in a different order from `jax.numpy`, so the last digits of a sum
     differ. The last tile overlaps the one before it if no tile divides the axis; items that were
     counted before add nothing and send nothing back: no item counts twice.
 
     *Devices.* Each device reduces its own part of the axis, which may have any length, and the
-    partial states are merged once: sums, means, ``any`` and ``all`` by one sum or the like over the
-    devices, all else by sending the states, one or a few numbers per device, to every device.
+    partial states are merged once: sums, means, ``any`` and ``all`` by one sum or similar
+    collective over the devices, all others by sending the states, one or a few numbers per device,
+    to every device.
 
     Examples
     --------
@@ -356,7 +356,7 @@ class BoundAxes(Bound):
         return ("argument", "shape", "in_axes", "one item"), rows, self.in_front
 
     def in_one_piece(self, plan: Nesting) -> Any:
-        """Call `jax.vmap`, with our errors."""
+        """Call `jax.vmap`, with errors of rankax."""
         returned = False
 
         @functools.wraps(self.fun)
@@ -457,5 +457,5 @@ def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) 
         if is_whole and place is not None:
             raise TypeError(
                 f"{where}: {path} is Ragged, and its rows are not items of a batch; use "
-                'rankax.auto_vmap with a rank such as "n 3", or map other arguments only'
+                'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
             )

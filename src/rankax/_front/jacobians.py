@@ -158,7 +158,7 @@ class _Jacobian:
             return self.mapped(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)
         if not isinstance(reduce, EachLeaf):
             raise TypeError(
-                f"{self.where}: {reduce.name} takes whole rows, and forward mode has columns; use "
+                f"{self.where}: {reduce.name} takes whole rows, but forward mode has columns; use "
                 "chunked_jacrev"
             )
         of_column = chunked_reduce(lambda out: out, reduce, None)
@@ -291,7 +291,7 @@ def chunked_jacfwd(
         The largest number of basis vectors in flight. ``None``: all of them, as in JAX.
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit,
-        those of a derivative included. See `auto_vmap`.
+        including those of a derivative. See `auto_vmap`.
     progress : bool, str or callable, default False
         Show a bar of the basis vectors, as in `auto_vmap`.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional
@@ -308,8 +308,8 @@ def chunked_jacfwd(
     TypeError, ValueError
         Those of `jax.jacfwd`, for the same arguments.
     TypeError
-        ``reduce`` is a tree, takes whole rows, or meets inputs or outputs that are not floats; or
-        an option has a wrong type.
+        ``reduce`` is a tree, takes whole rows, or is used with inputs or outputs that are not
+        floats; or an option has the wrong type.
     ValueError
         The outputs or the weights do not fit ``reduce``, or ``memory_limit`` is too small.
 
@@ -456,7 +456,7 @@ def chunked_hessian(
 
     See Also
     --------
-    chunked_jacfwd : What it does for the gradient.
+    chunked_jacfwd : Here it is applied to the gradient.
 
     Notes
     -----

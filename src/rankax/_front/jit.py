@@ -44,7 +44,7 @@ class _Frame(NamedTuple):
     static: tuple[_Fixed | None, ...]  # of each value; None if traced
     options: Options
     parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
-    filled: tuple[int, ...]  # the batch axes that are filled up; their true lengths come last
+    filled: tuple[int, ...]  # the padded batch axes; their true lengths come last
     cut: Shape | None  # the batch shape with them
     weak: tuple[int, ...]  # the leaves of a weak type
 

@@ -4,8 +4,8 @@
 Tools treat it as they treat a function, because it has ``__get__`` and no ``__set__``: it is a
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
-`functools.wraps` does, copies those of the user only. It is copied and pickled as a function is, by
-its name if that leads back to it; a bound method, by its object and its name.
+`functools.wraps` does, copies only those of the user. A kernel is copied and pickled as a function
+is, by its name if that leads back to it; a bound method, by its object and its name.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Kernel(Generic[P, R]):
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
-        """Say what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
+        """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
         call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_ragged=True)
@@ -144,7 +144,7 @@ class Kernel(Generic[P, R]):
     def check(
         self, /, *args: Any, items: int = 16, seed: int = 0, gradient: bool = False, **kwargs: Any
     ) -> CheckReport:
-        """Compare some items of a call with the kernel by itself; raise where they differ."""
+        """Compare some items of a call with single evaluations; raise if they differ."""
         kernel, args = self.unbound(args)
         return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
 
@@ -152,7 +152,8 @@ class Kernel(Generic[P, R]):
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
-        return nonfinite(*self.unbound(args), kwargs, most, gradient=gradient)
+        kernel, args = self.unbound(args)
+        return nonfinite(kernel, args, kwargs, most, gradient=gradient, ragged=RaggedItems)
 
     @property
     def signature(self) -> str | None:
@@ -190,7 +191,7 @@ class Kernel(Generic[P, R]):
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """Where its annotations are evaluated, as jaxtyping asks of what it wraps."""
+        """The namespace of its annotations, as jaxtyping asks of what it wraps."""
         fun: Any = unwrapped(self.spec.fun)
         return fun.__globals__
 
@@ -300,8 +301,9 @@ def _is_found_by_name(kernel: Kernel[..., Any]) -> bool:
 def _goes_by_value(module: str) -> bool:
     """Whether cloudpickle is asking, and would pickle a function of this module by value.
 
-    It decides so for functions and classes only, and other objects cannot tell who pickles them
-    but by the frame. The other picklers, as that of multiprocessing, find ``__main__`` by name.
+    cloudpickle decides this only for functions and classes, and other objects can tell who pickles
+    them only from the frame. Other picklers, such as that of multiprocessing, find ``__main__`` by
+    name.
     """
     frame: Any = inspect.currentframe()
     pickler = frame.f_back.f_back.f_globals

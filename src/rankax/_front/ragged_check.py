@@ -3,7 +3,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from rankax._base.arrays import has_tangent
 from rankax._base.messages import listed
 from rankax._call.bind import BoundKernel, rebind
 from rankax._call.ragged import RaggedCall, dense_shell
+from rankax._call.ragged_results import call_ragged
 from rankax._declare.ragged import Ragged
 from rankax._front.trust import CallItems, Index, difference, most_ulps, numbers_of
 from rankax._options import Options
@@ -86,6 +87,16 @@ class RaggedItems(CallItems):
         first = "the items differ if they are filled up with copies of their last rows"
         advice = "leave these rows out, by a parameter of rank Mask"
         raise ValueError(f"{self.call.name}.check: {'; '.join([first, *lines, advice])}")
+
+    def arguments(self, index: Index) -> dict[str, Any]:
+        rows, lengths, _ = self.inputs(index, self.call.leaves)
+        return self._dense(self._with(rows, self.call.leaves), lengths).arguments(index)
+
+    def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
+        spec = self.call.kernel
+        declaration = dataclasses.replace(spec.declaration, outputs=None)
+        items = type(spec)(spec.fun, declaration, explicit, spec.members)
+        return call_ragged(dataclasses.replace(self.call, kernel=items), None, fun)
 
     # Items with other rows.
 

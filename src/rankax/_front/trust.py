@@ -24,7 +24,9 @@ from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
 from rankax._call.run import run
+from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
+from rankax._declare.ranks import ranks_of_leaves
 from rankax._devices.mesh import sharding_of
 from rankax._loop.spec import PLACE
 from rankax._options import Options
@@ -52,8 +54,8 @@ class CheckReport:
         place of its largest number, and the item that has it; for a gradient, the position in the
         argument.
     padding : tuple of str
-        Which ragged arguments the items would depend on if they were filled up with other numbers
-        than copies, and with which. The results are right all the same.
+        Ragged arguments whose padding would change the items if it held other numbers than copies,
+        and these numbers. The results are correct nonetheless.
     """
 
     kernel: str
@@ -84,7 +86,7 @@ class NonFinite:
     count : int
         How many items have a value (a gradient) that is not finite.
     indices : numpy.ndarray
-        The batch indices of the first of them, one row an item.
+        The batch indices of the first of them, one row per item.
     arguments : tuple of dict
         What each of these items was evaluated from, by path.
     """
@@ -144,6 +146,20 @@ class CallItems:
 
     # What ragged items do otherwise (`ragged_check.py`).
 
+    def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
+        """Reduce what a function returns for each item, which it gets as a call."""
+        call, spec = self.call, self.call.kernel
+
+        @functools.wraps(spec.fun)
+        def of_item(*args: Any, **kwargs: Any) -> Any:
+            return fun(bind(spec, args, kwargs))
+
+        seen = {"outputs": None, "masks": {}, "written": None}  # `of_item` takes no mask
+        declaration = dataclasses.replace(spec.declaration, **seen)
+        items = KernelSpec(of_item, declaration, {}, spec.members)
+        args = call.arguments
+        return run(bind(items, args.args, args.kwargs), Options(**explicit))
+
     def has_rows(self, index: Index) -> bool:  # noqa: ARG002
         """Whether the kernel can be evaluated for this item by itself."""
         return True
@@ -167,7 +183,7 @@ def check(
     gradient: bool,
     ragged: type[CallItems],
 ) -> CheckReport:
-    """Compare some items of a call with the kernel by itself; see ``kernel.check``.
+    """Compare some items of a call with single evaluations; see ``kernel.check``.
 
     ``ragged`` is what the items of a call with `Ragged` arguments are.
     """
@@ -253,7 +269,8 @@ def _gradients(
     lost = {i: jnp.isnan(got[i]) & ~jnp.isnan(wanted[i]) for i in floats}
     if any(map(jnp.any, lost.values())) and not call.structure.ragged:
         args, kwargs = call.arguments.args, call.arguments.kwargs
-        if any(nonfinite(kernel, args, kwargs, 1, gradient=g).count for g in (False, True)):
+        odd = functools.partial(nonfinite, kernel, args, kwargs, 1, ragged=type(them))
+        if any(odd(gradient=g).count for g in (False, True)):
             # A cotangent of 0 times a derivative that is not finite is NaN, as in plain JAX.
             got = {i: jnp.where(lost[i], wanted[i], got[i]) for i in floats}
     for i in floats:
@@ -302,24 +319,29 @@ def _shown(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} = {_text(value)}" for path, value in arguments.items())
 
 
-def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool) -> NonFinite:
-    """Count the items that are not finite, and name the first ones; see ``kernel.nonfinite``."""
+def nonfinite(
+    kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool, ragged: type[CallItems]
+) -> NonFinite:
+    """Count the items that are not finite, and name the first ones; see ``kernel.nonfinite``.
+
+    ``ragged`` is what the items of a call with `Ragged` arguments are.
+    """
     spec: KernelSpec = kernel.spec
     site = f"{spec.name}.nonfinite"
     positive_int(most, site, "most")
     check_bool(gradient, site, "gradient")
     given = spec.options()
-    options = dataclasses.replace(
-        given, reduce=None, reduce_axis=None, where=None, compiler_options=None, batched=False
-    )
-    them = CallItems(bind(spec, args, kwargs), options)
+    unreduced: dict[str, Any] = {"reduce": None, "reduce_axis": None, "where": None}
+    unbatched: dict[str, Any] = {"batched": False, "jit": False, "compiler_options": None}
+    explicit = {**vars(given), **unreduced, **unbatched}
+    options = Options(**explicit)
+    call = bind(spec, args, kwargs, takes_ragged=True)
+    them = (ragged if call.structure.ragged else CallItems)(call, options)
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
-        seen = {"outputs": None, "masks": {}, "written": None}  # `_is_odd` takes no mask
-        declaration = dataclasses.replace(spec.declaration, **seen)
-        odd = KernelSpec(_is_odd(spec, given.where, gradient), declaration, {}, spec.members)
-        found, first = run(bind(odd, args, kwargs), dataclasses.replace(options, reduce=reduce))
+        is_odd = _is_odd(spec, given.where, gradient)
+        found, first = them.reduced(is_odd, {**explicit, "reduce": reduce})
         count = int(found)
         flat = np.asarray(first.indices)[:count]
     indices = np.stack(np.unravel_index(flat, them.shape or (1,)), -1)[:, : len(them.shape)]
@@ -328,16 +350,17 @@ def nonfinite(kernel: Any, args: Any, kwargs: Any, most: int, *, gradient: bool)
     return NonFinite(spec.name, what, them.shape, count, indices, arguments)
 
 
-def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callable[..., jax.Array]:
-    """Return a kernel that says whether an item is not finite: a number, to be ranked."""
+def _is_odd(
+    spec: KernelSpec, mask: str | int | None, gradient: bool
+) -> Callable[[BoundKernel], jax.Array]:
+    """Return a function that says whether an item is not finite: a number, to be ranked."""
 
     def is_finite(tree: Any) -> jax.Array:
         leaves = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if has_tangent(x)]
         return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
-    @functools.wraps(spec.fun)
-    def is_odd(*args: Any, **kwargs: Any) -> jax.Array:
-        call = bind(spec, args, kwargs)
+    def is_odd(call: BoundKernel) -> jax.Array:
+        masks, ranks = call.masks or {}, call.structure.ranks
         places = [i for i, leaf in enumerate(call.leaves) if gradient and has_tangent(leaf)]
 
         def of(values: list[Any]) -> tuple[list[Any], Any]:
@@ -346,14 +369,30 @@ def _is_odd(spec: KernelSpec, mask: str | int | None, gradient: bool) -> Callabl
                 leaves[i] = value
             out = call.evaluate(leaves, call.plan(Options()))
             check_outputs(spec.fun, out)
-            return [x for x in jax.tree.leaves(out) if has_tangent(x)], out
+            outs = jax.tree.leaves(out)
+            if masks and spec.declaration.outputs is not None:
+                declared = ranks_of_leaves(spec.declaration.outputs, out, "output")
+                outs = [_real(x, rank, masks) for x, rank in zip(outs, declared, strict=True)]
+            return [x for x in outs if has_tangent(x)], out
 
         outs, pull, out = jax.vjp(of, [jnp.asarray(call.leaves[i]) for i in places], has_aux=True)
-        is_bad = ~is_finite(out)
+        is_bad = ~is_finite(outs)
         if gradient:
-            is_bad = ~is_bad & ~is_finite(pull([jnp.ones_like(x) for x in outs]))
+            (grads,) = pull([jnp.ones_like(x) for x in outs])
+            # Nothing flows back to an item without rows.
+            has_rows = {name: jnp.any(mask) for name, mask in masks.items()}
+            grads = [_real(x, ranks[i], has_rows) for i, x in zip(places, grads, strict=True)]
+            is_bad = ~is_bad & ~is_finite(grads)
         if mask is not None:
             is_bad &= find_mask(out, mask)[1]
         return is_bad.astype(jnp.int32)
 
     return is_odd
+
+
+def _real(x: Any, rank: Rank | None, masks: Mapping[str, Any]) -> Any:
+    """Return zeros in place of rows that fill a ragged item up."""
+    name = rank.dims[0].name if rank is not None and rank.dims else None
+    if name is None or (mask := masks.get(name)) is None:
+        return x
+    return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))

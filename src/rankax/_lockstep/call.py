@@ -47,7 +47,7 @@ def check_lanes(item: ItemProgram) -> None:
     order = "items end in any order"
     if has_order(item.closed):
         place = _loop_in_order(item.closed.jaxpr)
-        cause = f"has an ordered effect{place}, as a callback with ordered=True"
+        cause = f"has an ordered effect{place}, such as a callback with ordered=True"
         clash, instead = order, "ordered=False"
     elif any(map(is_ref, item.closed.jaxpr.constvars)):
         cause, clash, instead = "uses a jax.Ref", order, "read it before the call"

@@ -7,7 +7,7 @@ this cheap:
 
 * A state that follows itself, which is the body of a loop, runs again and again until a tenth of
   the lanes have left it. It carries only what the loop changes.
-* Other states wait until a tenth of the lanes have come. Those between two loops run in one go,
+* Other states run once a tenth of the lanes wait in them. Those between two loops run in one go,
   from the end of one item to the start of the next, so a lane reaches its next loop in one round.
 * Small values are stored with the lanes on the last axis, where XLA:CPU vectorises.
 

@@ -84,7 +84,7 @@ class State:
     test: Any = None  # a slot or a literal; None if there is one target
     targets: tuple[int, ...] = ()
     is_branch: bool = False  # whether it starts one side of a branch
-    is_exposed: bool = False  # whether values of lanes that do not wait in it may do harm
+    is_exposed: bool = False  # whether garbage of lanes that do not wait in it is unsafe
 
     def add(self, run: Callable[..., Sequence[Any]], ins: Sequence[Any], outs: Any) -> None:
         self.ops.append(Op(run, ins, outs))
@@ -420,7 +420,7 @@ def is_minor(eqn: Any, around: int | None) -> bool:
 
 
 def harmed(eqn: Any) -> bool:
-    """Whether arbitrary inputs may do harm: an error that is raised, or a loop without end."""
+    """Whether garbage inputs are unsafe: an error that is raised, or a loop without end."""
     name = eqn.primitive.name
     return (
         name.endswith("callback")

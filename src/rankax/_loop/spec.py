@@ -98,17 +98,17 @@ def item_key(key: Any, number: Any) -> Any:
 def index_without_fill(
     index: jax.Array, shape: Shape, axes: Sequence[int], lengths: Mapping[int, Any]
 ) -> jax.Array:
-    """Return a flat index into some axes of a batch as it was before it was filled up.
+    """Return a flat index into some axes of a batch as it was before padding.
 
     Parameters
     ----------
     index : array of ints
         Negative: no item.
     shape : tuple of int
-        The shape of the batch that is filled up.
+        The shape of the padded batch.
     axes : sequence of int
     lengths : mapping of int to uint32
-        How long each axis was that is filled up; traced.
+        How long each padded axis was; traced.
     """
     if not lengths.keys() & axes[1:]:
         return index

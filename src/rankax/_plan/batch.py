@@ -51,16 +51,16 @@ class BatchPlan:
     reduce : str
         The name of the reduction.
     devices : tuple of (int, int)
-        The axes of the batch shape that several devices share, and the number of devices of each.
-        They work side by side; the levels are those of the part of one device.
+        The axes of the batch shape that several devices share, and the number of devices for each.
+        They work side by side; the levels are those of one device's part.
     lanes : int or None
-        With ``lockstep=False``, how many items are in flight, each of which ends by itself.
+        With ``lockstep=False``, how many items are in flight; each of them ends by itself.
     ends : tuple of str, or None
         With ``lockstep=False``, where items part: loops whose length depends on the item, and
         expensive branches; and how each loop is reversed. Empty: nowhere, so they run in lockstep.
     filled : tuple of (int, int)
-        With ``bucket=``, the axes of the batch shape that are filled up, and the length that each
-        has in the arguments and the results.
+        With ``bucket=``, the axes of the batch shape that are padded, and the length that each has
+        in the arguments and the results.
     ragged : tuple of str
         With ragged arguments, how many items there are in how many lengths, for each dimension.
     parts : tuple of (tuple of int, BatchPlan)
@@ -163,7 +163,7 @@ class BatchPlan:
 def _pairs_line(plan: BatchPlan) -> list[str]:
     """Say that arguments go together item by item, where the only axis is reduced.
 
-    Whoever means all pairs gets a result of the same shape otherwise, and no error.
+    Otherwise, a caller who means all pairs gets a result of the same shape, and no error.
     """
     shared = [leaf.path for leaf in plan.leaves if leaf.batch_axes == plan.batch_shape]
     names = dict.fromkeys(re.split(r"\W", path)[0] for path in shared if path != "batch_shape")

@@ -88,7 +88,7 @@ class MemoryFit:
         Those of its gradient. None if there is no gradient, or if chunks do not bound its memory,
         as with ``checkpoint=False``.
     stored : bool
-        Whether the reverse pass computes nothing again, because the limit leaves room for all.
+        Whether the reverse pass recomputes nothing, because the limit leaves room for everything.
     no_gradient : str
         Why there is no gradient, if there is none: ``"Differentiation rule for 'schur' not
         implemented"``.
@@ -105,7 +105,7 @@ class MemoryFit:
         gradient = "" if self.gradient is None else f", gradient {shown_bytes(self.gradient)}"
         if self.no_gradient:
             gradient = f", gradient: none ({self.no_gradient})"
-        stored = ", nothing computed again" if self.stored else ""
+        stored = ", nothing recomputed" if self.stored else ""
         return (
             f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}{stored}"
@@ -136,7 +136,7 @@ def fit_chunk(
     """
     measured: dict[int, Cost] = {}
     low = 0  # the largest chunk within the limit
-    candidate = even_chunk_size(sizes, min(_SMALL, most))
+    candidate = first = even_chunk_size(sizes, min(_SMALL, most))
     while len(measured) < _MOST_MEASURED:
         measured[candidate] = measure(candidate)
         low = max((size for size, cost in measured.items() if cost.most <= limit), default=0)
@@ -150,7 +150,9 @@ def fit_chunk(
     low = low or 1
     cost = measured.get(low) or measure(low)
     if cost.most > limit:
-        raise ValueError(_too_much(cost, limit, where))
+        # Both are always measured. A chunk that the compiler fuses may need less than one item.
+        least = min(cost.most, measured[first].most)
+        raise ValueError(_too_much(cost, least, limit, where))
     return MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
 
 
@@ -171,7 +173,7 @@ def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-def _too_much(cost: Cost, limit: int, where: str) -> str:
+def _too_much(cost: Cost, least: int, limit: int, where: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
@@ -180,5 +182,5 @@ def _too_much(cost: Cost, limit: int, where: str) -> str:
         step = "pass checkpoint=False if you need no gradient"
     return (
         f"{where}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
-        f"{shown_bytes(limit)}; raise it to at least {cost.most} bytes, or {step}"
+        f"{shown_bytes(limit)}; raise it to at least {least} bytes, or {step}"
     )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""The few lengths to which ragged items are filled up, and which items go to each.
+"""The few lengths to which ragged items are padded, and which items go to each.
 
-Items are sorted by their rows, and cut into runs; the items of a run are filled up to its longest
-one. Where to cut so that the fewest rows are filled in is the shortest path over the distinct
-lengths, for each number of runs (`_cuts`). An eager call, which compiles a loop for each run, takes
-the fewest runs that fill in at most a tenth of the rows. With ``jit=True`` lengths are first
-rounded up to one geometric series, and each that occurs is a run: which of them were merged would
-differ from batch to batch, and the programs with them.
+Items are sorted by their rows, and cut into runs; the items of a run are padded to its longest one.
+The cuts that need the fewest rows of padding are the shortest path over the distinct lengths, for
+each number of runs (`_cuts`). An eager call, which compiles a loop for each run, takes the fewest
+runs for which at most a tenth of the rows are padding. With ``jit=True``, lengths are first rounded
+up to one geometric series, and each length that occurs is a run: if lengths were merged, the
+choice, and so the programs, would differ from batch to batch.
 
 Items may be ragged in several dimensions, such as the atoms and the bonds of molecules. They are
 then sorted by all their rows together.
@@ -34,7 +34,7 @@ _MOST_CANDIDATES = 400  # distinct lengths at which a run may end
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """The items that are filled up to the same length."""
+    """The items that are padded to the same length."""
 
     items: Array  # their numbers, in ascending order
     lengths: tuple[int, ...]  # of each ragged dimension
@@ -69,9 +69,9 @@ def groups_of(lengths: Array, *, in_series: bool) -> list[Group]:
 
 
 def slots_for(count: int) -> int:
-    """Return how many items a group of so many is filled up to, so that others reuse its program.
+    """Return how many items a group of so many is padded to, so that others reuse its program.
 
-    Those of large groups vary less from batch to batch, so their steps are finer: an eighth.
+    Sizes of large groups vary less from batch to batch, so their steps are finer: an eighth.
     """
     if count <= _FEW:
         return bucket_of(count, True) or count
@@ -96,7 +96,7 @@ def _cuts(ends: Array, most: Array, enough: int) -> list[int]:
     most : array of shape (candidates, dimensions)
         The longest lengths between one candidate and the one before.
     enough : int
-        How many rows, evaluated in all, need no more runs.
+        If at most this many rows are evaluated in all, no more runs are needed.
     """
     count = len(ends)
     begins = np.append(0, ends[:-1])

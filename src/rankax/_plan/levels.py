@@ -120,7 +120,7 @@ class Level:
     Attributes
     ----------
     size : int
-        Items along this level.
+        The number of items along this level.
     tile : int
         How many of them are evaluated at once; ``size`` where the level is a plain `jax.vmap`.
     axes : tuple of int

@@ -34,9 +34,9 @@ def call_error(
     leaves, ranks : sequences of equal length
         Every leaf that has a rank; one with too few axes is a problem too.
     clashes : sequence of Clash
-        Of the other leaves, by their positions in ``leaves``.
+        Those of the other leaves, by their positions in ``leaves``.
     sizes : dict
-        Of the named core dimensions.
+        The sizes of the named core dimensions.
     untouched : sequence of (path, shape)
         The arrays without a rank.
 
@@ -51,6 +51,13 @@ def call_error(
     sentences = [_too_few(leaves[i], ranks[i], sizes) for i in short[:_EXAMPLES]]
     if (others := len(short) - _EXAMPLES) > 0:
         sentences.append(f"And {plural(others, 'leaf')} more with too few axes.")
+    tuples = {_list_of(leaves[i].path) for i in short}
+    longer = {_list_of(leaf.path) for leaf in leaves if leaf.shape or not leaf.rank}
+    sentences += [
+        f"If {x} is an array, pass jnp.asarray({x}); if it is the shape of one, for a plan, pass "
+        f"jax.ShapeDtypeStruct({x}, jnp.float32)."
+        for x in sorted(filter(None, tuples - longer))
+    ]
     for clash in clashes:
         kinds.append(BatchShapeError if isinstance(clash.axis, int) else CoreDimensionError)
         sentences.append(_clash_sentence(clash, paths, sizes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The shapes of one call: divided by their ranks, compared with each other, filled up, split.
+"""The shapes of one call: divided by their ranks, compared with each other, padded, split.
 
 Batch axes agree by NumPy's rules, core dimensions by name. Disagreements are returned as data;
 `rankax._plan.report` words them.
@@ -136,7 +136,7 @@ def checked_bucket(value: Any, where: str) -> Bucket:
 
 
 def bucket_of(length: int, bucket: Bucket) -> int | None:
-    """Return the length to which an axis is filled up; None if it is longer than all of them."""
+    """Return the length to which an axis is padded; None if it is longer than all of them."""
     series = (math.ceil(_RATIO**k) for k in itertools.count()) if bucket is True else bucket or ()
     return next((size for size in series if size >= length), None)
 
@@ -189,8 +189,8 @@ def plan_splits(
         if isinstance(count, int) and count > _MOST_KEYS:
             raise ValueError(
                 f"{function_location(fun)}: each key of {leaf.path} would be split into {count} "
-                f"keys, and JAX counts {_MOST_KEYS}; pass keys that have a batch axis themselves, "
-                f"such as jax.random.split({leaf.path}, n) for an axis of length n"
+                f"keys, but JAX counts only {_MOST_KEYS}; pass keys that have a batch axis "
+                f"themselves, such as jax.random.split({leaf.path}, n) for an axis of length n"
             )
         if any(strides):
             splits.append(Split(position, tuple(reversed(strides))))

@@ -36,7 +36,7 @@ def checked_progress(value: Any, site: str) -> bool | Target:
             raise ValueError(f"{site}: progress must not be an empty label; True shows the name")
         if importlib.util.find_spec("tqdm") is None:
             raise ImportError(
-                f"{site}: progress={value!r} shows a bar by tqdm, which is not installed; "
+                f"{site}: progress={value!r} shows a bar with tqdm, which is not installed; "
                 "pip install tqdm, or give a function of (done, total)"
             )
         return value

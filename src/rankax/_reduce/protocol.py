@@ -84,7 +84,7 @@ FILL = "\0fill"  # in place of ``where``: items count unless they are copies tha
 
 
 class Marked(NamedTuple):
-    """The output of an item of a batch that is filled up, and whether it counts; copies do not."""
+    """The output of an item of a padded batch, and whether it counts; copies do not."""
 
     out: Any
     counts: Any
@@ -222,7 +222,7 @@ class Several:
     *reductions, **named : str or Reduction
         Names or objects, as ``reduce`` takes them.
     where : str or int, optional
-        As in `rankax.auto_vmap`, for those that have none of their own.
+        As in `rankax.auto_vmap`, for reductions without a ``where`` of their own.
     """
 
     def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:

@@ -152,7 +152,7 @@ def checked_where(value: Any, where: str) -> str | int | None:
         raise TypeError(
             f"{where}: where must be the key, field or index of an output, got "
             f"{type(value).__name__} {value!r}"
-            + ("; pass an array to the kernel, which returns it" if hasattr(value, "shape") else "")
+            + ("; pass the array to the kernel, and return it" if hasattr(value, "shape") else "")
         )
     return value
 

@@ -234,7 +234,7 @@ class Gram(Reduction):
 
     def check(self, outputs: Outputs, count: int) -> None:
         if self.weights is not None:
-            raise MisfitError("its weights are those of the rows of a Jacobian; scale the output")
+            raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         return [outs[0].T @ outs[1]]
@@ -252,7 +252,7 @@ class Gram(Reduction):
 
 
 class WeightedGram(Gram):
-    """The same of pairs of an item and its weight."""
+    """`Gram` of pairs of an item and its weight."""
 
     name = "gram"  # pyright: ignore
 

@@ -106,7 +106,7 @@ class _Extremum(_Compared):
 
 @dataclasses.dataclass(frozen=True)
 class Max(_Extremum):
-    """`jax.numpy.max`. Of equal items the first has the whole derivative."""
+    """`jax.numpy.max`. Among equal items, the first gets the whole derivative."""
 
     function = staticmethod(jnp.max)
     arg = ArgMax()
@@ -114,7 +114,7 @@ class Max(_Extremum):
 
 @dataclasses.dataclass(frozen=True)
 class Min(_Extremum):
-    """`jax.numpy.min`. Of equal items the first has the whole derivative."""
+    """`jax.numpy.min`. Among equal items, the first gets the whole derivative."""
 
     function = staticmethod(jnp.min)
     arg = ArgMin()
@@ -201,7 +201,7 @@ class TopK(FirstK):
 
     Equal items stay in order: the first comes first. The result is a NamedTuple of ``values`` and
     ``indices`` (into the reduced axes, as if they were one), both with an axis of length ``k`` in
-    the place of the reduced ones.
+    place of the reduced axes.
     """
 
 
@@ -209,7 +209,7 @@ class TopK(FirstK):
 class BottomK(FirstK):
     """The ``k`` smallest items, smallest first; nan is the largest, so it comes last.
 
-    Equal items stay in order, and the result is that of `TopK`.
+    Equal items stay in order, and the result has the form of that of `TopK`.
     """
 
     largest = False
@@ -222,8 +222,8 @@ class Best(Reduction):
     Parameters
     ----------
     by : str or int
-        The key, field or index of the output that decides: one real number. The first of equals
-        is taken, and an item with nan before all others, as `jax.numpy.argmin` does.
+        The key, field or index of the output that decides: one real number. Among equals, the first
+        is taken, and an item with nan before all others, as in `jax.numpy.argmin`.
     largest : bool, default False
         Take the largest instead.
 

@@ -40,7 +40,7 @@ def checkpoint_chunked_scan(
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
 
     in values and in derivatives of every order. The reverse pass recomputes each chunk from its
-    first carry (Griewank and Walther, *Algorithm 799: revolve*, 2000, treat which chunks are best).
+    first carry (Griewank and Walther, *Algorithm 799: revolve*, 2000, discuss the best choice).
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def checkpoint_chunked_scan(
         this limit, measured by compiling it; no checkpoint, if it fits without. Bytes, ``"2 GB"``,
         or ``"50%"`` of the free memory.
     policy : callable, optional
-        What a chunk may store all the same, as in `jax.checkpoint` (see
-        `jax.checkpoint_policies`). Default: nothing.
+        What a chunk may store nevertheless, as in `jax.checkpoint` (see `jax.checkpoint_policies`).
+        Default: nothing.
     progress : bool, str or callable, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
         as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
@@ -96,9 +96,9 @@ def checkpoint_chunked_scan(
 
     *Memory.* For ``n`` steps in chunks of ``c``, the reverse pass stores ``n / c`` carries and what
     ``f`` needs at ``c`` steps: least near ``c = sqrt(n)``. With ``d`` nested levels, it is about
-    ``n ** (1 / (d + 1))`` of each. If a step stores ``r`` carries, least near ``c = sqrt(n / r)``;
-    ``memory_limit`` measures ``r``. Where the chunks do not divide the length, ``ys`` are copied
-    once, and a derivative copies ``xs`` once.
+    ``n ** (1 / (d + 1))`` of each. If a step stores ``r`` carries, the least is near
+    ``c = sqrt(n / r)``; ``memory_limit`` measures ``r``. Where the chunks do not divide the length,
+    ``ys`` are copied once, and a derivative copies ``xs`` once.
 
     *Time.* The reverse pass evaluates ``f`` once more per level of nesting.
 
@@ -118,7 +118,7 @@ def checkpoint_chunked_scan(
     limit = checked_limit(memory_limit, call.site)
     given = chunk_sizes(call.site, chunk_size, call.length)
     if limit is not None and chunk_size is not None:
-        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give one of them")
+        raise TypeError(f"{call.site}: memory_limit chooses chunk_size, so give only one of them")
     if policy is not None and not callable(policy):
         came = type(policy).__name__
         raise TypeError(f"{call.site}: policy must be callable or None, got {came}")

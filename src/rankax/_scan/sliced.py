@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import has_tangent, index_dtype, scalar, zeros
-from rankax._base.messages import function_location
+from rankax._base.messages import check_bool, function_location
 from rankax._loop.access import widen, write_chunk
 from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Chunks
@@ -52,8 +52,8 @@ def sliced_scan(
         kept = range(length)[start:stop:step]  # or save_at
         ys = jax.tree.map(lambda y: y[np.asarray(kept)], ys)
 
-    except that the other ``ys`` are never stored. What only they need is not computed either, as
-    far as the compiler can tell. With ``reduce``, equivalent to (for ``"mean"``) ::
+    except that the other ``ys`` are never stored. Values that only they need are not computed
+    either, as far as the compiler can tell. With ``reduce``, equivalent to (for ``"mean"``) ::
 
         carry, ys = jax.lax.scan(f, init, xs, length, reverse, unroll)
         if reverse:  # in the order of execution
@@ -91,15 +91,15 @@ def sliced_scan(
         while tracing.
     reduce : str, Reduction, or a pytree prefix of those, optional
         Reduce each output, or each subtree of outputs, over the steps of a window instead of
-        keeping its last one: ``"mean"``, ``"max"``, ``"sum"`` or another name that
-        `chunked_reduce` knows, or an object from `rankax.reductions`. ``"last"`` and None keep the
-        output of the kept step. The window of a kept step begins after the step that was kept
-        before it, in the order of execution, or with the first step. Indices, as of ``"argmax"``,
-        count from there. Steps after the last kept one belong to no window.
+        keeping its last one: ``"mean"``, ``"max"``, ``"sum"`` or another name that `chunked_reduce`
+        knows, or an object from `rankax.reductions`. ``"last"`` and None keep the output of the
+        kept step. The window of a kept step begins after the step that was kept before it, in the
+        order of execution, or with the first step. Indices, such as those of ``"argmax"``, count
+        from there. Steps after the last kept one belong to no window.
     checkpoint : bool, default False
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
-        the next. With ``reduce``, or steps that are no range: recompute as many stretches of one
-        length.
+        the next. With ``reduce``, or steps that do not form a range: recompute the same number of
+        stretches, all of one length.
     progress : bool, str or callable, default False
         Show a bar of the steps (a string is its label), or call a function with ``(done, total)``,
         as in `auto_vmap`. Counting takes at least a quarter of a microsecond per step. Ignored
@@ -115,7 +115,7 @@ def sliced_scan(
     Raises
     ------
     TypeError
-        An argument has the wrong type, or ``save_at`` comes with a slice.
+        An argument has the wrong type, or ``save_at`` is combined with a slice.
     TypeError
         ``f`` does not return a pair, or the carry it returns differs from ``init`` in structure,
         shape or dtype.
@@ -142,20 +142,21 @@ def sliced_scan(
 
     * Forward, one step. ``xs`` is read in place. The ``k`` outputs are copied once if ``step`` is
       negative, or if the slice leaves no room for the last block, as ``ys[::3]`` of 10 does; once
-      or twice with ``reduce``, or with steps that are no range.
+      or twice with ``reduce``, or with steps that do not form a range.
     * In a derivative, ``xs`` is copied at most once, and not at all if the kept steps divide it
       evenly.
     * In the reverse pass, what ``f`` needs to be differentiated, for ``n`` steps. With
       ``checkpoint``: ``k`` carries, and what ``f`` needs for the longest stretch without a kept
-      step. With steps that are no range, a gradient without ``checkpoint`` may store twice what
-      ``f`` needs, as a `jax.lax.cond` does.
+      step. With steps that do not form a range, a gradient without ``checkpoint`` may store twice
+      what ``f`` needs, as a `jax.lax.cond` does.
 
     *Time.* That of `jax.lax.scan`; with ``checkpoint``, one more evaluation of each step in the
     reverse pass.
 
-    *Derivatives.* With ``reduce``, as those of `chunked_reduce`: of equal items, the first has the
-    whole derivative of ``"max"``. A step that is left out by ``Sum(where="ok")`` gets a cotangent
-    of 0, but it was run, so an infinite derivative of its output by the carry still gives NaN.
+    *Derivatives.* With ``reduce``, as those of `chunked_reduce`: among equal items, the first gets
+    the whole derivative of ``"max"``. A step that is left out by ``Sum(where="ok")`` gets a
+    cotangent of 0, but it was run, so an infinite derivative of its output with respect to the
+    carry still gives NaN.
 
     Examples
     --------
@@ -184,6 +185,7 @@ def sliced_scan(
     Array([ 0.2, -0.6,  0.8, -0.6], dtype=float32)
     """
     call = scan_call("sliced_scan", f, init, xs, length, reverse, unroll, progress)
+    check_bool(checkpoint, call.site, "checkpoint")
     kept = kept_indices(call.site, call.length, save_at, start=start, stop=stop, step=step)
     reductions = read_window_reductions(reduce, call.site)
     even = kept if isinstance(kept, range) else as_range(kept)

@@ -39,8 +39,8 @@ def checkpoint_while_loop(
 
         jax.lax.while_loop(cond_fun, body_fun, init_val)
 
-    in values and in forward mode. `jax.lax.while_loop` has no reverse mode. Here it is exact for
-    any number of steps, also for what both functions close over.
+    in values and in forward mode. `jax.lax.while_loop` has no reverse mode. Here, it is exact for
+    any number of steps, also with respect to values that the functions close over.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def checkpoint_while_loop(
     init_val : pytree
         The first carry: arrays and scalars of any dtype, also PRNG keys.
     max_stored : int, default 32
-        The most carries that the reverse pass stores at a time.
+        The largest number of carries that the reverse pass stores at a time.
 
     Returns
     -------
@@ -71,8 +71,8 @@ def checkpoint_while_loop(
     ValueError
         The reverse pass is itself differentiated in reverse mode.
     ValueError
-        Inside `jax.shard_map`, the loop is differentiated in a value that is the same on all
-        devices, while its carry is not.
+        Inside `jax.shard_map`, the loop is differentiated with respect to a value that is the same
+        on all devices, while its carry is not.
 
     See Also
     --------
@@ -231,7 +231,7 @@ def _with_reverse_pass(eqn: Any, where: str) -> Any:
 
 
 def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
-    """Refuse derivatives in values that are the same on all devices while the carry is not.
+    """Refuse derivatives by values that are the same on all devices while the carry is not.
 
     JAX adds up the cotangents of such a value over the devices, wherever it is used: here in each
     step, whose number may differ from device to device, so that they would wait for each other.
@@ -240,9 +240,9 @@ def _check_axes(site: str, live: Sequence[Any], carry: Any) -> None:
     if any(axes - varying_axes(x) for x in live):
         names = messages.listed(sorted(map(repr, axes)))
         raise ValueError(
-            f"{site}: inside jax.shard_map, it is differentiated in a value that does not vary "
-            f"over {names}, but its carry does; declare the value as varying before the loop: "
-            "jax.lax.pcast(x, axes, to='varying')"
+            f"{site}: inside jax.shard_map, it is differentiated with respect to a value that "
+            f"does not vary over {names}, but its carry does; declare it as varying before the "
+            "loop: jax.lax.pcast(x, axes, to='varying')"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Keep values that are used again, where XLA:CPU would compute them again.
+"""Keep values that are used again, where XLA:CPU would recompute them.
 
 XLA:CPU fuses a value with the elementwise operations before it into one loop, which begins at the
 last stored values. If two loops read a value, both compute it. In a chain of layers, each with a
@@ -9,9 +9,9 @@ them (`rankax._fit.cpu`), and its operands are stored.
 
 From JAX 0.12 on, `jax.lax.optimization_barrier` stores a value. (Earlier versions remove it before
 they fuse.) `keep_values` adds one to each value that several loops read, if it costs more to
-compute again than to store. Derivatives have barriers in the same places. Loops over chunks do
-this; a call without chunks stays the program that one would write by hand. Other backends, and
-programs with effects, are left alone.
+recompute than to store. Derivatives have barriers in the same places. Loops over chunks do this; a
+call without chunks stays the program that one would write by hand. Other backends, and programs
+with effects, are left alone.
 
 With JAX 0.12, a loop that evaluates one of the functions `_OPAQUE` looks up for every number where
 its tile begins, and reads number by number. `keep_inputs` copies the tile before: maps of such
@@ -95,7 +95,7 @@ def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
 
 
 def computes_again(jaxpr: Any, items: int) -> bool:
-    """Whether the program of a batch would compute values again, if no library stored any.
+    """Whether the program of a batch would recompute values, if no library stored any.
 
     What has fewer numbers than the batch has items is the same for all of them, and is cheap.
     """

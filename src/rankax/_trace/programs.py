@@ -240,9 +240,9 @@ class ItemProgram:
         """Refuse to map a program with an ordered effect, which JAX cannot."""
         if has_order(self.closed):
             raise ValueError(
-                f"{self.where}: it has an ordered effect, as a callback with ordered=True, which "
-                "JAX cannot map; with chunk_size=1 the items run one after the other in their "
-                "order, and with ordered=False the order is left open"
+                f"{self.where}: it has an ordered effect, such as a callback with ordered=True, "
+                "which JAX cannot map; with chunk_size=1 the items run one after another in order, "
+                "and with ordered=False the order is left open"
             )
 
     def check_unmapped_outputs(self) -> None:

@@ -23,36 +23,22 @@ asks for equal options.
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import core
 
-from rankax._base.arrays import is_staged
 from rankax._base.messages import check_bool
-from rankax._call.arguments import is_array
-from rankax._call.bind import BoundKernel, bind
-from rankax._call.fill import fill_up, filled
-from rankax._call.run import items_at_once, plan_of, run
-from rankax._fit.cpu import PRODUCTS_ONLY, jit_at_once, tiles_matter
+from rankax._call.bind import bind
 from rankax._fit.memory import free_bytes
-from rankax._lockstep.machine import cut_program
 from rankax._options import Options
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
-from rankax._plan.levels import Level
 from rankax._tune.table import Candidate, Tuning, measured_for
-
-# Chunk sizes, the most promising first: small ones and large ones in turn.
-_SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
-_LARGE = (256, 4096, 1024)  # of chunks that a gradient stores, or on several devices
-_LANES = (256, 64, 1024)  # where items end by themselves
+from rankax._tune.workload import RaggedWorkload, Workload
 
 _FEW_ITEMS = 16  # of the first slice
 _RUN = 1 / 60  # the share of the time that one run may take
@@ -80,7 +66,9 @@ def tuned(
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
     bound = options.chunk_size if explicit is None else None
-    workload = Workload(bind(kernel.spec, args, kwargs), bound, gradient, where)
+    call = bind(kernel.spec, args, kwargs, takes_ragged=True)
+    kind = RaggedWorkload if call.structure.ragged else Workload
+    workload = kind(call, bound, gradient, where)
     search = _Search(workload, limit, begin, seconds)
     chosen = search.chosen()
     if chosen is None:
@@ -98,155 +86,13 @@ def tuned(
 
 
 @dataclasses.dataclass(eq=False)
-class Workload:
-    """A call that a kernel is tuned for.
-
-    Parameters
-    ----------
-    call : BoundKernel
-    bound : int, optional
-        The largest chunk that may be used.
-    gradient : bool
-        Whether the value is differentiated.
-    where : str
-        How an error message begins.
-    """
-
-    call: BoundKernel
-    bound: int | None
-    gradient: bool
-    where: str
-
-    def __post_init__(self) -> None:
-        call, options = self.call, self.call.kernel.options()
-        if is_staged() or any(isinstance(x, core.Tracer) for x in call.split()[0]):
-            raise TypeError(
-                f"{self.where}: it runs the kernel to time it, so it cannot be called inside "
-                "jax.jit, jax.vmap, jax.grad or a scan; call it before, and use the kernel that it "
-                "returns"
-            )
-        call = filled(call, fill_up(call, options))
-        self.call = call = dataclasses.replace(call, lengths={})  # copies cost what items cost
-        self.defaults = dataclasses.replace(options, memory_limit=None)
-        self.values, self.shell = call.split()
-        arrays = [i for i, value in enumerate(self.values) if options.jit and is_array(value)]
-        self.traced = {*call.ranked, *arrays}
-        self.floating = [i for i in call.ranked if _is_floating(call.leaves[i])]
-        self.plan = call.plan(self.with_chunk(None))
-        self.batch = self.plan.plan.batch_shape
-        self.items = math.prod(self.batch)
-        if not self.items or not self.batch:
-            what = "no batch axes" if not self.batch else "an empty batch"
-            raise ValueError(
-                f"{self.where}: the arguments have {what}, so there is nothing to tune; pass "
-                "arguments as large as those of the calls that should be fast"
-            )
-        if self.gradient and not self.floating:
-            raise TypeError(
-                f"{self.where}: gradient=True, but no argument with a rank holds floating-point "
-                "numbers"
-            )
-
-    def candidates(self) -> list[Options]:
-        """Return the options to compare, the most promising first; the kernel's own come first."""
-        bound, given = self.bound, self.defaults
-        most = min(bound or self.items, self.items - 1)
-
-        def chunks(*sizes: int | None, **changes: Any) -> list[Options]:
-            tried = [n for n in sizes if n == bound or (n is not None and 0 < n <= most)]
-            return [self.with_chunk(size, **changes) for size in tried]
-
-        kinds = [chunks(*_SIZES)]
-        compiler_options = dict(given.compiler_options or ())
-        if given.jit and tiles_matter(compiler_options):
-            pairs = {**compiler_options, **PRODUCTS_ONLY}.items()
-            kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
-        # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
-        if self.gradient and given.checkpoint is not False and bound is None:
-            kinds.append(chunks(*_LARGE, checkpoint=False))
-        # What is committed to one device is meant to stay there.
-        is_free = not any(getattr(x, "committed", False) for x in self.values)
-        if given.devices is None and jax.local_device_count() > 1 and is_free:
-            kinds.append(chunks(bound, *_LARGE, devices="all"))
-        # Where items differ in cost, a loop or an expensive branch depends on the item.
-        is_lanes = not self.gradient and not given.batched
-        if is_lanes and cut_program(self.call.trace(self.plan).closed).ends:
-            kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
-        if not given.lockstep:
-            kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
-        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
-        return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
-
-    def with_chunk(self, chunk_size: int | None, **changes: Any) -> Options:
-        return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
-
-    def changes(self, options: Options) -> dict[str, Any]:
-        """Return the options in which a candidate may differ, as `with_options` takes them."""
-        changes: dict[str, Any] = {"chunk_size": options.chunk_size}
-        for name in ("checkpoint", "devices", "lockstep", "compiler_options"):
-            if (value := getattr(options, name)) != getattr(self.defaults, name):
-                changes[name] = dict(value) if name == "compiler_options" else value
-        return changes
-
-    def rounded(self, items: int) -> int:
-        """Return the number of items of a slice, which has at least ``items`` if possible.
-
-        A slice is the first part of the longest batch axis.
-        """
-        others = self.items // max(self.batch)
-        return min(self.items, -(-items // others) * others)
-
-    def compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
-        """Compile the program for a slice; return it, and a function that runs it.
-
-        ``items`` is `rounded`.
-        """
-        values, shape = list(self.values), list(self.batch)
-        longest = shape.index(max(shape))
-        shape[longest] = items * shape[longest] // self.items
-        if items < self.items:
-            part = self.call.part(self.plan, tuple(shape))
-            for i in self.plan.mapped:
-                values[i] = values[i][tuple(map(slice, part.leaves[i].shape))]
-
-        def outputs(arrays: Mapping[int, Any]) -> Any:
-            full = [arrays.get(i, value) for i, value in enumerate(values)]
-            call = self.shell.call(self.call.kernel, full)
-            return run(dataclasses.replace(call, cut=tuple(shape)), options)
-
-        def value(floats: Mapping[int, Any], arrays: Mapping[int, Any], scale: jax.Array) -> Any:
-            outs = jax.tree.leaves(outputs({**arrays, **floats}))
-            sums = [jnp.sum(x).astype(scale.dtype) * scale for x in outs if _is_floating(x)]
-            return sum(sums, scale * 0)
-
-        def program(scale: jax.Array, arrays: Mapping[int, Any]) -> Any:
-            if not self.gradient:
-                return outputs(arrays)
-            floats = {i: arrays[i] for i in self.floating}
-            return jax.value_and_grad(value)(floats, arrays, scale)
-
-        # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
-        inputs = jnp.float32(1), {i: values[i] for i in self.traced}
-        alone = options.jit and not self.gradient and not options.devices
-        at_once = items_at_once(items, options) if alone else None
-        jitted = jit_at_once(program, inputs, at_once, options.compiler_options)
-        compiled = jitted.lower(*inputs).compile()
-        return compiled, lambda: compiled(*inputs)
-
-
-def _is_floating(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return jnp.issubdtype(jnp.result_type(leaf) if dtype is None else dtype, jnp.floating)
-
-
-@dataclasses.dataclass(eq=False)
 class _Trial:
     """A candidate, and what has been measured."""
 
     options: Options
     tile: int
     note: str = "not tried"
-    levels: tuple[Level, ...] | None = None  # of its plan, once it is tried
+    levels: Any = None  # of its plan, once it is tried
     temporaries: int | None = None
     items: int = 0  # of the slice that was run
     times: list[float] = dataclasses.field(default_factory=list)  # per item
@@ -337,11 +183,11 @@ class _Search:
 
     def _try(self, trial: _Trial) -> None:
         """Compile a candidate and run it, unless it does what another one does."""
-        plan = plan_of(self.workload.call, trial.options)
-        if any(t.levels == plan.levels and t.variant == trial.variant for t in self.trials):
+        levels, in_flight = self.workload.levels(trial.options)
+        if any(t.levels == levels and t.variant == trial.variant for t in self.trials):
             self.trials.remove(trial)
             return
-        trial.levels, trial.tile = plan.levels, plan.in_flight
+        trial.levels, trial.tile = levels, in_flight
         self._fits(trial, self.items, run=True)
 
     def _fits(self, trial: _Trial, items: int, *, run: bool = False) -> bool:

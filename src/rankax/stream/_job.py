@@ -30,12 +30,15 @@ from rankax._base.messages import listed, plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten, refuse_ragged
+from rankax._call.bind import flatten
+from rankax._call.ragged import RaggedCall
+from rankax._declare.ragged import Ragged
 from rankax._fit.memory import free_bytes
 from rankax._front.kernel import Kernel
 from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax._plan.levels import Shape
 from rankax._trace.fingerprint import checksum
+from rankax.stream._ragged import filled_up, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
@@ -82,27 +85,42 @@ class Cuts:
     def read(self, block: Block) -> list[Any]:
         """Read a block of each input; an axis of length 1 is stretched."""
         regions = [[slice(0, n) for n in array.shape] for array, *_ in self.stage.inputs]
+        of_batch = [slice(*self.stage.items(part.start, part.stop)) for part in block.region]
         for region, (array, axes, _) in zip(regions, self.stage.inputs, strict=True):
             for i, axis in self._mapped(array, axes):
-                region[i] = block.region[axis]
+                region[i] = of_batch[axis]
         pairs = zip(self.stage.inputs, regions, strict=True)
         return [read(array, tuple(region)) for (array, *_), region in pairs]
 
     def _mapped(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
         """Return each axis of an array that the blocks cut, and that of the batch."""
-        return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.shape[a]]
+        return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.batch[a]]
 
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
         read, stage = 0, self.stage
         for array, axes, item in stage.inputs:
-            steps = grain(array)
-            items = [max(self.block[axis], steps[i]) for i, axis in self._mapped(array, axes)]
-            read += math.prod(items) * math.prod(item.shape) * array.dtype.itemsize
+            mapped, core = self._mapped(array, axes), item.shape
+            items = [self._most(array, i, axis) for i, axis in mapped]
+            core = core[1:] if mapped and array.lengths is not None else core
+            read += math.prod(items) * math.prod(core) * array.dtype.itemsize
         kept = [n for axis, n in enumerate(self.block) if axis not in stage.reduced]
         cores = [math.prod(x.shape[len(kept) :]) * x.dtype.itemsize for x in stage.outputs]
         written = math.prod(kept) * sum(cores)
         return read, written, _COPIES_IN * read + _COPIES_OUT * written
+
+    def _most(self, array: Streamed, i: int, axis: int) -> int:
+        """Return how many items, or rows of ragged items, a block reads along an axis at most."""
+        if array.lengths is None and self.stage.rows is None:
+            return max(self.block[axis], grain(array)[i])
+        size, length = self.stage.shape[axis], self.block[axis]
+        starts = np.arange(0, size, length)
+        spans = self.stage.items(starts, np.minimum(starts + length, size))
+        source, bounds = array, np.arange(self.stage.batch[axis] + 1)
+        if array.lengths is not None:
+            source, bounds = array.value, row_bounds(array.lengths)
+        first, after = (bounds[span] for span in spans)
+        return int((after - first).max(initial=0)) + grain(source)[i] - 1
 
     def halved(self, axis: int) -> Self:
         """Return twice as many blocks along an axis, of whole chunks of the sources."""
@@ -166,8 +184,18 @@ def grain(source: Streamed) -> tuple[int, ...]:
     return chunks if is_grid else (1,) * len(source.shape)
 
 
-def read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+def row_bounds(lengths: Any) -> np.ndarray[Any, Any]:
+    """Return where each ragged item begins in the flat array, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def read(source: Streamed, region: tuple[slice, ...]) -> Any:
     """Return a block in memory. The last one is kept, because the next may need the same."""
+    if source.lengths is not None:
+        items, _, *core = region
+        start, stop = row_bounds(source.lengths)[[items.start, items.stop]].tolist()
+        rows = read(source.value, (slice(start, stop), *core))
+        return Ragged(rows, source.lengths[items])
     if source.last is None or source.last[0] != region:
         source.last = None  # freed before another is read
         source.last = region, _read(source, region)
@@ -192,7 +220,7 @@ def _read(source: Streamed, region: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         mapping.madvise(mmap.MADV_DONTNEED)
     shape = tuple(len(range(n)[s]) for n, s in zip(source.shape, region, strict=True))
     if block.shape != shape:
-        raise OSError(f"{source.path} has a block of shape {block.shape}, where {shape} was due")
+        raise OSError(f"{source.path} has a block of shape {block.shape}, but {shape} is expected")
     return block
 
 
@@ -273,12 +301,17 @@ def prepared(
     mapped, args = mapped.unbound(tuple(args))
     kernel = mapped.spec
     if (given := checked_limit(memory_limit, where)) is None:
-        raise TypeError(f"{where}: memory_limit must not be None; blocks are cut by it")
+        raise TypeError(f"{where}: memory_limit must not be None; it sets the size of blocks")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
-    call = refuse_ragged(flatten(kernel, args, dict(kwargs)))
+    call = flatten(kernel, args, dict(kwargs))
     leaves, paths = list(call.leaves), call.structure.paths
     for i in call.ranked:
         leaves[i] = streamed(leaves[i], paths[i], where)
+    ragged = None
+    if call.structure.ragged:
+        ragged = RaggedCall.of(dataclasses.replace(call, leaves=leaves), None)
+        call = filled_up(ragged, where)
+        leaves = call.leaves
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         got = listed([f"{paths[i]} is {type(leaves[i]).__name__}" for i in call.ranked])
         raise TypeError(f"{where}: no argument with a rank is an array with axes; {got}")
@@ -287,6 +320,8 @@ def prepared(
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
     on_blocks = dataclasses.replace(options, **bounded)
     tree = call_on_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
+    if ragged is not None:
+        tree = with_rows(ragged, tree)
     _name(tree, name, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
@@ -323,8 +358,10 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
 
 def _name(tree: Any, name: str, where: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    named = jax.tree_util.tree_flatten_with_path(tree, lambda node: isinstance(node, Ragged))
+    for path, leaf in named[0]:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaf = leaf.values if isinstance(leaf, Ragged) else leaf
         leaf.path = "/".join(filter(None, (name, key))) or "output"
         if leaf.dtype.kind not in "biufc":
             raise TypeError(
@@ -348,6 +385,8 @@ def _programs(stage: Stage) -> list[str]:
 
 def _about(value: Any) -> str:
     """Return what is recorded of an argument."""
+    if isinstance(value, Streamed) and value.lengths is not None:
+        return f"{_about(value.value)}, lengths {checksum(value.lengths)}"
     if isinstance(value, Streamed):
         return f"{value.dtype}{value.shape}, chunks {grain(value)}, digest {digest(value)}"
     return repr(value) if isinstance(value, (int, float, complex)) else checksum(value)

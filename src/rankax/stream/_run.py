@@ -22,6 +22,7 @@ from filelock import Timeout
 from rankax._base.messages import check_bool, first_of
 from rankax._blocks.on_streamed import Stage
 from rankax._blocks.programs import unpacked
+from rankax._front.ragged_check import RaggedItems
 from rankax._front.trust import nonfinite
 from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Block, Job, prepared
@@ -57,7 +58,7 @@ def run(
     *args, **kwargs
         Its arguments. An array with a rank, also inside a pytree, may be anything with ``shape``,
         ``dtype`` and slicing, such as an array of zarr, a data set of h5py or a `numpy.memmap`.
-        Batch axes broadcast as in a call.
+        Batch axes broadcast as in a call. So may the values of a `rankax.Ragged`.
     out : str or path
         A folder on a local disk that is empty, does not exist yet, or was made by an equal call. It
         becomes a group of zarr, in which a single array is called ``output``:
@@ -68,7 +69,7 @@ def run(
         it bounds what the kernel needs beyond inputs and outputs, and half the blocks in flight. A
         run needs at most 30 MB more, besides what Python, JAX and zarr need to start.
     resume : bool, optional
-        Whether to go on with a store that exists. If False, such a store is an error. No store is
+        Whether to resume with a store that exists. If False, such a store is an error. No store is
         ever overwritten.
     progress : bool, str or callable, optional
         As in `rankax.auto_vmap`.
@@ -80,12 +81,13 @@ def run(
     Returns
     -------
     zarr.Array, or a pytree of those
-        Like the output of the kernel, also if it reduces the batch.
+        Like the output of the kernel, also if it reduces the batch. A `rankax.Ragged` holds a flat
+        array of zarr.
 
     Raises
     ------
     FileExistsError
-        ``out`` exists and is no store of a run, or ``resume=False``.
+        ``out`` exists and is not the store of a run, or ``resume=False``.
     TypeError
         An array has 64 bits, which JAX would narrow, or a mask, which it would ignore.
     ValueError
@@ -109,7 +111,10 @@ def run(
     the sources, and read as little as possible more than once. Each is a chunk of the store.
 
     *Reductions.* The states of blocks are stored and merged in the order of the blocks. Outputs
-    that are kept beside a reduction are evaluated in a pass of their own.
+    that are kept beside a reduction are evaluated in a separate pass.
+
+    *Ragged items.* A block is a number of items, evaluated as with ``jit=True``. Outputs with a row
+    for each row are evaluated in a separate pass, in blocks of equal numbers of rows.
 
     *Random numbers.* A key for each item is an array like others. The rank `rankax.SplitKey` is
     refused. The option ``bucket`` has no effect, because blocks have few shapes.
@@ -145,7 +150,7 @@ def run(
         path, name = Path(out), ""
     found = recorded(path)
     if not (resume if found else is_free(path)):
-        why = "resume=False" if found else "it is no store of rankax.stream"
+        why = "resume=False" if found else "it is not a store of rankax.stream"
         raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
     job = prepared(kernel, args, kwargs, memory_limit, where, found, name.strip("/"))
     try:
@@ -198,6 +203,7 @@ def _evaluated(stage: Stage, no_nan: str | None, block: Block, inputs: Sequence[
     """Return the outputs of a block; refuse NaN among them in the name of ``no_nan``."""
     outs = stage.fun(*inputs)
     outs = outs if isinstance(outs, tuple) else (outs,)
+    outs = [stage.part(block.region, out) for out in outs]
     for array, out in zip(stage.outputs, outs, strict=True) if no_nan else ():
         parts = [out] if stage.merge is None else unpacked(stage.merge.program.items, out)
         if any(np.isnan(part).any() for part in parts):
@@ -211,8 +217,12 @@ def _items(stage: Stage, block: Block, inputs: Sequence[Any], path: str, out: An
     if stage.merge is None:
         is_nan = np.isnan(out).any(tuple(range(len(begins), out.ndim)))
         what, indices, count = f"{path} is NaN", np.argwhere(is_nan), is_nan.sum()
+        if stage.rows is not None:  # the items that have these rows
+            indices = np.unique(stage.items(indices + begins, 0)[0])[:, None]
+            begins, count = [0], len(indices)
     else:
-        found = nonfinite(*stage.fun.called(inputs), 10, gradient=False)
+        called = stage.fun.called(inputs)
+        found = nonfinite(*called, 10, gradient=False, ragged=RaggedItems)
         what, indices, count = "what is reduced is not finite", found.indices, found.count
     named = [str(tuple(index)) for index in (indices[:10] + begins).tolist()]
     # Finite items may become NaN, such as the product of a number that overflows and 0.

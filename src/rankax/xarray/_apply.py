@@ -45,14 +45,14 @@ def apply(
         or an `xarray.Dataset`, whose variables are taken in turn. Other arrays have no names, so
         they must have exactly the axes of their rank.
     core_dims : dict, optional
-        From parameters to the names of their core dimensions, in the order of the kernel's axes:
+        Maps parameters to the names of their core dimensions, in the order of the kernel's axes:
         ``{"v": ("level",)}``. It is needed if the rank has no names (an int), or if they differ
         from those of the array. For an array inside a pytree the key is its path, as in error
         messages: ``"pose['R']"``.
     output_dims : str, tuple of str, or a pytree of those, optional
         The names of the outputs' core dimensions; for several outputs, a tree like the output of
-        the kernel with one entry for each array, or a dict by path. By default those that the
-        kernel declares; a name that an argument shares stands for the dimension of the argument.
+        the kernel with one entry for each array, or a dict by path. By default, the names that the
+        kernel declares; a name shared with an argument stands for the dimension of that argument.
     reduce_dims : str or tuple of str, optional
         The batch dimensions that a kernel with ``reduce`` reduces, instead of its ``reduce_axis``.
         By default all of them.

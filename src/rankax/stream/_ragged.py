@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""A call with ragged items, of which a stream reads the rows from a flat array.
+
+What depends on shapes only sees items that are filled up to the longest, so the checks, the record
+and the programs that merge states are those of dense arrays. A block is read as a `Ragged`
+(`_job.py`), and the kernel itself evaluates it (`_blocks/programs.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from rankax._blocks.on_streamed import Stage, Streamed
+from rankax._blocks.programs import OnBlocks
+from rankax._call.bind import BoundKernel, rebind
+from rankax._call.ragged import RaggedCall, dense_shell
+from rankax._call.ragged_results import check_declared_outputs, check_one_axis
+from rankax._declare.ragged import Ragged
+
+
+def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:
+    """Return the call with items of one length, whose shapes are checked."""
+    check_declared_outputs(ragged)
+    call, leaves = ragged.call, list(ragged.call.leaves)
+    for i, dim in ragged.dim_of.items():
+        rows, lengths = leaves[i], ragged.lengths[:, dim]
+        if not isinstance(rows, Streamed):
+            path = call.structure.paths[i]
+            raise TypeError(
+                f"{where}: {path} is Ragged with PRNG keys, which are not read in blocks; pass "
+                "their data, jax.random.key_data, and wrap them in the kernel"
+            )
+        shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]
+        leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, lengths=lengths)
+    return rebind(call.kernel, dense_shell(call), leaves, call.others)
+
+
+def with_rows(ragged: RaggedCall, tree: Any) -> Any:
+    """Return the results, where those with a row for each row are `Ragged`, with their own stage.
+
+    Its blocks have equal numbers of rows, so an item that they cut is evaluated for both.
+    """
+    arrays, treedef = jax.tree.flatten(tree)
+    dims = [dim for _, dim in ragged.dims_of(tree)]
+    for dim in {*dims} if any(dim is not None for dim in dims) else ():
+        own = [i for i, x in enumerate(dims) if x == dim]
+        whole: Stage = arrays[own[0]].stage
+        program = dataclasses.replace(whole.fun.program, only=tuple(own))
+        stage = Stage(OnBlocks.of(program, whole.fun.numbers), whole.inputs, whole.shape)
+        if dim is not None:
+            check_one_axis(ragged, arrays[own[0]].path, dim)
+            stage.rows = ragged.lengths[:, dim]
+            stage.shape = (int(stage.rows.sum()),)
+        for i in own:
+            core = arrays[i].shape[len(whole.shape) + (dim is not None) :]
+            arrays[i] = Streamed((*stage.shape, *core), arrays[i].dtype, stage=stage)
+            stage.outputs.append(arrays[i])
+    pairs = zip(arrays, dims, strict=True)
+    return treedef.unflatten(
+        [x if dim is None else Ragged(x, ragged.lengths[:, dim]) for x, dim in pairs]
+    )

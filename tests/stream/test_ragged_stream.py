@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: MIT
+"""Streams of ragged items: a flat array on disk, and lengths; beside the call in memory."""
+
+import re
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+
+import rankax.stream
+from helpers import assert_same
+from rankax import Mask, Ragged, auto_vmap
+from rankax.reductions import Fold, Moments, Several, TopK
+from rankax.stream import _job
+
+pytestmark = pytest.mark.one_version
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(0, 9, 120)
+LENGTHS[[3, 60]] = 0, 40
+ROWS = RNG.normal(size=(LENGTHS.sum(), 3)).astype("float32")
+S = RNG.normal(size=120).astype("float32")
+
+
+class Recorded:
+    """An array that remembers which rows were read, and fails after some."""
+
+    def __init__(self, array, after=10**9):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.after, self.reads = after, []
+
+    def __getitem__(self, region):
+        self.reads.append(region[0])
+        if len(self.reads) > self.after:
+            raise OSError("the disk is gone")
+        return self.array[region]
+
+
+def run(kernel, *args, **options):
+    return rankax.stream.run(
+        kernel, *args, **{"memory_limit": "100 kB", "progress": False} | options
+    )
+
+
+def values(tree):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
+
+
+@auto_vmap(x="n 3", mask=Mask("n"), s=0)
+def total(x, mask, s):
+    return jnp.sum(jnp.tanh(x).sum(-1) ** 2, where=mask) * s
+
+
+@auto_vmap("(n,3),()->(n,3),()", mask=Mask("n"))
+def centred(x, s, mask):
+    count = jnp.sum(mask, dtype=x.dtype)
+    mean = jnp.sum(x, 0, where=mask[:, None]) / jnp.maximum(count, 1)
+    return (x - mean[None]) * s, jnp.sum(mean) + count
+
+
+def on_disk(kind, tmp_path):
+    if kind == "memmap":
+        np.save(tmp_path / "x.npy", ROWS)
+        return np.load(tmp_path / "x.npy", mmap_mode="r")
+    if kind == "h5py":
+        file = h5py.File(tmp_path / "x.h5", "w")
+        return file.create_dataset("x", data=ROWS, chunks=(50, 3))
+    array = zarr.create_array(tmp_path / "x.zarr", shape=ROWS.shape, chunks=(64, 3), dtype="f4")
+    array[:] = ROWS
+    return array
+
+
+@pytest.mark.parametrize("kind", ["memmap", "h5py", "zarr"])
+def test_each_item_is_read_once_and_mapped(kind, tmp_path):
+    flat = Recorded(on_disk(kind, tmp_path))
+    stored = run(total, Ragged(flat, LENGTHS), S, out=tmp_path / "out")
+    assert_same(values(stored), total(Ragged(ROWS, LENGTHS), S))
+    of_digest = _job._SAMPLES if ROWS.nbytes > _job._WHOLE else 1
+    rows = sum(part.stop - part.start for part in flat.reads[of_digest:])
+    assert rows == len(ROWS)
+    assert len(flat.reads) > 100
+
+
+def test_rows_come_back_with_the_lengths(tmp_path):
+    flat, out = Recorded(ROWS), tmp_path / "out.zarr"
+    rows, sums = run(centred, Ragged(flat, LENGTHS), S, out=out)
+    want_rows, want_sums = centred(Ragged(ROWS, LENGTHS), S)
+    assert_same(values(sums), want_sums)
+    assert_same(values(rows), want_rows)
+    assert repr(rows) == f"Ragged(120 items of 0 to 40 rows, float32[{len(ROWS)}, 3])"
+    np.testing.assert_array_equal(zarr.open_group(out)["0"][...], rows.values[...])
+    begin = int(LENGTHS[:60].sum())  # the longest item is in many blocks of rows
+    assert sum(part.start <= begin and part.stop >= begin + 40 for part in flat.reads[1:]) > 3
+
+
+REDUCTIONS = {
+    "sum": "sum",
+    "mean": "mean",
+    "argmax": "argmax",
+    "best": TopK(3),
+    "moments": Several("sum", Moments()),
+    # The last number that is not 0, which depends on the order.
+    "fold": Fold(jnp.float32(0), lambda x: x, lambda a, b: jnp.where(b == 0, a, b)),
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_reductions_number_the_items(reduce, tmp_path):
+    kernel = total.with_options(reduce=reduce, chunk_size=4)
+    stored = run(kernel, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out")
+    want = kernel(Ragged(ROWS, LENGTHS), S)
+    assert_same(values(stored), want, rtol=1e-5)
+
+
+def test_where_beside_outputs_that_are_kept(tmp_path):
+    @auto_vmap(x="n 3", mask=Mask("n"), reduce={"r": "min", "own": None, "ok": "sum"}, where="ok")
+    def far(x, mask):
+        r = jnp.sum(x**2, where=mask[:, None])
+        return {"r": r, "own": r + 1, "ok": r > 3}
+
+    stored = run(far, Ragged(ROWS, LENGTHS), out=tmp_path / "out")
+    assert_same(values(stored), far(Ragged(ROWS, LENGTHS)))
+
+
+def test_other_axes_in_front_and_reductions_of_one_of_them(tmp_path):
+    s = RNG.normal(size=(2, 120)).astype("float32")
+    for axis in (None, 0, 1):
+        kernel = total if axis is None else total.with_options(reduce="max", reduce_axis=axis)
+        stored = run(kernel, Ragged(ROWS, LENGTHS), s, out=tmp_path / f"{axis}")
+        assert_same(values(stored), kernel(Ragged(ROWS, LENGTHS), s))
+    with pytest.raises(ValueError, match=re.escape("the batch shape is (2, 120); use jax.vmap")):
+        run(centred, Ragged(ROWS, LENGTHS), s, out=tmp_path / "rows")
+
+
+@pytest.mark.parametrize("lengths", [[], [4], [0, 0]])
+def test_few_items(lengths, tmp_path):
+    x = Ragged(ROWS[: sum(lengths)], lengths)
+    s = S[: len(lengths)]
+    stored = run(centred, x, s, out=tmp_path / "out")
+    assert_same(values(stored), centred(x, s))
+    summed = total.with_options(reduce="sum")
+    stored = run(summed, x, s, out=tmp_path / "sum")
+    assert_same(values(stored), summed(x, s))
+
+
+def test_one_ragged_item_for_many_others(tmp_path):
+    x = Ragged(ROWS[:9], [9])
+    stored = run(total, x, S, out=tmp_path / "out")
+    assert_same(values(stored), total(x, S))
+
+
+@pytest.mark.parametrize("kernel", [total, centred, total.with_options(reduce="argmin")])
+def test_a_run_that_failed_goes_on(kernel, tmp_path):
+    flat = Recorded(ROWS, after=30)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(kernel, Ragged(flat, LENGTHS), S, out=tmp_path / "out")
+    again = Recorded(ROWS)
+    stored = run(kernel, Ragged(again, LENGTHS), S, out=tmp_path / "out")
+    assert_same(values(stored), kernel(Ragged(ROWS, LENGTHS), S))
+    whole = Recorded(ROWS)
+    run(kernel, Ragged(whole, LENGTHS), S, out=tmp_path / "whole")
+    assert len(again.reads) <= len(whole.reads) - 20
+    other = LENGTHS[::-1]
+    with pytest.raises(ValueError, match=r"out was written by another call: x was .*lengths"):
+        run(kernel, Ragged(ROWS, other), S, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what"),
+    [
+        (total, "output is NaN"),
+        (centred, "0 is NaN"),
+        (total.with_options(reduce="sum"), "what is reduced is not finite"),
+    ],
+)
+def test_nan_is_named_by_its_item(kernel, what, tmp_path):
+    rows = ROWS.copy()
+    item = 77
+    rows[LENGTHS[:item].sum()] = np.nan
+    want = f"{what} at the batch indices ({item},); on_nan='keep' stores NaN"
+    with pytest.raises(FloatingPointError, match=re.escape(want)):
+        run(kernel, Ragged(rows, LENGTHS), S, out=tmp_path / "out", on_nan="raise")
+
+
+def test_blocks_stay_within_the_limit(tmp_path):
+    lengths = np.full(2000, 3)
+    lengths[500:510] = 200
+    rows = np.ones((lengths.sum(), 3), "float32")
+    flat, limit, ones = Recorded(rows), 40_000, np.ones(2000, "float32")
+    run(total, Ragged(flat, lengths), ones, out=tmp_path / "a", memory_limit=limit)
+    most = max(part.stop - part.start for part in flat.reads[1:])
+    assert most >= 200
+    assert most * 12 * _job._COPIES_IN <= limit / 2
+    with pytest.raises(ValueError, match=re.escape("the smallest block, of shape (1,), needs")):
+        run(total, Ragged(flat, lengths), ones, out=tmp_path / "b", memory_limit=9000)
+
+
+def test_few_programs_for_all_blocks(tmp_path):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    try:
+        run(total, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out")
+        first = len(compiled)
+        run(total, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out2")
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert first <= 60
+    assert len(compiled) - first <= 5
+
+
+def test_what_is_refused(tmp_path):
+    keys = jax.random.split(jax.random.key(0), 5)
+    noise = auto_vmap(key="n")(lambda key: jax.random.normal(key[0]))
+    with pytest.raises(TypeError, match=r"key is Ragged with PRNG keys, which are not read"):
+        run(noise, Ragged(keys, [2, 3]), out=tmp_path / "a")
+    pairs = auto_vmap("(n),(n)->()")(lambda x, y: x @ y)
+    want = "item 1 of y has 3 rows, but that of x has 2"
+    x = np.ones(5, "float32")
+    with pytest.raises(ValueError, match=re.escape(want)):
+        run(pairs, Ragged(x, [3, 2]), Ragged(np.ones(6, "float32"), [3, 3]), out=tmp_path / "b")
+    square = auto_vmap("(n)->(n,n)")(lambda x: x[:, None] * x)
+    with pytest.raises(TypeError, match="only the first core dimension of an output"):
+        run(square, Ragged(x, [3, 2]), out=tmp_path / "c")
+    assert not list(tmp_path.iterdir())
