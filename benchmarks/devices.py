@@ -56,7 +56,7 @@ def over_items(name: str, fun: Any, x: np.ndarray, chunk: int, *, gradient: bool
 
 
 def over_pairs(task: str, count: int) -> Row:
-    kernel, reduce, _ = reductions.TASKS[task]
+    kernel, reduce, *_ = reductions.TASKS[task]
     inputs = [drawn(count, 3), drawn(count, 3)[::-1].copy(), drawn(count)]
     mapped = functools.partial(reductions.ours, kernel, reduce)
     inputs = inputs[: kernel.__code__.co_argcount]

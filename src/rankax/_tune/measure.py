@@ -24,6 +24,7 @@ asks for equal options.
 import dataclasses
 import functools
 import math
+import random
 import statistics
 import textwrap
 import time
@@ -258,12 +259,18 @@ class _Search:
         return finalists
 
     def _take_turns(self, trials: Sequence[_Trial], turns: int, until: float) -> None:
-        """Run candidates in turns, so that slow moments of the machine affect all."""
+        """Run candidates in turns, so that slow moments of the machine affect all.
+
+        Each turn has another order: what ran before decides what is in the cache, and which memory
+        has to be requested again, which may cost a candidate half as much again.
+        """
         runs = [self.program(t.options, self.items)[1] for t in trials]
         turn = sum(t.seconds for t in trials) * self.items / self.seconds
-        times: list[list[float]] = []
+        times, shuffled = list[list[float]](), random.Random(0)
         while len(times) < turns and self._elapsed() + turn < until:
-            times.append([_timed(run) / self.items for run in runs])
+            order = shuffled.sample(range(len(runs)), len(runs))
+            taken = {i: _timed(runs[i]) / self.items for i in order}
+            times.append([taken[i] for i in range(len(runs))])
         for trial, own in zip(trials, zip(*times, strict=True), strict=False):
             trial.times = list(own)
 
