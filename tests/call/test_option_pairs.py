@@ -117,12 +117,6 @@ def refused(options):
             "the function takes a whole chunk; leave out one of them"
         )
     name = "items" if options.get("batched") else "item"
-    if "ragged" in options and "stream" in options:
-        return (
-            f"{name}(): y is Ragged, which only the call itself and its plan, check and lower "
-            "take; elsewhere (tune, nonfinite, streams, arrays in blocks), pass a padded array, "
-            "and a boolean array that says which rows are real"
-        )
     if "ragged" in options and options.get("batched"):
         return (
             "items(): y is Ragged, but with batched=True the function takes a whole chunk; write "
