@@ -73,6 +73,7 @@ def on_disk(kind, tmp_path):
     return array
 
 
+@pytest.mark.quick("memmap")
 @pytest.mark.parametrize("kind", ["memmap", "h5py", "zarr"])
 def test_each_item_is_read_once_and_mapped(kind, tmp_path):
     flat = Recorded(on_disk(kind, tmp_path))
@@ -107,6 +108,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.quick("argmax", "fold")
 @pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_reductions_number_the_items(reduce, tmp_path):
     kernel = total.with_options(reduce=reduce, chunk_size=4)
@@ -125,6 +127,7 @@ def test_where_beside_outputs_that_are_kept(tmp_path):
     assert_same(values(stored), far(Ragged(ROWS, LENGTHS)))
 
 
+@pytest.mark.slow
 def test_other_axes_in_front_and_reductions_of_one_of_them(tmp_path):
     s = RNG.normal(size=(2, 120)).astype("float32")
     for axis in (None, 0, 1):
@@ -135,6 +138,7 @@ def test_other_axes_in_front_and_reductions_of_one_of_them(tmp_path):
         run(centred, Ragged(ROWS, LENGTHS), s, out=tmp_path / "rows")
 
 
+@pytest.mark.quick("lengths0")
 @pytest.mark.parametrize("lengths", [[], [4], [0, 0]])
 def test_few_items(lengths, tmp_path):
     x = Ragged(ROWS[: sum(lengths)], lengths)
@@ -152,6 +156,7 @@ def test_one_ragged_item_for_many_others(tmp_path):
     assert_same(values(stored), total(x, S))
 
 
+@pytest.mark.quick("centred")
 @pytest.mark.parametrize("kernel", [total, centred, total.with_options(reduce="argmin")])
 def test_a_run_that_failed_goes_on(kernel, tmp_path):
     flat = Recorded(ROWS, after=30)
@@ -168,6 +173,7 @@ def test_a_run_that_failed_goes_on(kernel, tmp_path):
         run(kernel, Ragged(ROWS, other), S, out=tmp_path / "out")
 
 
+@pytest.mark.quick("centred-0 is NaN")
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
