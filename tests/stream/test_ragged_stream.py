@@ -25,6 +25,12 @@ ROWS = RNG.normal(size=(LENGTHS.sum(), 3)).astype("float32")
 S = RNG.normal(size=120).astype("float32")
 
 
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """Let 120 items be 15 blocks, so that a block has several lengths."""
+    monkeypatch.setattr(_job, "_LEAST", 12)
+
+
 class Recorded:
     """An array that remembers which rows were read, and fails after some."""
 
@@ -82,7 +88,7 @@ def test_each_item_is_read_once_and_mapped(kind, tmp_path):
     of_digest = _job._SAMPLES if ROWS.nbytes > _job._WHOLE else 1
     rows = sum(part.stop - part.start for part in flat.reads[of_digest:])
     assert rows == len(ROWS)
-    assert len(flat.reads) > 100
+    assert len(flat.reads) > 12
 
 
 def test_rows_come_back_with_the_lengths(tmp_path):
@@ -94,7 +100,7 @@ def test_rows_come_back_with_the_lengths(tmp_path):
     assert repr(rows) == f"Ragged(120 items of 0 to 40 rows, float32[{len(ROWS)}, 3])"
     np.testing.assert_array_equal(zarr.open_group(out)["0"][...], rows.values[...])
     begin = int(LENGTHS[:60].sum())  # the longest item is in many blocks of rows
-    assert sum(part.start <= begin and part.stop >= begin + 40 for part in flat.reads[1:]) > 3
+    assert sum(part.start <= begin and part.stop >= begin + 40 for part in flat.reads[1:]) > 2
 
 
 REDUCTIONS = {
@@ -102,13 +108,14 @@ REDUCTIONS = {
     "mean": "mean",
     "argmax": "argmax",
     "best": TopK(3),
-    "moments": Several("sum", Moments()),
+    "several": Several("sum", Moments()),
+    "moments": Moments(),
     # The last number that is not 0, which depends on the order.
     "fold": Fold(jnp.float32(0), lambda x: x, lambda a, b: jnp.where(b == 0, a, b)),
 }
 
 
-@pytest.mark.quick("argmax", "fold")
+@pytest.mark.quick("argmax", "moments", "fold")
 @pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_reductions_number_the_items(reduce, tmp_path):
     kernel = total.with_options(reduce=reduce, chunk_size=4)
@@ -159,7 +166,7 @@ def test_one_ragged_item_for_many_others(tmp_path):
 @pytest.mark.quick("centred")
 @pytest.mark.parametrize("kernel", [total, centred, total.with_options(reduce="argmin")])
 def test_a_run_that_failed_goes_on(kernel, tmp_path):
-    flat = Recorded(ROWS, after=30)
+    flat = Recorded(ROWS, after=9)
     with pytest.raises(OSError, match="the disk is gone"):
         run(kernel, Ragged(flat, LENGTHS), S, out=tmp_path / "out")
     again = Recorded(ROWS)
@@ -167,7 +174,7 @@ def test_a_run_that_failed_goes_on(kernel, tmp_path):
     assert_same(values(stored), kernel(Ragged(ROWS, LENGTHS), S))
     whole = Recorded(ROWS)
     run(kernel, Ragged(whole, LENGTHS), S, out=tmp_path / "whole")
-    assert len(again.reads) <= len(whole.reads) - 20
+    assert len(again.reads) <= len(whole.reads) - 5
     other = LENGTHS[::-1]
     with pytest.raises(ValueError, match=r"out was written by another call: x was .*lengths"):
         run(kernel, Ragged(ROWS, other), S, out=tmp_path / "out")
@@ -215,7 +222,7 @@ def test_few_programs_for_all_blocks(tmp_path):
         run(total, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out2")
     finally:
         jax.monitoring.clear_event_listeners()
-    assert first <= 60
+    assert first <= 24
     assert len(compiled) - first <= 5
 
 
