@@ -15,7 +15,7 @@ with effects, are left alone.
 
 With JAX 0.12, a loop that evaluates one of the functions `_OPAQUE` looks up for every number where
 its tile begins, and reads number by number. `keep_inputs` copies the tile before: maps of such
-functions are 1.2 to 2 times as fast, and sums over pairs 2 to 3 times.
+functions are up to twice as fast, and sums over pairs up to three times.
 
 Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU keeps such values.
 No test measures `keep_inputs`: the row "gravity" of ``benchmarks/reductions.py`` does.

@@ -30,7 +30,7 @@ from rankax._base.messages import listed, plural
 from rankax._blocks.backend import small_blocks
 from rankax._blocks.call import call_on_blocks
 from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten
+from rankax._call.bind import flatten, is_ragged
 from rankax._call.ragged import RaggedCall
 from rankax._declare.ragged import Ragged
 from rankax._fit.memory import free_bytes
@@ -358,7 +358,7 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
 
 def _name(tree: Any, name: str, where: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
-    named = jax.tree_util.tree_flatten_with_path(tree, lambda node: isinstance(node, Ragged))
+    named = jax.tree_util.tree_flatten_with_path(tree, is_ragged)
     for path, leaf in named[0]:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf = leaf.values if isinstance(leaf, Ragged) else leaf
