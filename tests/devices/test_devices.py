@@ -931,10 +931,6 @@ def collatz(n, w):
     return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 8),
-    reason="JAX 0.7 compares types with those of jax.shard_map, and refuses the derivative",
-)
 @on("Auto-4")
 def test_items_end_alone(mesh):
     w = jnp.array([0.3, 0.7])
@@ -944,33 +940,42 @@ def test_items_end_alone(mesh):
     totals = mapped.with_options(reduce="sum")
     assert sent(compiled(totals, jnp.arange(1, N + 1), w)) == {"all-reduce": 2}
     best = mapped.with_options(reduce=(None, "argmax"))
+    for length, wrapped in ((N, jax.jit), (ODD, lambda fun: fun), (2, jax.jit)):
+        n = np.arange(1, length + 1, dtype=np.int32)
+        counts, sums = jax.jit(jax.vmap(collatz, (0, None)))(n, w)
+        want = (counts, sums), (jnp.sum(counts), jnp.sum(sums)), (counts, jnp.argmax(sums))
+        same(wrapped(lambda n: (mapped(n, w), totals(n, w), best(n, w)))(n), want)
+    plan = mapped.plan(jnp.arange(N), w)
+    assert (plan.lanes, plan.devices) == (3, ((0, mesh.size),))
 
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8),
+    reason="JAX 0.7 compares types with those of jax.shard_map, and refuses the derivative",
+)
+@on("Auto-4")
+def test_derivatives_of_items_that_end_alone(mesh):
+    w = jnp.array([0.3, 0.7])
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
     largest = mapped.with_options(reduce=(None, "logsumexp"))
 
     def slopes(gradient, fun, largest, n, w):
         both = gradient(lambda w: jnp.sum(jnp.sin(fun(n, w)[1])) + largest(n, w)[1])(w)
         return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,)), both
 
-    def found(n, w):
-        return mapped(n, w), totals(n, w), best(n, w), slopes(jax.grad, mapped, largest, n, w)
-
-    @jax.jit
-    def plain(n, w):
-        each = jax.vmap(collatz, (0, None))
-        largest = lambda n, w: jax.tree.map(jax.nn.logsumexp, each(n, w))  # noqa: E731
-        counts, sums = each(n, w)
-        total, best = (jnp.sum(counts), jnp.sum(sums)), (counts, jnp.argmax(sums))
-        return (counts, sums), total, best, slopes(jax.jacfwd, each, largest, n, w)
-
+    each = jax.vmap(collatz, (0, None))
+    plain_largest = lambda n, w: jax.tree.map(jax.nn.logsumexp, each(n, w))  # noqa: E731
+    plain = jax.jit(functools.partial(slopes, jax.jacfwd, each, plain_largest))
+    found = functools.partial(slopes, jax.grad, mapped, largest)
     for length, call in ((N, jax.jit(found)), (ODD, found), (2, jax.jit(found))):
         n = np.arange(1, length + 1, dtype=np.int32)
-        *got, got_slopes = call(n, w)
-        *want, plain_slopes = plain(n, w)
-        same(got, want)
-        same(got_slopes, plain_slopes, rtol=1e-3, atol=1e-3)
-    plan = mapped.plan(jnp.arange(N), w)
-    assert (plan.lanes, plan.devices) == (3, ((0, mesh.size),))
-    # Noise is that of the whole batch, and progress counts all items.
+        same(call(n, w), plain(n, w), rtol=1e-3, atol=1e-3)
+
+
+@on("Auto-4")
+def test_noise_and_progress_of_items_that_end_alone(mesh):
+    """Noise is that of the whole batch, and progress counts all items."""
     key, seen = jax.random.key(1), []
 
     def noisy(n, key):

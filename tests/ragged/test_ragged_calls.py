@@ -440,6 +440,7 @@ def test_other_batches_reuse_the_programs():
     np.testing.assert_allclose(out, [np.sin(v).sum() for v in x.to_list()], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("options0", "options2")
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"reduce": "sum"}])
 def test_an_eager_call_compiles_a_program_for_each_length(options):
     rng = np.random.default_rng(0)
