@@ -110,7 +110,7 @@ def test_a_second_jacobian_compiles_nothing(chunked, reduce):
 
 
 def test_a_second_derivative_in_tiles_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(run, "best_tiles", lambda _: Tiles(5, 2))
+    monkeypatch.setattr(run, "best_tiles", lambda *_: Tiles(5, 2))
     monkeypatch.setattr(run, "tiles_matter", lambda _: True)
 
     def mapped(x):

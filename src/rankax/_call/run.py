@@ -239,7 +239,8 @@ def _fitted(call: Traced) -> Fitted:
         return Fitted(whole, options)
     part = bound.part(whole, layout.shapes()[-1]) if layout.parts else bound
     may_tile = tiles_matter(dict(options.compiler_options or ())) and not bound.batched
-    tiles = best_tiles(item.closed) if may_tile else WHOLE_CHUNKS
+    updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
+    tiles = best_tiles(item.closed, updated) if may_tile else WHOLE_CHUNKS
     ends = None if options.lockstep else cut_program(item.closed).ends
     memory = None
     if options.memory_limit is not None:

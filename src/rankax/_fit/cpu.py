@@ -162,9 +162,13 @@ def pays_to_sum_in_loops(jaxpr: Any, items: int) -> bool:
     return short > long and not jaxpr.effects and not computes_again(jaxpr, items)
 
 
-def best_tiles(program: Any) -> Tiles:
-    """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item."""
+def best_tiles(program: Any, updated: int = 0) -> Tiles:
+    """Return how many items a tile should have, from the ``ClosedJaxpr`` of one item.
+
+    ``updated``: the numbers that each tile reads and writes besides, such as a sum of matrices.
+    """
     work = work_of(keep_values(program.jaxpr))
+    work.products += updated  # they cost what those of a matrix do that all items share
     return Tiles(_best_tile(work, COSTS.forward), _best_tile(work, COSTS.derivative))
 
 

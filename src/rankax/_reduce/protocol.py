@@ -158,6 +158,10 @@ class Reduction:
         """Return what a loop over ``size`` items accumulates."""
         return ()
 
+    def numbers_of_tile(self, outputs: Outputs) -> int:
+        """Return how many numbers of its state each tile updates, however few items it has."""
+        return 0
+
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
         """Return the state of a row from those of its accumulations."""
         return states

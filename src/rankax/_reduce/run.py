@@ -83,6 +83,10 @@ class Reductions:
         """Return each entry with its outputs and its values."""
         return list(zip(self.entries, outputs, *values, strict=True))
 
+    def numbers_of_tile(self, outputs: Sequence[Outputs]) -> int:
+        """Return how many numbers of their states each tile updates, however few items it has."""
+        return sum(entry.numbers_of_tile(own) for entry, own in self.each(outputs))
+
     def assembled(self, outputs: Sequence[Outputs], values: Sequence[Any]) -> Any:
         """Return the result, once all maps are done. States are returned as they are."""
         if self.of_run is None:

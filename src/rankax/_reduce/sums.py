@@ -244,6 +244,9 @@ class Gram(Reduction):
         product = Outer(aval.size, wide(aval.dtype))
         return [Accumulation(outputs.positions, product, mask=outputs.mask)]
 
+    def numbers_of_tile(self, outputs: Outputs) -> int:
+        return outputs.avals[1].size ** 2
+
     def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
         return [state[0][..., 0].astype(outputs.avals[1].dtype)]
 
