@@ -111,11 +111,14 @@ def run_killed(kind, out, least, step, number, after):
 
 def run_without_space(kind, out, size):
     """Run where no file may have more than some bytes, as if the disk were full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:
         run(kind, out)
     except OSError:
         sys.exit(3)
+    finally:  # where coverage is measured, its data are written at the end
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 def status(field):
