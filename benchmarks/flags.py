@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""What two flags of XLA gain on a CPU: the eleven kernels of ``tiles.py``, at once and in chunks.
+"""What two flags of XLA, and the allocator, gain on a CPU: the eleven kernels of ``tiles.py``.
 
     python benchmarks/flags.py
 
 writes ``benchmarks/results/flags.md``. The calls with ``jit=True`` are without chunks; forward,
 rankax passes the flag for sums by itself where it expects a gain. A flag belongs to a process, so
 each flag has one of its own. They take turns for each kernel, all on one core; medians of the
-processor time are compared.
+processor time are compared. All but one keep freed memory (``allocator.py``).
 """
 
 import argparse
@@ -23,13 +23,17 @@ import jax
 import jax.numpy as jnp
 
 import stamp
+from allocator import KEPT
 from tile_kernels import CASES
 from tiles import CHUNK, compiled
 
-FLAGS = {
-    "none": "",
-    "loops": "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=262144",
-    "sums": "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT",
+LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=262144"
+SUMS = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
+FLAGS = {  # what is added to the environment
+    "malloc": {},
+    "none": KEPT,
+    "loops": KEPT | {"XLA_FLAGS": LOOPS},
+    "sums": KEPT | {"XLA_FLAGS": SUMS},
 }
 RESULTS = Path(__file__).parent / "results" / "flags.md"
 ROUNDS, TURNS = 5, 3
@@ -71,12 +75,12 @@ def main() -> None:
     servers = {
         flag: subprocess.Popen(
             [sys.executable, __file__, "serve"],
-            env=os.environ | {"XLA_FLAGS": text},
+            env={**os.environ, "XLA_FLAGS": "", **changes},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for flag, text in FLAGS.items()
+        for flag, changes in FLAGS.items()
     }
     columns = [f"{way}, {flag}" for way in ("jax.vmap", "rankax") for flag in FLAGS]
     columns.append("jit=True, none")
@@ -86,8 +90,9 @@ def main() -> None:
         f"Written by `{command}`. jax {jax.__version__}, cpu, one core, float32.",
         "",
         "Milliseconds of processor time, medians; rankax in chunks of "
-        f"{CHUNK}, and `jit=True` without chunks. Flags: none; `loops` is `{FLAGS['loops']}`; "
-        f"`sums` is `{FLAGS['sums']}`. "
+        f"{CHUNK}, and `jit=True` without chunks. `malloc`: freed memory goes back to the system, "
+        "as glibc decides; elsewhere it is kept. Flags: none; "
+        f"`loops` is `{LOOPS}`; `sums` is `{SUMS}`. "
         "The fastest of a row is bold.",
         "",
         "| kernel |  | " + " | ".join(columns) + " |",

@@ -5,6 +5,7 @@
 
 writes ``benchmarks/results/tiles.md``. Eleven kernels, forward and gradient. The contestants of a
 row take turns, and medians are compared, so that a machine that is busy for a while slows all.
+Freed memory is kept (``allocator.py``).
 """
 
 import argparse
@@ -23,11 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import allocator
 import shown
 import stamp
 from rankax import auto_vmap
 
 if __name__ == "__main__":  # before the kernels make arrays
+    allocator.keep_memory()
     if "--one-core" in sys.argv:
         os.sched_setaffinity(0, {0})
     else:
@@ -89,7 +92,7 @@ def medians(runs: dict[str, Any], inputs: Any, seconds: float) -> dict[str, floa
         jax.block_until_ready(run(*arguments))
     deadline = time.perf_counter() + seconds
     while len(times["tuned"]) < 5 or time.perf_counter() < deadline:
-        # Always in one order, a program would find the memory that the same one has left.
+        # Always in one order, a program would find what the same one has left in the cache.
         for name in random.Random(len(times["tuned"])).sample(sorted(runs), len(runs)):
             begin = time.perf_counter()
             jax.block_until_ready(runs[name](*arguments))

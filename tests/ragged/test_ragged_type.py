@@ -21,6 +21,10 @@ def test_what_it_holds():
     assert [item.tolist() for item in x.to_list()] == [[0, 1, 2], [], [3], [4, 5]]
     assert repr(x) == "Ragged(4 items of 0 to 3 rows, float64[6])"
     assert repr(Ragged(np.ones((2, 3)), [1, 1])) == "Ragged(2 items of 1 row, float64[2, 3])"
+    assert [item.tolist() for item in x] == [[0, 1, 2], [], [3], [4, 5]]
+    assert [x[i].tolist() for i in (0, 1, -1, np.int32(2))] == [[0, 1, 2], [], [4, 5], [3]]
+    with pytest.raises(IndexError):
+        x[4]
     again = Ragged.from_list(x.to_list())
     assert again.lengths.tolist() == x.lengths.tolist()
     np.testing.assert_array_equal(again.values, x.values)
@@ -54,6 +58,13 @@ def test_lengths_are_a_copy():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (
+            lambda: Ragged(np.ones(3), [1, 2])[:, None],
+            TypeError,
+            "Ragged: an index is the number of an item, got (slice(None, None, None), None); index "
+            "values for rows, lengths for several items, and put other axes of a batch in front in "
+            "the other arguments",
+        ),
         (
             lambda: Ragged(np.ones(3), [1, 1]),
             ValueError,

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -135,6 +136,22 @@ class Ragged:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def __getitem__(self, item: int) -> Any:
+        """Return the rows of one item, a part of ``values``."""
+        try:
+            at = range(len(self))[operator.index(item)]
+        except TypeError:
+            raise TypeError(
+                f"Ragged: an index is the number of an item, got {item!r}; index values for rows, "
+                "lengths for several items, and put other axes of a batch in front in the other "
+                "arguments"
+            ) from None
+        end = int(self.lengths[: at + 1].sum())
+        return self.values[end - int(self.lengths[at]) : end]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.to_list())
 
     def __repr__(self) -> str:
         return f"Ragged({span(self.lengths)}, {self.values.dtype}{list(self.values.shape)})"
