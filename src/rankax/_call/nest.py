@@ -24,6 +24,7 @@ from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.kept_residuals import keep_residuals
 from rankax._trace.kept_values import keep_inputs, keep_values
 from rankax._trace.powers import with_products
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
@@ -194,8 +195,11 @@ class _Walk:
         """Walk the levels in the pass that is differentiated."""
         if self._reverses_loops:
             jaxpr = with_reverse_pass(self.jaxpr, self.item.where)
-            return dataclasses.replace(self, jaxpr=jaxpr).values(operands, back=True)
-        return self.values(operands, back=True)
+        elif any(spec.is_loop for spec in self.nest.specs):
+            jaxpr = keep_residuals(self.jaxpr)
+        else:
+            jaxpr = self.jaxpr
+        return dataclasses.replace(self, jaxpr=jaxpr).values(operands, back=True)
 
     @property
     def _reverses_loops(self) -> bool:

@@ -38,9 +38,9 @@ from rankax._trace.programs import Literal, subprograms, with_shape, with_subpro
 from rankax._trace.work import FUNCTIONS, LIBRARIES, operations
 
 _HOLDS = jax.__version_info__ >= (0, 12)
-_WORTH = 16.0  # operations for each number, from which on it is kept
 _FUNCTION = 8.0  # operations
 _SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
+_WORTH = 16.0  # operations for each number, from which on it is kept
 
 # Functions that XLA:CPU of JAX 0.12 does not know to be free of side effects; division by a square
 # root is one of them. How many numbers a program may read for each that these compute.
@@ -66,20 +66,31 @@ _STORED = {
     *("dot_general", "dynamic_update_slice", "optimization_barrier"),
 }
 
+
+class _Rule(NamedTuple):
+    """Which values may be kept, and how many operations for each number that must save."""
+
+    sizes: range = _SIZES
+    worth: float = _WORTH
+
+
 Reads = dict[int, float]  # by loop: how often it computes each number of a value
 _loops = itertools.count()
 
 
 def keep_values(jaxpr: Any) -> Any:
     """Return a program with a barrier on each value that is better kept; itself if none is."""
-    if not _HOLDS or jax.default_backend() != "cpu" or jaxpr.effects:
-        return jaxpr
-    return _kept_in_body(jaxpr, _SIZES)
+    return _kept_in_body(jaxpr, _Rule()) if may_keep(jaxpr) else jaxpr
+
+
+def may_keep(jaxpr: Any) -> bool:
+    """Whether a barrier stores a value of this program."""
+    return _HOLDS and jax.default_backend() == "cpu" and not jaxpr.effects
 
 
 def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
     """Return a program with a barrier on these inputs, if it pays to copy them; else itself."""
-    if not _HOLDS or jax.default_backend() != "cpu" or jaxpr.effects:
+    if not may_keep(jaxpr):
         return jaxpr
     own = [jaxpr.invars[i] for i in inputs]
     own = [v for v in own if has_tangent(v.aval) and v.aval.size in _SIZES]
@@ -99,16 +110,24 @@ def computes_again(jaxpr: Any, items: int) -> bool:
 
     What has fewer numbers than the batch has items is the same for all of them, and is cheap.
     """
-    return _kept_in_body(jaxpr, range(items, sys.maxsize)) is not jaxpr
+    return _kept_in_body(jaxpr, _Rule(range(items, sys.maxsize))) is not jaxpr
 
 
-def _kept_in_body(jaxpr: Any, sizes: range) -> Any:
+def values_read_again(jaxpr: Any, worth: float) -> list[Any]:
+    """Return the values outside loops that `keep_values` would keep at another threshold."""
+    known = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    kept = _kept_in_body(jaxpr, _Rule(worth=worth))
+    barriers = [eqn for eqn in kept.eqns if eqn.primitive.name == "optimization_barrier"]
+    return [v for eqn in barriers for v in eqn.outvars if known.isdisjoint(eqn.invars)]
+
+
+def _kept_in_body(jaxpr: Any, rule: _Rule) -> Any:
     of_outs = [_one_loop() for _ in jaxpr.outvars]
-    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), sizes)[0]
+    return _kept(jaxpr, of_outs, [0.0] * len(jaxpr.invars), rule)[0]
 
 
 def _kept(
-    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
+    jaxpr: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
 ) -> tuple[Any, list[float]]:
     """Return a program with barriers, and the work to compute each output again."""
     readers = _readers(jaxpr, of_outs)
@@ -124,9 +143,9 @@ def _kept(
         if _called(eqn) is not None:
             # Derivative rules do not see what is inside, so results are kept outside.
             reads = _merged(reads) if name in RULES else reads
-            eqn, costs = _kept_in_call(eqn, reads, inputs, sizes)
+            eqn, costs = _kept_in_call(eqn, reads, inputs, rule)
         elif name in _BODIES:
-            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, sizes=sizes))
+            eqn = with_subprograms(eqn, functools.partial(_kept_in_body, rule=rule))
         elif _is_fused(eqn):
             costs = [_work(eqn, inputs)]
         eqns.append(eqn)
@@ -134,28 +153,28 @@ def _kept(
             again = sum(loops.values()) - 1
             # XLA stores a sum that is used again, and a function whose result is broadcast.
             is_stored = name in _REDUCTIONS or (name in _SLOW and len(loops) == 1)
-            if again * cost >= _WORTH and name not in _SAME and not is_stored:
-                is_stored = has_tangent(v.aval) and v.aval.size in sizes
+            if again * cost >= rule.worth and name not in _SAME and not is_stored:
+                is_stored = has_tangent(v.aval) and v.aval.size in rule.sizes
                 kept += [v] if is_stored else []
             work[v] = 0.0 if again > 0 and is_stored else cost
     if kept or any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        jaxpr = jaxpr.replace(eqns=_with_barriers(eqns, kept))
+        jaxpr = jaxpr.replace(eqns=with_barriers(eqns, kept))
     return jaxpr, [0.0 if isinstance(v, Literal) else work[v] for v in jaxpr.outvars]
 
 
 def _kept_in_call(
-    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], sizes: range
+    eqn: Any, of_outs: Sequence[Reads], work_of_inputs: Sequence[float], rule: _Rule
 ) -> tuple[Any, list[float]]:
     work: list[float] = []
 
     def kept(jaxpr: Any) -> Any:
-        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, sizes)
+        jaxpr, work[:] = _kept(jaxpr, of_outs, work_of_inputs, rule)
         return jaxpr
 
     return with_subprograms(eqn, kept), work
 
 
-def _with_barriers(eqns: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+def with_barriers(eqns: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     """Return equations with a barrier after those that compute these values."""
     barriers = _barriers(kept)
     found: list[Any] = []

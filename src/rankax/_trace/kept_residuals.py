@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: MIT
+"""Keep what a reverse pass reads again and again, where XLA:CPU would recompute it.
+
+A chunk is differentiated by evaluating its items again. XLA:CPU fuses their values into the loops
+of the reverse pass that read them (`kept_values.py`). The cotangent of an array of which the item
+takes several slices, as in a stencil, is read once for each slice; each time, all that it depends
+on is recomputed. Gradients of stencils were up to thirteen times as slow.
+
+So the values that are worth keeping are found in the program of an item and its reverse pass. The
+latter is made by JAX, which allows no barriers in it. But the item can have them: on the values
+that the cotangents in question are computed from. Only the program that is differentiated gets
+them, and it is looked at only then.
+
+Test: ``tests/trace/test_kept_residuals.py``. Of the stencils that the threshold was not chosen on,
+three are 1.2 to 3.9 times as fast and two lose, a smoothed entropy a quarter of its speed.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from rankax._base.arrays import has_tangent
+from rankax._trace.kept_values import may_keep, values_read_again, with_barriers
+from rankax._trace.programs import Literal, evaluate, only, with_shape
+
+_WORTH = 24.0  # operations for each number, from which on a cotangent is worth keeping
+
+
+def keep_residuals(jaxpr: Any) -> Any:
+    """Return a program with barriers on what its reverse pass reads again; itself if none is."""
+    if not may_keep(jaxpr):
+        return jaxpr
+    flat = jax.make_jaxpr(lambda *xs: _inlined(jaxpr, xs))(*_types(jaxpr))
+    try:
+        both = _with_reverse_pass(flat.jaxpr)
+    except Exception:  # no reverse pass, or a rule of the caller that will raise it again
+        return jaxpr
+    if flat.consts or both.consts:
+        return jaxpr
+    residuals = _residuals(flat.jaxpr, both.jaxpr)
+    if not residuals:
+        return jaxpr
+    count = len(jaxpr.constvars)
+    invars, eqns = flat.jaxpr.invars, with_barriers(flat.jaxpr.eqns, residuals)
+    return flat.jaxpr.replace(constvars=invars[:count], invars=invars[count:], eqns=eqns)
+
+
+def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate a program without calls of `jax.jit`, whose values would have no name outside."""
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else known[v]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            outs = _inlined(inner.jaxpr, [*inner.consts, *map(read, eqn.invars)])
+        else:
+            free = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+            outs = evaluate(only(eqn, jaxpr, free), (), *map(read, free))
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _types(jaxpr: Any) -> list[Any]:
+    return [with_shape(v.aval, v.aval.shape) for v in (*jaxpr.constvars, *jaxpr.invars)]
+
+
+def _with_reverse_pass(jaxpr: Any) -> Any:
+    """Return the program of an item and its reverse pass, from its inputs and cotangents."""
+    types = _types(jaxpr)
+    wrt = [i for i, v in enumerate(jaxpr.invars) if has_tangent(v.aval)]
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if has_tangent(v.aval)]
+    cotangents = [with_shape(jaxpr.outvars[i].aval, jaxpr.outvars[i].aval.shape) for i in outputs]
+
+    def pulled(values: list[Any], cotangents: list[Any]) -> Any:
+        def fun(own: list[Any]) -> list[Any]:
+            given = dict(zip(wrt, own, strict=True))
+            outs = evaluate(jaxpr, (), *(given.get(i, x) for i, x in enumerate(values)))
+            return [outs[i] for i in outputs]
+
+        return jax.vjp(fun, [values[i] for i in wrt])[1](cotangents)
+
+    traced = jax.make_jaxpr(pulled)(types, cotangents)
+    return jax.make_jaxpr(lambda *xs: _inlined(traced.jaxpr, [*traced.consts, *xs]))(
+        *types, *cotangents
+    )
+
+
+def _residuals(item: Any, both: Any) -> list[Any]:
+    """Return the values of an item from which its reverse pass computes what it reads again."""
+    values = {name: v for v, name in _names(item).items()}
+    names, made_by = _names(both), {v: eqn for eqn in both.eqns for v in eqn.outvars}
+    barriers = [eqn for eqn in item.eqns if eqn.primitive.name == "optimization_barrier"]
+    stored = {v for eqn in barriers for v in (*eqn.invars, *eqn.outvars)}
+    found: dict[Any, None] = {}
+    left, seen = values_read_again(both, _WORTH), set[Any]()
+    while left:
+        v = left.pop()
+        if v in seen or v not in made_by:
+            continue
+        seen.add(v)
+        if (own := values.get(names[v])) is None:
+            left += [x for x in made_by[v].invars if not isinstance(x, Literal)]
+        elif own not in stored and has_tangent(own.aval) and own.aval.size > 1:
+            found[own] = None
+    return list(found)
+
+
+def _names(jaxpr: Any) -> dict[Any, Hashable]:
+    """Return a name for each value: equal for those that are computed in the same way."""
+    names: dict[Any, Hashable] = {v: i for i, v in enumerate(jaxpr.invars)}
+
+    def of(variables: Iterable[Any]) -> Hashable:
+        return tuple(str(v) if isinstance(v, Literal) else names[v] for v in variables)
+
+    for eqn in jaxpr.eqns:
+        how = eqn.primitive.name, str(eqn.params), of(eqn.invars)
+        names.update({v: hash((how, i)) for i, v in enumerate(eqn.outvars)})
+    return names

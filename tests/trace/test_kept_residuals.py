@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""What a reverse pass reads again: where it is kept, and that derivatives stay the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, primitives
+from rankax import auto_vmap, chunked_vmap
+from rankax._call import nest
+
+KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
+only_where_kept = pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(7, 40)).astype(np.float32))
+WAVE = jnp.sin(jnp.arange(40.0))
+WEIGHTS = (0.1, 0.2, 0.4, 0.2, 0.1)
+
+
+def windows(x):
+    return sum(w * x[i : i + 36] for i, w in enumerate(WEIGHTS))
+
+
+def stencil(x):
+    y = windows(x)
+    return jnp.sum(jnp.tanh(y) * y)
+
+
+@jax.custom_vjp
+def reversed_by_rule(x):
+    return jnp.tanh(x)
+
+
+reversed_by_rule.defvjp(lambda x: (jnp.tanh(x), x), lambda x, cotangent: (7 * cotangent * x,))
+
+
+def refuses(x):
+    return x
+
+
+refuses = jax.custom_vjp(refuses)
+refuses.defvjp(lambda x: (x, None), lambda _, cotangent: 1 / 0)
+
+
+def flow(u):
+    for _ in range(3):
+        flux = 0.5 * u * u
+        u = u[1:-1] - 0.1 * (flux[2:] - flux[:-2]) + 0.05 * (u[2:] - 2 * u[1:-1] + u[:-2])
+    return jnp.sum(u**2), jnp.argmax(u)
+
+
+STENCILS = {
+    "stencil": stencil,
+    "jit": jax.jit(lambda x: jax.jit(jnp.sum)(jnp.where(x[:36] > 0, jax.jit(windows)(x), 0) ** 2)),
+    "flow, and an index": flow,
+    "custom_vjp": lambda x: jnp.sum(reversed_by_rule(windows(x)) ** 2 * windows(x)),
+    "a constant, and a key": lambda x: (
+        stencil(x * WAVE) + jax.random.normal(jax.random.key(jnp.int32(9 * jnp.abs(x[0]))))
+    ),
+}
+
+
+def value(fun):
+    return lambda x: jnp.sum(jnp.sin(jax.tree.leaves(fun(x))[0]))
+
+
+def barriers(fun, *args):
+    return primitives(fun, *args)["optimization_barrier"]
+
+
+@only_where_kept
+@pytest.mark.parametrize("fun", STENCILS.values(), ids=STENCILS)
+def test_only_what_is_differentiated_has_barriers(fun, monkeypatch):
+    mapped = value(chunked_vmap(fun, 3))
+    forward, back = barriers(mapped, X), barriers(jax.grad(mapped), X)
+    monkeypatch.setattr(nest, "keep_residuals", lambda jaxpr: jaxpr)
+    assert barriers(mapped, X) == forward
+    assert barriers(jax.grad(mapped), X) < back
+    whole = value(chunked_vmap(fun, 7))  # one chunk is plain `jax.vmap`
+    assert barriers(jax.grad(whole), X) == 0
+
+
+CHEAP = {
+    "one slice": lambda x: jnp.sum(jnp.sin(x[3:])),
+    "cheap to compute": lambda x: jnp.sum((x[1:] - x[:-1]) ** 2),
+    "all pairs": lambda x: jnp.sum(jnp.sqrt((x[:, None] - x[None]) ** 2 + 1e-3)),
+}
+
+
+@pytest.mark.parametrize("fun", CHEAP.values(), ids=CHEAP)
+def test_cheap_reverse_passes_keep_nothing(fun):
+    assert barriers(jax.grad(value(chunked_vmap(fun, 3))), X) == 0
+
+
+TRANSFORMED = {
+    "gradient": jax.grad,
+    "gradient of gradient": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+    "jvp of gradient": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),)),
+    "vmap of gradient": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+}
+
+
+@pytest.mark.parametrize("make", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("fun", STENCILS.values(), ids=STENCILS)
+@pytest.mark.quick(*(f"{name}-gradient" for name in STENCILS), "stencil-gradient of gradient")
+def test_derivatives_are_those_of_vmap(fun, make):
+    if fun is STENCILS["custom_vjp"] and make is TRANSFORMED["jvp"]:
+        make = jax.grad  # JAX has no forward mode of such a rule
+    got, want = (jax.jit(make(value(f)))(X) for f in (chunked_vmap(fun, 3), jax.vmap(fun)))
+    assert_same(got, want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_reductions_and_several_arguments(reduce):
+    def kernel(x, w, n):
+        return stencil(x * w) * n.astype(x.dtype)
+
+    mapped = auto_vmap(x=1, w=1, n=0, reduce=reduce, chunk_size=3)(kernel)
+    n = jnp.arange(7)
+    gradients = jax.grad(lambda x, w: mapped(x, w, n), (0, 1))
+    by_hand = jax.vmap(kernel, (0, None, 0))
+    want = jax.grad(lambda x, w: getattr(jnp, reduce)(by_hand(x, w, n)), (0, 1))
+    assert_same(jax.jit(gradients)(X, X[0]), jax.jit(want)(X, X[0]), rtol=2e-4, atol=2e-4)
+
+
+def test_what_has_no_reverse_pass_is_left_alone():
+    def until_small(x):
+        return lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)
+
+    loop = value(chunked_vmap(lambda x: stencil(until_small(x)), 3))
+    by_hand = value(jax.vmap(lambda x: stencil(until_small(x))))
+    got, want = (jax.jit(lambda x, f=f: jax.jvp(f, (x,), (x,)))(X) for f in (loop, by_hand))
+    assert_same(got, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ZeroDivisionError):  # by the rule itself
+        jax.grad(value(chunked_vmap(lambda x: stencil(refuses(x)), 3)))(X)
