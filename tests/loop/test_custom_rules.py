@@ -381,7 +381,7 @@ def test_no_rule_leaves_the_program_as_it_was():
     def program(kernel):
         return str(jax.make_jaxpr(chunked_vmap(kernel, 3))(X[:6]))
 
-    assert "rankax_call" not in program(lambda row: jnp.sin(row).sum())
+    assert "rankax_call" not in program(lambda row: jnp.exp(row).sum())
 
 
 def test_a_rule_leaves_nothing_in_the_compiled_program():

@@ -24,9 +24,9 @@ from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
 from rankax._trace.derivatives import call_with_derivative_of
+from rankax._trace.functions import with_own_functions
 from rankax._trace.kept_residuals import keep_residuals
 from rankax._trace.kept_values import keep_inputs, keep_values
-from rankax._trace.powers import with_products
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
 _MOST_COMPONENTS = 16  # of an item that is stored by component
@@ -101,11 +101,11 @@ class Nest:
         walk = differentiated = _Walk(self, alone, jaxpr)
         if any(spec.is_loop and not spec.lanes for spec in self.specs):
             jaxpr = keep_values(jaxpr)
-            differentiated = _Walk(self, alone, with_products(jaxpr))
+            differentiated = _Walk(self, alone, with_own_functions(jaxpr))
             in_axes = zip(self.nesting.mapped, *(spec.in_axes for spec in self.specs), strict=False)
             consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
             at = [consts + self.inputs.index(i) for i, *axes in in_axes if set(axes) != {None}]
-            walk = _Walk(self, alone, with_products(keep_inputs(jaxpr, at)))
+            walk = _Walk(self, alone, with_own_functions(keep_inputs(jaxpr, at)))
             # Derivatives of reductions read another layout of the inputs, so there it does not pay.
             differentiated = walk if self.reductions is None else differentiated
         operands = list(item.closed.consts), mapped, arrays, begins or {}

@@ -22,7 +22,7 @@ import jax
 
 from rankax._base.arrays import has_tangent
 from rankax._trace.kept_values import may_keep, values_read_again, with_barriers
-from rankax._trace.programs import Literal, evaluate, only, with_shape
+from rankax._trace.programs import Literal, evaluate, evaluate_by, with_shape
 
 _WORTH = 24.0  # operations for each number, from which on a cotangent is worth keeping
 
@@ -48,20 +48,7 @@ def keep_residuals(jaxpr: Any) -> Any:
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate a program without calls of `jax.jit`, whose values would have no name outside."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else known[v]
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            outs = _inlined(inner.jaxpr, [*inner.consts, *map(read, eqn.invars)])
-        else:
-            free = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-            outs = evaluate(only(eqn, jaxpr, free), (), *map(read, free))
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return evaluate_by(lambda fun, _, __, inputs: fun(*inputs), jaxpr, values)
 
 
 def _types(jaxpr: Any) -> list[Any]:

@@ -42,6 +42,9 @@ ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as
 Jaxpr = jax.extend.core.Jaxpr
 Literal = jax.extend.core.Literal
 
+# From an equation as a function, the equation, what it reads, and its values, to its results.
+Step = Callable[[Callable[..., list[Any]], Any, list[Any], list[Any]], list[Any]]
+
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluate a program. Every output is an array.
@@ -71,31 +74,45 @@ def with_variables(jaxpr: Any, invars: Sequence[Any], outvars: Any, **changes: A
     return jaxpr.replace(debug_info=debug_info, **whole)
 
 
+def evaluate_by(step: Step, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate a program by ``step`` for each equation, inside calls of `jax.jit` too.
+
+    ``values`` are those of the constants and of the inputs. A step gets the equation as a function,
+    the equation, the variables that it reads, and their values.
+    """
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            given = [*inner.consts, *map(read, eqn.invars)]
+            outs = evaluate_by(step, inner.jaxpr, given)
+        else:
+            free = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+            outs = step(evaluator(eqn, jaxpr, free), eqn, free, [known[v] for v in free])
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
 def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a program whose arguments may be wider floats than its inputs.
 
     What only moves or converts numbers takes them as they are, and all else rounds them before. So
     where inputs are converted to wider floats, the transpose rounds nothing.
     """
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    outs = evaluate_by(_wide_step, jaxpr, [*consts, *args])
+    return list(map(_narrowed, outs, jaxpr.outvars))
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else known[var]
 
-    for eqn in jaxpr.eqns:
-        free = [var for var in eqn.invars if not isinstance(var, Literal)]
-        inputs = [known[var] for var in free]
-        if eqn.primitive.name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            outs = evaluate_wide(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
-        elif free and eqn.primitive.name == "convert_element_type":
-            outs = [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
-        else:
-            if eqn.primitive.name not in _MOVES:
-                inputs = [_narrowed(*pair) for pair in zip(inputs, free, strict=True)]
-            outs = evaluator(eqn, jaxpr, free)(*inputs)
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return [_narrowed(read(var), var) for var in jaxpr.outvars]
+def _wide_step(fun: Callable[..., Any], eqn: Any, free: list[Any], inputs: list[Any]) -> list[Any]:
+    if free and eqn.primitive.name == "convert_element_type":
+        return [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
+    if eqn.primitive.name not in _MOVES:
+        inputs = list(map(_narrowed, inputs, free))
+    return fun(*inputs)
 
 
 def _narrowed(x: Any, var: Any) -> Any:

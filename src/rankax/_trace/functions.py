@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: MIT
+"""Powers, sines and angles as programs of their own, where XLA:CPU would call the C library.
+
+The C library takes its arguments one by one: 3 ns for a power such as ``x ** 1.5``, 3 to 11 ns for
+a sine, 20 to 30 ns for an arctangent. (XLA:CPU has programs for a few exponents, such as 0.5 and 2,
+and for the exponential, the logarithm and `tanh`.) Laws of force, rotations and angles are full of
+them. As products, roots and polynomials they are vectorised, and three to thirty times as fast.
+Results differ by rounding, by at most four units in the last place. Subnormal numbers may count as
+zero, and a negative power above a quarter of the largest float may be infinite.
+
+Sines of all arguments are computed, also of large ones (`_turned`). XLA:CPU computes a sine once,
+but what takes many cheap steps again in every loop that reads it. From JAX 0.12 on, a barrier
+prevents that; before, sines are left alone.
+
+Derivatives are those of JAX, with such programs in them. Loops over chunks do this; a call without
+chunks stays the program that one would write by hand. Narrow floats are left alone, because each
+step would be rounded; of double precision, only powers are replaced.
+
+Sources: M. Payne and R. Hanek, "Radian reduction for trigonometric functions", SIGNUM Newsletter 18
+(1983), 19-24; S. Moshier's Cephes library for the polynomials.
+
+Test: ``tests/trace/test_functions.py``, whose last lines fail when XLA:CPU has these programs.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rankax._trace.derivatives import call_with_derivative_of, of_some
+from rankax._trace.programs import Literal, evaluate, with_equations, with_shape, with_subprograms
+
+_LARGEST = 4  # exponent; more products would round more often
+_SINES = ("cos", "sin", "tan")
+_BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
+_MANY = 32  # numbers of an item; a library that sums so many computes their sines, and faster
+
+
+def with_own_functions(jaxpr: Any) -> Any:
+    """Return a program without calls of the C library; itself if there are none."""
+    return _with_own(jaxpr) if jax.default_backend() == "cpu" else jaxpr
+
+
+def _with_own(jaxpr: Any) -> Any:
+    exponents: dict[Any, float] = {}  # that the program computes, as a derivative does
+
+    def changed(eqn: Any) -> Any:
+        if (own := _own_function(eqn, exponents)) is None:
+            return with_subprograms(eqn, _with_own)
+        types = [with_shape(v.aval, v.aval.shape) for v in own.inputs]
+        (call,) = jax.make_jaxpr(functools.partial(_call, own))(*types).jaxpr.eqns
+        return call.replace(invars=own.inputs, outvars=eqn.outvars)
+
+    return with_equations(jaxpr, changed)
+
+
+class _Own(NamedTuple):
+    """What takes the place of an equation: a function of ``inputs``."""
+
+    fun: Callable[..., Any]
+    plain: Callable[..., Any]  # with the same derivative
+    inputs: list[Any]
+    key: Hashable  # what ``fun`` depends on; without one, it is an operation of JAX
+
+
+def _own_function(eqn: Any, exponents: dict[Any, float]) -> _Own | None:
+    name = eqn.primitive.name
+    if name not in (*_FUNCTIONS, "pow", "sub"):
+        return None
+    dtype = eqn.outvars[0].aval.dtype
+    if name in _FUNCTIONS and dtype == "float32" and not eqn.params.get("accuracy"):
+        is_stored = _BARRIERS_HOLD and eqn.outvars[0].aval.size < _MANY
+        if any(isinstance(v, Literal) for v in eqn.invars) or (name in _SINES and not is_stored):
+            return None
+        plain = functools.partial(eqn.primitive.bind, **eqn.params)
+        return _Own(_FUNCTIONS[name], plain, eqn.invars, name)
+    if name in _FUNCTIONS or dtype not in ("float32", "float64"):
+        return None
+    base, by = eqn.invars
+    number = float(by.val) if isinstance(by, Literal) else exponents.get(by)
+    if number is None or isinstance(base, Literal) != (name == "sub"):
+        return None
+    if name == "sub":
+        exponents[eqn.outvars[0]] = float(base.val) - number
+        return None
+    if number % 0.5 or abs(number) in (0, 1) or abs(number) > _LARGEST:
+        return None
+    if not number % 1:
+        power = functools.partial(lax.integer_pow, y=int(number))
+        return _Own(power, power, [base], None)
+    fun = functools.partial(_power, exponent=number)
+    return _Own(fun, lambda x: x**number, [base], ("power", number))
+
+
+def _call(own: _Own, *inputs: Any) -> Any:
+    if own.key is None:
+        return own.fun(*inputs)
+    differentiated = jax.custom_jvp(own.fun)
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        zero = jax.custom_derivatives.SymbolicZero
+        live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
+
+        def pushed(*directions: Any) -> Any:
+            some = [primals[i] for i in live]
+            return jax.jvp(of_some(own.plain, primals, live), some, list(directions))[1]
+
+        directions = [tangents[i] for i in live]
+        closed = jax.make_jaxpr(pushed)(*directions)
+        read = {v for eqn in closed.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        read |= set(closed.jaxpr.outvars)
+        # JAX leaves behind the function itself, whose value nobody reads.
+        eqns = [eqn for eqn in closed.eqns if not read.isdisjoint(eqn.outvars)]
+        jaxpr = _with_own(closed.jaxpr.replace(eqns=eqns))
+        (tangent,) = evaluate(jaxpr, closed.consts, *directions)
+        return _call(own, *primals), tangent
+
+    differentiated.defjvp(rule, symbolic_zeros=True)
+    return call_with_derivative_of(differentiated, own.fun, *inputs, key=own.key)
+
+
+def _power(x: jax.Array, exponent: float) -> jax.Array:
+    """Return ``x ** exponent`` for an odd multiple of a half."""
+    # The power of -0 is that of 0, and the power of minus infinity that of infinity.
+    root = jnp.abs(lax.integer_pow(x, int(abs(exponent))) * jnp.sqrt(x))
+    root = jnp.where(x == -jnp.inf, jnp.inf, root)
+    return root if exponent > 0 else 1 / root
+
+
+# The bits of 2 / pi, from those of weight 2 ** 31 on. The last words are not read.
+_TWO_OVER_PI = (
+    *(0, 0xA2F9836E, 0x4E441529, 0xFC2757D1, 0xF534DDC0, 0xDB629599, 0x3C439041, 0xFE5163AB),
+    *(0, 0, 0),
+)
+_QUARTER = math.pi / 2 / 2**30  # an angle of one, where 2 ** 30 are a right angle
+
+
+def _turned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return an angle less the nearest multiple of a right angle, and that multiple modulo 4.
+
+    The float is an integer of 24 bits times a power of two. In its product with 2 / pi, the first
+    bits of 2 / pi give multiples of four right angles, and so many that they would hide all others
+    are left out (Payne and Hanek). The next 96 bits suffice: two of the product are the multiple
+    and 62 the part of a right angle, which can begin with 30 zeros.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    exponent, is_negative = bits >> 23 & 255, bits >> 31 != 0
+    integer = bits & 0x7FFFFF | 0x800000
+    begin = jnp.maximum(exponent, 120) - 120
+    words: list[Any] = list(map(np.uint32, _TWO_OVER_PI))
+    for step in (4, 2, 1):
+        is_later = begin >> 5 & step != 0
+        words = [_either(is_later, *pair) for pair in zip(words[step:], words[:-step], strict=True)]
+    shift = begin & 31
+    first, second, third = (a << shift | b >> 1 >> 31 - shift for a, b in pairwise(words))
+    low = integer * second
+    rest = low + _high_product(integer, third)
+    whole = (
+        integer * first
+        + _high_product(integer, second)
+        + lax.convert_element_type(rest < low, jnp.uint32)
+    )
+    multiple = whole + 2**29 >> 30
+    part = lax.bitcast_convert_type(whole - (multiple << 30), jnp.int32).astype(x.dtype)
+    least = rest.astype(x.dtype) * (_QUARTER / 2**32)
+    # The error of a factor of 24 bits would be one of the angle.
+    factor = float(np.float32(_QUARTER))
+    angle = part * factor + (part * (_QUARTER - factor) + least)
+    angle = _either(exponent == 255, jnp.nan, _either(is_negative, -angle, angle))
+    multiple = _either(is_negative, -multiple, multiple)
+    is_small = exponent < 126
+    return _either(is_small, x, angle), _either(is_small, 0, multiple)
+
+
+def _high_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the upper half of the product of two integers of 32 bits."""
+    of_both = [(v >> 16, v & 0xFFFF) for v in (x, y)]
+    (high, low), (other_high, other_low) = of_both
+    middle, other_middle = high * other_low, low * other_high
+    carried = (low * other_low >> 16) + (middle & 0xFFFF) + (other_middle & 0xFFFF) >> 16
+    return high * other_high + (middle >> 16) + (other_middle >> 16) + carried
+
+
+def _either(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+    dtype = next(v.dtype for v in (x, y) if hasattr(v, "dtype"))
+    return lax.select(condition, *(jnp.full(condition.shape, v, dtype) for v in (x, y)))
+
+
+def _sine_and_cosine(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both, of an angle of at most half a right angle."""
+    square = x * x
+    sine = -1.9515295891e-4 * square + 8.3321608736e-3
+    sine = x + x * square * (sine * square - 1.6666654611e-1)
+    cosine = 2.443315711809948e-5 * square - 1.388731625493765e-3
+    cosine = 1 - 0.5 * square + square * square * (cosine * square + 4.166664568298827e-2)
+    return _either(square < 1e-7, x, sine), cosine  # keeps -0
+
+
+def _sine(x: jax.Array, quarters: int) -> jax.Array:
+    angle, multiple = _turned(x)
+    multiple += quarters
+    sine, cosine = _sine_and_cosine(angle)
+    value = _either(multiple & 1 != 0, cosine, sine)
+    return lax.optimization_barrier(_either(multiple & 2 != 0, -value, value))
+
+
+def _tangent(x: jax.Array) -> jax.Array:
+    angle, multiple = _turned(x)
+    sine, cosine = _sine_and_cosine(angle)
+    is_odd = multiple & 1 != 0
+    return lax.optimization_barrier(_either(is_odd, -cosine, sine) / _either(is_odd, sine, cosine))
+
+
+def _arctangent(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the angle of the point (x, y)."""
+    beside, above = jnp.abs(x), jnp.abs(y)
+    is_infinite = (beside == jnp.inf) & (above == jnp.inf)
+    beside, above = _either(is_infinite, 1.0, beside), _either(is_infinite, 1.0, above)
+    least, most = jnp.minimum(beside, above), jnp.maximum(beside, above)
+    slope = least / _either(most == 0, 1.0, most)
+    is_steep = slope > math.tan(math.pi / 8)
+    slope = _either(is_steep, (slope - 1) / (slope + 1), slope)
+    square = slope * slope
+    angle = 8.05374449538e-2 * square - 1.38776856032e-1
+    angle = (angle * square + 1.99777106478e-1) * square - 3.33329491539e-1
+    angle = slope + slope * square * angle
+    angle = _either(is_steep, math.pi / 4 + angle, angle)
+    angle = _either(above > beside, math.pi / 2 - angle, angle)
+    is_behind = lax.bitcast_convert_type(x, jnp.int32) < 0
+    angle = _either(is_behind, math.pi - angle, angle)
+    return _either(lax.bitcast_convert_type(y, jnp.int32) < 0, -angle, angle)
+
+
+def _leg(x: jax.Array) -> jax.Array:
+    """Return the other leg of a right triangle with hypotenuse 1."""
+    return jnp.sqrt((1 - x) * (1 + x))
+
+
+# Compiled functions are traced once, however often a program calls them.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "acos": jax.jit(lambda x: _arctangent(_leg(x), x)),
+    "asin": jax.jit(lambda x: _arctangent(x, _leg(x))),
+    "atan": jax.jit(lambda x: _arctangent(x, jnp.ones_like(x))),
+    "atan2": jax.jit(_arctangent),
+    "cos": jax.jit(lambda x: _sine(x, 1)),
+    "sin": jax.jit(lambda x: _sine(x, 0)),
+    "tan": jax.jit(_tangent),
+}
