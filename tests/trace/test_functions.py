@@ -13,6 +13,8 @@ from jax import lax
 
 from helpers import compilations, enable_x64, primitives
 from rankax import auto_vmap, chunked_vmap
+from rankax._trace.functions import with_own_functions
+from rankax._trace.work import evaluates_functions
 
 ON_CPU = jax.default_backend() == "cpu"
 HOLDS = jax.__version_info__ >= (0, 12)  # a barrier; without it sines are left alone
@@ -185,6 +187,13 @@ def test_derivatives_are_those_of_the_functions(name, order):
             for f in (chunked_vmap(fun, 3), jax.vmap(fun))
         ]
         np.testing.assert_allclose(*grads, rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the functions are for XLA:CPU")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_they_still_count_as_functions(name):
+    args = [jnp.ones(())] * (2 if name == "atan2" else 1)
+    assert evaluates_functions(with_own_functions(jax.make_jaxpr(FUNCTIONS[name])(*args).jaxpr))
 
 
 def test_tangents_and_batches_of_derivatives():
