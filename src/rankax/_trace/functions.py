@@ -180,8 +180,7 @@ def _turned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _high_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the upper half of the product of two integers of 32 bits."""
-    of_both = [(v >> 16, v & 0xFFFF) for v in (x, y)]
-    (high, low), (other_high, other_low) = of_both
+    (high, low), (other_high, other_low) = ((v >> 16, v & 0xFFFF) for v in (x, y))
     middle, other_middle = high * other_low, low * other_high
     carried = (low * other_low >> 16) + (middle & 0xFFFF) + (other_middle & 0xFFFF) >> 16
     return high * other_high + (middle >> 16) + (other_middle >> 16) + carried
@@ -207,6 +206,7 @@ def _sine(x: jax.Array, quarters: int) -> jax.Array:
     multiple += quarters
     sine, cosine = _sine_and_cosine(angle)
     value = _either(multiple & 1 != 0, cosine, sine)
+    # Otherwise each loop that reads the sine computes it.
     return lax.optimization_barrier(_either(multiple & 2 != 0, -value, value))
 
 
