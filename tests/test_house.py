@@ -31,7 +31,7 @@ MOST_LINES_OF_CODE = {
     "_static": 17,
     "_base": 476,
     "_declare": 878,
-    "_trace": 1307,
+    "_trace": 1342,
     "_plan": 954,
     "_progress": 192,
     "_fit": 260,

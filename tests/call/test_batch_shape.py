@@ -64,10 +64,7 @@ OPTIONS = [
 @pytest.mark.quick(
     "(4, 6)-(6,)-{'chunk_size': 7, 'jit': True}",
     "(4, 6)-(4, 1)-{}",
-    "(6,)-(4, 6)-{'chunk_size': 7}",
-    "(30,)-()-{'chunk_size': 60}",
     "(1, 2)-(2, 1)-{'chunk_size': 3}",
-    "(2,)-(1,)-{'chunk_size': 2}",
 )
 def test_items_are_those_with_a_dummy_argument(shape, scale, options):
     scale = np.arange(1, 1 + math.prod(scale), dtype="float32").reshape(scale)

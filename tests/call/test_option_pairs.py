@@ -203,5 +203,11 @@ OTHERS = [name for name in OPTIONS if name not in ("lanes", "a stream")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [*itertools.combinations(OTHERS, 2)], ids=" and ".join)
+@pytest.mark.merge(
+    *("chunks and indices", "a memory limit and unlike lengths", "what chunks store and a mask"),
+    *("jit and a batch at once", "a bucket and unlike lengths", "options of XLA and keys"),
+    *("a device and the largest", "progress and a sum", "what is kept and an axis more"),
+    *("a memory limit and a bucket", "a device and a mask", "a batch at once and unlike lengths"),
+)
 def test_other_options(tmp_path, names):
     check(names, tmp_path)

@@ -346,7 +346,7 @@ UNEVEN_CALLS = {
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="chunks have no tiles")
 @pytest.mark.parametrize("name", UNEVEN_CALLS)
-@pytest.mark.quick("uneven in uneven", "numbers", "outputs kept beside a sum")
+@pytest.mark.quick("uneven in uneven", "outputs kept beside a sum")
 def test_uneven_calls_need_no_more_than_they_did(name):
     f, args, most = UNEVEN_CALLS[name]
     cotangents = jax.eval_shape(f, *args)

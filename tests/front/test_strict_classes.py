@@ -183,7 +183,7 @@ def test_as_carry_of_a_scan(name, init):
 
 
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.quick("sliced", "sliced backwards", "checkpointed")
+@pytest.mark.quick("sliced backwards", "checkpointed")
 def test_as_inputs_and_outputs_of_a_scan(name):
     def body(carry, x):
         carry = carry * x.scale + x.mean

@@ -136,7 +136,7 @@ def test_nothing_flows_back_to_what_fills_an_empty_item():
     np.testing.assert_allclose(got, [0.6, 0.8, 1.0], rtol=1e-6)
 
 
-@pytest.mark.quick("eager", "jit in chunks")
+@pytest.mark.quick("jit in chunks")
 @modes
 def test_outputs_with_a_row_for_each_row(mode):
     x, _ = case("some")
@@ -294,8 +294,8 @@ def test_the_best_item_with_its_other_outputs(mode):
 GRADIENTS = {name: REDUCTIONS[name] for name in ("logsumexp", "max", "mean", "fold")}
 
 
-@pytest.mark.quick("logsumexp-chunks", "max-jit")
-@pytest.mark.merge("mean-jit", "fold-chunks")
+@pytest.mark.quick("logsumexp-chunks")
+@pytest.mark.merge("max-jit", "mean-jit", "fold-chunks")
 @pytest.mark.parametrize("mode", [MODES["chunks"], MODES["jit"]], ids=["chunks", "jit"])
 @pytest.mark.parametrize("reduce", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_of_reductions(reduce, mode):
@@ -440,7 +440,7 @@ def test_other_batches_reuse_the_programs():
     np.testing.assert_allclose(out, [np.sin(v).sum() for v in x.to_list()], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("options0", "options2")
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"reduce": "sum"}])
 def test_an_eager_call_compiles_a_program_for_each_length(options):
     rng = np.random.default_rng(0)

@@ -70,7 +70,7 @@ def all_names(call, *args, names=tuple(PLAIN)):
 
 
 @pytest.mark.parametrize("axis", [-1, 0, (1, 0), None], ids=str)
-@pytest.mark.quick("0", "-1", "None")
+@pytest.mark.quick("0", "None")
 def test_values(axis):
     found = all_names(lambda name: reduced(name, axis), *ARGS)
     # jnp.argmin takes no tuple: all axes are one there.
@@ -111,7 +111,7 @@ def loss_of(fun):
 
 @pytest.mark.parametrize("axis", [-1, slow(0), slow(None)], ids=str)
 @pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.quick("sum--1", "prod--1", "logsumexp--1")
+@pytest.mark.quick("prod--1", "logsumexp--1")
 def test_first_derivatives(name, axis):
     def derivatives(fun):
         return jax.grad(loss_of(fun), (0, 1, 2))(*ARGS), jax.jvp(fun, ARGS, TANGENTS)[1]

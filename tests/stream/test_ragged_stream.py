@@ -116,7 +116,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.quick("argmax", "fold")
+@pytest.mark.quick("argmax")
 @pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_reductions_number_the_items(reduce, tmp_path):
     kernel = total.with_options(reduce=reduce, chunk_size=4)

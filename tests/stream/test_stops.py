@@ -64,19 +64,15 @@ def whole(tmp_path_factory):
 
 CASES = [(step, last, after) for step in STEPS for last in (False, True) for after in (False, True)]
 CASES = [case for case in CASES if case[:2] != ("finish", False)]  # a store is looked for
-QUICK = {
-    *(("folder", False, True), ("array", True, True), ("write", False, True)),
-    ("flush", True, False),
-}
-KILLS = [
-    pytest.param(
-        "map" if i % 2 else "reduce", *case, marks=() if case in QUICK else pytest.mark.slow
-    )
-    for i, case in enumerate(CASES)
-]
+KILLS = [("map" if i % 2 else "reduce", *case) for i, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("kind", "step", "last", "after"), KILLS)
+@pytest.mark.quick("map-folder-False-True", "map-array-True-True", "reduce-flush-True-False")
+@pytest.mark.merge(
+    *("reduce-lock-False-False", "reduce-create-True-False", "reduce-metadata-False-False"),
+    *("map-write-False-True", "reduce-write-True-False", "map-finish-True-True"),
+)
 def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, last, after):
     number = whole[kind][1][step] if last else 1
     out = tmp_path / "a.zarr"
@@ -90,6 +86,10 @@ def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, la
 
 
 @pytest.mark.parametrize(("step", "last", "after"), CASES)
+@pytest.mark.quick(
+    *("folder-False-False", "lock-True-False", "create-False-True", "array-True-True"),
+    *("metadata-False-False", "write-True-False", "flush-False-True", "finish-True-True"),
+)
 def test_a_run_that_finds_the_disk_full_goes_on(tmp_path, whole, step, last, after):
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -322,8 +322,16 @@ def test_ragged_items(clock, options):
     tuned = kernel.tune(x, s, seconds=ENOUGH)
     assert len(measured(tuned.tuning)) > 1
     assert_same(tuned(x, s), kernel(x, s), rtol=1e-5)
-    of_grid = kernel.tune(x, jnp.ones((2, 60), jnp.float32), gradient=True, seconds=ENOUGH)
-    assert of_grid.tuning.candidates[0].temporaries is not None
+
+
+@pytest.mark.slow
+def test_the_gradient_of_ragged_items_over_two_axes(clock):
+    x = Ragged(np.ones((90, 3), np.float32), np.arange(60) % 2 * 3)
+    s = jnp.ones((2, 60), jnp.float32)
+    kernel = auto_vmap(x="n 3", s=0, mask=Mask("n"), reduce="sum")(of_rows)
+    tuned = kernel.tune(x, s, gradient=True, seconds=ENOUGH)
+    assert tuned.tuning.candidates[0].temporaries is not None
+    assert_same(tuned(x, s), kernel(x, s), rtol=1e-5)
 
 
 def test_a_slice_has_ragged_items_of_all_lengths():

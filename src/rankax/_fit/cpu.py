@@ -10,7 +10,8 @@ sorts, convolves or factorises. For maps there are two reasons to stay below the
 * A library that XLA:CPU calls in JAX 0.10 to 0.12, but not in 0.9 (``__ynn_fusion`` in a compiled
   program). It computes sums, maxima and minima of floats with an operand of 4096 numbers or more,
   and dot products of two vectors. The operand must be stored first, and is not fused with what
-  computes it. On the other hand, the library sums long rows faster than a loop does.
+  computes it. On the other hand, the library sums long rows faster than a loop does, if what
+  computes them reads in order (`rankax._trace.work.Reads`).
 
 A call that evaluates all items at once, and that this library compiles, may leave sums to loops of
 XLA by an option of the compiler (`jit_at_once`). Of 82 random kernels for which
