@@ -282,6 +282,8 @@ class _Walk:
         loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
+        if loops and keep_residuals(self.jaxpr) is not self.jaxpr:
+            return False
         outs = [v.aval.shape for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
         for spec in self.nest.specs:
