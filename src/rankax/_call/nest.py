@@ -282,8 +282,6 @@ class _Walk:
         loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
-        if loops and keep_residuals(self.jaxpr) is not self.jaxpr:
-            return False
         outs = [v.aval.shape for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
         for spec in self.nest.specs:
@@ -293,9 +291,8 @@ class _Walk:
             if spec.is_loop and not all(rows):
                 return False
             shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
-        return not loops or all(
-            axis == 0 and 1 not in out for axis, out in zip(self.out_axes, outs, strict=True)
-        )
+        joined = all(axis == 0 and 1 not in x for axis, x in zip(self.out_axes, outs, strict=True))
+        return not loops or (joined and keep_residuals(self.jaxpr) is self.jaxpr)
 
 
 def nest_of(
