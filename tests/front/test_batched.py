@@ -324,6 +324,10 @@ def test_check_finds_a_function_that_mixes_its_items():
     kernel = auto_vmap(1, chunk_size=7, batched=True)(lambda x: x - x.mean(0, keepdims=True))
     with pytest.raises(ValueError, match="but the kernel by itself gives"):
         kernel.check(ROWS)
+
+
+@pytest.mark.slow
+def test_check_agrees_with_a_function_that_does_not():
     assert BATCHED.with_options(chunk_size=7).check(X, S, items=6, gradient=True).items
 
 

@@ -89,6 +89,7 @@ def test_values_that_are_not_finite(options):
 
 
 @EVERY
+@pytest.mark.quick("options1", "options2")
 def test_gradients_that_are_not_finite(options):
     kernel = auto_vmap(x="n", mask=Mask("n"), **options)(
         lambda x, mask: jnp.sum(jnp.sqrt(jnp.minimum(x, 9)), where=mask)

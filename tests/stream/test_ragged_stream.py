@@ -125,6 +125,7 @@ def test_reductions_number_the_items(reduce, tmp_path):
     assert_same(values(stored), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_where_beside_outputs_that_are_kept(tmp_path):
     @auto_vmap(x="n 3", mask=Mask("n"), reduce={"r": "min", "own": None, "ok": "sum"}, where="ok")
     def far(x, mask):

@@ -28,6 +28,7 @@ def of(exponent):
 
 
 @pytest.mark.parametrize("exponent", AS_PRODUCTS)
+@pytest.mark.quick("-1.5", "-4.0", "0.5", "2.0", "3.5")
 def test_powers_in_chunks_have_the_values_of_powers(exponent):
     power = of(exponent)
     assert primitives(chunked_vmap(power, 3), X)["pow"] == (not ON_CPU)
@@ -36,7 +37,7 @@ def test_powers_in_chunks_have_the_values_of_powers(exponent):
     np.testing.assert_allclose(got, expected, rtol=5e-7)
 
 
-@pytest.mark.quick("-1.5-1", "0.5-2", "2.5-3", "4.0-1")
+@pytest.mark.quick("-1.5-1", "2.5-3")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("exponent", [-1.5, 0.5, 2.5, 4.0])
 def test_derivatives_are_those_of_powers(exponent, order):
@@ -139,6 +140,7 @@ def arguments(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.quick("sin", "atan2", "asin", "tan")
 def test_functions_in_chunks_have_the_values_of_the_c_library(name):
     fun, args = FUNCTIONS[name], arguments(name)
     is_own = ON_CPU and (HOLDS or name not in SINES)
@@ -158,7 +160,7 @@ def test_functions_in_chunks_have_the_values_of_the_c_library(name):
     np.testing.assert_array_equal(np.signbit(got)[zeros], np.signbit(expected)[zeros])
 
 
-@pytest.mark.quick("1-acos", "2-atan2", "3-sin")
+@pytest.mark.quick("2-atan2", "3-sin")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_derivatives_are_those_of_the_functions(name, order):

@@ -175,7 +175,7 @@ def loss(mapped):
 
 
 @pytest.mark.parametrize("kernel", at_each_run(EACH_RUN, CHAINS))
-@pytest.mark.quick("scan", "chain", "integers and keys", "custom_vjp")
+@pytest.mark.quick("scan", "custom_vjp")
 def test_values_and_derivatives_are_those_of_vmap(kernel):
     """With rules of the caller, whose derivatives are not those of what they compute."""
 

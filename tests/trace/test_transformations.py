@@ -81,6 +81,11 @@ SEEN = {
 
 @pytest.mark.skipif(REMAT3, reason="see the test below")
 @pytest.mark.parametrize("fun", SEEN.values(), ids=SEEN.keys())
+@pytest.mark.quick(
+    *("uneven", "a custom_jvp", "a custom_vjp, even", "two arrays", "fields", "progress"),
+    *("checkpoint", "gradient", "max", "logsumexp"),
+    *("sliced_scan, a rule", "checkpoint_chunked_scan"),
+)
 def test_checkify_sees_inside(fun):
     error, _ = checkify.checkify(fun, errors=checkify.float_checks)(X)
     assert "division by zero" in error.get()
@@ -120,6 +125,7 @@ def test_a_check_in_a_kernel(fun):
 @pytest.mark.skipif(REMAT3, reason="see the test below")
 @pytest.mark.parametrize("kernel", [plain, inverse, inverse_back])
 @pytest.mark.parametrize("options", [{}, {"reduce": "max"}], ids=["map", "max"])
+@pytest.mark.quick("map-plain", "max-inverse", "map-inverse_back")
 def test_what_checkify_returns_has_the_same_derivative(kernel, options):
     fun = mapped(kernel, **options)
 
