@@ -42,7 +42,7 @@ MOST_LINES_OF_CODE = {
     "_scan": 972,
     "_options": 150,
     "_call": 1883,
-    "_tune": 502,
+    "_tune": 505,
     "_blocks": 696,
     "_front": 1285,
     "reductions": 29,
