@@ -69,6 +69,12 @@ def of_three(x):
     return jnp.sum(x[:3] ** 2)
 
 
+def halved(x):
+    """By a primitive that holds programs with as many inputs, and fewer outputs."""
+    solve = lambda _, b: (b / 2, jnp.sum(b))  # noqa: E731
+    return lax.custom_linear_solve(lambda v: 2 * v, x, solve, has_aux=True)
+
+
 @jax.jit
 def middle(x):
     return x[1:-1, 1:-1] + 1
@@ -106,6 +112,8 @@ WITH_TILES = {
     "long, of pairs": (lambda x: jnp.sum(jnp.abs(x[:, None] - x[None])), (10,), 40),
     "long, over axes apart": (lambda x: jnp.sum(x**2, axis=(0, 2)), (4, 6, 4), 42),
     "dot of columns": (lambda x: x[:, 0] @ x[:, 1], (100, 2), 40),
+    "dot with columns": (lambda x: jnp.tanh(x).ravel()[:100] @ x[:, 0], (100, 2), 40),
+    "of a solution, beside another output": (lambda x: of_three(halved(x)[0]), (3,), 1365),
     "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
     "more than the cache": (lambda x: jnp.outer(x, x)[::2], (64,), 16),
     "more than half of the cache, in a loop": (shifted, (1000,), 16),

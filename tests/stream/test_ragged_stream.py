@@ -125,15 +125,15 @@ def test_reductions_number_the_items(reduce, tmp_path):
     assert_same(values(stored), want, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_where_beside_outputs_that_are_kept(tmp_path):
     @auto_vmap(x="n 3", mask=Mask("n"), reduce={"r": "min", "own": None, "ok": "sum"}, where="ok")
     def far(x, mask):
         r = jnp.sum(x**2, where=mask[:, None])
         return {"r": r, "own": r + 1, "ok": r > 3}
 
-    stored = run(far, Ragged(ROWS, LENGTHS), out=tmp_path / "out")
-    assert_same(values(stored), far(Ragged(ROWS, LENGTHS)))
+    x = Ragged(ROWS[: LENGTHS[:36].sum()], LENGTHS[:36])
+    stored = run(far, x, out=tmp_path / "out")
+    assert_same(values(stored), far(x))
 
 
 @pytest.mark.slow

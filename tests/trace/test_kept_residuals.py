@@ -114,6 +114,13 @@ def test_derivatives_are_those_of_vmap(fun, make):
     assert_same(got, want, rtol=2e-4, atol=2e-4)
 
 
+def test_derivatives_of_even_chunks():
+    got, want = (
+        jax.jit(jax.grad(value(f)))(X[:6]) for f in (chunked_vmap(flow, 3), jax.vmap(flow))
+    )
+    assert_same(got, want, rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_reductions_and_several_arguments(reduce):
     def kernel(x, w, n):

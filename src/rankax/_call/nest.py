@@ -196,10 +196,14 @@ class _Walk:
         if self._reverses_loops:
             jaxpr = with_reverse_pass(self.jaxpr, self.item.where)
         elif any(spec.is_loop for spec in self.nest.specs):
-            jaxpr = keep_residuals(self.jaxpr)
+            jaxpr = self._with_residuals
         else:
             jaxpr = self.jaxpr
         return dataclasses.replace(self, jaxpr=jaxpr).values(operands, back=True)
+
+    @functools.cached_property
+    def _with_residuals(self) -> Any:
+        return keep_residuals(self.jaxpr)
 
     @property
     def _reverses_loops(self) -> bool:
@@ -291,8 +295,9 @@ class _Walk:
             if spec.is_loop and not all(rows):
                 return False
             shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
-        joined = all(axis == 0 and 1 not in x for axis, x in zip(self.out_axes, outs, strict=True))
-        return not loops or (joined and keep_residuals(self.jaxpr) is self.jaxpr)
+        pairs = zip(self.out_axes, outs, strict=True)
+        joined = all(axis == 0 and 1 not in shape for axis, shape in pairs)
+        return not loops or (joined and self._with_residuals is self.jaxpr)
 
 
 def nest_of(

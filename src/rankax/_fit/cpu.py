@@ -11,7 +11,7 @@ sorts, convolves or factorises. For maps there are two reasons to stay below the
   program). It computes sums, maxima and minima of floats with an operand of 4096 numbers or more,
   and dot products of two vectors. The operand must be stored first, and is not fused with what
   computes it. On the other hand, the library sums long rows faster than a loop does, if what
-  computes them reads in order (`rankax._trace.work.Reads`).
+  computes them reads in order (`rankax._trace.work.Order`).
 
 A call that evaluates all items at once, and that this library compiles, may leave sums to loops of
 XLA by an option of the compiler (`jit_at_once`). Of 82 random kernels for which
@@ -139,7 +139,8 @@ def pays_to_sum_in_loops(jaxpr: Any, items: int) -> bool:
 
     Loops are faster for short sums, and slower for long rows. They evaluate functions such as
     `sin` number by number, and compute again what the library stores. Products with a matrix that
-    all items share gain nothing.
+    all items share gain nothing. In which order an operand is read does not count here: the program
+    is that of a batch, whose axis is in front.
     """
     short = long = 0
     for name, eqn, times, *_ in operations(jaxpr):

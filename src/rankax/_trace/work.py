@@ -2,8 +2,8 @@
 """What one item costs: the only traversal of all operations of a program.
 
 `operations` yields each equation, also those of loops, branches and called functions, with how
-often one evaluation of the program runs it, which of its inputs depend on the item, and how it
-reads the first. Three questions are answered from these:
+often one evaluation of the program runs it, which of its inputs depend on the item, and in which
+order they are read. Three questions are answered from these:
 
 * `work_of` chooses tiles (`rankax._fit.cpu`).
 * `cost` decides which branches are cut (`rankax._lockstep.machine`).
@@ -11,6 +11,7 @@ reads the first. Three questions are answered from these:
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +38,24 @@ LIBRARIES = {
     *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
     "tridiagonal_solve",
 }
-_STORED = {*SUMS, *LIBRARIES, "conv_general_dilated", "dot_general", "optimization_barrier"}
+# What stores its result, or joins operands.
+_IN_ORDER = {
+    *(*SUMS, *LIBRARIES, "argmax", "argmin", "concatenate", "conv_general_dilated", "cumlogsumexp"),
+    *("cummax", "cummin", "cumprod", "cumsum", "dot_general", "dynamic_update_slice"),
+    *("optimization_barrier", "pad", "reduce_and", "reduce_or", "reduce_prod"),
+}
+
+
+class Order(enum.Enum):
+    """How the loop that computes a value reads what is stored, if not in order.
+
+    A library of XLA:CPU needs the operand of a sum stored by a loop of its own. If that loop reads
+    in another order, it takes 3 to 15 times as long as a loop that sums as well (JAX 0.10, 0.12).
+    """
+
+    CUT = "parts of rows"
+    GATHERED = "by indices"
+    SPREAD = "smaller arrays, each several times"
 
 
 class Operation(NamedTuple):
@@ -49,68 +67,67 @@ class Operation(NamedTuple):
     varying: tuple[bool, ...]  # which of its inputs depend on the item
     is_loop: bool
     calls: bool  # another program, whose operations come next
-    reads: str | None  # how it reads the first input: see `Reads`
+    orders: tuple[Order | None, ...]  # in which its inputs are read
 
 
-# How a loop that computes a value reads what is stored; None is in order. In another order, a loop
-# that stores the operand of a sum for a library of XLA:CPU takes 3 to 15 times as long as one that
-# sums as well (JAX 0.10 and 0.12).
-Reads = dict[Any, str | None]
-CUT = "parts of rows"
-_GATHERED = "by indices"
-_SPREAD = "smaller arrays, each several times"
+Orders = dict[Any, Order | None]  # by value
 
 
 def operations(
-    jaxpr: Any, moving: set[Any] | None = None, times: int = 1, reads: Reads | None = None
+    jaxpr: Any, moving: set[Any] | None = None, times: int = 1, orders: Orders | None = None
 ) -> Iterator[Operation]:
     """Yield all operations of the program of an item; of a branch, those of all programs.
 
-    ``moving``: the inputs that depend on the item; by default all. ``reads``: how inputs are read;
-    those of the results are added.
+    ``moving``: the inputs that depend on the item; by default all. ``orders``: those of inputs, to
+    which those of results are added.
     """
     moving = set(jaxpr.invars) if moving is None else moving
-    reads = {} if reads is None else reads
+    orders = {} if orders is None else orders
     for eqn in jaxpr.eqns:
         name, params = name_and_params(eqn)
         varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
         programs = list(subprograms(eqn))
         is_loop = name in _LOOPS
-        of_inputs = _all_of(reads, eqn.invars)
-        first = of_inputs[0] if of_inputs else None
-        yield Operation(name, eqn, times, varying, is_loop, bool(programs), first)
+        of_inputs = _all_of(orders, eqn.invars)
+        yield Operation(name, eqn, times, varying, is_loop, bool(programs), of_inputs)
         if any(varying):
             moving.update(eqn.outvars)
         if not programs and len(eqn.outvars) == 1:
-            reads[eqn.outvars[0]] = _read_by(name, eqn, of_inputs)
+            orders[eqn.outvars[0]] = _order(name, eqn, of_inputs)
         steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
         for program in programs:
-            is_call = not is_loop and len(program.invars) == len(of_inputs)
+            # A branch is none: its first input is the index. Its operands are stored.
+            is_call = not is_loop and _shape_of(program) == _shape_of(eqn)
             own = dict(zip(program.invars, of_inputs, strict=True)) if is_call else {}
             moved = _inputs_that_vary(eqn, program, varying)
             yield from operations(program, moved, steps, own)
             if is_call:
-                reads.update(zip(eqn.outvars, _all_of(own, program.outvars), strict=True))
+                orders.update(zip(eqn.outvars, _all_of(own, program.outvars), strict=True))
 
 
-def _all_of(reads: Reads, values: Sequence[Any]) -> list[str | None]:
-    return [None if isinstance(v, Literal) else reads.get(v) for v in values]
+def _shape_of(program: Any) -> tuple[int, int]:
+    return len(program.invars), len(program.outvars)
 
 
-def _read_by(name: str, eqn: Any, of_inputs: Sequence[str | None]) -> str | None:
+def _all_of(orders: Orders, values: Sequence[Any]) -> tuple[Order | None, ...]:
+    return tuple(None if isinstance(v, Literal) else orders.get(v) for v in values)
+
+
+def _order(name: str, eqn: Any, of_inputs: Sequence[Order | None]) -> Order | None:
+    """Return the order in which a loop that computes the result reads what is stored."""
     out, size = eqn.outvars[0].aval, _size(eqn.outvars[0])
-    if name in (*_STORED, "concatenate", "pad") or size == 1:
+    if name in _IN_ORDER or size == 1:
         return None
     if name == "gather":
-        return _GATHERED
+        return Order.GATHERED
     if name in ("slice", "dynamic_slice") and eqn.invars[0].aval.shape[1:] != out.shape[1:]:
-        return CUT
-    of_whole = [how for how, v in zip(of_inputs, eqn.invars, strict=True) if _size(v) >= size]
-    for how in (CUT, _GATHERED):
-        if how in of_whole:
-            return how
+        return Order.CUT
+    of_whole = [order for order, v in zip(of_inputs, eqn.invars, strict=True) if _size(v) >= size]
+    for order in (Order.CUT, Order.GATHERED):
+        if order in of_whole:
+            return order
     is_spread = all(of_whole) and max(map(_size, eqn.invars), default=1) > 1
-    return _SPREAD if is_spread else None
+    return Order.SPREAD if is_spread else None
 
 
 def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
@@ -181,7 +198,7 @@ class Work:
 def work_of(jaxpr: Any) -> Work:
     """Count what one item does; only what depends on the item counts."""
     work = Work(sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars))))
-    for name, eqn, times, varying, is_loop, calls, reads in operations(jaxpr):
+    for name, eqn, times, varying, is_loop, calls, orders in operations(jaxpr):
         if not any(varying):
             continue
         if name == "optimization_barrier":
@@ -202,11 +219,12 @@ def work_of(jaxpr: Any) -> Work:
             if name == "dot_general":
                 (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
                 numbers = out.size * math.prod(operand.shape[axis] for axis in contracted)
-                is_sum, is_row = not shares and out.ndim == len(batch), reads != CUT
+                # By indices, the library is slower on JAX 0.12, and faster on 0.10.
+                is_sum, is_row = not shares and out.ndim == len(batch), Order.CUT not in orders
                 work.products += numbers * times if shares else 0
             else:
                 numbers, axes = operand.size, eqn.params["axes"]
-                is_row = {*axes} == {*range(operand.ndim)[-len(axes) :]} and reads is None
+                is_row = {*axes} == {*range(operand.ndim)[-len(axes) :]} and orders == (None,)
                 is_sum = numbers > out.size
             if is_sum:
                 work.sums.append((numbers, is_row and numbers >= _LONG * out.size, times))

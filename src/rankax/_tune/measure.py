@@ -11,8 +11,8 @@ Everything counts towards ``seconds``: tracing, compiling and running.
 3. The candidates take turns; the slower half is dropped, and the rest take twice as many. The first
    two are never dropped.
 4. They and the fastest candidate take turns once more, on all items if there is time. The options
-   that the kernel has win a tie, and `jax.vmap` against others. They also win if there was no time
-   for a slice that says more than how long a call takes.
+   that the kernel has win a tie, and `jax.vmap` against others. If there was time for a few items
+   only, so that a run tells how long a call takes, most are ties.
 
 Programs are compiled with `jax.jit` whether or not the kernel has ``jit=True``, because that is how
 a fast program runs it.
@@ -47,7 +47,7 @@ _RUN = 1 / 60  # the share of the time that one run may take
 _TRIED, _HALVED = 0.6, 0.8  # the shares of the time after which the second and third stage end
 _COMPARISON = 0.15  # the share that the last stage may take in any case: some runs of a few
 _TURNS = 4  # of each candidate before the slower half is dropped for the first time
-_LEAST = 1e-3  # seconds; a shorter run of a slice tells how long a call takes, and not an item
+_CALL = 2e-4  # seconds by which runs of a slice may differ because of what a call takes
 _WORTH = 0.97  # what is chosen takes less than this share of the time of the first ones
 
 
@@ -139,12 +139,12 @@ class _Search:
             if not finalists:
                 continue
             shortest = min(t.seconds for t in finalists)
-            is_too_short = self.items < self.workload.items and self.items * shortest < _LEAST
-            worth = 0 if is_too_short else _WORTH
-            found = next(t for t in finalists if worth * t.seconds <= shortest)  # ties: the first
+            tie = shortest + (_CALL / self.items if self.items < self.workload.items else 0)
+            found = next(t for t in finalists if _WORTH * t.seconds <= tie)  # the first
             if self._fits(found, self.workload.items):
                 if best is not found and best.times:
-                    best.note = "no faster in the end"
+                    is_tie = _WORTH * found.seconds > best.seconds
+                    best.note = "too few items to tell" if is_tie else "no faster in the end"
                 return found
             found.times = []
         return None
