@@ -201,7 +201,7 @@ def reductions():
     labels = [f"{task}, {count:,}" for task, count in reversed(cases)]
     panel.set_yticks(range(len(cases)), labels)
     panel.axvline(1, color=COLOURS["rankax"], linewidth=1)
-    words = "time relative to rankax;\nright of the line, rankax is faster"
+    words = "time relative to rankax\n(right: rankax is faster)"
     panel.set(xscale="log", xlabel=words)
     _ratios(panel)
     figures[0].legend(loc="outside upper center", ncols=2, fontsize=9)
