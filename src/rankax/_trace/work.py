@@ -116,7 +116,7 @@ def _all_of(orders: Orders, values: Sequence[Any]) -> tuple[Order | None, ...]:
 def _order(name: str, eqn: Any, of_inputs: Sequence[Order | None]) -> Order | None:
     """Return the order in which a loop that computes the result reads what is stored."""
     out, size = eqn.outvars[0].aval, _size(eqn.outvars[0])
-    if name in _IN_ORDER or size == 1:
+    if name in _IN_ORDER:
         return None
     if name == "gather":
         return Order.GATHERED
