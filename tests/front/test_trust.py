@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import compilations
 from rankax import SplitKey, auto_vmap
 from rankax.plans import CheckReport, NonFinite
 
@@ -70,6 +71,30 @@ def test_a_sound_kernel_agrees(options):
 def test_any_batch(args):
     report = LENGTH.check(*args, gradient=True)
     assert len(report.items) == min(16, int(np.prod(report.batch_shape)))
+
+
+def test_a_number_of_python_is_one_item():
+    report = auto_vmap(x=0)(lambda x: 2 * x).check(2.0, gradient=True)
+    assert report.items == ((),)
+    assert [path for path, _, _ in report.differences] == ["output", "gradient of x"]
+
+
+@pytest.mark.one_version
+def test_outputs_of_any_dtype():
+    """A gradient that mixes narrow floats, which JAX does not promote, and complex numbers."""
+    dtypes = [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.int8]
+    kernel = auto_vmap(x=1, chunk_size=4)(lambda x: [(x * x).astype(dtype) for dtype in dtypes])
+    report = kernel.check(X, gradient=True)
+    assert len(report.differences) == 6
+    assert all(ulps < 10 for _, ulps, _ in report.differences)
+
+
+@pytest.mark.one_version
+def test_few_programs_are_compiled():
+    """An operation outside of a program is one more to compile: there were 107."""
+    x, w = (DRAW(size=shape).astype(np.float32) for shape in ((2, 11, 13), 13))
+    _, programs = compilations(lambda: LENGTH.check(x, w, items=6, gradient=True))
+    assert programs < 40
 
 
 @pytest.mark.one_version

@@ -142,7 +142,7 @@ class CallItems:
     def gathered(self, outs: Any, chosen: Sequence[Index]) -> list[Any]:
         """Return the chosen items of the outputs of a call, on axis 0."""
         places = tuple(np.array(chosen).T) if self.shape else None
-        return [out[places] for out in jax.tree.leaves(outs)]
+        return _items(jax.tree.leaves(outs), places)
 
     # What ragged items do otherwise (`ragged_check.py`).
 
@@ -207,7 +207,7 @@ def check(
     if chosen:
         alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
         by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
-        wanted = [jnp.stack(outs) for outs in zip(*by_item, strict=True)]
+        wanted = [np.stack([*map(numbers_of, outs)]) for outs in zip(*by_item, strict=True)]
         whole = kernel.run_bound(call)
         named = leaves_with_names(whole, "output", stops=lambda node: isinstance(node, Ragged))
         names = [path for path, _ in named]
@@ -239,6 +239,11 @@ def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> li
     return [tuple(map(int, np.unravel_index(i, shape))) if shape else () for i in flat]
 
 
+@jax.jit
+def _items(outs: list[Any], places: tuple[Any, ...] | None) -> list[Any]:
+    return [out[places] for out in outs]
+
+
 def _gradients(
     kernel: Any, them: CallItems, chosen: Sequence[Index], draws: Sequence[Any]
 ) -> Iterator[tuple[str, Any, Any]]:
@@ -249,30 +254,37 @@ def _gradients(
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
+    # What is not compiled as a whole compiles a program for each of its operations.
+    @jax.jit
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
         terms = [jnp.real(out * w.astype(out.dtype)) for out, w in pairs if has_tangent(out)]
-        return sum(map(jnp.sum, terms), jnp.zeros(()))
+        dtype = jnp.result_type(float)  # some narrow floats are not promoted
+        return sum((jnp.sum(term).astype(dtype) for term in terms), jnp.zeros((), dtype))
 
     def of_call(values: Mapping[int, Any]) -> Any:
         outs = kernel.run_bound(dataclasses.replace(call, leaves=merged(values)))
         return weighed(them.gathered(outs, chosen), draws)
 
+    @jax.jit
+    def alone(inputs: Sequence[Any], values: Mapping[int, Any], weights: Sequence[Any]) -> Any:
+        return weighed(them.evaluate(inputs, merged(values)), weights)
+
     def of_item(values: Mapping[int, Any], number: int) -> Any:
-        leaves = merged(values)
-        outs = them.evaluate(them.inputs(chosen[number], leaves), leaves)
-        return weighed(outs, [draw[number] for draw in draws])
+        inputs = them.inputs(chosen[number], merged(values))
+        return alone(inputs, values, [draw[number] for draw in draws])
 
     got = jax.grad(of_call)(floats)
     by_item = (jax.grad(of_item)(floats, number) for number in range(len(chosen)))
     wanted = functools.reduce(functools.partial(jax.tree.map, jnp.add), by_item)
-    lost = {i: jnp.isnan(got[i]) & ~jnp.isnan(wanted[i]) for i in floats}
-    if any(map(jnp.any, lost.values())) and not call.structure.ragged:
+    got, wanted = ({i: np.asarray(x) for i, x in tree.items()} for tree in (got, wanted))
+    lost = {i: np.isnan(got[i]) & ~np.isnan(wanted[i]) for i in floats}
+    if any(map(np.any, lost.values())) and not call.structure.ragged:
         args, kwargs = call.arguments.args, call.arguments.kwargs
         odd = functools.partial(nonfinite, kernel, args, kwargs, 1, ragged=type(them))
         if any(odd(gradient=g).count for g in (False, True)):
             # A cotangent of 0 times a derivative that is not finite is NaN, as in plain JAX.
-            got = {i: jnp.where(lost[i], wanted[i], got[i]) for i in floats}
+            got = {i: np.where(lost[i], wanted[i], got[i]) for i in floats}
     for i in floats:
         yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
 
@@ -285,17 +297,22 @@ def _eps(dtype: Any) -> float:
 
 def difference(want: Any, got: Any) -> tuple[float, Index]:
     """Return the largest difference, in ulps of the largest number, and where it is."""
-    want, got = numbers_of(want), numbers_of(got)
+    want, got = (np.asarray(numbers_of(x)) for x in (want, got))
     if not want.size:
         return 0.0, (0,) * max(1, want.ndim)
-    apart = jnp.where(want == got, 0, jnp.inf)
-    if jnp.issubdtype(want.dtype, jnp.inexact):
-        largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(want), want, 0)))
-        ulp = _eps(want.dtype) * jnp.maximum(largest, jnp.finfo(want.dtype).tiny)
-        ulps = jnp.nan_to_num(jnp.abs(want - got) / ulp, nan=jnp.inf, posinf=jnp.inf)
-        apart = jnp.where(jnp.isnan(want) & jnp.isnan(got), 0, jnp.minimum(apart, ulps))
-    where = jnp.unravel_index(jnp.argmax(apart), want.shape)
-    return float(jnp.max(apart)), tuple(map(int, where))
+    dtype, apart = want.dtype, np.where(want == got, 0, np.inf)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        # Compared with more digits, so that the difference itself is not rounded.
+        wide = complex if jnp.issubdtype(dtype, jnp.complexfloating) else float
+        want, got = want.astype(wide), got.astype(wide)
+        least = float(jnp.finfo(dtype).tiny)
+        largest = np.max(np.abs(want), where=np.isfinite(want), initial=least)
+        with np.errstate(invalid="ignore", over="ignore"):
+            ulps = np.abs(want - got) / (_eps(dtype) * largest)
+        ulps = np.nan_to_num(ulps, nan=np.inf, posinf=np.inf)
+        apart = np.where(np.isnan(want) & np.isnan(got), 0, np.minimum(apart, ulps))
+    where = np.unravel_index(np.argmax(apart), want.shape)
+    return float(np.max(apart)), tuple(map(int, where))
 
 
 def most_ulps(dtype: Any) -> float:
