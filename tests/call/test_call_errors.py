@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
@@ -61,7 +62,7 @@ def check(kernel, error: type[ValueError], text: str, *args, **kwargs) -> None:
 
 
 def ones(*shape):
-    return jnp.ones(shape)
+    return np.ones(shape, np.float32)
 
 
 # Ranks.

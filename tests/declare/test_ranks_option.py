@@ -7,13 +7,14 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from helpers import assert_same
 from rankax import SplitKey, auto_vmap
 
-x, bucket = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
+x, bucket = (jnp.asarray(x) for x in (np.arange(12.0).reshape(4, 3), np.arange(4.0)))
 
 
 def kernel(x, bucket, *, where=1.0):

@@ -141,7 +141,9 @@ WITHOUT = {
 
 
 def in_flight(fun, core, **options):
-    return auto_vmap(len(core), chunk_size=7919, **options)(fun).plan(jnp.ones((10**5, *core)))
+    return auto_vmap(len(core), chunk_size=7919, **options)(fun).plan(
+        jax.ShapeDtypeStruct((10**5, *core), jnp.float32)
+    )
 
 
 @needs_tiles

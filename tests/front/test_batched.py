@@ -81,7 +81,7 @@ def test_values_and_gradients(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.quick("3", "None")
+@pytest.mark.quick("3")
 def test_eager_and_second_derivatives(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     grads = jax.grad(total(kernel)), jax.grad(total(ONE))

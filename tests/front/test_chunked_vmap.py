@@ -75,8 +75,8 @@ EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 14),
 
 
 @pytest.mark.parametrize("length", EVERY_LENGTH)
-@pytest.mark.quick("7", "1", "12")
-@pytest.mark.merge("2", "5", "8", "13")
+@pytest.mark.quick("7", "1")
+@pytest.mark.merge("2", "5", "8", "12", "13")
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are evaluated once."""
     rng = np.random.default_rng(length)
@@ -584,8 +584,9 @@ HIGHER_INSIDE = {
     "case",
     at_each_run(["hessian in scan", "hessian in chunks", "rev-rev in scan"], HIGHER_INSIDE),
 )
-@pytest.mark.quick("hessian in scan", "hessian in chunks")
+@pytest.mark.quick("hessian in chunks")
 @pytest.mark.merge(
+    "hessian in scan",
     *("third in carry", "third, reverse in chunks", "hessian in carry", "rev-rev in scan"),
     *("rev-rev in even chunks", "hessian in checkpoint", "rev-fwd in chunks", "fwd-fwd in chunks"),
     "linearize grad in scan",
@@ -745,7 +746,7 @@ def test_under_scan_and_checkpoint(length):
 
 @UNEVEN_FIRST
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
-@pytest.mark.quick("checkpoint-13", "jit-13")
+@pytest.mark.quick("checkpoint-13")
 def test_second_derivatives_through_a_wrapper(length, wrap):
     def make(transform):
         gradient = jax.grad(wrap(total(transform)))

@@ -36,7 +36,7 @@ def power(x, n):
     return x**n
 
 
-X = jnp.arange(1.0, 4.0)
+X = jnp.asarray(np.arange(1.0, 4.0))
 
 
 def test_a_kernel_is_traced_once_per_static_value():
@@ -242,7 +242,7 @@ def by_hand(s, v):
     return jax.vmap(jax.vmap(wave, in_axes=(None, 0)), in_axes=(0, None))(s, v)
 
 
-ARGS = (jnp.arange(4.0)[:, None], jnp.linspace(0.0, 1.0, 15).reshape(5, 3))
+ARGS = [jnp.asarray(x) for x in (np.arange(4.0)[:, None], np.linspace(0, 1, 15).reshape(5, 3))]
 
 
 @pytest.fixture(params=[None, 3, 20], ids=str)

@@ -16,7 +16,6 @@ from samples import ALIKE, CANNOT, MODULES, NOT_COMPARED, SAMPLES, VALUES
 ARRAY = re.compile(f"[{''.join(VALUES)}]\\d*_*")
 NAMESPACE = {**MODULES, "jax": jax}
 ALL = os.environ.get("RANKAX_OPS") == "all"
-FEW = os.environ.get("RANKAX_CASES") == "1"  # on another version of JAX
 
 
 class Operation:
@@ -62,9 +61,8 @@ REFUSED = [(w, call) for w, text in CANNOT.items() for call in calls_in(text) if
 
 
 def chosen(calls):
-    """Return all samples, or those of a twentieth of the operations, or of a third of these."""
-    parts = 60 if FEW else 20
-    return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % parts == 7]
+    """Return all samples, or those of a sixtieth of the operations."""
+    return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % 60 == 7]
 
 
 def public_names():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Every operation of JAX in chunks, against a loop over items in Python.
 
-A twentieth of the operations is tested each time, on other versions of JAX a sixtieth, each in one
-of the two `CASES`; with RANKAX_OPS=all, as ``tox -e ops`` sets it, all operations are, in both.
+A sixtieth of the operations is tested each time, each in one of the two `CASES`; with
+RANKAX_OPS=all, as ``tox -e ops`` sets it, all operations are, in both.
 To add an operation, or arguments of one, add a line to `samples.py`.
 """
 

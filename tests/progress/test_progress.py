@@ -198,7 +198,7 @@ SCANS = {
 
 
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.quick("nested", "every step", "checkpoints", "backwards")
+@pytest.mark.quick("nested", "backwards")
 def test_scans(heard, name):
     scan = SCANS[name]
     steps = [(done, 10) for done in range(11)]

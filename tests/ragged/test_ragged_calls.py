@@ -277,7 +277,7 @@ def test_reductions(reduce, mode):
         assert_same(kernel(x, grid), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("eager", "jit in chunks")
+@pytest.mark.quick("jit in chunks")
 @modes
 def test_the_best_item_with_its_other_outputs(mode):
     x, s = case("some")
@@ -330,7 +330,7 @@ def test_a_gradient_has_the_rule_of_a_custom_vjp():
     assert_same(jax.jit(jax.vmap(jax.grad(of_ragged), (0, None)))(x, s), want)
 
 
-@pytest.mark.quick("chunks", "jit")
+@pytest.mark.quick("chunks")
 @modes
 def test_where_and_kept_outputs(mode):
     x, s = case("some")
@@ -371,7 +371,7 @@ def test_other_options(options):
     assert_same(got, want)
 
 
-@pytest.mark.quick("eager", "jit in chunks")
+@pytest.mark.quick("jit in chunks")
 @modes
 def test_items_that_end_by_themselves(mode):
     x, _ = case("some")

@@ -77,6 +77,7 @@ EVERY = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True,
 
 
 @EVERY
+@pytest.mark.quick("options1")
 def test_values_that_are_not_finite(options):
     kernel = auto_vmap(x="n", s=0, mask=Mask("n"), **options)(
         lambda x, s, mask: jnp.sum(jnp.where(mask, jnp.log(x), 0)) * s
@@ -89,7 +90,7 @@ def test_values_that_are_not_finite(options):
 
 
 @EVERY
-@pytest.mark.quick("options1", "options2")
+@pytest.mark.quick("options2")
 def test_gradients_that_are_not_finite(options):
     kernel = auto_vmap(x="n", mask=Mask("n"), **options)(
         lambda x, mask: jnp.sum(jnp.sqrt(jnp.minimum(x, 9)), where=mask)

@@ -37,7 +37,7 @@ def test_powers_in_chunks_have_the_values_of_powers(exponent):
     np.testing.assert_allclose(got, expected, rtol=5e-7)
 
 
-@pytest.mark.quick("-1.5-1", "2.5-3")
+@pytest.mark.quick("2.5-3")
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("exponent", [-1.5, 0.5, 2.5, 4.0])
 def test_derivatives_are_those_of_powers(exponent, order):
@@ -140,13 +140,13 @@ def arguments(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.quick("sin", "atan2", "asin", "tan")
+@pytest.mark.quick("atan2", "sin", "tan")
 def test_functions_in_chunks_have_the_values_of_the_c_library(name):
     fun, args = FUNCTIONS[name], arguments(name)
     is_own = ON_CPU and (HOLDS or name not in SINES)
     assert primitives(chunked_vmap(fun, 1000), *args)[name] == (not is_own)
     assert primitives(chunked_vmap(fun, 10**6), *args)[name] == 1  # plain `jax.vmap`
-    got = chunked_vmap(fun, 1000)(*args)
+    got = np.asarray(chunked_vmap(fun, 1000)(*args))
     with np.errstate(invalid="ignore"):
         expected = IN_NUMPY.get(name, getattr(np, name, None))(*(x.astype(float) for x in args))
     assert got.dtype == jnp.float32
@@ -160,7 +160,7 @@ def test_functions_in_chunks_have_the_values_of_the_c_library(name):
     np.testing.assert_array_equal(np.signbit(got)[zeros], np.signbit(expected)[zeros])
 
 
-@pytest.mark.quick("2-atan2", "3-sin")
+@pytest.mark.quick("2-atan2")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_derivatives_are_those_of_the_functions(name, order):

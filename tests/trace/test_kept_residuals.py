@@ -15,7 +15,7 @@ KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
 only_where_kept = pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(7, 40)).astype(np.float32))
-WAVE = jnp.sin(jnp.arange(40.0))
+WAVE = jnp.asarray(np.sin(np.arange(40, dtype=np.float32)))
 WEIGHTS = (0.1, 0.2, 0.4, 0.2, 0.1)
 
 
