@@ -79,6 +79,21 @@ def test_a_number_of_python_is_one_item():
     assert [path for path, _, _ in report.differences] == ["output", "gradient of x"]
 
 
+def test_a_branch_on_a_number_that_all_items_share():
+    kernel = auto_vmap(v=1, s=0)(lambda v, s: v * s if s > 0 else -v)
+    report = kernel.check(W, np.float32(2), gradient=True)
+    names = ["output", "gradient of v", "gradient of s"]
+    assert [path for path, _, _ in report.differences] == names
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("args", [(W,), (2.0,)])
+def test_disabled_jit(args):
+    kernel = auto_vmap(x=0)(lambda x: (2 * x, 1 / 3))
+    with jax.disable_jit():
+        assert [ulps for _, ulps, _ in kernel.check(*args).differences] == [0, 0]
+
+
 @pytest.mark.one_version
 def test_outputs_of_any_dtype():
     """A gradient that mixes narrow floats, which JAX does not promote, and complex numbers."""

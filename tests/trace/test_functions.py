@@ -140,7 +140,7 @@ def arguments(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.quick("atan2", "sin", "tan")
+@pytest.mark.quick("sin", "atan2", "tan")
 def test_functions_in_chunks_have_the_values_of_the_c_library(name):
     fun, args = FUNCTIONS[name], arguments(name)
     is_own = ON_CPU and (HOLDS or name not in SINES)

@@ -207,7 +207,10 @@ def check(
     if chosen:
         alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
         by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
-        wanted = [np.stack([*map(numbers_of, outs)]) for outs in zip(*by_item, strict=True)]
+        wanted = [
+            np.stack([numbers_of(jnp.asarray(out)) for out in outs])
+            for outs in zip(*by_item, strict=True)
+        ]
         whole = kernel.run_bound(call)
         named = leaves_with_names(whole, "output", stops=lambda node: isinstance(node, Ragged))
         names = [path for path, _ in named]
@@ -241,7 +244,7 @@ def _chosen(shape: Sequence[int], items: int, random: np.random.Generator) -> li
 
 @jax.jit
 def _items(outs: list[Any], places: tuple[Any, ...] | None) -> list[Any]:
-    return [out[places] for out in outs]
+    return [jnp.asarray(out)[places] for out in outs]
 
 
 def _gradients(
@@ -254,7 +257,8 @@ def _gradients(
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
-    # What is not compiled as a whole compiles a program for each of its operations.
+    # Compiled, because each eager operation would be a program of its own. The kernel may look at
+    # the values of what items share, so it is not.
     @jax.jit
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
@@ -266,13 +270,10 @@ def _gradients(
         outs = kernel.run_bound(dataclasses.replace(call, leaves=merged(values)))
         return weighed(them.gathered(outs, chosen), draws)
 
-    @jax.jit
-    def alone(inputs: Sequence[Any], values: Mapping[int, Any], weights: Sequence[Any]) -> Any:
-        return weighed(them.evaluate(inputs, merged(values)), weights)
-
     def of_item(values: Mapping[int, Any], number: int) -> Any:
-        inputs = them.inputs(chosen[number], merged(values))
-        return alone(inputs, values, [draw[number] for draw in draws])
+        leaves = merged(values)
+        outs = them.evaluate(them.inputs(chosen[number], leaves), leaves)
+        return weighed(outs, [draw[number] for draw in draws])
 
     got = jax.grad(of_call)(floats)
     by_item = (jax.grad(of_item)(floats, number) for number in range(len(chosen)))
@@ -302,12 +303,11 @@ def difference(want: Any, got: Any) -> tuple[float, Index]:
         return 0.0, (0,) * max(1, want.ndim)
     dtype, apart = want.dtype, np.where(want == got, 0, np.inf)
     if jnp.issubdtype(dtype, jnp.inexact):
-        # Compared with more digits, so that the difference itself is not rounded.
         wide = complex if jnp.issubdtype(dtype, jnp.complexfloating) else float
         want, got = want.astype(wide), got.astype(wide)
         least = float(jnp.finfo(dtype).tiny)
-        largest = np.max(np.abs(want), where=np.isfinite(want), initial=least)
         with np.errstate(invalid="ignore", over="ignore"):
+            largest = np.max(np.abs(want), where=np.isfinite(want), initial=least)
             ulps = np.abs(want - got) / (_eps(dtype) * largest)
         ulps = np.nan_to_num(ulps, nan=np.inf, posinf=np.inf)
         apart = np.where(np.isnan(want) & np.isnan(got), 0, np.minimum(apart, ulps))
