@@ -44,7 +44,7 @@ MOST_LINES_OF_CODE = {
     "_call": 1886,
     "_tune": 505,
     "_blocks": 696,
-    "_front": 1298,
+    "_front": 1304,
     "reductions": 29,
     "plans": 19,
     "xarray": 337,

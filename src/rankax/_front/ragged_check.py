@@ -16,7 +16,8 @@ from rankax._call.bind import BoundKernel, rebind
 from rankax._call.ragged import RaggedCall, dense_shell
 from rankax._call.ragged_results import call_ragged
 from rankax._declare.ragged import Ragged
-from rankax._front.trust import CallItems, Index, difference, most_ulps, numbers_of
+from rankax._front.trust import CallItems, Index
+from rankax._front.ulps import difference, most_ulps, numbers_of
 from rankax._options import Options
 
 _FILLS = {"large numbers": 1e6, "NaN": np.nan}

@@ -28,6 +28,7 @@ from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
 from rankax._declare.ranks import ranks_of_leaves
 from rankax._devices.mesh import sharding_of
+from rankax._front.ulps import difference, most_ulps, numbers_of
 from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._reduce.protocol import Several
@@ -288,41 +289,6 @@ def _gradients(
             got = {i: np.where(lost[i], wanted[i], got[i]) for i in floats}
     for i in floats:
         yield f"gradient of {call.structure.paths[i]}", wanted[i], got[i]
-
-
-def _eps(dtype: Any) -> float:
-    eps = float(jnp.finfo(dtype).eps)
-    # Elsewhere, products of float32 may have the precision of a shorter format.
-    return eps if jax.default_backend() == "cpu" else max(eps, 2**-10)
-
-
-def difference(want: Any, got: Any) -> tuple[float, Index]:
-    """Return the largest difference, in ulps of the largest number, and where it is."""
-    want, got = (np.asarray(numbers_of(x)) for x in (want, got))
-    if not want.size:
-        return 0.0, (0,) * max(1, want.ndim)
-    dtype, apart = want.dtype, np.where(want == got, 0, np.inf)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        wide = complex if jnp.issubdtype(dtype, jnp.complexfloating) else float
-        want, got = want.astype(wide), got.astype(wide)
-        least = float(jnp.finfo(dtype).tiny)
-        with np.errstate(invalid="ignore", over="ignore"):
-            largest = np.max(np.abs(want), where=np.isfinite(want), initial=least)
-            ulps = np.abs(want - got) / (_eps(dtype) * largest)
-        ulps = np.nan_to_num(ulps, nan=np.inf, posinf=np.inf)
-        apart = np.where(np.isnan(want) & np.isnan(got), 0, np.minimum(apart, ulps))
-    where = np.unravel_index(np.argmax(apart), want.shape)
-    return float(np.max(apart)), tuple(map(int, where))
-
-
-def most_ulps(dtype: Any) -> float:
-    """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
-    return _eps(dtype) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
-
-
-def numbers_of(value: Any) -> Any:
-    is_key = jnp.issubdtype(getattr(value, "dtype", type(value)), jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value
 
 
 def _text(value: Any) -> str:
