@@ -2,8 +2,7 @@
 """When a result was measured, at which commit, and a fingerprint of the code that it measured.
 
 Each file of ``benchmarks/results`` ends with such a stamp, or has it under "measured". The build of
-the documentation lists the results that are older than the code. (``tile-times-*.json`` have none:
-they time tiles that they choose themselves, kernel by kernel, and no page shows them.)
+the documentation lists the results that are older than the code.
 
 Only the standard library is needed.
 """

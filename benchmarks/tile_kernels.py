@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Kernels, each for one item, by which tiles are chosen and timed.
 
-`CASES` are the rows of the benchmark page. `TRAINING` are all kernels that the model of tiles is
-fitted to (`fit_tiles.py`); it is checked on those of ``held_out.py``.
+`CASES` are the rows of the benchmark page. Whoever chooses the rule of tiles may look at the times
+of all kernels in `TRAINING`; those of ``held_out.py`` check it. ``tile_sizes.py`` times both.
 """
 
 from collections.abc import Callable

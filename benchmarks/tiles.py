@@ -90,13 +90,14 @@ def medians(runs: dict[str, Any], inputs: Any, seconds: float) -> dict[str, floa
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         jax.block_until_ready(run(*arguments))
-    deadline = time.perf_counter() + seconds
-    while len(times["tuned"]) < 5 or time.perf_counter() < deadline:
+    deadline, turn = time.perf_counter() + seconds, 0
+    while turn < 5 or time.perf_counter() < deadline:
         # Always in one order, a program would find what the same one has left in the cache.
-        for name in random.Random(len(times["tuned"])).sample(sorted(runs), len(runs)):
+        for name in random.Random(turn).sample(sorted(runs), len(runs)):
             begin = time.perf_counter()
             jax.block_until_ready(runs[name](*arguments))
             times[name].append(time.perf_counter() - begin)
+        turn += 1
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -304,7 +304,11 @@ def _without_sections(text):
     return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text.strip())
 
 
-def others(known=("blocks", "cpu", "flags", "ragged", "reductions", "tiles", "tiles-one-core")):
+SECTIONS = ("blocks", "cpu", "flags", "ragged", "reductions", "tiles", "tiles-one-core")
+UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
+
+
+def others(known=(*SECTIONS, *UNSHOWN)):
     """The files of results that have no section of their own: other versions, other devices."""
     texts = []
     for path in sorted(shown.RESULTS.glob("*.md")):
