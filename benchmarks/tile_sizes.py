@@ -5,13 +5,14 @@
 
 writes ``benchmarks/results/tile-sizes.md``: for the kernels of ``tile_kernels.py`` and of
 ``held_out.py``, forward and gradient, how fast the default tile is beside the best one. One core,
-in half an hour. The contestants of a row take turns, and medians are compared. Freed memory is kept
-(``allocator.py``).
+in half an hour. The contestants of a row take turns, and medians are compared: of processor times,
+which other processes on that core change little. Freed memory is kept (``allocator.py``).
 """
 
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def timed(case: Case, mode: str, seconds: float) -> Row:
         with forced(tile):
             runs[str(tile)] = compiled(forced_kernel := kernel(), inputs, is_gradient)
             assert forced_kernel.plan(*inputs).in_flight == tile  # `forced` fits this rankax
-    times = medians(runs, inputs, seconds)
+    times = medians(runs, inputs, seconds, time.process_time)
     tiles = {tile: times[str(tile)] for tile in TILES}
     return Row(tiles, default.plan(*inputs).in_flight, times["default"], times["vmap"])
 
@@ -96,10 +97,10 @@ def report(rows: Rows, command: str) -> str:
         f"Written by `{command}`. jax {jax.__version__}, {jax.devices()[0].device_kind}, float32, "
         "one core.",
         "",
-        "In chunks of 4096, the fastest of the tiles of 1, 4, 16 and so on to 4096 items, and the "
-        "tile that rankax chooses for a call. A derivative may have a smaller one, which is timed "
-        "but not shown. *share*: the time of the best tile over that of the default one, or of "
-        "`jax.vmap`; above 1, it is faster than the best tile.",
+        "Processor times, in chunks of 4096: of the fastest of the tiles of 1, 4, 16 and so on to "
+        "4096 items, and of the tile that rankax chooses for a call. A derivative may have a "
+        "smaller one, which is timed but not shown. *share*: the time of the best tile over that "
+        "of the default one, or of `jax.vmap`; above 1, it is faster than the best tile.",
         "",
         *_table(("", "rows", "default, mean", "worst", "jax.vmap, mean", "worst"), _summary(rows)),
         "",
@@ -124,8 +125,10 @@ def _summary(rows: Rows) -> list[Sequence[str]]:
             if not own:
                 continue
             cells = [f"{name}, {mode}", str(len(own))]
-            for time in ("default", "vmap"):
-                shares = {kernel: row.best / getattr(row, time) for kernel, row in own.items()}
+            for contestant in ("default", "vmap"):
+                shares = {
+                    kernel: row.best / getattr(row, contestant) for kernel, row in own.items()
+                }
                 worst = min(shares, key=shares.__getitem__)
                 cells += [f"{mean([*shares.values()]):.2f}", f"{shares[worst]:.2f} ({worst})"]
             found.append(cells)
@@ -134,7 +137,7 @@ def _summary(rows: Rows) -> list[Sequence[str]]:
 
 def _cells(name: str, mode: str, row: Row) -> Sequence[str]:
     shares = (row.best / row.default, row.best / row.vmap)
-    times = (f"{time * 1e3:.2f}" for time in (row.best, row.default))
+    times = (f"{seconds * 1e3:.2f}" for seconds in (row.best, row.default))
     return (
         *(name, mode, str(row.best_tile), str(row.default_tile), *times),
         *(f"{share:.2f}" for share in shares),
@@ -158,7 +161,7 @@ def main() -> None:
             continue
         for mode in MODES:
             rows[case.name, mode] = row = timed(case, mode, given.seconds)
-            tiles = ", ".join(f"{tile} {time * 1e3:.2f}" for tile, time in row.tiles.items())
+            tiles = ", ".join(f"{tile} {own * 1e3:.2f}" for tile, own in row.tiles.items())
             print(
                 f"{case.name}, {mode}, ms: {tiles}; default ({row.default_tile}) "
                 f"{row.default * 1e3:.2f}, jax.vmap {row.vmap * 1e3:.2f}",
