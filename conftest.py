@@ -62,7 +62,7 @@ def pytest_configure(config):
     """Compile with most optimizations of LLVM off, because a program of a test runs once.
 
     XLA plans loops, fusions and memory as for users: the texts of 78 programs, and the memory that
-    they need, were the same on JAX 0.7, 0.10 and 0.12.
+    they need, were the same on JAX 0.10 and 0.12.
     """
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start, too
     jax.config.update("jax_disable_most_optimizations", True)

@@ -2,13 +2,10 @@
 """A `jax.Ref` in place of an array to map or to scan over is refused by name."""
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import pytest
 
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
-
-new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array  # the latter in JAX 0.7
 
 
 def sine(x):
@@ -43,7 +40,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_ref_is_refused(name, jit):
     def call(x):
-        return CALLS[name](new_ref(x))
+        return CALLS[name](jax.new_ref(x))
 
     with pytest.raises(TypeError) as caught:
         (jax.jit(call) if jit else call)(X)
@@ -57,7 +54,7 @@ def test_a_ref_is_refused(name, jit):
 def test_a_ref_that_the_body_returns_is_refused():
     @jax.jit
     def call(x):
-        ref = new_ref(x)
+        ref = jax.new_ref(x)
         return sliced_scan(lambda carry, x: (carry + x, ref), 0.0, x)
 
     with pytest.raises(TypeError, match=r"y is a jax\.Ref, not an array"):
@@ -67,7 +64,7 @@ def test_a_ref_that_the_body_returns_is_refused():
 def test_a_ref_without_a_mapped_axis_can_be_read():
     @jax.jit
     def call(x):
-        ref = new_ref(2 * x)
+        ref = jax.new_ref(2 * x)
         return chunked_vmap(lambda ref, x: x * ref[1], 2, (None, 0))(ref, x)
 
     assert call(X).tolist() == [0.0, 2.0, 4.0, 6.0]
