@@ -82,7 +82,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def is_ref(value: Any) -> bool:
-    """Whether a value, or a variable of a program, is a `jax.Ref`, which JAX 0.7 does not have."""
+    """Whether a value, or a variable of a program, is a `jax.Ref`."""
     return type(getattr(value, "aval", None)).__name__ == "AbstractRef"
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
@@ -141,11 +140,9 @@ class Setup:
         return Marked(out, jnp.bool_(True)) if self.is_ragged else out
 
 
-# JAX 0.7 has `enable_x64` in `jax.experimental` only, newer versions in `jax` only.
-_enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 # The options of JAX that a program takes from the process where the call was made.
 CONFIG: dict[str, Any] = {
-    "jax_enable_x64": _enable_x64,
+    "jax_enable_x64": jax.enable_x64,
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
 }

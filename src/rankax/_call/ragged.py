@@ -16,7 +16,7 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
   in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
   were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `_loop/access.py`.
 * In a program that is being traced, each length would have a cotangent as large as the values, and
-  XLA:CPU of JAX 0.7 to 0.12 keeps all of them at once. So what is read there has the derivative of
+  XLA:CPU of JAX 0.10 to 0.12 keeps all of them at once. So what is read there has the derivative of
   a mapped copy (`_Role.slope`), whose cotangent has the items of this length only. XLA scatters
   these into one array, and drops the copy, which nobody reads (its tangent, `jax.jvp` reads).
 * Keys are split by the number of an item in the batch as it was given.

@@ -32,10 +32,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rankax._base.arrays import is_staged
 from rankax._trace import programs
 
-# JAX 0.7 has another name for the first and lacks the second: in `jit`, the caller sets the mesh.
-_set_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", None)
-_use_abstract_mesh: Any = getattr(jax.sharding, "use_abstract_mesh", None)
-
 
 def sharding_of(leaf: Any) -> Any:
     """Return the sharding of an array; of a tracer, the one in its type."""
@@ -69,10 +65,9 @@ def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return nullcontext()
     if is_staged():
-        mesh = getattr(mesh, "abstract_mesh", mesh)
-        return _use_abstract_mesh(mesh) if _use_abstract_mesh else nullcontext()
+        return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
     try:
-        return _set_mesh(mesh)
+        return jax.set_mesh(mesh)
     except (TypeError, ValueError):
         # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
         return nullcontext()
@@ -86,13 +81,8 @@ def on_every_device(leaf: Any) -> Any:
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def can_leave_mesh() -> bool:
-    """Whether a program can be traced without the mesh that is entered: from JAX 0.8 on."""
-    return _use_abstract_mesh is not None or jax.sharding.get_abstract_mesh().empty
-
-
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:
-    return _use_abstract_mesh(AbstractMesh((), ())) if _use_abstract_mesh else nullcontext()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 _is_inside = ContextVar("rankax_is_inside_parts", default=False)
@@ -132,7 +122,7 @@ def with_auto_axes(fun: Callable[..., Any], mesh: Any, specs: Any) -> Callable[.
 
     def called(*lists: list[Any]) -> Any:
         if not is_entered:  # arrays may lie on another mesh than the one that is set
-            with _use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
                 return fun(*lists)
         with on_mesh([x for arrays in lists for x in arrays]):
             return jax.sharding.auto_axes(fun, out_sharding=specs)(*lists)

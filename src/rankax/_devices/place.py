@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
 from rankax._base.messages import caller_level, listed, plural, positive_int
-from rankax._devices.mesh import Parts, can_leave_mesh, is_inside, mesh_of, overlapped, sharding_of
+from rankax._devices.mesh import Parts, is_inside, mesh_of, overlapped, sharding_of
 from rankax._trace.programs import ItemProgram
 from rankax._trace.work import operations
 
@@ -161,7 +161,7 @@ def find_parts(
     serves : sequence of int
         The axes of the batch that may be cut, the best one first.
     """
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types or not can_leave_mesh():
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return ()
     if devices is not None and is_inside():
         return ()

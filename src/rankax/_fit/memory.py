@@ -137,7 +137,7 @@ def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtype
 def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     devices: dict[str, Any] = {}
-    if AxisType.Explicit in mesh.axis_types and hasattr(jax.sharding, "use_abstract_mesh"):
+    if AxisType.Explicit in mesh.axis_types:
         # Inside `jit` a mesh has no devices of its own; any will do to measure.
         devices["device_assignment"] = tuple(jax.devices()[: mesh.size])
     analysis = traced.lower().compile(options, **devices).memory_analysis()
@@ -149,7 +149,7 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-# How JAX 0.7 to 0.12 and Equinox refuse to differentiate, besides `NotImplementedError`; any other
+# How JAX 0.10 to 0.12 and Equinox refuse to differentiate, besides `NotImplementedError`; any other
 # error is a fault of the kernel, such as a wrong name in its own rule.
 _REFUSALS = (
     "Reverse-mode differentiation does not work",  # loops of traced length, and lockstep=False

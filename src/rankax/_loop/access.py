@@ -11,20 +11,19 @@ flat: its mapped axis and all later axes become one before the loop, and a chunk
 after it is read. Workarounds, where each was seen, and the test that tells when it can be removed
 (in ``tests/front/test_chunked_memory.py`` unless another file is named):
 
-===============================  ====================  ========================================
-workaround                       seen with             can go if this passes without it
-===============================  ====================  ========================================
-`first_start`: carried start     CPU, JAX 0.10         the benchmark of 400,003 items by 100
-`first_start`: signed            CPU, JAX 0.7          ``test_chunked_vmap.py`` with JAX 0.8
-`scalar`, `zeros`: explicit      all                   ``test_strict_modes.py``
-`carried_with`: types            all                   ``test_devices.py``
-`flatten_items`: LAPACK          CPU, JAX 0.7 to 0.12  ``kernels_that_want_another_layout``
-`widen`: narrow floats           CPU, JAX 0.7 to 0.12  ``cotangents_of_any_dtype``
-`take_chunk`: nothing between    all (XLA's design)    ``cotangents_are_added_in_place``
-`use_once`: reads with one use   CPU, JAX 0.10         ``test_chunked_vmap.py``, ``jacfwd``
-`is_stack`: axes of length 1     CPU, JAX 0.7 to 0.12  ``an_axis_of_length_1_costs_nothing``
-`as_row`: chunks of one item     CPU, JAX 0.7 to 0.12  ``chunks_of_one_item_are_flat``
-===============================  ====================  ========================================
+===============================  =====================  ========================================
+workaround                       seen with              can go if this passes without it
+===============================  =====================  ========================================
+`first_start`: carried start     CPU, JAX 0.10          the benchmark of 400,003 items by 100
+`scalar`, `zeros`: explicit      all                    ``test_strict_modes.py``
+`carried_with`: types            all                    ``test_devices.py``
+`flatten_items`: LAPACK          CPU, JAX 0.10 to 0.12  ``kernels_that_want_another_layout``
+`widen`: narrow floats           CPU, JAX 0.10 to 0.12  ``cotangents_of_any_dtype``
+`take_chunk`: nothing between    all (XLA's design)     ``cotangents_are_added_in_place``
+`use_once`: reads with one use   CPU, JAX 0.10          ``test_chunked_vmap.py``, ``jacfwd``
+`is_stack`: axes of length 1     CPU, JAX 0.10 to 0.12  ``an_axis_of_length_1_costs_nothing``
+`as_row`: chunks of one item     CPU, JAX 0.10 to 0.12  ``chunks_of_one_item_are_flat``
+===============================  =====================  ========================================
 """
 
 import math
@@ -48,7 +47,6 @@ def first_start(chunks: Chunks) -> jax.Array:
     Carried, not looked up in an array: XLA:CPU would fuse the lookup with the read of the chunk,
     and repeat it for each element.
     """
-    # Signed, because JAX 0.7 differentiates a batched slice at an unsigned index wrongly.
     long = jax.dtypes.canonicalize_dtype(jnp.int64)
     if chunks.length - chunks.size > jnp.iinfo(long).max:
         raise ValueError(
@@ -76,7 +74,7 @@ def carried_with(start: T, operands: Any) -> T:
 def on_explicit_mesh(x: jax.Array) -> jax.Array:
     """Put an array on the mesh that is set, if that has explicit axes: loops need it in types.
 
-    JAX 0.7 to 0.12 cannot map a loop whose carry lacks it.
+    JAX 0.10 to 0.12 cannot map a loop whose carry lacks it.
     """
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     is_without = is_explicit and jax.typeof(x).sharding.mesh.empty
@@ -86,18 +84,12 @@ def on_explicit_mesh(x: jax.Array) -> jax.Array:
 def varying_axes(x: jax.Array) -> frozenset[Any]:
     """Return the mesh axes along which devices may differ in a value, inside `jax.shard_map`."""
     aval: Any = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return aval.manual_axis_type.varying
-    return getattr(aval, "vma", frozenset())  # JAX 0.7
+    return aval.manual_axis_type.varying
 
 
 def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Declare that a value may differ among devices, which `jax.shard_map` checks."""
-    if not axes:
-        return x
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, tuple(axes), to="varying")
-    return getattr(lax, "pvary")(x, tuple(axes))  # noqa: B009  JAX 0.7; not known to later ones
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def flatten_items(leaf: Any, axis: int) -> jax.Array:

@@ -173,7 +173,7 @@ def _loop(
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
-        # There may be another derivative. JAX 0.7 fails where it drops outputs of a custom rule.
+        # There may be another derivative. JAX 0.10.0 fails where it drops outputs of a custom rule.
         steps, carry = call_with_derivative_of(differentiable, plain, *primals)
         ((_, consts), init), ((_, of_consts), of_init) = primals, tangents
         live = [x for x, t in zip(consts, of_consts, strict=True) if not is_zero(t)]

@@ -138,8 +138,6 @@ class _Primitive(jax.extend.core.Primitive):
     multiple_results = True
 
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
-        if args and hasattr(args[0], "call_wrapped"):  # JAX 0.7
-            subfuns, args = args[:1], args[1:]
         if not subfuns:
             return super().bind(*args, **params)
         return _checked(subfuns[0].call_wrapped, args, **params)

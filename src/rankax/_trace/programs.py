@@ -419,11 +419,7 @@ def _on_mesh(leaf: Any, spec: PartitionSpec) -> dict[str, Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         return {"sharding": NamedSharding(mesh, spec)}
-    if AxisType.Manual not in mesh.axis_types:
+    varying = getattr(getattr(leaf, "aval", leaf), "manual_axis_type", None)
+    if AxisType.Manual not in mesh.axis_types or varying is None:
         return {}
-    aval = getattr(leaf, "aval", leaf)
-    if (vma := getattr(aval, "vma", None)) is not None:  # JAX 0.7
-        return {"vma": vma}
-    if (varying := getattr(aval, "manual_axis_type", None)) is not None:
-        return {"manual_axis_type": varying, "sharding": NamedSharding(mesh, PartitionSpec())}
-    return {}
+    return {"manual_axis_type": varying, "sharding": NamedSharding(mesh, PartitionSpec())}
