@@ -50,11 +50,7 @@ def assert_same(got: Any, want: Any, *, rtol: float = 1e-5, atol: float = 1e-6) 
 
 def enable_x64() -> Any:
     """Return a context in which floats are double by default."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
+    return jax.enable_x64(True)
 
 
 def refusal(error: type[Exception], fun: Any, *args: Any, **kwargs: Any) -> str:

@@ -272,8 +272,6 @@ def test_a_chunked_call_takes_the_path_that_the_page_draws():
     called = calls_in(lambda: kernel(jnp.ones((4, 1, 3)), jnp.ones((25, 3))))
     drawn = drawn_path()
     assert len({file for file, _ in drawn}) <= 10
-    if jax.__version_info__ < (0, 10):  # where a chunk is one tile
-        drawn.remove(("_fit/cpu.py", "best_tiles"))
     calls = iter(called)  # each search goes on where the last one ended
     assert [step for step in drawn if step not in calls] == []
     assert len(drawn) >= 8

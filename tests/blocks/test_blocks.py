@@ -12,7 +12,6 @@ import cubed
 import dask
 import dask.array as da
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ RAGGED = (
     "<lambda>(): {} is Ragged, which goes with arrays of JAX and NumPy only; beside an array of "
     "another package, pass a padded array, and a boolean array that says which rows are real"
 )
-enable_x64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
 def in_blocks(package, x, chunks):
@@ -109,7 +107,7 @@ def test_numpy_jax_and_numbers_mix_with_blocks_in_a_tree(package):
 def test_a_number_is_as_weak_as_in_every_call(scale):
     scaled = auto_vmap(x=0, by=0)(lambda x, by: x * by)
     x = np.arange(4, dtype="float16")
-    with jax.numpy_dtype_promotion("standard"), enable_x64(True):
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
         want = scaled(x, scale)
         assert_same(computed(scaled(da.from_array(x, chunks=3), scale)), want)
 
@@ -314,7 +312,7 @@ def test_each_item_has_its_own_key():
 def test_blocks_are_computed_as_jax_was_set_at_the_call():
     x = np.linspace(0, 1, 6)
     half = auto_vmap(x=0)(lambda x: x / 3)
-    with enable_x64(True):
+    with jax.enable_x64(True):
         lazy = half(da.from_array(x, chunks=2))
     value = computed(lazy)
     assert value.dtype == np.float64

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import assert_same as assert_equal
-from helpers import at_each_run, slow
+from helpers import at_each_run, compilations, slow
 from rankax import SplitKey, auto_vmap
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
@@ -36,15 +36,9 @@ def value(outs):
     return sum((jnp.sum(jnp.log1p(x**2)) for x in floats), jnp.float32(0))
 
 
-EVENTS = []  # JAX 0.7 cannot unregister a listener
-jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
-
-
 def compiled(fun):
     """Return how many programs XLA compiles in a call."""
-    EVENTS.clear()
-    fun()
-    return EVENTS.count("/jax/core/compile/backend_compile_duration")
+    return compilations(fun)[1]
 
 
 OPTIONS = {

@@ -215,7 +215,7 @@ def test_any_number_of_devices_draws_the_same():
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == f"{40 if jax.__version_info__ >= (0, 8) else 30} programs\n"
+    assert run.stdout == "40 programs\n"
 
 
 # Which keys are split.

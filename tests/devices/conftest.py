@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from meshes import Mesh, Session
 
 SESSIONS = {}
-ENTER = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # JAX 0.7
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def mesh(request):
     kind = getattr(AxisType, wanted.kind)
     made = jax.make_mesh((wanted.devices,), ("d",), axis_types=(kind,))
     is_explicit = kind == AxisType.Explicit
-    entered = ENTER(made) if is_explicit and wanted.enter else contextlib.nullcontext()
+    entered = jax.set_mesh(made) if is_explicit and wanted.enter else contextlib.nullcontext()
     # Types and shapes are mixed as users do.
     with entered, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield made

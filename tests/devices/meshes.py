@@ -11,7 +11,6 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import jax
 import pytest
 
 FOLDER = Path(__file__).parent
@@ -34,9 +33,6 @@ def on(*meshes, enter=True):
 def _case(mesh, enter):
     (name,), marks = getattr(mesh, "values", (mesh,)), [*getattr(mesh, "marks", ())]
     kind, devices = name.split("-")
-    if kind == "Explicit" and not hasattr(jax.sharding, "use_abstract_mesh"):
-        reason = "JAX 0.7 neither enters nor leaves a mesh inside jit"
-        marks.append(pytest.mark.skip(reason=reason))
     return pytest.param(Mesh(kind, int(devices), enter), id=name, marks=marks)
 
 

@@ -64,17 +64,14 @@ def mesh_of(kind, *shape):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
 
 
-ENTER = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # JAX 0.7
+from_0_10_1 = pytest.mark.skipif(
+    jax.__version__ == "0.10.0", reason="JAX 0.10.0 cannot compile this, see docs/limits.md"
+)
 
 
 def inside(mesh):
     """Enter the mesh where its axes are explicit, which JAX wants."""
-    return ENTER(mesh) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
-
-
-def outside(mesh):
-    """Leave it: JAX 0.7 cannot differentiate an index of an array from nowhere there."""
-    return ENTER(mesh_of(AxisType.Auto, mesh.size))
+    return jax.set_mesh(mesh) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
 
 
 def put(mesh, x, *entries):
@@ -241,19 +238,12 @@ BY_SUM = ("sum", "mean", "any", "all", "gram")
 WITHOUT_DERIVATIVE = ("any", "all", "argmax", "argmin")
 
 
-def is_too_old(reduction, mesh):
-    """JAX 0.7 cannot map the loop of TopK and BottomK where the axes of a mesh are explicit."""
-    is_old = jax.__version_info__ < (0, 8) and AxisType.Explicit in mesh.axis_types
-    return is_old and isinstance(reduction, (rd.BottomK, rd.TopK))
-
-
 def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
     """Compare values and gradients with those of one device, and count what is sent.
 
     ``own`` and ``one`` map a function over all devices and over one. Of the cotangents
     ``exchanged`` are sent, besides those of the argument that all items share.
     """
-    cases = [case for case in cases if not is_too_old(case[0], mesh)]
     got, most = [], 0
     for reduction, fun in cases:
         forward = compiled(own(fun, reduction), *args)
@@ -278,9 +268,8 @@ def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
     def of_one(*args):
         return [one(fun, reduction)(*args) for reduction, fun in cases], gradients(one, *args)
 
-    with outside(mesh):
-        plain = jax.tree.map(np.asarray, args)
-        want, slopes = jax.tree.map(np.asarray, of_one(*plain))
+    plain = jax.tree.map(np.asarray, args)
+    want, slopes = jax.tree.map(np.asarray, of_one(*plain))
     for (reduction, _), a, b in zip(cases, got, want, strict=True):
         with naming(reduction):
             same(a, b)
@@ -364,12 +353,11 @@ def test_some_items_count(mesh):
         return {"v": jnp.sqrt(w[0, 0] ** 2 * x), "ok": x > 0}
 
     names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.BottomK(3), FOLD)
-    reduce = {"v": rd.Several(*(names[:6] if is_too_old(names[6], mesh) else names)), "ok": "sum"}
+    reduce = {"v": rd.Several(*names), "ok": "sum"}
     own = chunked_reduce(root, reduce, 7, (0, None), where="ok", **given(mesh))
     of_one = chunked_reduce(root, reduce, 7, (0, None), where="ok")
     sharded = put(mesh, x, "d"), put(mesh, W)
-    with outside(mesh):
-        want = jax.tree.map(np.asarray, jax.jit(value_and_gradients(of_one))(x, W))
+    want = jax.tree.map(np.asarray, jax.jit(value_and_gradients(of_one))(x, W))
     assert not any(np.isnan(leaf).any() for leaf in want[1])
     got = jax.jit(value_and_gradients(own))(*sharded)
     same(got[0], want[0])
@@ -854,8 +842,8 @@ def test_a_call_takes_arrays_from_anywhere(mesh):
             both = jax.vmap(lambda x, f=mapped, b=b: f(x, W, b), in_axes=1)(np.stack([x, x], 1))
             same(jax.tree.map(lambda out: out[1], both), want)
         same(jax.jit(gradients(own(kernel)))(x, W, b), slopes, rtol=1e-3, atol=1e-3)
-    # Another mesh may be set than the one that arrays are on (JAX 0.7: not divided).
-    with ENTER(mesh_of(AxisType.Auto, 2, mesh.size // 2)):
+    # Another mesh may be set than the one that arrays are on.
+    with jax.set_mesh(mesh_of(AxisType.Auto, 2, mesh.size // 2)):
         apart = jax.make_mesh((mesh.size,), ("x",), axis_types=(AxisType.Auto,))
         same(
             chunked_vmap(scalar, 7, (0, None))(put(apart, X, "x"), W),
@@ -900,17 +888,14 @@ def test_devices_are_chosen(mesh):
     assert whole(there, W).devices() == {devices[2]}
     with rankax.options(devices=2):
         assert auto_vmap(x=1, w=2)(scalar).plan(X, W).devices == ((0, 2),)
-    # JAX 0.7 cannot write chunks to an array that an explicit mesh is set for.
-    for kind in (AxisType.Auto, *([AxisType.Explicit] if hasattr(jax, "set_mesh") else [])):
-        with ENTER(mesh_of(kind, mesh.size)):
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh_of(kind, mesh.size)):
             for x in (X, data(ODD, 3)):
                 for call in (
                     mapped.with_options(devices="all"),
                     chunked_vmap(scalar, 7, (0, None)),
                 ):
                     same(call(x, W), plain(x, W))
-            if not hasattr(jax.sharding, "use_abstract_mesh"):
-                continue  # JAX 0.7: as one
             refused(
                 ValueError,
                 f"scalar(): devices=2 names 2 devices, but the call is on another mesh, of "
@@ -950,10 +935,6 @@ def test_items_end_alone(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 8),
-    reason="JAX 0.7 compares types with those of jax.shard_map, and refuses the derivative",
-)
 @on("Auto-4")
 def test_derivatives_of_items_that_end_alone(mesh):
     w = jnp.array([0.3, 0.7])
@@ -1013,7 +994,7 @@ def test_items_end_alone_on_an_explicit_mesh(mesh):
         return (counts, sums), (jnp.sum(counts), jnp.sum(sums)), slopes(jax.jacfwd, each, n, w)
 
     want = plain(n, w)
-    with ENTER(mesh):
+    with jax.set_mesh(mesh):
         assert sent(compiled(mapped, lying, w)) == {}
         assert sent(compiled(totals, lying, w)) == {"all-reduce": 2}
         found = mapped(lying, w), totals(lying, w), slopes(jax.grad, mapped, lying, w)
@@ -1246,6 +1227,7 @@ def convolved(weights, image):
 
 
 @pytest.mark.slow
+@from_0_10_1
 @on("Auto-4", "Explicit-4")
 def test_gradients_of_convolutions_are_right(mesh):
     weights, images = data(3, 3, 1, 2), data(4 * mesh.size, 6, 6, 1, seed=1)
@@ -1270,8 +1252,7 @@ def test_gradients_of_convolutions_are_right(mesh):
     backward = compiled(jax.grad(lambda w, x: jnp.sum(through(w, x)), (0, 1)), *lying)
     assert sent(backward) == {"all-reduce": 1}
     own = jax.grad(lambda w, x: jnp.sum(jax.vmap(convolved, (None, 0))(w, x)), (0, 1))
-    with outside(mesh):
-        want = jax.jit(own)(weights, images)
+    want = jax.jit(own)(weights, images)
     same(backward(*lying), want, rtol=1e-3, atol=1e-4)
 
 
@@ -1456,6 +1437,7 @@ def test_stretched_axes_of_any_length(mesh):
 
 
 @pytest.mark.slow
+@from_0_10_1
 @on("Explicit-4")
 def test_all_items_are_finite(mesh):
     fun = auto_vmap(x=1, w=2, chunk_size=2)(scalar)
@@ -1491,8 +1473,7 @@ def plain_values(mesh, kinds):
         out = jax.vmap(all_kinds)(x)
         return {name: jax.tree.map(reduce, out) for name, (_, reduce) in FRONT_ENDS.items()}
 
-    with outside(mesh):
-        return jax.tree.map(np.asarray, jax.jit(values)(of_kinds(mesh, kinds)))
+    return jax.tree.map(np.asarray, jax.jit(values)(of_kinds(mesh, kinds)))
 
 
 def same_kinds(found, want):
@@ -1512,7 +1493,7 @@ def check_kernels(mesh, kinds):
     x = put(mesh, of_kinds(mesh, kinds), "d")
     for enter, *names in (
         (contextlib.nullcontext(), "chunked_vmap", "chunked_reduce"),
-        (ENTER(mesh), "auto_vmap", "chunked_reduce"),
+        (jax.set_mesh(mesh), "auto_vmap", "chunked_reduce"),
     ):
         maps = {name: FRONT_ENDS[name][0](all_kinds) for name in names}
         with enter:
@@ -1543,9 +1524,8 @@ def check_gradients(mesh, kinds, apart):
     def plain_max(x):
         return jax.tree.map(lambda out: jnp.max(out, axis=0), plain(x))
 
-    with outside(mesh):
-        want = jax.jit(functools.partial(gradients, plain, plain_best, plain_max))(x)
-    with ENTER(mesh):
+    want = jax.jit(functools.partial(gradients, plain, plain_best, plain_max))(x)
+    with jax.set_mesh(mesh):
         reduced = functools.partial(chunked_reduce, all_kinds, chunk_size=2)
         calls = chunked_vmap(all_kinds, 2), reduced(rd.Best("einsum", largest=True)), reduced("max")
         same_kinds(jax.jit(functools.partial(gradients, *calls))(put(mesh, x, "d")), want)
@@ -1601,10 +1581,9 @@ def test_other_calls_on_an_explicit_mesh(mesh):
         "split keys, reduced": (auto_vmap(key=SplitKey, **options, reduce="sum")(noisy), key, x),
     }
     for label, (call, *args) in calls.items():
-        with outside(mesh):
-            plain = [a if a is key else np.asarray(a) for a in args]
-            want = jax.tree.map(np.asarray, call(*plain))
-        for enter in (contextlib.nullcontext(), ENTER(mesh)):
+        plain = [a if a is key else np.asarray(a) for a in args]
+        want = jax.tree.map(np.asarray, call(*plain))
+        for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with enter, naming(label):
                 same(call(*args), want, rtol=1e-3, atol=1e-3)
     assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
@@ -1617,21 +1596,19 @@ def test_other_calls_on_an_explicit_mesh(mesh):
             return jnp.max(whole(x)) + x, None
 
         with naming(size):
-            with outside(mesh):
-                want = jax.tree.map(np.asarray, lax.scan(lambda x, _: again(x), X, None, 3)[0])
+            want = jax.tree.map(np.asarray, lax.scan(lambda x, _: again(x), X, None, 3)[0])
             same(lax.scan(lambda x, _: again(x), x, None, 3)[0], want, rtol=1e-3)
 
     square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
     wide, turned = (put(square_mesh, data(N, 4), *entries) for entries in (("d", "e"), ("e",)))
-    for entered in (contextlib.nullcontext(), ENTER(square_mesh)):
+    for entered in (contextlib.nullcontext(), jax.set_mesh(square_mesh)):
         with entered:  # arrays with another sharding are sent before the loop
             same(chunked_vmap(lambda x: x * 2, 7)(wide), data(N, 4) * 2)
             same(chunked_vmap(lambda x, y: x * y, 7)(wide, turned), data(N, 4) ** 2)
     both = put(square_mesh, data(6, 8, 3), "d", "e")
     for reduce, axis in ((None, None), ("sum", None), ("max", 1)):
         mapped = auto_vmap(v=1, chunk_size=3, reduce=reduce, reduce_axis=axis)(square)
-        with outside(mesh):
-            want = np.asarray(mapped(data(6, 8, 3)))
+        want = np.asarray(mapped(data(6, 8, 3)))
         same(mapped(both), want, rtol=1e-3)
 
 
@@ -1642,7 +1619,7 @@ def test_eager_calls_on_an_explicit_mesh(mesh):
     want = plain_values(mesh, tuple(KINDS))
     for name, (front, _) in FRONT_ENDS.items():
         spread = NamedSharding(mesh, P() if name == "chunked_reduce" else P("d"))
-        for enter in (contextlib.nullcontext(), ENTER(mesh)):
+        for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with enter:
                 found = front(all_kinds)(x)
                 same_kinds({name: found}, want)

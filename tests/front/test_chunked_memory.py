@@ -344,7 +344,6 @@ UNEVEN_CALLS = {
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="chunks have no tiles")
 @pytest.mark.parametrize("name", UNEVEN_CALLS)
 @pytest.mark.quick("uneven in uneven", "outputs kept beside a sum")
 def test_uneven_calls_need_no_more_than_they_did(name):
@@ -362,5 +361,4 @@ def test_reverse_over_reverse_stores_no_more_than_it_did():
     """The first pass stores all intermediates, as `jax.checkpoint` does there: 1.2 kB an item."""
     f = chunked_vmap(distances, CHUNK)
     both = jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x))))
-    most = 1300 if jax.__version_info__ >= (0, 10) else 2600
-    assert temporary_bytes(both, *CLOUDS) < most * PRIME
+    assert temporary_bytes(both, *CLOUDS) < 1300 * PRIME

@@ -87,7 +87,7 @@ def total(tree):
 
 
 def looped(fun, *args):
-    """What `jax.vmap` means. That of JAX 0.7 rebuilds a class with objects that are no arrays."""
+    """What `jax.vmap` means."""
     outs = [fun(*jax.tree.map(operator.itemgetter(i), args)) for i in range(LENGTH)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
@@ -121,8 +121,6 @@ def test_levels_of_a_nest_are_not_seen(chunk_size):
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
 @pytest.mark.quick("2", "None")
 def test_chunked_with_axes(chunk_size):
-    if chunk_size is None and jax.__version_info__ < (0, 8):
-        pytest.skip("without a chunk size it is jax.vmap, which fails here with JAX 0.7")
     axes = ({"normal": 0, "table": 1},)
     tree = {"normal": Normal(M, M + 1), "table": jnp.arange(3.0 * LENGTH).reshape(3, LENGTH)}
 

@@ -404,12 +404,6 @@ def test_decorated_kernels_call_each_other():
 
 # Other wrappers, inside and outside.
 
-# That version crashes when it drops its caches, at exit, if a function that was given to
-# eqx.filter_jit has tree structures in its closure. Such a function without rankax does it too.
-crashes_at_exit = pytest.mark.skipif(
-    jax.__version__ == "0.7.0", reason="JAX 0.7.0 would crash at exit, 0.7.1 does not"
-)
-
 ORDERS = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
@@ -422,10 +416,7 @@ ORDERS = {
     "options",
     at_each_run(["chunks"], {"neither": {}, "jit": {"jit": True}, "chunks": {"chunk_size": 3}}),
 )
-@pytest.mark.parametrize(
-    "order",
-    [pytest.param(o, marks=crashes_at_exit) if o == "filter_jit" else o for o in ORDERS],
-)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.quick("jit-chunks", "checkpoint-chunks")
 def test_the_order_of_wrappers_does_not_matter(order, options):
     def f(s, v):
@@ -535,7 +526,6 @@ def test_methods_of_an_equinox_module():
     assert_same(gradient.weight, (1 - want**2) @ X)
 
 
-@crashes_at_exit
 def test_a_jitted_equinox_module():
     layer = Layer(jnp.arange(3.0), jnp.tanh)
     want = jnp.tanh(X @ layer.weight)

@@ -414,7 +414,7 @@ def test_without_a_loop_of_its_own_the_call_is_the_ordinary_one():
     def kernel(x):
         return lax.fori_loop(0, 3, lambda _, v: jnp.sin(v), x)
 
-    def program(mapped):  # JAX 0.7 prints addresses of functions
+    def program(mapped):  # JAX 0.10.0 prints addresses of functions
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(mapped)(X)))
 
     assert program(free(kernel)) == program(chunked_vmap(kernel, 5))

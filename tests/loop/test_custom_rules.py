@@ -390,7 +390,6 @@ def test_a_rule_leaves_nothing_in_the_compiled_program():
     assert "rankax_call" not in with_rule
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="nor does lax.map, in JAX 0.7")
 @pytest.mark.skipif(REMAT3, reason="JAX does not transpose it, see test_switches.py")
 def test_linear_transpose():
     weights = jnp.arange(1.0, 4.0)

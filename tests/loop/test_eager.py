@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -300,25 +299,21 @@ def test_effects_happen_at_each_call():
 # The configuration of JAX.
 
 
-_enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-
-
 def test_x64_makes_another_program():
     def kernel(x):
         return x + jnp.array(1, float).astype(x.dtype), jnp.sum(x > 0)
 
     narrow = chunked_vmap(kernel, 4)(X)
-    with _enable_x64(True):
+    with jax.enable_x64(True):
         wide = chunked_vmap(kernel, 4)(X)
     assert (wide[1].dtype, narrow[1].dtype) == (jnp.int64, jnp.int32)
     assert_same(chunked_vmap(kernel, 4)(X), narrow)
 
 
-_set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 _AUTO = jax.sharding.AxisType.Auto
 CONTEXTS = {
     "precision": lambda: jax.default_matmul_precision("highest"),
-    "mesh": lambda: _set_mesh(jax.make_mesh((1,), ("data",), axis_types=(_AUTO,))),
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(_AUTO,))),
 }
 
 
@@ -336,10 +331,9 @@ def test_a_context_makes_another_program(name):
     assert compilations(chunked_vmap(kernel, 4), X)[1] == 0
 
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.7 refuses such chunks")
 def test_an_explicit_mesh_stays_as_it_was():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with _set_mesh(mesh):
+    with jax.set_mesh(mesh):
         for _ in range(2):
             assert_same(chunked_vmap(lambda x: W @ x, 4)(X), X @ W.T)
 
@@ -347,7 +341,6 @@ def test_an_explicit_mesh_stays_as_it_was():
 # What is kept, and for how long.
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX itself keeps them")
 def test_nothing_of_the_caller_is_kept_alive():
     def call():
         weights = jnp.ones((3, 3)) * 1.5

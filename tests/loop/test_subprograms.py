@@ -88,10 +88,9 @@ KERNELS = {
     "least squares": lambda m: jnp.linalg.lstsq(m, m[0])[0],
     "conjugate gradients": lambda m: jax.scipy.sparse.linalg.cg(m @ m.T, m[0], maxiter=5)[0],
     "random": lambda m: jax.random.permutation(jax.random.key(0), m),
+    "refs": with_refs,
 }
 EACH_RUN = list(KERNELS)[: list(KERNELS).index("root")]
-if hasattr(jax, "new_ref"):
-    KERNELS["refs"] = with_refs
 
 
 @pytest.mark.parametrize("name", at_each_run(EACH_RUN, {name: name for name in KERNELS}))

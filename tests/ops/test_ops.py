@@ -17,13 +17,7 @@ from operations import ALL, MAPPED, REFUSED, Operation, chosen, covered, public_
 from rankax import chunked_vmap
 from samples import COLLECTIVE
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # they are about the operations
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 10),
-        reason="JAX 0.7 aborts on an FFT in a loop; its vmap loses the gradient of a clamped slice",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # they are about the operations
 
 # Length, chunk size, and the batch axis of inputs and outputs. Here chunks are the rows of a scan;
 # there they overlap, are read by index, and written.

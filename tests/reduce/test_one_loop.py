@@ -141,8 +141,7 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
     def kept(x):
         return both(x)[0]
 
-    # In the last chunk repeated items are replaced; XLA of JAX 0.7 copies them twice more.
-    chunk = x[:100].nbytes * (1 if jax.__version_info__ >= (0, 8) else 3)
+    chunk = x[:100].nbytes  # in the last one, repeated items are replaced
     assert temporary_bytes(kept, x) <= temporary_bytes(mapped, x) + 1000
     assert temporary_bytes(pulled(kept), x, ct) <= temporary_bytes(pulled(mapped), x, ct) + chunk
 

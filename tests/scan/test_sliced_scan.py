@@ -297,7 +297,7 @@ def test_callbacks_happen_at_every_step():
 
 
 def test_double_precision():
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with jax.enable_x64(True):
         xs = jnp.linspace(0.0, 1.0, 9)
         got = sliced_scan(drift, 0.3, xs, start=1, step=4)
         want = scan_then_slice(drift, 0.3, xs, window=slice(1, None, 4))

@@ -504,7 +504,6 @@ def test_effects_in_order_are_refused_in_derivatives():
         jax.grad(f)(1.0)
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 has no jax.new_ref")
 def test_refs_are_written_and_refused_in_derivatives():
     def f(x):
         total = jax.new_ref(jnp.float32(0))
@@ -526,9 +525,7 @@ def test_derivatives_that_devices_add_up_are_refused():
     specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("i")
 
     def vary(a):
-        if hasattr(lax, "pcast"):
-            return lax.pcast(a, ("i",), to="varying")
-        return getattr(lax, "pvary")(a, ("i",))  # noqa: B009  JAX 0.7
+        return lax.pcast(a, ("i",), to="varying")
 
     def of_rates(a, rates=RATES):
         return jnp.sum(jax.vmap(MINE, (None, 0))(a, rates))

@@ -152,7 +152,6 @@ def loops(kernel):
 
 
 @pytest.mark.skipif(REMAT3, reason="see the test below")
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.7 raises an error")
 @pytest.mark.parametrize("fun", [*loops(too_large), chunked_vmap(too_large, 2)])
 def test_a_gradient_of_a_loop_forgets_checks(fun):
     gradient = checkify.checkify(jax.grad(lambda x: fun(x).sum()))
@@ -174,9 +173,7 @@ def test_jet_knows_no_loops(fun):
         jet(fun, (X,), ((X, X),))
 
 
-# References. JAX 0.7 has none in public.
-
-REFS = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no jax.new_ref")
+# References.
 
 
 def doubled(x):
@@ -185,7 +182,6 @@ def doubled(x):
     return ref[...]
 
 
-@REFS
 @pytest.mark.parametrize("options", [{}, {"reduce": "max"}], ids=["map", "max"])
 def test_a_kernel_makes_a_reference(options):
     fun, by_hand = mapped(doubled, **options), mapped(lambda x: 2 * x, **options)
@@ -196,7 +192,6 @@ def test_a_kernel_makes_a_reference(options):
     assert_same(gradient(X), expected(X))
 
 
-@REFS
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     "scan",
@@ -221,7 +216,6 @@ def test_a_scan_writes_a_reference_from_outside(scan, jit):
     assert_same(jit(lambda x: total(x, scan))(X), total(X, lax.scan))
 
 
-@REFS
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_a_kernel_reads_a_reference_from_outside(jit):
     def both(x):
@@ -232,7 +226,6 @@ def test_a_kernel_reads_a_reference_from_outside(jit):
     assert_same(jit(both)(X), (3 * X, np.full(5, 3.0, np.float32)))
 
 
-@REFS
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_a_backward_rule_writes_a_reference(jit):
     @jax.custom_vjp
