@@ -123,7 +123,7 @@ def test_help_shows_the_options_of_auto_vmap():
         "(*positional_ranks, ranks=None, chunk_size=None, memory_limit=None, reduce=None, "
         "reduce_axis=None, where=None, batch_shape=None, checkpoint=None, jit=False, "
         "compiler_options=None, progress=False, devices=None, lockstep=True, bucket=False, "
-        "batched=False, **named_ranks)"
+        "batched=False, cpu_math=False, xla_cpu=True, **named_ranks)"
     )
     assert str(signature) == shown
     page = pydoc.render_doc(rankax.auto_vmap, renderer=pydoc.plaintext)
@@ -131,7 +131,8 @@ def test_help_shows_the_options_of_auto_vmap():
     assert "".join(f"auto_vmap{shown}".split()) in "".join(page.split())
     # It is what a type checker knows; the defaults are those of a call.
     options = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {p.name: p.default for p in options} == {"ranks": None, **DEFAULTS}
+    expected = {"ranks": None, **DEFAULTS, "xla_cpu": True}  # without RANKAX_XLA_CPU=0
+    assert {p.name: p.default for p in options} == expected
 
 
 def test_a_plan_is_made_once_and_executed():

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
 
@@ -21,10 +21,13 @@ from jax.sharding import PartitionSpec
 from rankax._base.messages import check_bool, checked_int, listed, positive_int
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
+from rankax._loop.rules import NO_RULES, Rules
 from rankax._plan.budget import checked_limit
 from rankax._plan.shapes import Bucket, checked_bucket
 from rankax._progress.bars import checked_progress
 from rankax._reduce.run import Reductions, checked_where, read_reductions
+from rankax._trace import cpu_math
+from rankax._xla_cpu import rules as xla_cpu
 
 # The checks of values; where None is the default, it is not checked.
 
@@ -88,6 +91,30 @@ class Options:
     lockstep: Annotated[bool, functools.partial(check_bool, name="lockstep")] = True
     bucket: Annotated[Bucket, checked_bucket] = False
     batched: Annotated[bool, functools.partial(check_bool, name="batched")] = False
+    cpu_math: Annotated[bool, functools.partial(check_bool, name="cpu_math")] = False
+    xla_cpu: Annotated[bool, functools.partial(check_bool, name="xla_cpu")] = xla_cpu.DEFAULT
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of this call for the compiler."""
+        return xla_cpu.rules_of(xla_cpu=self.xla_cpu, compiler_options=self.flags)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The ``compiler_options``, as `jax.jit` takes them."""
+        return dict(self.compiler_options or ())
+
+    @property
+    def replaces_functions(self) -> bool:
+        """Whether sines, angles and powers are evaluated by programs of our own."""
+        return self.cpu_math and cpu_math.acts()
+
+    def compiled(self, fun: Any, args: Sequence[Any]) -> Any:
+        """Return `jax.jit` of a function, to be called with arguments like ``args``."""
+        is_bounded = self.chunk_size is not None or self.memory_limit is not None
+        is_at_once = not (is_bounded or self.devices) and self.lockstep
+        rules = self.rules if is_at_once else NO_RULES
+        return rules.compiled(fun, args, self.flags)
 
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
@@ -103,6 +130,8 @@ class Scoped(TypedDict, total=False):
     progress: bool | str | Callable[[int, int], object]
     devices: int | str | Sequence[Any] | PartitionSpec | None
     lockstep: bool
+    cpu_math: bool
+    xla_cpu: bool
 
 
 class Given(Scoped, total=False):
@@ -204,6 +233,20 @@ def resolve(explicit: Mapping[str, Any], preset: Options) -> Options:
     return preset if scope is None else Options(**{**scope, **explicit})
 
 
+# What a scope also decides for functions that are no kernels.
+_FOR_ALL = ("cpu_math", "xla_cpu")
+
+
+def in_scope(options: Options, given: Collection[str] = ()) -> Options:
+    """Return the options of a call of a function that takes its own as parameters.
+
+    A scope decides how a compiler is treated, unless that is ``given``.
+    """
+    scope = _scope.get() or {}
+    changes = {name: scope[name] for name in _FOR_ALL if name in scope and name not in given}
+    return dataclasses.replace(options, **changes) if changes else options
+
+
 def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
     r"""Set options for every kernel that is called inside a ``with`` block.
 
@@ -217,6 +260,8 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
     chunk_size, memory_limit, checkpoint, progress, devices, lockstep
         As in `auto_vmap`. The other options change what a kernel returns or takes, so they belong
         to the kernel.
+    cpu_math, xla_cpu
+        As in `auto_vmap`; also for `chunked_vmap`, `chunked_reduce` and the chunked Jacobians.
 
     Returns
     -------

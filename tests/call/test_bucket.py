@@ -231,7 +231,8 @@ def test_a_plan_shows_the_bucket():
     for args in (ARGS, like):
         plan = kernel.plan(*args)
         assert (plan.batch_shape, plan.filled) == ((20, 10), ((0, 11), (1, 7)))
-        assert str(plan).split("\n")[-3:] == [
+        lines = str(plan).split("\n")
+        assert [line for line in lines if line[:6] in ("  axis", "  redu")][-3:] == [
             "  axis 0: 11 items, in a bucket of 20",
             "  axis 1: 7 items, in a bucket of 10",
             "  reduced by sum, to (10,)",

@@ -25,7 +25,7 @@ IS_ROW = np.arange(3) < LENGTHS[:, None]
 
 def item(x, y, key=None, mask=None):
     """Return a number by a loop whose length depends on the item, and whether that is even."""
-    start = jnp.sum(jnp.tanh(x)) * jnp.sum(y, where=mask)
+    start = jnp.sum(jnp.sin(x)) * jnp.sum(y, where=mask)
     if key is not None:
         start += jax.random.normal(key)
     state = jnp.int32(0), start
@@ -55,6 +55,8 @@ OPTIONS = {
     "unlike lengths": {"ragged": True},
     "an axis more": {"batch_shape": (2, 1, 1)},
     "keys": {"key": KEY},
+    "sines of ours": {"cpu_math": True},
+    "the plain program": {"xla_cpu": False},
     "lanes": {"lockstep": False},
     "a stream": {"stream": True},
 }
@@ -176,8 +178,10 @@ def with_others(*names, quick):
     return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in others]
 
 
-@pytest.mark.parametrize("other", with_others("lanes", quick=("a bucket", "a mask", "keys")))
-@pytest.mark.quick("a mask", "a bucket", "keys")
+@pytest.mark.parametrize(
+    "other", with_others("lanes", quick=("a bucket", "a mask", "keys", "sines of ours"))
+)
+@pytest.mark.quick("a mask", "a bucket", "keys", "sines of ours")
 def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
     check((other, "lanes"), tmp_path)
 
@@ -192,7 +196,7 @@ def test_a_stream_and_an_option(tmp_path, other):
 @pytest.mark.quick("indices")
 @pytest.mark.merge(
     *("a memory limit", "a bucket", "a mask", "the largest", "what is kept"),
-    *("keys", "an axis more", "a batch at once"),
+    *("keys", "an axis more", "a batch at once", "sines of ours", "the plain program"),
 )
 def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
     check((other, "lanes", "a stream"), tmp_path)
@@ -208,6 +212,8 @@ OTHERS = [name for name in OPTIONS if name not in ("lanes", "a stream")]
     *("jit and a batch at once", "a bucket and unlike lengths", "options of XLA and keys"),
     *("a device and the largest", "progress and a sum", "what is kept and an axis more"),
     *("a memory limit and a bucket", "a device and a mask", "a batch at once and unlike lengths"),
+    *("a bucket and sines of ours", "a batch at once and sines of ours"),
+    *("a device and sines of ours", "sines of ours and the plain program"),
 )
 def test_other_options(tmp_path, names):
     check(names, tmp_path)

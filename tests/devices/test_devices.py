@@ -180,6 +180,24 @@ def test_second_derivatives(mesh):
 
 
 @pytest.mark.slow
+@on("Auto-4", "Explicit-4")
+def test_sines_of_ours_on_several_devices(mesh):
+    x = np.linspace(-3, 3, 40, dtype=np.float32)
+    y = np.linspace(1, 2, 40, dtype=np.float32)
+    with inside(mesh):
+        sharded = put(mesh, x, "d"), put(mesh, y, "d")
+        for size in (None, 4):
+            for reduce in (None, "sum"):
+                plain = auto_vmap(0, 0, chunk_size=size, reduce=reduce, **given(mesh))(
+                    lambda x, y: jnp.sin(x * y) * y**1.5 + jnp.arctan2(x, y)
+                )
+                kernel = plain.with_options(cpu_math=True)
+                program = str(jax.make_jaxpr(kernel)(*sharded))
+                assert (" sin " in program) == (jax.__version_info__ < (0, 12))
+                got = jax.jit(value_and_gradients(kernel))(*sharded)
+                same(got, jax.jit(value_and_gradients(plain))(*sharded))
+
+
 @on("Auto-4")
 def test_eager_calls_see_how_arrays_are_sharded(mesh):
     programs = []

@@ -340,7 +340,8 @@ def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
     assert "hit" in printed.splitlines()[0]
     table = re.findall(r"(?m)^(?:hit|nearest)[^:]*? +([\d.]+) +([\d.]+)(?:  not run)?$", printed)
     (whole, reduced) = [float(temporaries) for _, temporaries in table]
-    assert reduced < whole / 100
+    # With an older JAX, a chunk of this small picture is not cut into tiles.
+    assert reduced < whole / (100 if jax.__version_info__ >= (0, 12) else 50)
     picture = imread(tmp_path / "rays.png")
     half = picture.shape[1] // 2
     for panel in (picture[:, :half], picture[:, half:]):

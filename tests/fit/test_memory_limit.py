@@ -13,7 +13,6 @@ import pytest
 import rankax
 from helpers import assert_same, compilations, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._call import run
 from rankax._fit.memory import free_bytes
 from rankax._plan.budget import Cost, fit_chunk
 
@@ -74,11 +73,10 @@ KERNELS = {
         *(slow(name, MB) for name in KERNELS if name != "matmul chain"),
     ],
 )
-def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit, monkeypatch):
-    if name != "distances":  # in tiles, a chunk of any size needs little
-        monkeypatch.setattr(run, "tiles_matter", lambda _: False)
+def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit):
+    # In tiles, a chunk of any size needs little.
     kernel, args = KERNELS[name]
-    kernel = kernel.with_options(memory_limit=limit)
+    kernel = kernel.with_options(memory_limit=limit, xla_cpu=name == "distances")
     plan = kernel.plan(*args)
     memory = plan.memory
     outs = jax.eval_shape(kernel, *args)
@@ -269,7 +267,7 @@ LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
 def test_the_plan_says_why_there_is_no_gradient(fun, why):
     plan = auto_vmap(1, memory_limit=MB)(fun).plan(shape(200, 64))
     assert (plan.memory.gradient, plan.memory.no_gradient) == (None, why)
-    assert str(plan).endswith(f", gradient: none ({why})")
+    assert str(plan.memory).endswith(f", gradient: none ({why})")
 
 
 def test_items_that_end_by_themselves_have_a_gradient():
@@ -304,9 +302,8 @@ def test_a_rule_of_the_wrong_shape_is_no_lack_of_a_gradient():
         auto_vmap(1, memory_limit=MB)(wrong).plan(shape(200, 64))
 
 
-def test_without_checkpoint_only_the_call_counts(monkeypatch):
-    monkeypatch.setattr(run, "tiles_matter", lambda _: False)
-    kernel = auto_vmap(2, memory_limit=MB, checkpoint=False)(chain)
+def test_without_checkpoint_only_the_call_counts():
+    kernel = auto_vmap(2, memory_limit=MB, checkpoint=False, xla_cpu=False)(chain)
     memory = kernel.plan(shape(3000, 32, 32)).memory
     assert memory.gradient is None
     assert MB / 2 <= memory.forward <= MB
@@ -627,11 +624,6 @@ def test_what_is_stored_is_as_the_caller_says():
     assert (forced.stored, forced.gradient < 20_000) == (False, True)
     unbounded = kernel.with_options(checkpoint=False).plan(MATRICES).memory
     assert (unbounded.stored, unbounded.gradient) == (False, None)
-
-
-def test_what_is_cheap_is_computed_again():
-    kernel = auto_vmap(1, chunk_size=8, memory_limit="100 MB")(lambda x: jnp.sin(x) ** 2)
-    assert not kernel.plan(jax.ShapeDtypeStruct((20_000, 16), jnp.float32)).memory.stored
 
 
 def test_a_limit_inside_shard_map_is_refused():

@@ -13,6 +13,8 @@ import pytest
 
 from helpers import operations_on, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax._loop.rules import NO_RULES
+from rankax._options import Options
 
 pytestmark = pytest.mark.optimized
 
@@ -304,7 +306,7 @@ GRID = (
     jax.ShapeDtypeStruct((101, 1, 8, 3), jnp.float32),
     jax.ShapeDtypeStruct((203,), jnp.float32),  # outputs of 1.97 MB
 )
-# The function, its arguments, and for each derivative the temporaries in kB.
+# The function, its arguments, and for each derivative the temporaries in kB, in tiles.
 UNEVEN_CALLS = {
     "numbers": (chunked_vmap(distances, CHUNK), CLOUDS, (0, 90, 160, 100, 175)),
     "arrays": (chunked_vmap(turned, CHUNK), CLOUDS, (0, 1936, 3843, 1942, 3863)),
@@ -343,11 +345,27 @@ UNEVEN_CALLS = {
     ),
 }
 
+# Without tiles, a whole chunk of 1000 items counts: 1 kB an item, and as much for each derivative.
+WHOLE_CHUNKS = {
+    "numbers": (96, 267, 1228, 3530, 3668),
+    "arrays": (275, 2379, 4300, 6104, 7076),
+    "arrays along axis 1": (183, 3843, 4392, 6988, 6801),
+    "shared weights": (183, 2379, 4484, 6100, 8181),
+    "uneven in uneven": (585, 2924, 5086, 4557, 6292),
+    "a sum": (275, 410, 1434, 3948, 5968),
+    "outputs kept beside a sum": (99, 2339, 4038, 6852, 7154),
+}
+
+
+def has_tiles():
+    return Options().rules is not NO_RULES
+
 
 @pytest.mark.parametrize("name", UNEVEN_CALLS)
 @pytest.mark.quick("uneven in uneven", "outputs kept beside a sum")
 def test_uneven_calls_need_no_more_than_they_did(name):
     f, args, most = UNEVEN_CALLS[name]
+    most = most if has_tiles() else WHOLE_CHUNKS.get(name, most)
     cotangents = jax.eval_shape(f, *args)
     needed = {
         derivative: temporary_bytes(make(f), args, cotangents) / 1000
@@ -361,4 +379,4 @@ def test_reverse_over_reverse_stores_no_more_than_it_did():
     """The first pass stores all intermediates, as `jax.checkpoint` does there: 1.2 kB an item."""
     f = chunked_vmap(distances, CHUNK)
     both = jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x))))
-    assert temporary_bytes(both, *CLOUDS) < 1300 * PRIME
+    assert temporary_bytes(both, *CLOUDS) < (1300 if has_tiles() else 1420) * PRIME

@@ -383,9 +383,9 @@ def test_the_gradient_of_a_gram_matrix_stores_no_items():
     def total(x):
         return jnp.sum(jnp.sin(rankax.chunked_reduce(jnp.cumsum, "gram", 500)(x)))
 
-    few, many = (jax.ShapeDtypeStruct((n, 100), jnp.float32) for n in (5000, 50_000))
+    few, many = (jax.ShapeDtypeStruct((n, 100), jnp.float32) for n in (40_000, 400_000))
     need = temporary_bytes(jax.grad(total), few)
-    assert temporary_bytes(jax.grad(total), many) <= need + 4096 < 5000 * 100 * 4
+    assert temporary_bytes(jax.grad(total), many) <= need + 4096 < 40_000 * 100 * 4
 
 
 def test_a_memory_limit_and_progress():

@@ -163,7 +163,8 @@ def test_pickles_never_lose_options():
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
             "(options: chunk_size, memory_limit, reduce, reduce_axis, where, batch_shape, "
-            "checkpoint, jit, compiler_options, progress, devices, lockstep, bucket and batched)",
+            "checkpoint, jit, compiler_options, progress, devices, lockstep, bucket, batched, "
+            "cpu_math and xla_cpu)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),
@@ -197,7 +198,8 @@ def test_pickles_never_lose_options():
             lambda: rankax.options(jit=True),
             TypeError,
             "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
-            "can set chunk_size, memory_limit, checkpoint, progress, devices and lockstep)",
+            "can set chunk_size, memory_limit, checkpoint, progress, devices, lockstep, cpu_math "
+            "and xla_cpu)",
         ),
     ],
 )

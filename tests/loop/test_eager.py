@@ -18,9 +18,10 @@ import rankax
 from helpers import assert_same, compilations
 from rankax import auto_vmap, chunked_vmap
 from rankax._base.cache import Kept
-from rankax._call import run
 from rankax._loop import reuse as eager
+from rankax._loop.rules import Rules
 from rankax._plan.levels import Tiles
+from rankax._xla_cpu.rules import XlaCpu
 
 X = jnp.asarray(np.arange(30.0).reshape(10, 3) / 30)
 W = jnp.asarray(np.arange(9.0).reshape(3, 3) / 9)
@@ -109,8 +110,8 @@ def test_a_second_jacobian_compiles_nothing(chunked, reduce):
 
 
 def test_a_second_derivative_in_tiles_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(run, "best_tiles", lambda *_: Tiles(5, 2))
-    monkeypatch.setattr(run, "tiles_matter", lambda _: True)
+    monkeypatch.setattr(Rules, "tiles", lambda *_: Tiles(5, 2))
+    monkeypatch.setattr(XlaCpu, "tiles", Rules.tiles)
 
     def mapped(x):
         return jnp.sum(chunked_vmap(lambda x: jnp.tanh(x) * 0.7193, 6)(x))

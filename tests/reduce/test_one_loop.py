@@ -141,25 +141,7 @@ def test_an_output_kept_beside_a_sum_takes_the_memory_of_the_map(length):
     def kept(x):
         return both(x)[0]
 
-    chunk = x[:100].nbytes  # in the last one, repeated items are replaced
+    # In the last chunk, repeated items are replaced; XLA of JAX 0.10.0 keeps more of it.
+    chunk = x[:100].nbytes * (1 if jax.__version_info__ >= (0, 12) else 3)
     assert temporary_bytes(kept, x) <= temporary_bytes(mapped, x) + 1000
     assert temporary_bytes(pulled(kept), x, ct) <= temporary_bytes(pulled(mapped), x, ct) + chunk
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere no vector is stored so")
-def test_small_vectors_are_stored_by_component():
-    x, y = jnp.ones((7, 3)), jnp.ones((5000, 3))
-
-    def distance(x, y):
-        return jnp.sqrt(jnp.sum((x - y) ** 2) + 1)
-
-    mapped = auto_vmap(x=1, y=1, reduce="sum", reduce_axis=-1, chunk_size=500)(distance)
-
-    def loss(x, y):
-        return jnp.sum(mapped(x[:, None], y))
-
-    programs = [jax.jit(fun).lower(x, y).compile() for fun in (loss, jax.grad(loss))]
-    forward, gradient = (program.as_text() for program in programs)
-    assert "f32[3,5000]" in forward
-    # From JAX 0.12 on, a gradient is up to three times as fast item by item.
-    assert ("f32[3,5000]" in gradient) == (jax.__version_info__ < (0, 12))

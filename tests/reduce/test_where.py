@@ -438,7 +438,7 @@ def test_a_mask_takes_no_memory(reduce):
     """At most 5 % and some numbers for each row and item; a mask of all pairs would be 30 MB."""
 
     def temporaries(rows, items, *, gradient, **options):
-        fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**16, **options)(
+        fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**12, **options)(
             pair if options else lambda x, y, w: pair(x, y, w)["e"]
         )
         fun = jax.grad(lambda *args, f=fun: finite(f(*args)), (0, 1, 2)) if gradient else fun

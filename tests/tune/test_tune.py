@@ -13,6 +13,8 @@ import pytest
 from helpers import assert_same, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
 from rankax._call.bind import bind
+from rankax._loop.rules import NO_RULES
+from rankax._options import Options
 from rankax._tune import measure, workload
 from rankax._tune.workload import RaggedWorkload
 
@@ -23,7 +25,7 @@ ENOUGH = 0.3  # seconds of `Clock`, enough for everything
 X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
 
 needs_library = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="elsewhere there is no such library"
+    Options(xla_cpu=True).rules is NO_RULES, reason="elsewhere there is no such library"
 )
 
 
@@ -110,6 +112,15 @@ def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
     ]
     without = kernel.with_options(jit=True, compiler_options={option: ""}).tune(X, seconds=ENOUGH)
     assert len(without.tuning.candidates) == 6
+
+
+def test_cpu_math_is_compared_only_if_the_kernel_allows_it(clock):
+    def tried(kernel):
+        found = kernel.tune(X, seconds=ENOUGH).tuning.candidates
+        return {c.options.get("cpu_math") for c in found}
+
+    assert tried(kernel) == {None}
+    assert tried(kernel.with_options(cpu_math=True)) == {None, False}
 
 
 @needs_library

@@ -26,7 +26,7 @@ from rankax._call.arguments import is_number
 from rankax._call.bind import BoundKernel, Shell, rebind
 from rankax._call.run import run
 from rankax._declare.ragged import Ragged
-from rankax._options import DEFAULTS, Options
+from rankax._options import Options
 from rankax._reduce.passes import RunStates
 from rankax._reduce.protocol import FILL, Marked, Outputs
 from rankax._trace.fingerprint import checksum
@@ -123,8 +123,7 @@ class Setup:
                 call.lengths = {len(front): count}
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
-        given = {name: x for name, x in vars(options).items() if x != DEFAULTS[name]}
-        given |= {"jit": True, "where": None}  # a reduction has its mask
+        given = {**vars(options), "jit": True, "where": None}  # a reduction has its mask
         kernel = self.mapped.with_explicit(given, self.mapped.spec.name)
         return kernel(*call.arguments.args, **call.arguments.kwargs)
 

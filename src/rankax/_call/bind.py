@@ -101,7 +101,8 @@ class BoundKernel(Bound):
                 return plan_nesting(*call)
             return plan_nesting(*call, str(options.reduce), options.reduce_axis)
 
-        key = shapes, tiles, options.chunk_size, options.reduce, options.reduce_axis, batch_shape
+        of_options = options.chunk_size, options.reduce, options.reduce_axis, options.rules
+        key = shapes, tiles, batch_shape, *of_options
         try:
             plan = self.structure.plans.find(key, make)
         except BatchShapeError as error:

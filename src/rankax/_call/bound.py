@@ -26,7 +26,6 @@ from rankax._options import Options
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import NO_ARRAY, Nesting
 from rankax._reduce.protocol import Marked
-from rankax._reduce.row import most_lanes
 from rankax._reduce.run import Reductions, trace_reduced
 from rankax._trace.batched import call_for_item
 from rankax._trace.programs import ItemProgram, trace_item, with_shape
@@ -194,6 +193,7 @@ def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     """Return the chunk size and the tiles of a plan; a reduction has a limit of its own."""
     chunk_size = None if tiles is None else options.chunk_size
     tiles = tiles or WHOLE_CHUNKS
-    if options.reduce is None or options.batched or (most := most_lanes()) is None:
+    most = options.rules.most_reduced
+    if options.reduce is None or options.batched or most is None:
         return chunk_size, tiles
     return chunk_size, Tiles(min(tiles.forward or most, most))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
 from rankax._loop.access import on_explicit_mesh
 from rankax._loop.loop import map_level
+from rankax._loop.rules import Rules
 from rankax._loop.spec import LoopSpec, number_items, vmap_level
 from rankax._options import Options
 from rankax._plan.batch import BatchPlan
@@ -23,15 +24,9 @@ from rankax._progress.bars import Progress
 from rankax._reduce.passes import RowReduction
 from rankax._reduce.run import Reductions
 from rankax._scan.while_loop import has_plain_loop, with_reverse_pass
+from rankax._trace.cpu_math import with_cpu_math
 from rankax._trace.derivatives import call_with_derivative_of
-from rankax._trace.functions import with_own_functions
-from rankax._trace.kept_residuals import keep_residuals
-from rankax._trace.kept_values import keep_inputs, keep_values
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
-
-_MOST_COMPONENTS = 16  # of an item that is stored by component
-_MOST_BYTES_COPIED = 2**19
-_LOOPS_ARE_NATIVE = jax.__version_info__ >= (0, 12)
 
 # An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
 _LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress", "reduced"}
@@ -57,6 +52,10 @@ class Nest:
         What the reduced levels fold.
     differentiable : bool
         Whether the walk may be differentiated.
+    rules : Rules
+        What the compiler asks for.
+    cpu_math : bool
+        Whether sines, angles and powers are evaluated by programs of our own.
     """
 
     nesting: Nesting
@@ -64,6 +63,8 @@ class Nest:
     inputs: tuple[int, ...]
     reductions: Reductions | None
     differentiable: bool
+    rules: Rules
+    cpu_math: bool
 
     @property
     def plan(self) -> BatchPlan:
@@ -97,25 +98,17 @@ class Nest:
         # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
         # on, a jaxpr holds its constants; replacing its variables drops them.
         jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
-        alone = dataclasses.replace(item, closed=None)
-        walk = differentiated = _Walk(self, alone, jaxpr)
-        if any(spec.is_loop and not spec.lanes for spec in self.specs):
-            jaxpr = keep_values(jaxpr)
-            differentiated = _Walk(self, alone, with_own_functions(jaxpr))
-            in_axes = zip(self.nesting.mapped, *(spec.in_axes for spec in self.specs), strict=False)
-            consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
-            at = [consts + self.inputs.index(i) for i, *axes in in_axes if set(axes) != {None}]
-            walk = _Walk(self, alone, with_own_functions(keep_inputs(jaxpr, at)))
-            # Derivatives of reductions read another layout of the inputs, so there it does not pay.
-            differentiated = walk if self.reductions is None else differentiated
+        consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
+        walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
-        if not self.differentiable or walk.is_linear(mapped):
-            return walk.values(operands, back=False)
+        evaluated = walk.evaluated
+        if not self.differentiable or evaluated.is_linear(mapped):
+            return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = self.reductions is not None and self.reductions.are_ordered
-        evaluated = functools.partial(walk.values, back=False)
         key = None if is_ordered else self
-        return call_with_derivative_of(differentiated.differentiated, evaluated, operands, key=key)
+        forward = functools.partial(evaluated.values, back=False)
+        return call_with_derivative_of(walk.differentiated, forward, operands, key=key)
 
     def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
         """Map a function of all inputs over levels without loops, as one would by hand."""
@@ -160,12 +153,47 @@ class _Walk:
     nest: Nest
     item: ItemProgram  # without its program
     jaxpr: Any
+    consts: int  # how many inputs of the program are constants
+
+    @functools.cached_property
+    def evaluated(self) -> _Walk:
+        """The walk in the pass that is evaluated."""
+        has_loops = any(spec.is_loop and not spec.lanes for spec in self.nest.specs)
+        jaxpr = self.nest.rules.evaluated(self.jaxpr, self._mapped) if has_loops else self.jaxpr
+        return self._as_computed(jaxpr)
+
+    def differentiated(self, operands: Operands) -> list[Any]:
+        """Walk the levels in the pass that is differentiated."""
+        jaxpr = self.jaxpr
+        if self._reverses_loops:
+            jaxpr = with_reverse_pass(jaxpr, self.item.where)
+        elif any(spec.is_loop for spec in self.nest.specs):
+            jaxpr = self._kept_back
+        return self._as_computed(jaxpr).values(operands, back=True)
+
+    @functools.cached_property
+    def _kept_back(self) -> Any:
+        # Derivatives of reductions read another layout of the inputs, so no copy pays there.
+        mapped = self._mapped if self.nest.reductions is None else []
+        return self.nest.rules.differentiated(self.jaxpr, mapped)
+
+    def _as_computed(self, jaxpr: Any) -> _Walk:
+        jaxpr = with_cpu_math(jaxpr) if self.nest.cpu_math else jaxpr
+        return dataclasses.replace(self, jaxpr=jaxpr)
+
+    @property
+    def _mapped(self) -> list[int]:
+        """The inputs of the program that levels map."""
+        nest = self.nest
+        in_axes = zip(nest.nesting.mapped, *(spec.in_axes for spec in nest.specs), strict=False)
+        mapped = [i for i, *axes in in_axes if set(axes) != {None}]
+        return [self.consts + nest.inputs.index(i) for i in mapped]
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
         """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
         consts, mapped, others, begins = operands
         if self.nest.reductions is not None:
-            walk, mapped = self._by_component(mapped, back=back)
+            walk, mapped = (self, mapped) if back else self._stored(mapped)
             return walk._reduced((consts, mapped, others, begins), back=back)
         fun = self._of_items(consts, others, begins)
         if self.nest.plan.lanes is not None:
@@ -177,33 +205,10 @@ class _Walk:
             fun = map_level(fun, spec, self.out_axes, back=back)
         return self.nest.in_batch_shape(fun(*mapped))
 
-    def _by_component(self, mapped: list[Any], *, back: bool) -> tuple[_Walk, list[Any]]:
-        """Store small vectors by component, where that is faster; return the walk over them.
-
-        From JAX 0.12 on, only the pass that is evaluated gains: the other one is up to three times
-        as fast item by item, because sums over the items of a tile would copy it there.
-        """
-        plan = self.nest.plan
-        # A plan of `chunked_reduce` names no leaves. It has one row, whose eager calls would take
-        # longer by the copy than they gain.
-        if not plan.leaves or plan.lanes is not None or (back and _LOOPS_ARE_NATIVE):
-            return self, mapped
-        mapped, specs = _lanes_last(mapped, self.nest.specs)
-        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs)), mapped
-
-    def differentiated(self, operands: Operands) -> list[Any]:
-        """Walk the levels in the pass that is differentiated."""
-        if self._reverses_loops:
-            jaxpr = with_reverse_pass(self.jaxpr, self.item.where)
-        elif any(spec.is_loop for spec in self.nest.specs):
-            jaxpr = self._with_residuals
-        else:
-            jaxpr = self.jaxpr
-        return dataclasses.replace(self, jaxpr=jaxpr).values(operands, back=True)
-
-    @functools.cached_property
-    def _with_residuals(self) -> Any:
-        return keep_residuals(self.jaxpr)
+    def _stored(self, mapped: list[Any]) -> tuple[_Walk, list[Any]]:
+        """Return the inputs of a reduction as it reads them best, and the walk over them."""
+        stored, specs = self.nest.rules.stored(mapped, self.nest.specs)
+        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs)), stored
 
     @property
     def _reverses_loops(self) -> bool:
@@ -252,6 +257,7 @@ class _Walk:
             self.item.outputs,
             self.nest.reductions,
             self.jaxpr,
+            self.nest.rules,
         )
 
     def _with(self, consts: Sequence[Any]) -> ItemProgram:
@@ -280,7 +286,7 @@ class _Walk:
             return False
         if self.nest.reductions is not None:
             row = self._row({}, {})
-            stored = self._by_component(list(mapped), back=False)[0]
+            stored, _ = self._stored(list(mapped))
             if not (row.is_linear or row.is_at_once) or stored.nest != self.nest:
                 return False
         loops = [spec for spec in self.nest.specs if spec.is_loop]
@@ -297,7 +303,7 @@ class _Walk:
             shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
         pairs = zip(self.out_axes, outs, strict=True)
         joined = all(axis == 0 and 1 not in shape for axis, shape in pairs)
-        return not loops or (joined and self._with_residuals is self.jaxpr)
+        return not loops or (joined and not self.nest.rules.differs_back(self.jaxpr))
 
 
 def nest_of(
@@ -329,32 +335,7 @@ def nest_of(
         )
         specs.append(spec)
         progress = None if may_report else progress
-    return Nest(plan, tuple(specs), inputs, options.reduce, differentiable)
-
-
-def _lanes_last(
-    leaves: Sequence[Any], specs: Sequence[LoopSpec]
-) -> tuple[list[Any], tuple[LoopSpec, ...]]:
-    """Store small vectors by component, if a loop over tiles reads them again for every row.
-
-    They are stored with the items on the last axis. Before JAX 0.12, this makes their gradient
-    three times as fast: XLA:CPU does not vectorise otherwise. Products of vectors gain later, too.
-    This is a copy, so it is bounded by half a megabyte.
-    """
-    stored, changed = list(leaves), list(specs)
-    for i, leaf in enumerate(leaves):
-        number, *others = [n for n, spec in enumerate(specs) if spec.in_axes[i] is not None]
-        spec = changed[number]
-        axis, is_again = spec.in_axes[i], spec.reduced and spec.is_loop and not others
-        if axis is not None and is_again and _is_small_vector(leaf, axis):
-            stored[i] = jnp.moveaxis(leaf, axis, -1)
-            in_axes = (*spec.in_axes[:i], jnp.ndim(leaf) - 1, *spec.in_axes[i + 1 :])
-            changed[number] = dataclasses.replace(spec, in_axes=in_axes)
-    return stored, tuple(changed)
-
-
-def _is_small_vector(leaf: Any, axis: int) -> bool:
-    if jax.default_backend() != "cpu" or not jnp.issubdtype(jnp.result_type(leaf), jnp.number):
-        return False
-    components = leaf.size // leaf.shape[axis]
-    return 1 < components <= _MOST_COMPONENTS and leaf.nbytes <= _MOST_BYTES_COPIED
+    rules, reductions = options.rules, options.reduce
+    return Nest(
+        plan, tuple(specs), inputs, reductions, differentiable, rules, options.replaces_functions
+    )

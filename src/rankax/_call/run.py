@@ -2,10 +2,10 @@
 """The path of every call: plan, trace, fit, run.
 
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
-hand gives. Otherwise the kernel is traced once, for one item, and all later steps (the memory
-limit, the tile, the loops, the devices) work on the program of that item. `plan_of` returns what
-``plan`` prints; `run` takes the same steps, but an eager call that is known skips those after the
-trace.
+hand gives (without ``cpu_math``). Otherwise the kernel is traced once, for one item, and all later
+steps (the memory limit, the tile, the loops, the devices) work on the program of that item.
+`plan_of` returns what ``plan`` prints; `run` takes the same steps, but an eager call that is known
+skips those after the trace.
 
 Words used throughout:
 
@@ -36,7 +36,6 @@ from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_mesh
 from rankax._devices.place import committed_elsewhere, find_parts
-from rankax._fit.cpu import best_tiles, tiles_matter
 from rankax._fit.memory import fit_to_limit, shape_of
 from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
@@ -48,6 +47,7 @@ from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_lanes
 from rankax._progress.bars import Progress, progress_of_call
 from rankax._scan.while_loop import has_plain_loop
+from rankax._trace.cpu_math import hints_of_cpu_math
 from rankax._trace.programs import ItemProgram, has_order
 
 
@@ -97,12 +97,11 @@ def _run(call: Traced, progress: Progress | None) -> Any:
     # A user-defined function may change between calls and stay the same object.
     is_ordered = reductions is not None and reductions.are_ordered
     of_bound = tuple(bound.lengths), bound.cut
-    key = None if is_ordered else (whole, parts, options, progress, *of_bound)
+    key = None if is_ordered else (whole, parts, options, options.rules, progress, *of_bound)
     committed = committed_elsewhere(bound.where, parts) if parts else contextlib.nullcontext()
     with call_of_kernel(item.where), committed:
         try:
-            items = items_at_once(math.prod(whole.plan.batch_shape), options, parts)
-            out = run_kept(make, item, leaves, key, mode, items)
+            out = run_kept(make, item, leaves, key, mode, options.compiled)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse
             raise item.reuses_key() from error
     if out is None:
@@ -174,17 +173,12 @@ def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> 
         plan, _, found["memory"], _ = _fitted(traced)
         whole = traced.whole.plan
         found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
+        found["notes"] = () if options.cpu_math else hints_of_cpu_math(traced.item.closed.jaxpr)
         found["devices"] = tuple(
             (each.axis, each.count) for each in traced.layout.parts if each.count > 1
         )
     changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
     return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
-
-
-def items_at_once(items: int, options: Options, parts: tuple[Parts, ...] = ()) -> int | None:
-    """Return the number of items of a call, if it evaluates all of them at once on one device."""
-    is_bounded = (options.chunk_size or items) < items or options.memory_limit is not None
-    return None if parts or is_bounded or not options.lockstep else items
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:
@@ -206,6 +200,9 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
         return None
     planned = bound.plan(options)
     is_traced = parts or any(planned.loops) or options.memory_limit or bound.is_kept
+    # A collective needs the whole axis.
+    is_rewritten = options.replaces_functions and bound.axis_name is None
+    is_traced = is_traced or (is_rewritten and not _is_empty(planned))
     if not is_traced and options.lockstep:
         return planned
     whole = bound.plan(options, None)
@@ -238,9 +235,8 @@ def _fitted(call: Traced) -> Fitted:
     if _is_empty(whole):
         return Fitted(whole, options)
     part = bound.part(whole, layout.shapes()[-1]) if layout.parts else bound
-    may_tile = tiles_matter(dict(options.compiler_options or ())) and not bound.batched
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
-    tiles = best_tiles(item.closed, updated) if may_tile else WHOLE_CHUNKS
+    tiles = WHOLE_CHUNKS if bound.batched else options.rules.tiles(item.closed.jaxpr, updated)
     ends = None if options.lockstep else cut_program(item.closed).ends
     memory = None
     if options.memory_limit is not None:
@@ -252,7 +248,7 @@ def _fitted(call: Traced) -> Fitted:
     plan = _plan_in(part, options, tiles, ends)
     is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
     is_walked = layout.parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
-    is_walked = is_walked or bound.is_kept
+    is_walked = is_walked or bound.is_kept or options.replaces_functions
     return Fitted(plan, options, memory, bool(is_walked))
 
 

@@ -26,7 +26,6 @@ from jax.sharding import AxisType
 
 from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
-from rankax._fit.cpu import pays_to_store
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._plan.levels import Shape
 from rankax._trace.derivatives import of_some
@@ -78,7 +77,7 @@ def fit_to_limit(
     def fit() -> MemoryFit:
         limit = limit_in_bytes(options.memory_limit, free_bytes)
         found = fit_chunk(measure, sizes, min(options.chunk_size or total, total), limit, where)
-        may_store = options.checkpoint is None and pays_to_store(item)
+        may_store = options.checkpoint is None and options.rules.pays_to_store(item.jaxpr)
         if not may_store or found.gradient is None or found.chunk_size >= total:
             return found
         traced, _ = _gradient(program(found.chunk_size, False)[1], *shapes)
@@ -87,7 +86,7 @@ def fit_to_limit(
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(where, item, shapes, (options, sizes, key), fit)
+    return fit_once(where, item, shapes, (options, options.rules, sizes, key), fit)
 
 
 def fit_once(

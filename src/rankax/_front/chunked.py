@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from rankax._base.trees import leaves_with_names, spread_prefix
 from rankax._call.bound import Bound, sizes_of
 from rankax._call.run import run
 from rankax._declare.ragged import Ragged
-from rankax._options import Options, check_batched, options_of
+from rankax._options import Options, check_batched, in_scope, options_of
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
 from rankax._plan.nesting import Nesting, plan_axis
 from rankax._reduce.run import read_reductions
@@ -50,6 +50,7 @@ def chunked_vmap(
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
     batched: bool = False,
+    cpu_math: bool | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis with at most ``chunk_size`` items in flight.
 
@@ -66,10 +67,11 @@ def chunked_vmap(
         Takes and returns pytrees of arrays, for one item.
     chunk_size : int or None
         Maximum number of items evaluated at once. A smaller chunk is used where it divides the axis
-        (down to 4/5 of the bound) or evens out the chunks, and a much smaller one on a CPU if that
-        is faster, as for sums of a few numbers. ``None``, or a bound at least as large as the axis,
-        gives exactly the program of `jax.vmap`. ``1`` evaluates ``fun`` itself, item by item,
-        without `jax.vmap`: a `jax.lax.cond` stays a branch, and ordered callbacks stay in order.
+        (down to 4/5 of the bound) or evens out the chunks, and a much smaller one on a CPU with JAX
+        0.12, where its values fit the cache. ``None``, or a bound at least as large as the axis,
+        gives exactly the program of `jax.vmap` (without ``cpu_math``). ``1`` evaluates ``fun``
+        itself, item by item, without `jax.vmap`: a `jax.lax.cond` stays a branch, and ordered
+        callbacks stay in order.
     in_axes, out_axes : int, None, or a pytree prefix of those, default 0
         As in `jax.vmap`; negative axes count from the end. Keyword arguments are mapped over
         axis 0. ``None`` passes an argument to every item; for an output it promises that the value
@@ -100,6 +102,10 @@ def chunked_vmap(
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
         one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
+    cpu_math : bool, optional
+        On a CPU, compute sines, angles and powers by vectorised programs in place of the C library,
+        each to 4 units in the last place. None: as `rankax.options` says, or else not. See
+        `auto_vmap`. (`rankax.options` also has ``xla_cpu``.)
 
     Returns
     -------
@@ -173,9 +179,10 @@ def chunked_vmap(
         devices=devices,
         lockstep=lockstep,
         batched=batched,
+        **_given(cpu_math=cpu_math),
     )
     axes = AxisMap(fun, where, in_axes, axis_size, out_axes, axis_name, batched)
-    return mapped(axes, options)
+    return mapped(axes, options, _given(cpu_math=cpu_math))
 
 
 def chunked_reduce(
@@ -192,6 +199,7 @@ def chunked_reduce(
     devices: int | str | Sequence[Any] | jax.sharding.PartitionSpec | None = None,
     lockstep: bool = True,
     batched: bool = False,
+    cpu_math: bool | None = None,
 ) -> Callable[..., Any]:
     r"""Map ``fun`` over an axis and reduce its outputs, with few items in flight.
 
@@ -214,7 +222,7 @@ def chunked_reduce(
         ``TopK(3)`` or ``Best("distance")``. ``None`` keeps an output whole, with the mapped axis in
         front.
     chunk_size : int or None
-        Maximum number of items evaluated at once. A tile is smaller if that is faster, as on a CPU.
+        Maximum number of items evaluated at once. A tile is smaller on a CPU with JAX 0.12.
         ``None``: all at once, by `jax.vmap` and the `jax.numpy` function.
     where : str or int, optional
         The key, field or index of the output that says whether an item counts: one boolean. Items
@@ -241,6 +249,10 @@ def chunked_reduce(
         ``fun`` takes a batch itself: in each argument that is mapped, and in each output, it has
         one axis in front, for the items of a chunk. ``in_axes`` says where the axis is in the
         whole array. See `auto_vmap`.
+    cpu_math : bool, optional
+        On a CPU, compute sines, angles and powers by vectorised programs in place of the C library,
+        each to 4 units in the last place. None: as `rankax.options` says, or else not. See
+        `auto_vmap`. (`rankax.options` also has ``xla_cpu``.)
 
     Returns
     -------
@@ -300,18 +312,25 @@ def chunked_reduce(
         devices=devices,
         lockstep=lockstep,
         batched=batched,
+        **_given(cpu_math=cpu_math),
     )
     options = dataclasses.replace(options, reduce=read_reductions(reduce, caller))
-    return mapped(AxisMap(fun, caller, in_axes, axis_size, batched=batched), options)
+    axes = AxisMap(fun, caller, in_axes, axis_size, batched=batched)
+    return mapped(axes, options, _given(cpu_math=cpu_math))
 
 
-def mapped(axes: AxisMap, options: Options) -> Callable[..., Any]:
-    """Return a function as it is mapped."""
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that a scope does not decide."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def mapped(axes: AxisMap, options: Options, given: Collection[str] = ()) -> Callable[..., Any]:
+    """Return a function as it is mapped; a scope does not decide the options in ``given``."""
     check_batched(options, axes.where)
 
     @functools.wraps(axes.fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return run(axes.bind(args, kwargs), options)
+        return run(axes.bind(args, kwargs), in_scope(options, given))
 
     return mapped
 

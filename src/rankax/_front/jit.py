@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 
 from rankax._base.arrays import is_staged
 from rankax._base.trees import check_outputs, leaves_with_names
@@ -24,11 +23,10 @@ from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, Shell, bind
 from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
 from rankax._call.ragged_results import call_ragged
-from rankax._call.run import cut_axes, items_at_once, parts_of, run
+from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.mesh import Parts
 from rankax._devices.place import committed_elsewhere, put
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax._fit.cpu import jit_at_once
 from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._plan.levels import Shape
@@ -79,19 +77,19 @@ class JitSpec(KernelSpec):
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            return cut(self._compiled(frame, arrays, call), call, frame.options)
+            return cut(self._compiled(frame, arrays), call, frame.options)
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
 
-    def _compiled(self, frame: _Frame, arrays: Sequence[Any], call: BoundKernel) -> Any:
-        jitted, shown = self._jitted(frame, arrays, call), frame.options.progress
+    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        jitted, shown = self._jitted(frame, arrays), frame.options.progress
         if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
             return jitted(*arrays)
         with wait_for_reports(shown, self.name), committed_elsewhere(f"{self.name}()", frame.parts):
             return jitted(*arrays)
 
-    def _jitted(self, frame: _Frame, arrays: Sequence[Any], call: BoundKernel) -> Any:
+    def _jitted(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         functions, jitted = self._programs
         try:
             key = frame, *[x.aval for x in arrays], *map(type, arrays)
@@ -108,16 +106,11 @@ class JitSpec(KernelSpec):
             return out
 
         fun.__name__ = self.name  # as shown by profilers and HLO dumps
-        options, items = frame.options, None
-        is_plain = options.progress is False and not call.structure.ragged
-        if is_plain and not any(isinstance(x, core.Tracer) for x in arrays):
-            whole = call.plan(options, None).plan
-            items = items_at_once(whole.evaluations, options, frame.parts)
         if len(jitted) >= _MOST_KEPT:
             functions.clear()
             jitted.clear()
         fun = functions.setdefault(frame, fun)
-        return jitted.setdefault(key, jit_at_once(fun, arrays, items, options.compiler_options))
+        return jitted.setdefault(key, frame.options.compiled(fun, arrays))
 
     # `self` is positional-only because a kernel may be called with an argument of that name.
 
@@ -126,7 +119,7 @@ class JitSpec(KernelSpec):
         call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
         is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
         frame, arrays, call = self._split(call, shapes_only=True, is_alone=is_alone)
-        return self._jitted(frame, arrays, call).lower(*arrays)
+        return self._jitted(frame, arrays).lower(*arrays)
 
     def _split(
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
@@ -206,7 +199,7 @@ def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
 
     def call(part: BoundKernel) -> Any:
         kernel: Any = part.kernel
-        frame, arrays, filled = kernel._split(part)
-        return kernel._compiled(frame, arrays, filled)
+        frame, arrays, _ = kernel._split(part)
+        return kernel._compiled(frame, arrays)
 
     return call

@@ -29,7 +29,6 @@ from rankax._call.fill import fill_up, marked
 from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
 from rankax._declare.binding import to_gufunc
-from rankax._fit.cpu import warn_of_small_chunks
 from rankax._front.jit import JitSpec, compiled_part
 from rankax._front.ragged_check import RaggedItems
 from rankax._front.trust import CheckReport, NonFinite, check, nonfinite
@@ -37,6 +36,7 @@ from rankax._options import Given, Options, check_together, checked_options
 from rankax._plan.batch import BatchPlan
 from rankax._tune.measure import tuned
 from rankax._tune.table import Tuning
+from rankax._xla_cpu.slow_chunks import warn_of_small_chunks
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

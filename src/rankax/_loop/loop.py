@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rankax._base.arrays import counted, has_tangent, zeros
@@ -321,7 +321,7 @@ def run_loop(
     on_chunk = _on_chunk(on_items, axes_in, level, chunks, out_axes, back=back)
     closed, outs = jax.make_jaxpr(on_chunk, return_shape=True)(*inputs)
     closed, tree = keep_rules(closed), jax.tree.structure(outs)
-    run = apart_from_constants(closed, inputs)
+    run = apart_from_constants(closed)
     folds = folds_of(tree.unflatten(closed.out_avals), chunks)
     is_stacked = [
         access.is_stack(aval, axis, chunks) for aval, axis in zip(avals, axes, strict=True)
@@ -389,18 +389,14 @@ def _on_chunk(
     return on_one
 
 
-def apart_from_constants(closed: Any, avals: list[Any]) -> Callable[..., list[Any]]:
+def apart_from_constants(closed: Any) -> Callable[..., list[Any]]:
     """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
 
     They may be tracers of an outer trace, and JAX keeps such a function alive for a while.
     """
-    jaxpr = closed.jaxpr
-    if not any(isinstance(const, core.Tracer) for const in getattr(jaxpr, "consts", ())):
-        return lambda constants, inputs: evaluate(jaxpr, constants, *inputs)
-    # JAX 0.12 keeps constants in the jaxpr, 0.10 does not; tracing turns them into inputs.
-    trace = jax.make_jaxpr(lambda consts, inputs: evaluate(jaxpr, consts, *inputs))
-    jaxpr = trace(list(closed.consts), avals).jaxpr
-    return lambda constants, inputs: evaluate(jaxpr, (), *constants, *inputs)
+    # JAX 0.12 keeps constants in the jaxpr; replacing its variables drops them.
+    jaxpr = closed.jaxpr.replace(constvars=list(closed.jaxpr.constvars))
+    return lambda constants, inputs: evaluate(jaxpr, constants, *inputs)
 
 
 def _scan_chunks(

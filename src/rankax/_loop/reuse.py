@@ -41,7 +41,6 @@ from jax.sharding import AxisType
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
 from rankax._base.messages import caller_level
-from rankax._fit.cpu import jit_at_once
 from rankax._trace import fingerprint
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
 
@@ -81,14 +80,14 @@ def run_kept(
     leaves: Sequence[Any],
     key: Hashable,
     mode: Mode,
-    items: int | None = None,
+    compiled: Callable[[Any, Sequence[Any]], Any],
 ) -> Any:
     """Return ``make()(item, leaves)``; unless the call is staged, compiled and kept.
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
     mode; None stands for a call that has no such program, and so do the results. With a key of
-    None, the program is compiled but not kept. ``items`` are those that are evaluated at once, if
-    all are.
+    None, the program is compiled but not kept. ``compiled`` is `jax.jit`, which also gets the
+    arguments of the function.
     """
     if mode is Mode.STAGED:
         program = make()
@@ -97,14 +96,13 @@ def run_kept(
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
     consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
     args = consts, list(leaves)
-    items = items if mode is Mode.EAGER else None
     try:
         whole = _key_of(closed, (item.where, item.out_axes, key), leaves, mode)
     except fingerprint.Unknown:
-        run = _compiled(make(), item, closed.jaxpr, args, items)
+        run = _compiled(make(), item, closed.jaxpr, args, compiled)
     else:
         bare = fingerprint.without_rules if mode is Mode.EAGER else fingerprint.without_constants
-        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr), args, items))
+        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr), args, compiled))
     return run and run(*args)
 
 
@@ -124,7 +122,7 @@ def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: 
 
 
 def _compiled(
-    program: Program | None, item: ItemProgram, jaxpr: Any, args: Sequence[Any], items: int | None
+    program: Program | None, item: ItemProgram, jaxpr: Any, args: Sequence[Any], compiled: Any
 ) -> Any:
     if program is None:
         return None
@@ -134,7 +132,7 @@ def _compiled(
     def run(consts: list[Any], leaves: list[Any]) -> Any:
         return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)
 
-    return jit_at_once(run, args, items)
+    return compiled(run, args)
 
 
 class _Key:

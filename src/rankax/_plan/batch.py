@@ -63,6 +63,8 @@ class BatchPlan:
         in the arguments and the results.
     ragged : tuple of str
         With ragged arguments, how many items there are in how many lengths, for each dimension.
+    notes : tuple of str
+        What else there is to say about the call.
     parts : tuple of (tuple of int, BatchPlan)
         With ragged arguments, the padded lengths and the plan of each call that is made.
     """
@@ -80,6 +82,7 @@ class BatchPlan:
     ends: tuple[str, ...] | None = None
     filled: tuple[tuple[int, int], ...] = ()
     ragged: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     parts: tuple[tuple[tuple[int, ...], Any], ...] = ()
 
     @property
@@ -157,7 +160,7 @@ class BatchPlan:
             notes += _pairs_line(self)
         if self.memory is not None:
             notes.append(str(self.memory))
-        return notes + untouched_line(self.untouched)
+        return [*notes, *self.notes, *untouched_line(self.untouched)]
 
 
 def _pairs_line(plan: BatchPlan) -> list[str]:

@@ -2,7 +2,6 @@
 """Accumulators of reductions that choose items: by value, or by keys that sort like the values."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,7 @@ import numpy as np
 from jax import lax
 
 from rankax._base.arrays import counted, scalar
-from rankax._reduce.states import Accumulation, InLanes, State, choose, concatenated
-from rankax._trace.work import evaluates_functions
-
-_MOST_IN_LANES = 8  # entries of `TopOfLanes`
-_MOST_ITEMS_OF_A_LANE = 8  # of each tile in `BlockArg`
+from rankax._reduce.states import InLanes, State, choose, concatenated
 
 
 def no_index(dtype: Any) -> Any:
@@ -109,61 +104,6 @@ class Arg(_Chosen):
         return best, jnp.where(first == none, at, first)
 
 
-class DelayedArg(Arg):
-    """`Arg` that compares each tile in the next step, from the carry of the loop.
-
-    `Arg.step` uses the items twice, for the value and for the index. XLA:CPU (JAX 0.7 to 0.12) can
-    fuse a kernel of one operand into both, and so evaluates it twice; it drops an optimization
-    barrier before it fuses. The carry is an array in memory, which is computed once. It costs about
-    as much as a cheap kernel, so `Row` delays expensive ones only. On one core, the loop takes 0.66
-    times as long for ``jnp.sin``, and 1.05 for the haversine formula, which is not fused twice.
-    Test: ``test_an_expensive_kernel_is_evaluated_once``.
-    """
-
-    def start(self, lanes: int) -> State:
-        # No item is worse than those of the tile before the first.
-        best, at = super().start(lanes)
-        return (best, at), best, scalar(0, self.index_dtype)
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return self._compared(state), tile, lax.index_in_dim(index, 0, keepdims=False)
-
-    def join(self, state: State) -> State:
-        return super().join(self._compared(state))
-
-    def _compared(self, state: State) -> State:
-        before, tile, first = state
-        return super().step(before, tile, first + counted(tile.shape[-1], self.index_dtype))
-
-
-class BlockArg(Arg):
-    """`Arg` that only remembers in which tile the best item is; `Row` then evaluates that again.
-
-    A lane takes several items of each tile, the best of which it compares once: the loop costs
-    little more than one for the value, a third of `Arg` (10,000 x 10,000 squared distances).
-    """
-
-    def start(self, lanes: int) -> State:
-        items = next(n for n in range(_MOST_ITEMS_OF_A_LANE, 0, -1) if lanes % n == 0)
-        return super().start(lanes // items)
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        pick = jnp.max if self.largest else jnp.min
-        best = pick(jnp.reshape(tile, (-1, state[0].size)), axis=0)
-        return self.merge(state, (best, jnp.broadcast_to(index[0], best.shape)))
-
-    def in_tile(self, tile: jax.Array, first: jax.Array) -> State:
-        """Return the state after one tile alone, whose first item has the index ``first``."""
-        index = counted(tile.size, self.index_dtype)
-        best, _ = self.join(self.step(self.start(tile.size), tile, index))
-        none = scalar(no_index(self.index_dtype), self.index_dtype)
-        at = jnp.min(jnp.where(tile == best, index, none))
-        place = jnp.argmax if self.largest else jnp.argmin
-        # None equals NaN, or an item that XLA computes twice, with different rounding.
-        at = lax.cond(at == none, lambda: place(tile).astype(at.dtype), lambda: at)
-        return best, jnp.expand_dims(at + first, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Top(_Chosen):
     """The ``k`` largest keys in order and their indices; see `sort_key`.
@@ -205,67 +145,6 @@ class Top(_Chosen):
 
     def join(self, state: State) -> State:
         return state if state[0].shape[-1] == self.k else tuple(first_k(self.k, *state))
-
-
-class TopOfLanes(Top):
-    """`Top` for a small ``k``: each lane has ``k`` entries of its own, best first.
-
-    On a CPU (JAX 0.10), `jax.lax.top_k` takes 130 to 300 ns an item, for any small ``k``, and these
-    comparisons take 7 ns for ``k = 1``, 33 for 4 and 94 for 8. Tiles are compared in the next step,
-    as those of `DelayedArg` are; otherwise it takes three times as long. A joined state is one of
-    `Top`.
-    """
-
-    def start(self, lanes: int) -> State:
-        return [self.empty(lanes)] * self.k, self.empty(lanes)
-
-    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        return self._compared(*state), self.entries(tile, index, counts)
-
-    def join(self, state: State) -> State:
-        entries = zip(*self._compared(*state), strict=True)
-        keys, index = (lax.concatenate(x, x[0].ndim - 1) for x in entries)
-        arg = Arg(self.core, self.dtype, self.index_dtype, self.largest)
-        best: list[State] = []
-        for _ in range(self.k):
-            best.append(arg.join((keys, index)))
-            is_best = functools.partial(jnp.where, index == best[-1][1])
-            keys, index = map(is_best, self.empty(1), (keys, index))
-        return functools.reduce(concatenated, best)
-
-    def _compared(self, entries: list[State], new: State) -> list[State]:
-        """Insert one entry in each lane.
-
-        Each result depends on two entries only. XLA:CPU would repeat a longer chain for each of
-        them.
-        """
-        chosen: list[State] = []
-        before = new
-        for old in entries:
-            wins = (new[0] > old[0]) | ((new[0] == old[0]) & (new[1] < old[1]))
-            where = functools.partial(jnp.where, wins)
-            chosen.append(jax.tree.map(where, before, old))
-            before = jax.tree.map(where, old, new)
-        return chosen
-
-
-def in_tiles(step: Accumulation, jaxpr: Any, *, again: bool) -> Accumulation:
-    """Return a step as tiles enter it, on a CPU; its joined states are those of the step itself.
-
-    ``again``: a `BlockArg` may be returned, and its tile is evaluated again, unless the program of
-    an item has effects.
-    """
-    if step.is_wide or jax.default_backend() != "cpu":
-        return step
-    accumulator, kind = step.accumulator, type(step.accumulator)
-    if isinstance(accumulator, Arg) and not accumulator.some:
-        if evaluates_functions(jaxpr):
-            kind = DelayedArg
-        elif again and not accumulator.core and not jaxpr.effects:
-            kind = BlockArg
-    elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_LANES:
-        kind = TopOfLanes
-    return dataclasses.replace(step, accumulator=kind(**vars(accumulator)))
 
 
 def first_k(k: int, keys: jax.Array, index: jax.Array, *others: jax.Array) -> list[jax.Array]:

@@ -29,6 +29,7 @@ from jax import lax
 
 from rankax._base.arrays import flat_index, has_tangent, index_dtype, places_of, too_many
 from rankax._lockstep.call import items_at
+from rankax._loop.rules import NO_RULES, Rules
 from rankax._loop.spec import LoopSpec
 from rankax._reduce.extrema import Arg, no_index
 from rankax._reduce.protocol import Outputs, Place, Reduction
@@ -54,6 +55,7 @@ class RowReduction:
     reductions : Reductions
     jaxpr : Jaxpr
         The program of an item.
+    rules : Rules
     """
 
     item_of: Callable[[Sequence[Any]], Callable[..., list[Any]]]
@@ -61,6 +63,7 @@ class RowReduction:
     outputs: tuple[Outputs, ...]
     reductions: Reductions
     jaxpr: Any
+    rules: Rules
 
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:
         """Return one value for each reduction: its result, or its state."""
@@ -100,7 +103,8 @@ class RowReduction:
 
     def _row(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> Row:
         count = len(self.jaxpr.outvars)
-        return Row(self.item_of(consts), tuple(leaves), self.levels, self.jaxpr, count, back)
+        item = self.item_of(consts)
+        return Row(item, tuple(leaves), self.levels, self.jaxpr, self.rules, count, back)
 
     def _masked_row(self, consts: Sequence[Any], leaves: Sequence[Any], outputs: Outputs) -> Row:
         """Return a row whose items that are left out can be differentiated as if they counted.
@@ -172,7 +176,7 @@ def reduce_row(
     # Without the constants, which may be tracers: from JAX 0.12 on, a jaxpr holds them.
     jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
     item_of = functools.partial(functools.partial, evaluate, jaxpr)
-    row = RowReduction(item_of, tuple(levels), item.outputs, reductions, jaxpr)
+    row = RowReduction(item_of, tuple(levels), item.outputs, reductions, jaxpr, NO_RULES)
     evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
     arrays = list(item.closed.consts), list(leaves)
     if row.is_linear:

@@ -5,10 +5,9 @@ A nest of loops evaluates a row. At most one level of the nest is cut into tiles
 it fit a tile whole and are mapped; those around it are evaluated item by item. Each loop returns
 its states with the lanes joined, and the loop around it merges them.
 
-On a CPU, a tile has at most 1024 items (`most_lanes`), so that it fits the cache. The last tile
-overlaps the one before it if no tile divides the level. Items that were counted before add nothing
-and send nothing back (`rankax._loop.loop.without_repeated`). A smaller tile for what is left would
-be a second copy of the kernel: it would double the time to trace and compile.
+The last tile overlaps the one before it if no tile divides the level. Items that were counted
+before add nothing and send nothing back (`rankax._loop.loop.without_repeated`). A smaller tile for
+what is left would be a second copy of the kernel: it would double the time to trace and compile.
 """
 
 import dataclasses
@@ -23,22 +22,13 @@ from jax import lax
 from rankax._base.arrays import counted, index_dtype, scalar, zeros
 from rankax._lockstep.call import in_lockstep, items_at, walk_in_lanes
 from rankax._loop.loop import Tile, TileLanes, ends_of, run_loop, saved, sinks_of, steps_of
+from rankax._loop.rules import Rules
 from rankax._loop.spec import LoopSpec, vmap_level
 from rankax._plan.levels import Chunks
-from rankax._reduce.extrema import BlockArg, in_tiles
 from rankax._reduce.states import Accumulation, Merged, Ordered
 
 Steps = Sequence[Accumulation]
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
-
-
-def most_lanes() -> int | None:
-    """Return how many items a tile has at most; None: as many as may be in flight.
-
-    On a CPU, the tile should fit the cache, and XLA:CPU of JAX 0.10 and 0.12 is slow at reductions
-    of more than some thousand numbers.
-    """
-    return 1024 if jax.default_backend() == "cpu" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +39,7 @@ class Row:
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
     jaxpr: Any  # the program of an item
+    rules: Rules
     count_of_outputs: int
     back: bool = False  # whether it is differentiated
     # Whether an item counts, if one that does not is differentiated as if it did; how many do.
@@ -170,7 +161,7 @@ class Row:
     ) -> Callable[..., list[Any]]:
         """Return the loop over the tiles of one level; the levels ``below`` are mapped."""
         again = not level.numbered and level.chunks.steps >= _STEPS_PER_TILE_AGAIN
-        own = [in_tiles(step, self.jaxpr, again=again) for step in steps]
+        own = [self.rules.folded(step, self.jaxpr, again=again) for step in steps]
         folds = sinks_of(own, kept, back=self.back, reduced=True)
 
         def loop(*leaves: Any) -> list[Any]:
@@ -185,7 +176,8 @@ class Row:
             lanes = {"below": sizes, "index_dtype": index_dtype(self.size)}
             states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **lanes)
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
-            found = [_found(row, *pair) for pair in zip(own, states, strict=False)]
+            pairs = zip(own, states, strict=False)
+            found = [step.accumulator.found(row, step, state) for step, state in pairs]
             return [*found, *states[len(own) :]]
 
         return loop
@@ -206,7 +198,7 @@ class Row:
     def _in_lanes(self, steps: Steps, kept: Sequence[int], lanes: int) -> list[Any]:
         """Fold a row whose items end by themselves."""
         folds, tile = sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
-        tile = min(tile, most_lanes() or tile)
+        tile = min(tile, self.rules.most_reduced or tile)
         states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile)
         return [*states[: len(steps)], *map(self.split, states[len(steps) :])]
 
@@ -218,22 +210,6 @@ class Row:
         row = dataclasses.replace(self, item=item, leaves=tuple(leaves), levels=(level,))
         states = row.fold(steps, kept, linear=linear)
         return [*states[: len(steps)], *map(self.split, map(stored, states[len(steps) :]))]
-
-
-def _found(row: Row, step: Accumulation, state: Any) -> Any:
-    """Evaluate the tile of the best item again, if the tile is all that the step remembers."""
-    if not isinstance(step.accumulator, BlockArg):
-        return state
-    (_, (first,)), (level, *below) = state, row.levels
-    size = level.chunks.size
-    place = first // math.prod(inner.chunks.length for inner in below)
-    leaves = [
-        leaf if axis is None else lax.dynamic_slice_in_dim(leaf, place, size, axis)
-        for leaf, axis in zip(row.leaves, level.in_axes, strict=True)
-    ]
-    alone = dataclasses.replace(level, chunks=Chunks(size, size, 1), is_loop=False)
-    tile = dataclasses.replace(row, leaves=tuple(leaves), levels=(alone, *below))
-    return step.accumulator.in_tile(step.taken(tile.whole().__getitem__, None), first)
 
 
 def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tuple[Row, Steps]:

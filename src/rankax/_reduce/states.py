@@ -57,6 +57,10 @@ class Accumulator(Protocol):
     def join(self, state: State) -> State:
         """Merge the lanes of a state into one. Only the lanes of `Ordered` must be in order."""
 
+    def found(self, row: Any, step: "Accumulation", state: State) -> State:
+        """Complete the joined state of a `Row`, if `step` has put off some of the work."""
+        return state
+
     def join_runs(self, states: State) -> State:
         """Merge the states of runs, which are on axis 0 of each array, into one."""
         return self.join(jax.tree.map(_in_a_row, states))

@@ -337,7 +337,8 @@ def run_scan(
             mode = Mode.STAGED
         key = None if key is None else (key, bare)
         with call_of_kernel(body.where):
-            carry, ys = run_kept(lambda: program, body, [*init, *xs], key, mode)
+            arrays = [*init, *xs]
+            carry, ys = run_kept(lambda: program, body, arrays, key, mode, lambda f, _: jax.jit(f))
         return bare.carry_tree.unflatten(carry), ys
 
 

@@ -7,8 +7,9 @@ with all mapped items, so that the maps of a nest, one in another, give one axis
 and devices know nothing of such functions.
 
 * The function is traced for one item, and for the lengths that the chunks of a plan have. These
-  programs are parameters of the primitive. No function is a parameter, so that programs can be
-  compared, and an eager call finds what an earlier one compiled (`fingerprint.py`).
+  programs are parameters of the primitive, apart from the lengths, so that what rewrites programs
+  finds them (`with_subprograms`). No function is a parameter, so that programs can be compared,
+  and an eager call finds what an earlier one compiled (`fingerprint.py`).
 * What the function closes over is an operand without that axis.
 * Any other number of items, as under a `jax.vmap` from outside, is evaluated in groups of the
   longest length that divides it: side by side by `jax.vmap` of the program, or one after another if
@@ -65,9 +66,9 @@ def call_for_item(
     for longer in traces[1:]:
         _check_alike(fun, traces[0], longer)
     consts = {id(const): const for traced in traces for const in traced.closed.consts}
-    programs = tuple((t.length, _with_operands(t, arrays, consts)) for t in traces)
+    programs = tuple(_with_operands(t, arrays, consts) for t in traces)
     operands = [lax.expand_dims(x, (0,)) for x in arrays] + list(consts.values())
-    outs = _bind(operands, programs, len(arrays), 1)
+    outs = _bind(operands, programs, tuple(t.length for t in traces), len(arrays), 1)
     return traces[0].tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
 
 
@@ -148,14 +149,17 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
 # is one, is `call_jaxpr`, by which `checkify` knows it.
 
 
-def _program_of(programs: Any, items: int, size: int, call_jaxpr: Any = None) -> Any:
+def _program_of(
+    programs: Any, lengths: Sequence[int], items: int, size: int, call_jaxpr: Any = None
+) -> Any:
     """Return the program for this number of items."""
     if call_jaxpr is not None:
         return call_jaxpr
-    length, closed = next(pair for pair in reversed(programs) if size % pair[0] == 0)
+    pairs = reversed([*zip(lengths, programs, strict=True)])
+    length, closed = next(pair for pair in pairs if size % pair[0] == 0)
     if length == size:
         return closed
-    ((_, one), *_) = programs
+    one = programs[0]
     types = [with_shape(aval, aval.shape) for aval in one.in_avals]
     types[:items] = [with_shape(aval, (size, *aval.shape[1:])) for aval in one.in_avals[:items]]
     dims = [0 if i < items else None for i in range(len(types))]
@@ -187,14 +191,17 @@ def _each(closed: Any, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any
     return lax.map(lambda row: of_row(*row), rows)
 
 
-def _bind(operands: Sequence[Any], programs: Any, items: int, size: int) -> list[Any]:
-    closed = dict(programs).get(size)
+def _bind(
+    operands: Sequence[Any], programs: Any, lengths: tuple[int, ...], items: int, size: int
+) -> list[Any]:
+    closed = dict(zip(lengths, programs, strict=True)).get(size)
     known = {} if closed is None else {"call_jaxpr": closed}
-    return _batch.bind(*operands, programs=programs, items=items, size=size, **known)
+    own = {"programs": programs, "lengths": lengths, "items": items, "size": size}
+    return _batch.bind(*operands, **own, **known)
 
 
 def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
-    closed = params.get("call_jaxpr", programs[0][1])
+    closed = params.get("call_jaxpr", programs[0])
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
@@ -222,7 +229,8 @@ def _mapped(
 
     every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
     shared = operands[items:]
-    outs = _bind([*every, *shared], params["programs"], items, size * count)
+    programs, lengths = params["programs"], params["lengths"]
+    outs = _bind([*every, *shared], programs, lengths, items, size * count)
     return [parted(out) for out in outs], [0] * len(outs)
 
 

@@ -18,14 +18,15 @@ from rankax._call.bind import BoundKernel, Shell, is_ragged
 from rankax._call.fill import fill_up, filled
 from rankax._call.ragged import RaggedCall
 from rankax._call.ragged_results import call_ragged, plan_ragged
-from rankax._call.run import items_at_once, plan_of, run
+from rankax._call.run import plan_of, run
 from rankax._declare.ragged import Ragged
-from rankax._fit.cpu import PRODUCTS_ONLY, jit_at_once, tiles_matter
 from rankax._lockstep.machine import cut_program
+from rankax._loop.rules import NO_RULES
 from rankax._options import Options
 from rankax._plan.levels import Shape
 from rankax._plan.nesting import Nesting
 from rankax._trace.programs import ItemProgram
+from rankax._xla_cpu.library import OPTION, PRODUCTS_ONLY
 
 # Chunk sizes, the most promising first: small ones and large ones in turn.
 _SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
@@ -128,7 +129,8 @@ class Workload:
 
         kinds = [chunks(*_SIZES)]
         compiler_options = dict(given.compiler_options or ())
-        if given.jit and tiles_matter(compiler_options):
+        is_free = given.rules is not NO_RULES and OPTION not in compiler_options
+        if given.jit and is_free:
             pairs = {**compiler_options, **PRODUCTS_ONLY}.items()
             kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
@@ -144,6 +146,9 @@ class Workload:
             kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
         if not given.lockstep:
             kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
+        # Only a kernel that allows other rounding has it.
+        if given.cpu_math:
+            kinds.append(chunks(bound, *_SIZES[:2], cpu_math=False))
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
 
@@ -153,7 +158,7 @@ class Workload:
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
         changes: dict[str, Any] = {"chunk_size": options.chunk_size}
-        for name in ("checkpoint", "devices", "lockstep", "compiler_options"):
+        for name in ("checkpoint", "devices", "lockstep", "compiler_options", "cpu_math"):
             if (value := getattr(options, name)) != getattr(self.defaults, name):
                 changes[name] = dict(value) if name == "compiler_options" else value
         return changes
@@ -194,9 +199,10 @@ class Workload:
 
         # Arrays, and a scale of the cotangents, are arguments: XLA would fold constants.
         inputs = jnp.float32(1), {i: values[i] for i in self.traced}
-        alone = options.jit and not self.gradient and not options.devices
-        at_once = items_at_once(items, options) if alone else None
-        jitted = jit_at_once(program, inputs, at_once, options.compiler_options)
+        if options.jit and not self.gradient:
+            jitted = options.compiled(program, inputs)
+        else:
+            jitted = jax.jit(program, compiler_options=options.flags)
         compiled = jitted.lower(*inputs).compile()
         return compiled, lambda: compiled(*inputs)
 

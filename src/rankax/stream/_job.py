@@ -41,7 +41,7 @@ from rankax._trace.fingerprint import checksum
 from rankax.stream._ragged import filled_up, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
-_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit")
+_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu")
 _COPIES_IN, _COPIES_OUT = 4, 5
 _WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16

@@ -8,14 +8,7 @@ import pytest
 
 from helpers import assert_same
 from rankax import auto_vmap
-from rankax._fit import cpu
-from rankax._loop import reuse
-
-needs_library = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not (0, 10) <= jax.__version_info__ < (0, 13),
-    reason="XLA:CPU of JAX 0.10 to 0.12 has the library",
-)
-pytestmark = needs_library
+from rankax._xla_cpu import library
 
 X = jnp.asarray(np.linspace(-1, 1, 600 * 8 * 3, dtype=np.float32).reshape(600, 8, 3))
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
@@ -52,7 +45,6 @@ def test_short_sums_are_left_to_loops():
     kernel = auto_vmap(2, jit=True)(distances)
     assert is_chosen(kernel, X)
     assert is_chosen(kernel, jax.ShapeDtypeStruct(X.shape, X.dtype))
-    assert is_chosen(kernel.with_options(chunk_size=600), X)
     assert is_chosen(kernel.with_options(reduce="sum"), X)
     assert is_chosen(kernel.with_options(compiler_options={"xla_embed_ir_in_executable": True}), X)
 
@@ -89,21 +81,31 @@ SHARED = np.linspace(1, 2, 9, dtype=np.float32).reshape(3, 3)
     ],
 )
 def test_what_is_chosen(kernel, chosen):
-    items = 2000
-    program = jax.make_jaxpr(jax.vmap(kernel))(jnp.ones((items, 8, 3))).jaxpr
-    assert cpu.pays_to_sum_in_loops(program, items) == chosen
+    program = jax.make_jaxpr(jax.vmap(kernel))(jnp.ones((2000, 8, 3))).jaxpr
+    assert library.pays_to_sum_in_loops(program) == chosen
 
 
 def test_what_a_library_would_not_compute_is_left_alone():
     program = jax.make_jaxpr(jax.vmap(distances))(X[:20]).jaxpr
-    assert not cpu.pays_to_sum_in_loops(program, 20)
+    assert not library.pays_to_sum_in_loops(program)
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 599}, {"memory_limit": "1 GB"}], ids=str)
-def test_other_calls_stay_as_they_are(options, monkeypatch):
-    kernel = auto_vmap(2, jit=True, **options)(distances)
-    monkeypatch.setattr(cpu, "pays_to_sum_in_loops", lambda *_: pytest.fail("asked"))
-    kernel(X)
+@pytest.mark.parametrize("options", [{"chunk_size": 599}, {"chunk_size": 100}], ids=str)
+def test_chunks_are_too_small_for_the_library(options):
+    kernel = auto_vmap(2, **options)(distances)
+    assert kernel.plan(X).steps > 1
+    assert not library.pays_to_sum_in_loops(jax.make_jaxpr(kernel)(X).jaxpr)
+    assert not has_library(jax.jit(kernel).lower(X))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk_size": 599}, {"memory_limit": "1 GB"}, {"devices": 1}, {"lockstep": False}],
+    ids=str,
+)
+def test_calls_that_are_bounded_or_divided_get_no_option(options, monkeypatch):
+    monkeypatch.setattr(library, "jit", lambda *_: pytest.fail("asked"))
+    auto_vmap(2, jit=True, **options)(distances)(X)
 
 
 def test_what_the_caller_asks_for_comes_first(monkeypatch):
@@ -113,7 +115,7 @@ def test_what_the_caller_asks_for_comes_first(monkeypatch):
     assert not is_chosen(auto_vmap(2, jit=True)(distances), X)
 
 
-@pytest.mark.parametrize("version", [(0, 9, 2), (0, 13, 0)])
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)])
 def test_other_versions_of_jax_get_no_option(version, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", version)
     assert not is_chosen(auto_vmap(2, jit=True)(distances), X)
@@ -160,29 +162,22 @@ def test_without_jit_the_kernel_itself_runs():
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("options", "chosen"), [({}, True), ({"chunk_size": 599}, False)])
-def test_eager_reductions(options, chosen, monkeypatch):
+def test_eager_reductions(monkeypatch):
     compiled = []
 
     def largest(x):
         return jnp.max(3 * jax.vmap(distances)(x))
 
-    def recorded(fun, args, *rest):
-        compiled.append((jitted := cpu.jit_at_once(fun, args, *rest)).lower(*args))
+    def recorded(fun, args, options):
+        compiled.append((jitted := jit(fun, args, options)).lower(*args))
         return jitted
 
-    def pays(program, items):
-        asked.append(items)
-        return pays_to_sum_in_loops(program, items)
-
-    asked, pays_to_sum_in_loops = [], cpu.pays_to_sum_in_loops
-    monkeypatch.setattr(cpu, "pays_to_sum_in_loops", pays)
-    monkeypatch.setattr(reuse, "jit_at_once", recorded)
-    kernel = auto_vmap(2, reduce="max", **options)(lambda x: 3 * distances(x))
+    jit = library.jit
+    monkeypatch.setattr(library, "jit", recorded)
+    kernel = auto_vmap(2, reduce="max")(lambda x: 3 * distances(x))
     x = X * np.linspace(1, 2, 600, dtype=np.float32)[:, None, None]  # no two items are equal
     assert_same(kernel(x), largest(x), rtol=1e-5)
     (lowered,) = compiled
-    if chosen:
-        assert not has_library(lowered)
-    assert asked == ([600] if chosen else [])
+    assert not has_library(lowered)
     assert_same(jax.grad(kernel)(x), jax.grad(largest)(x), rtol=1e-4)
+    assert len(compiled) == 2  # the second without an option, which a derivative cannot have

@@ -9,10 +9,8 @@ from jax import lax
 
 from helpers import assert_same, primitives
 from rankax import auto_vmap, chunked_vmap
-from rankax._call import nest
+from rankax._xla_cpu import kept_residuals, kept_values
 
-KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
-only_where_kept = pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(7, 40)).astype(np.float32))
 WAVE = jnp.asarray(np.sin(np.arange(40, dtype=np.float32)))
@@ -70,13 +68,12 @@ def barriers(fun, *args):
     return primitives(fun, *args)["optimization_barrier"]
 
 
-@only_where_kept
 @pytest.mark.parametrize("fun", STENCILS.values(), ids=STENCILS)
 @pytest.mark.parametrize("length", [7, 6], ids=["uneven", "even"])
 def test_only_what_is_differentiated_has_barriers(fun, length, monkeypatch):
     mapped, x = value(chunked_vmap(fun, 3)), X[:length]
     forward, back = barriers(mapped, x), barriers(jax.grad(mapped), x)
-    monkeypatch.setattr(nest, "keep_residuals", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(kept_residuals, "keep_residuals", lambda jaxpr: jaxpr)
     assert barriers(mapped, x) == forward
     assert barriers(jax.grad(mapped), x) < back
     whole = value(chunked_vmap(fun, 7))  # one chunk is plain `jax.vmap`
@@ -144,3 +141,80 @@ def test_what_has_no_reverse_pass_is_left_alone():
     assert_same(got, want, rtol=1e-4, atol=1e-5)
     with pytest.raises(ZeroDivisionError):  # by the rule itself
         jax.grad(value(chunked_vmap(lambda x: stencil(refuses(x)), 3)))(X)
+
+
+# What it costs to trace.
+
+
+def kepler(anomaly, eccentricity):
+    e = anomaly
+    for _ in range(10):
+        e = e - (e - eccentricity * jnp.sin(e) - anomaly) / (1 - eccentricity * jnp.cos(e))
+    return e
+
+
+def inverse(x):
+    """Single numbers of an array, and an array that is never sliced."""
+    a, b, c, d = x[0], x[1], x[2], x[3]
+    return jnp.tanh(jnp.stack([d, -b, -c, a]) / (a * d - b * c))
+
+
+def traced(fun, *args):
+    """Return how many programs are traced, and how many reverse passes among them."""
+    kept_values._barrier_primitive()  # which is traced once in a process
+    programs, passes = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        make, look = jax.make_jaxpr, kept_residuals._with_reverse_pass
+        patch.setattr(jax, "make_jaxpr", lambda *a, **k: programs.append(0) or make(*a, **k))
+        patch.setattr(
+            kept_residuals, "_with_reverse_pass", lambda jaxpr: passes.append(0) or look(jaxpr)
+        )
+        make(fun)(*args)
+    return len(programs), len(passes)
+
+
+PROGRAMS = {
+    "Kepler": (chunked_vmap(kepler, 256), (jnp.ones(2560), jnp.ones(2560))),
+    "Kepler, uneven": (chunked_vmap(kepler, 256), (jnp.ones(2561), jnp.ones(2561))),
+    "inverse": (chunked_vmap(inverse, 3), (X,)),
+    "stencil": (chunked_vmap(stencil, 3), (X,)),
+    "stencil, even": (chunked_vmap(stencil, 3), (X[:6],)),
+}
+
+
+@pytest.mark.parametrize(("fun", "args"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_forward_call_traces_no_reverse_pass(fun, args):
+    """The item, a chunk, and the call, if its derivative is another program."""
+    programs, passes = traced(fun, *args)
+    assert programs <= 3
+    assert passes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"), [("Kepler", 0), ("inverse", 0), ("stencil", 1), ("stencil, even", 1)]
+)
+def test_a_derivative_traces_one_reverse_pass_at_most(name, passes):
+    fun, args = PROGRAMS[name]
+    loss = lambda *args: jnp.sum(fun(*args))  # noqa: E731
+    assert traced(jax.grad(loss), *args)[1] == passes
+    assert traced(lambda *args: jax.jvp(jax.grad(loss), args, args), *args)[1] == passes
+
+
+# What is compiled.
+
+
+def wave(u):
+    y = sum(w * u[i : i + 36] for i, w in enumerate(WEIGHTS))
+    return jnp.sum(jnp.log1p(y * y) * jnp.exp(y))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("xla_cpu", [True, False])
+def test_a_cotangent_is_not_computed_for_each_slice(xla_cpu):
+    """In a loop with the sum of its padded slices, an exponential is computed for each of them."""
+    mapped = value(auto_vmap(1, chunk_size=30, xla_cpu=xla_cpu)(wave))
+    x = jax.ShapeDtypeStruct((6000, 40), jnp.float32)
+    loops = jax.jit(jax.grad(mapped)).lower(x).compile().as_text().split("\n\n")
+    (padded,) = (text for text in loops if text.count(" pad(") > 1)
+    # If not: XLA:CPU no longer needs `keep_residuals`.
+    assert (" exponential(" in padded) == (not xla_cpu)

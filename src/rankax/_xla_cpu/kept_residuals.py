@@ -4,33 +4,37 @@
 A chunk is differentiated by evaluating its items again. XLA:CPU fuses their values into the loops
 of the reverse pass that read them (`kept_values.py`). The cotangent of an array of which the item
 takes several slices, as in a stencil, is read once for each slice; each time, all that it depends
-on is recomputed. Gradients of stencils were up to thirteen times as slow.
+on is recomputed. Gradients of stencils take several times as long.
 
 So the values that are worth keeping are found in the program of an item and its reverse pass. The
 latter is made by JAX, which allows no barriers in it. But the item can have them: on the values
 that the cotangents in question are computed from. Only the program that is differentiated gets
-them. If all chunks are alike, the reverse pass is looked at in each call: where it keeps nothing,
-JAX differentiates the program that is evaluated.
+them. The reverse pass takes several times as long to trace as the item, so it is made where a call
+is differentiated, and only if an array of the item is sliced twice (`slices_again`).
 
-Test: ``tests/trace/test_kept_residuals.py``. Of the stencils that the threshold was not chosen on,
-three are 1.2 to 3.9 times as fast and two lose, a smoothed entropy a quarter of its speed.
+Of the stencils that the threshold was not chosen on, three are 1.2 to 3.9 times as fast and two
+lose, a smoothed entropy a quarter of its speed.
+
+Test: ``tests/xla_cpu/test_kept_residuals.py``.
 """
 
+import collections
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from rankax._base.arrays import has_tangent
-from rankax._trace.kept_values import may_keep, values_read_again, with_barriers
 from rankax._trace.programs import Literal, evaluate, evaluate_by, with_shape
+from rankax._xla_cpu.kept_values import values_read_again, with_barriers
 
+_SLICES = ("dynamic_slice", "gather", "slice", "split")
 _WORTH = 24.0  # operations for each number, from which on a cotangent is worth keeping
 
 
 def keep_residuals(jaxpr: Any) -> Any:
     """Return a program with barriers on what its reverse pass reads again; itself if none is."""
-    if not may_keep(jaxpr):
+    if not slices_again(jaxpr):
         return jaxpr
     flat = jax.make_jaxpr(lambda *xs: _inlined(jaxpr, xs))(*_types(jaxpr))
     try:
@@ -45,6 +49,36 @@ def keep_residuals(jaxpr: Any) -> Any:
     count = len(jaxpr.constvars)
     invars, eqns = flat.jaxpr.invars, with_barriers(flat.jaxpr.eqns, residuals)
     return flat.jaxpr.replace(constvars=invars[:count], invars=invars[count:], eqns=eqns)
+
+
+def slices_again(jaxpr: Any) -> bool:
+    """Whether an item takes an array and more from another one, and whether it computes any array.
+
+    Numbers alone do not count: the gradient of an inverse of 3 x 3 numbers becomes slower.
+    """
+    slices: dict[Any, list[int]] = collections.defaultdict(list)  # the sizes of what is taken
+    computes = _collect_slices(jaxpr, {}, slices)
+    takes = any(len(sizes) > 1 and max(sizes) > 1 for sizes in slices.values())
+    return computes and takes and not jaxpr.effects
+
+
+def _collect_slices(jaxpr: Any, outside: dict[Any, Any], slices: dict[Any, list[int]]) -> bool:
+    """Collect the slices of each array, also in calls; return whether an array is computed.
+
+    ``outside``: what the caller calls the inputs.
+    """
+    computes = False
+    for eqn in jaxpr.eqns:
+        own = [v if isinstance(v, Literal) else outside.get(v, v) for v in eqn.invars]
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"].jaxpr
+            inputs = dict(zip(inner.invars, own, strict=True))
+            computes |= _collect_slices(inner, inputs, slices)
+            continue
+        if eqn.primitive.name in _SLICES and not isinstance(own[0], Literal):
+            slices[own[0]] += [v.aval.size for v in eqn.outvars]
+        computes |= any(v.aval.size > 1 for v in eqn.outvars if has_tangent(v.aval))
+    return computes
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:

@@ -11,10 +11,8 @@ from jax import lax
 
 from helpers import assert_same, at_each_run, primitives
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._fit import cpu
-from rankax._trace import kept_values
+from rankax._xla_cpu import kept_values
 
-KEEPS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
 X = jnp.asarray(np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5))
 
 
@@ -75,11 +73,10 @@ def barriers(fun, *args):
 @pytest.mark.parametrize("kernel", CHAINS.values(), ids=CHAINS)
 def test_chains_of_layers_keep_values_in_chunks(kernel):
     by_hand = barriers(jax.vmap(kernel), X)
-    assert (barriers(chunked_vmap(kernel, 3), X) > by_hand) == KEEPS
+    assert barriers(chunked_vmap(kernel, 3), X) > by_hand
     assert barriers(chunked_vmap(kernel, 7), X) == by_hand  # one chunk is plain `jax.vmap`
 
 
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_what_two_layers_share_is_kept():
     assert barriers(chunked_vmap(chain, 3), X) == 4  # the input, and between the four
 
@@ -125,7 +122,6 @@ COPIED = {
 }
 
 
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 @pytest.mark.parametrize(("kernel", "count"), COPIED.values(), ids=COPIED)
 def test_inputs_of_some_functions_are_copied(kernel, count):
     assert barriers(chunked_vmap(kernel, 3), X) == count
@@ -133,7 +129,6 @@ def test_inputs_of_some_functions_are_copied(kernel, count):
     assert_same(chunked_vmap(kernel, 3)(X), jax.jit(jax.vmap(kernel))(X), rtol=1e-6)
 
 
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_only_floats_that_are_mapped_and_small_are_copied():
     shared, many = jnp.ones(5), jnp.ones((7, 5000))
 
@@ -144,7 +139,6 @@ def test_only_floats_that_are_mapped_and_small_are_copied():
     assert barriers(mapped, X, jnp.arange(7), many, shared) == 1
 
 
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_derivatives_of_reductions_copy_nothing(monkeypatch):
     total = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=-1, chunk_size=3)(nearby)
 
@@ -213,7 +207,7 @@ def test_other_transformations(make):
 def test_reductions_in_chunks(reduce):
     fun = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 3)
     whole = chunked_reduce(lambda x: jnp.sum(chain(x)), reduce, 7)
-    assert (barriers(fun, X) > 0) == KEEPS
+    assert barriers(fun, X) > 0
     assert barriers(whole, X) == 0
     assert_same(fun(X), whole(X), rtol=2e-5, atol=2e-5)
     if reduce != "argmin":
@@ -227,16 +221,7 @@ def test_eager_calls_with_jit_and_without():
         assert_same(call(X), jax.jit(jax.vmap(chain))(X), rtol=2e-5)
 
 
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
-def test_tiles_are_larger_where_values_are_kept(monkeypatch):
-    program = jax.make_jaxpr(lambda x: chain(chain(chain(x))))(X[0])
-    kept = cpu.best_tiles(program).derivative
-    monkeypatch.setattr(kept_values, "_HOLDS", False)
-    assert cpu.best_tiles(program).derivative < kept
-
-
 @pytest.mark.optimized
-@pytest.mark.skipif(not KEEPS, reason="XLA:CPU keeps barriers from JAX 0.12 on")
 def test_each_layer_is_computed_once():
     def waves(x):
         for _ in range(4):
@@ -250,3 +235,25 @@ def test_each_layer_is_computed_once():
 
     assert count(chunked_vmap(waves, 30)) == 4
     assert count(lambda x: lax.map(waves, x, batch_size=30)) > 4  # if not: see `kept_values.py`
+
+
+def fusions(fun, *args):
+    """Return the text of each loop of a compiled program."""
+    return jax.jit(fun).lower(*args).compile().as_text().split("\n\n")
+
+
+@pytest.mark.optimized
+def test_without_a_copy_such_functions_read_the_whole_array():
+    """In a loop that slices the array for each number, LLVM reads number by number."""
+
+    def screened(x):
+        return jnp.log1p(x[0] * x[1] + x[2] ** 2) * x[3]
+
+    def slices(mapped):
+        x = jax.ShapeDtypeStruct((6000, 4), jnp.float32)
+        loops = [text for text in fusions(mapped, x) if "log-plus-one(" in text]
+        assert loops
+        return any("dynamic-slice(" in text for text in loops)
+
+    assert not slices(chunked_vmap(screened, 30))
+    assert slices(lambda x: lax.map(screened, x, batch_size=30))  # if not: see `keep_inputs`

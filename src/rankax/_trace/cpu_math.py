@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""Powers, sines and angles as programs of their own, where XLA:CPU would call the C library.
+"""``cpu_math=True``: sines, angles and powers by programs of their own, where XLA:CPU calls C.
 
-The C library takes its arguments one by one: 3 ns for a power such as ``x ** 1.5``, 3 to 11 ns for
-a sine, 20 to 30 ns for an arctangent. (XLA:CPU has programs for a few exponents, such as 0.5 and 2,
+The C library takes its arguments one by one: 5 ns for a power such as ``x ** 1.5``, 6 ns for a
+sine, 13 to 22 ns for an angle. (XLA:CPU has programs for a few exponents, such as 0.5 and 2,
 and for the exponential, the logarithm and `tanh`.) Laws of force, rotations and angles are full of
-them. As products, roots and polynomials they are vectorised, and three to thirty times as fast.
-Results differ by rounding, by at most four units in the last place. Subnormal numbers may count as
+them. As products, roots and polynomials they are vectorised, and three to eighteen times as fast.
+Each result is within four units in the last place of the exact one. Subnormal numbers may count as
 zero, and a negative power above a quarter of the largest float may be infinite.
 
-Sines of all arguments are computed, also of large ones (`_turned`). XLA:CPU computes a sine once,
-but what takes many cheap steps again in every loop that reads it. From JAX 0.12 on, a barrier
-prevents that; before, sines are left alone.
+Sines of all arguments are computed, also of large ones (`_turned`). XLA:CPU stores the result of a
+call of `sin`, but repeats a chain of cheap operations in every loop that reads it. A barrier
+prevents that, from JAX 0.12 on; with earlier versions, nothing is replaced. There is no upper
+bound, because values do not depend on the version.
 
-Derivatives are those of JAX, with such programs in them. Loops over chunks do this; a call without
-chunks stays the program that one would write by hand. Narrow floats are left alone, because each
+Derivatives are those of JAX, with such programs in them. Narrow floats are left alone, because each
 step would be rounded; of double precision, only powers are replaced.
 
 Sources: M. Payne and R. Hanek, "Radian reduction for trigonometric functions", SIGNUM Newsletter 18
 (1983), 19-24; S. Moshier's Cephes library for the polynomials.
 
-Test: ``tests/trace/test_functions.py``, whose last lines fail when XLA:CPU has these programs.
+Test: ``tests/trace/test_cpu_math.py``, whose last lines fail when XLA:CPU has these programs.
 """
 
+import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable
 from itertools import pairwise
@@ -33,31 +35,72 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rankax._base.messages import listed, plural
 from rankax._trace.derivatives import call_with_derivative_of, of_some
 from rankax._trace.programs import Literal, evaluate, with_equations, with_shape, with_subprograms
+from rankax._trace.work import operations
 
 _LARGEST = 4  # exponent; more products would round more often
 _SINES = ("cos", "sin", "tan")
-_BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
-_MANY = 32  # numbers of an item; a library that sums so many computes their sines, and faster
+HOLDS = jax.__version_info__ >= (0, 12)
+# Numbers of an item, from which on a library that sums them computes their sines, and faster.
+_MANY = 32
+# How many times as fast they are in chunks, measured with JAX 0.12 on one core.
+_GAINS = {
+    **dict.fromkeys(_SINES, 3),
+    **dict.fromkeys(("acos", "asin", "atan", "atan2"), 18),
+    "pow": 10,
+}
 
 
-def with_own_functions(jaxpr: Any) -> Any:
+def with_cpu_math(jaxpr: Any) -> Any:
     """Return a program without calls of the C library; itself if there are none."""
-    return _with_own(jaxpr) if jax.default_backend() == "cpu" else jaxpr
+    return _with_own(jaxpr)
 
 
-def _with_own(jaxpr: Any) -> Any:
+def acts() -> bool:
+    """Whether there is anything to gain here."""
+    return HOLDS and jax.default_backend() == "cpu"
+
+
+def hints_of_cpu_math(jaxpr: Any) -> tuple[str, ...]:
+    """Say which functions of an item ``cpu_math=True`` would compute faster, if any."""
+    if not acts():
+        return ()
+    # Of a function that takes a batch itself, the first program is that for one item.
+    batched = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "rankax_batch"]
+    programs = [eqn.params["programs"][0].jaxpr for eqn in batched] or [jaxpr]
+    counts = collections.Counter[str]()
+    exponents: dict[Any, float] = {}
+    for operation in itertools.chain(*map(operations, programs)):
+        if _own_function(operation.eqn, exponents) is not None:
+            counts[operation.name] += operation.times * operation.eqn.outvars[0].aval.size
+    if not counts:
+        return ()
+    gains = sorted({_GAINS[name] for name in counts})
+    calls = listed([f"{name} {plural(count, 'time')}" for name, count in counts.items()])
+    shown = " to ".join(map(str, dict.fromkeys((gains[0], gains[-1]))))
+    return (f"calls {calls} per item; cpu_math=True computes them about {shown} times as fast",)
+
+
+def _with_own(jaxpr: Any, items: int = 1) -> Any:
+    """Return a program without calls of the C library; it evaluates so many items."""
     exponents: dict[Any, float] = {}  # that the program computes, as a derivative does
 
     def changed(eqn: Any) -> Any:
-        if (own := _own_function(eqn, exponents)) is None:
-            return with_subprograms(eqn, _with_own)
+        if (own := _own_function(eqn, exponents, items)) is None:
+            of_batch = _of_batch if eqn.primitive.name == "rankax_batch" else _with_own
+            return with_subprograms(eqn, of_batch)
         types = [with_shape(v.aval, v.aval.shape) for v in own.inputs]
         (call,) = jax.make_jaxpr(functools.partial(_call, own))(*types).jaxpr.eqns
         return call.replace(invars=own.inputs, outvars=eqn.outvars)
 
     return with_equations(jaxpr, changed)
+
+
+def _of_batch(jaxpr: Any) -> Any:
+    """Return the program of a function that takes a batch itself, with the items on axis 0."""
+    return _with_own(jaxpr, max(1, *(v.aval.shape[0] for v in jaxpr.invars[:1])))
 
 
 class _Own(NamedTuple):
@@ -67,19 +110,20 @@ class _Own(NamedTuple):
     plain: Callable[..., Any]  # with the same derivative
     inputs: list[Any]
     key: Hashable  # what ``fun`` depends on; without one, it is an operation of JAX
+    items: int  # that it is evaluated for
 
 
-def _own_function(eqn: Any, exponents: dict[Any, float]) -> _Own | None:
+def _own_function(eqn: Any, exponents: dict[Any, float], items: int = 1) -> _Own | None:
     name = eqn.primitive.name
     if name not in (*_FUNCTIONS, "pow", "sub"):
         return None
     dtype = eqn.outvars[0].aval.dtype
     if name in _FUNCTIONS and dtype == "float32" and not eqn.params.get("accuracy"):
-        is_stored = _BARRIERS_HOLD and eqn.outvars[0].aval.size < _MANY
-        if any(isinstance(v, Literal) for v in eqn.invars) or (name in _SINES and not is_stored):
+        is_summed = name in _SINES and eqn.outvars[0].aval.size >= _MANY * items
+        if is_summed or all(isinstance(v, Literal) for v in eqn.invars):
             return None
         plain = functools.partial(eqn.primitive.bind, **eqn.params)
-        return _Own(_FUNCTIONS[name], plain, eqn.invars, name)
+        return _Own(_FUNCTIONS[name], plain, eqn.invars, name, items)
     if name in _FUNCTIONS or dtype not in ("float32", "float64"):
         return None
     base, by = eqn.invars
@@ -93,9 +137,9 @@ def _own_function(eqn: Any, exponents: dict[Any, float]) -> _Own | None:
         return None
     if not number % 1:
         power = functools.partial(lax.integer_pow, y=int(number))
-        return _Own(power, power, [base], None)
+        return _Own(power, power, [base], None, items)
     fun = functools.partial(_power, exponent=number)
-    return _Own(fun, lambda x: x**number, [base], ("power", number))
+    return _Own(fun, lambda x: x**number, [base], ("power", number), items)
 
 
 def _call(own: _Own, *inputs: Any) -> Any:
@@ -117,12 +161,13 @@ def _call(own: _Own, *inputs: Any) -> Any:
         read |= set(closed.jaxpr.outvars)
         # JAX leaves behind the function itself, whose value nobody reads.
         eqns = [eqn for eqn in closed.eqns if not read.isdisjoint(eqn.outvars)]
-        jaxpr = _with_own(closed.jaxpr.replace(eqns=eqns))
+        jaxpr = _with_own(closed.jaxpr.replace(eqns=eqns), own.items)
         (tangent,) = evaluate(jaxpr, closed.consts, *directions)
         return _call(own, *primals), tangent
 
     differentiated.defjvp(rule, symbolic_zeros=True)
-    return call_with_derivative_of(differentiated, own.fun, *inputs, key=own.key)
+    key = own.key, own.items
+    return call_with_derivative_of(differentiated, own.fun, *inputs, key=key)
 
 
 def _power(x: jax.Array, exponent: float) -> jax.Array:
@@ -212,9 +257,12 @@ def _sine(x: jax.Array, quarters: int) -> jax.Array:
 
 def _tangent(x: jax.Array) -> jax.Array:
     angle, multiple = _turned(x)
-    sine, cosine = _sine_and_cosine(angle)
-    is_odd = multiple & 1 != 0
-    return lax.optimization_barrier(_either(is_odd, -cosine, sine) / _either(is_odd, sine, cosine))
+    square = angle * angle
+    tangent = 9.38540185543e-3 * square + 3.11992232697e-3
+    for term in (2.44301354525e-2, 5.34112807005e-2, 1.33387994085e-1, 3.33331568548e-1):
+        tangent = tangent * square + term
+    tangent = angle + angle * square * tangent
+    return lax.optimization_barrier(_either(multiple & 1 != 0, -1 / tangent, tangent))
 
 
 def _arctangent(y: jax.Array, x: jax.Array) -> jax.Array:

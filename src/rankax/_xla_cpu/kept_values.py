@@ -5,20 +5,18 @@ XLA:CPU fuses a value with the elementwise operations before it into one loop, w
 last stored values. If two loops read a value, both compute it. In a chain of layers, each with a
 norm of the layer before, every norm starts again at the first layer, so the time to run and to
 compile grows with the square of the number of layers. Large arrays escape, because a library sums
-them (`rankax._fit.cpu`), and its operands are stored.
+them (`library.py`), and its operands are stored.
 
 From JAX 0.12 on, `jax.lax.optimization_barrier` stores a value. (Earlier versions remove it before
 they fuse.) `keep_values` adds one to each value that several loops read, if it costs more to
-recompute than to store. Derivatives have barriers in the same places. Loops over chunks do this; a
-call without chunks stays the program that one would write by hand. Other backends, and programs
-with effects, are left alone.
+recompute than to store. Derivatives have barriers in the same places. Programs with effects are
+left alone.
 
 With JAX 0.12, a loop that evaluates one of the functions `_OPAQUE` looks up for every number where
 its tile begins, and reads number by number. `keep_inputs` copies the tile before: maps of such
 functions are up to twice as fast, and sums over pairs up to three times.
 
-Test: ``tests/trace/test_kept_values.py``, whose last line fails when XLA:CPU keeps such values.
-No test measures `keep_inputs`: the row "gravity" of ``benchmarks/reductions.py`` does.
+Test: ``tests/xla_cpu/test_kept_values.py``, whose last tests fail when XLA:CPU needs neither.
 """
 
 import collections
@@ -30,14 +28,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 from jax import lax
 
 from rankax._base.arrays import has_tangent
 from rankax._trace.derivatives import RULES
-from rankax._trace.programs import Literal, subprograms, with_shape, with_subprograms
+from rankax._trace.programs import Literal, subprograms, with_subprograms
 from rankax._trace.work import FUNCTIONS, LIBRARIES, operations
 
-_HOLDS = jax.__version_info__ >= (0, 12)
 _FUNCTION = 8.0  # operations
 _SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
 _WORTH = 16.0  # operations for each number, from which on it is kept
@@ -80,17 +78,12 @@ _loops = itertools.count()
 
 def keep_values(jaxpr: Any) -> Any:
     """Return a program with a barrier on each value that is better kept; itself if none is."""
-    return _kept_in_body(jaxpr, _Rule()) if may_keep(jaxpr) else jaxpr
-
-
-def may_keep(jaxpr: Any) -> bool:
-    """Whether a barrier stores a value of this program."""
-    return _HOLDS and jax.default_backend() == "cpu" and not jaxpr.effects
+    return jaxpr if jaxpr.effects else _kept_in_body(jaxpr, _Rule())
 
 
 def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
     """Return a program with a barrier on these inputs, if it pays to copy them; else itself."""
-    if not may_keep(jaxpr):
+    if jaxpr.effects:
         return jaxpr
     own = [jaxpr.invars[i] for i in inputs]
     own = [v for v in own if has_tangent(v.aval) and v.aval.size in _SIZES]
@@ -99,18 +92,14 @@ def keep_inputs(jaxpr: Any, inputs: Sequence[int]) -> Any:
     times = sum(each.times * _size(each.eqn.outvars[0]) for each in found if each.name in opaque)
     if not 0 < sum(map(_size, own)) <= _READS * times:
         return jaxpr
-    barriers = _barriers(own)
+    barriers = {v: _barrier(v, jaxpr.eqns[0]) for v in own}
     invars = [barriers[v].invars[0] if v in barriers else v for v in jaxpr.invars]
-    eqns = [eqn.replace(outvars=[v]) for v, eqn in barriers.items()]
-    return jaxpr.replace(invars=invars, eqns=[*eqns, *jaxpr.eqns])
+    return jaxpr.replace(invars=invars, eqns=[*barriers.values(), *jaxpr.eqns])
 
 
-def computes_again(jaxpr: Any, items: int) -> bool:
-    """Whether the program of a batch would recompute values, if no library stored any.
-
-    What has fewer numbers than the batch has items is the same for all of them, and is cheap.
-    """
-    return _kept_in_body(jaxpr, _Rule(range(items, sys.maxsize))) is not jaxpr
+def computes_again(jaxpr: Any, least: int) -> bool:
+    """Whether a program would recompute values of ``least`` numbers, if no library stored any."""
+    return _kept_in_body(jaxpr, _Rule(range(least, sys.maxsize))) is not jaxpr
 
 
 def values_read_again(jaxpr: Any, worth: float) -> list[Any]:
@@ -176,21 +165,27 @@ def _kept_in_call(
 
 def with_barriers(eqns: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     """Return equations with a barrier after those that compute these values."""
-    barriers = _barriers(kept)
     found: list[Any] = []
     for eqn in eqns:
-        own = [v for v in eqn.outvars if v in barriers]
-        outvars = [barriers[v].invars[0] if v in own else v for v in eqn.outvars]
-        found.append(eqn.replace(outvars=outvars) if own else eqn)
-        found += [barriers[v].replace(outvars=[v]) for v in own]
+        barriers = {v: _barrier(v, eqn) for v in eqn.outvars if v in kept}
+        outvars = [barriers[v].invars[0] if v in barriers else v for v in eqn.outvars]
+        found.append(eqn.replace(outvars=outvars) if barriers else eqn)
+        found += barriers.values()
     return found
 
 
-def _barriers(values: Sequence[Any]) -> dict[Any, Any]:
-    """Return an equation for each value, whose input is another variable of its type."""
-    types = [with_shape(v.aval, v.aval.shape) for v in values]
-    alone = jax.make_jaxpr(lambda *xs: [lax.optimization_barrier(x) for x in xs])(*types)
-    return dict(zip(values, alone.jaxpr.eqns, strict=True))
+def _barrier(v: Any, like: Any) -> Any:
+    """Return an equation in the context of another that reads a new variable and has this result.
+
+    To trace one takes a millisecond.
+    """
+    inputs = [jax.extend.core.Var(v.aval)]
+    return like.replace(primitive=_barrier_primitive(), invars=inputs, outvars=[v], params={})
+
+
+@functools.cache
+def _barrier_primitive() -> Any:
+    return jax.make_jaxpr(lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
 # Who reads a value.

@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: MIT
+"""``cpu_math=True``: the values and derivatives of JAX, without the C library."""
+
+import ctypes
+import ctypes.util
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from helpers import assert_same, compilations, enable_x64, primitives, slow
+from rankax import Ragged, auto_vmap, chunked_jacfwd, chunked_reduce, chunked_vmap, options
+from rankax._trace import cpu_math
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 12),
+    reason="the option does nothing here",
+)
+chunked = functools.partial(chunked_vmap, cpu_math=True)
+SINES = ("cos", "sin", "tan")
+AS_PRODUCTS = (-4.0, -2.5, -2.0, -1.5, -0.5, 0.5, 1.5, 2.0, 2.5, 3.5, 4.0)
+X = np.float32([0, -0.0, 1e-20, 0.3, 1, 2.7, 1e15, np.inf, -np.inf, np.nan, -2])
+
+
+def of(exponent):
+    return lambda x: x**exponent
+
+
+@pytest.mark.parametrize("exponent", AS_PRODUCTS)
+@pytest.mark.quick("-1.5", "-4.0", "0.5", "2.0", "3.5")
+def test_powers_in_chunks_have_the_values_of_powers(exponent):
+    power = of(exponent)
+    assert primitives(chunked(power, 3), X)["pow"] == 0
+    assert primitives(chunked(power, None), X)["pow"] == 0
+    got, expected = chunked(power, 3)(X), jax.jit(jax.vmap(power))(X)
+    np.testing.assert_allclose(got, expected, rtol=5e-7)
+
+
+@pytest.mark.quick("2.5-3")
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("exponent", [-1.5, 0.5, 2.5, 4.0])
+def test_derivatives_are_those_of_powers(exponent, order):
+    def derivative(fun):
+        for _ in range(order):
+            fun = jax.grad(lambda x, fun=fun: jnp.sum(fun(x)))
+        return fun
+
+    power, x = of(exponent), jnp.asarray(X[:9])
+    expected = derivative(jax.vmap(power))(x)
+    outside = derivative(chunked(power, 3))
+    np.testing.assert_allclose(outside(x), expected, rtol=3e-6)
+    np.testing.assert_allclose(jax.jit(outside)(x), expected, rtol=3e-6)
+    inside = chunked(derivative(power), 3)
+    np.testing.assert_allclose(inside(x), expected, rtol=3e-6)
+
+
+def test_a_derivative_in_the_kernel_has_no_power():
+    slope = chunked(jax.grad(lambda x: jnp.sum(x * x) ** 1.5), 2)
+    assert primitives(slope, jnp.ones((4, 3)))["pow"] == 0
+
+
+def test_a_power_in_a_scan_and_in_a_reduction():
+    def kernel(x, y):
+        step = lambda x, _: (x + (x - y) / jnp.sum((x - y) ** 2 + 1) ** 1.5, None)  # noqa: E731
+        return lax.scan(step, x, None, length=3)[0]
+
+    x, y = (jnp.asarray(np.random.default_rng(i).normal(size=(9, 3)), "float32") for i in (0, 1))
+    sums = auto_vmap(1, 1, cpu_math=True, reduce="sum", reduce_axis=-1, chunk_size=4)(kernel)
+    plain = lambda x, y: jax.vmap(lambda a: jax.vmap(kernel, (None, 0))(a, y).sum(0))(x)  # noqa: E731
+    np.testing.assert_allclose(sums(x[:, None], y), plain(x, y), rtol=2e-5)
+    grads = [
+        jax.grad(lambda x, y, fun=fun: jnp.sum(jnp.sin(fun(x, y))), (0, 1))(x, y)
+        for fun in (lambda x, y: sums(x[:, None], y), plain)
+    ]
+    for got, want in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda x: x**1.7,
+        lambda x: x**5.0,
+        lambda x: x**x,
+        lambda x: 2.0**x,
+        lambda x: x.astype("float16") ** 1.5,
+        lambda x: lax.complex(x, x) ** 1.5,
+    ],
+)
+def test_other_powers_stay(kernel):
+    x = jnp.linspace(0.5, 2, 6, dtype="float32")
+    assert primitives(chunked(kernel, 3), x)["pow"] == 1
+    np.testing.assert_array_equal(chunked(kernel, 3)(x), jax.jit(jax.vmap(kernel))(x))
+
+
+def test_a_derivative_of_nested_eager_calls_is_compiled_once():
+    x = jnp.linspace(0.5, 2, 6, dtype="float32")
+    inner = auto_vmap(1, cpu_math=True, chunk_size=1, reduce="sum", reduce_axis=-1)(
+        lambda x: jnp.sum(x) ** 1.5
+    )
+
+    def slope(x):
+        outer = auto_vmap(2, cpu_math=True, chunk_size=1)(lambda x: inner(x))
+        return jax.grad(lambda x: jnp.sum(outer(x)))(x)
+
+    x = jnp.reshape(x, (3, 2, 1))
+    first, _ = compilations(slope, x)
+    second, count = compilations(slope, x)
+    assert count == 0
+    np.testing.assert_array_equal(first, second)
+
+
+FUNCTIONS = {
+    "acos": jnp.arccos,
+    "asin": jnp.arcsin,
+    "atan": jnp.arctan,
+    "atan2": jnp.arctan2,
+    "cos": jnp.cos,
+    "sin": jnp.sin,
+    "tan": jnp.tan,
+}
+# Units in the last place, as the docstring of `auto_vmap` says.
+MOST_ULPS = {name: 3 if name in ("cos", "sin") else 4 for name in FUNCTIONS}
+IN_NUMPY = {"acos": np.arccos, "asin": np.arcsin, "atan": np.arctan, "atan2": np.arctan2}
+SPECIAL = np.float32([0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 3e38, -3e38])
+
+
+def arguments(name):
+    """Return arguments of all sizes, and among angles those next to multiples of a right angle."""
+    rng, n = np.random.default_rng(0), 4000
+    signs, wide = rng.choice([-1, 1], n), 10.0 ** rng.uniform(-37, 38, n)
+    if name == "atan2":
+        y, x = np.meshgrid(SPECIAL, SPECIAL)
+        plane = rng.normal(size=(2, n)) * np.geomspace(1e-15, 1e15, n)
+        pairs = [y.ravel(), plane[0]], [x.ravel(), rng.permutation(plane[1])]
+        return [np.concatenate(numbers).astype("float32") for numbers in pairs]
+    ranges = [rng.uniform(-1, 1, n), signs * wide, SPECIAL]
+    if name in ("acos", "asin"):
+        ranges = [rng.uniform(-1, 1, n), signs * (1 - 10.0 ** rng.uniform(-7, 0, n)), SPECIAL]
+    if name in SINES:
+        ranges += [rng.normal(size=n) * 100, np.round(rng.uniform(-1e6, 1e6, n)) * np.pi / 2]
+    return [np.concatenate(ranges).astype("float32")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.quick("sin", "atan2", "tan")
+def test_functions_have_the_values_of_the_c_library(name):
+    fun, args = FUNCTIONS[name], arguments(name)
+    assert primitives(chunked(fun, 1000), *args)[name] == 0
+    assert primitives(chunked(fun, None), *args)[name] == 0
+    assert primitives(chunked_vmap(fun, 1000), *args)[name] == 1
+    got = np.asarray(chunked(fun, 1000)(*args))
+    with np.errstate(invalid="ignore"):
+        expected = IN_NUMPY.get(name, getattr(np, name, None))(*(x.astype(float) for x in args))
+    assert got.dtype == jnp.float32
+    normal = abs(expected) > np.finfo("float32").tiny
+    ulps = abs(got - expected)[normal] / np.spacing(abs(expected[normal]).astype("float32"))
+    assert np.max(ulps, initial=0, where=np.isfinite(ulps)) <= MOST_ULPS[name]
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    np.testing.assert_array_equal(np.signbit(got)[normal], np.signbit(expected)[normal])
+    np.testing.assert_allclose(got[~normal], expected[~normal], atol=2e-38)
+    zeros = expected == 0
+    np.testing.assert_array_equal(np.signbit(got)[zeros], np.signbit(expected)[zeros])
+
+
+@pytest.mark.quick("2-atan2")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_derivatives_are_those_of_the_functions(name, order):
+    fun = FUNCTIONS[name]
+    x = jnp.float32([0, 0.1, -0.3, 0.5, 0.8, -0.9, 0.7])
+    args = [x, x[::-1]][: 2 if name == "atan2" else 1]
+
+    def derivative(fun):
+        for i in range(order):
+            fun = jax.grad(lambda *args, fun=fun: jnp.sum(fun(*args)), i % len(args))
+        return fun
+
+    expected = derivative(jax.vmap(fun))(*args)
+    outside = derivative(chunked(fun, 3))
+    np.testing.assert_allclose(outside(*args), expected, rtol=3e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(outside)(*args), expected, rtol=3e-6, atol=1e-6)
+    inside = chunked(derivative(fun), 3)
+    np.testing.assert_allclose(inside(*args), expected, rtol=3e-6, atol=1e-6)
+    counts = primitives(inside, *args)
+    assert not counts["cos"]
+    assert not counts["sin"]
+    if name == "atan2":  # with one argument that does not move
+        grads = [
+            jax.grad(lambda y, f=f: jnp.sum(f(y, args[1]) ** 2))(x)
+            for f in (chunked(fun, 3), jax.vmap(fun))
+        ]
+        np.testing.assert_allclose(*grads, rtol=3e-6, atol=1e-6)
+
+
+def test_tangents_and_batches_of_derivatives():
+    x, v = jnp.linspace(-3, 3, 7), jnp.linspace(1, 2, 7)
+    for fun in (jnp.sin, jnp.arctan):
+        own, plain = chunked(fun, 3), jax.vmap(fun)
+        for got, want in zip(*(jax.jvp(f, (x,), (v,)) for f in (own, plain)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=3e-6)
+        jacobians = [jax.jacrev(f)(x) for f in (own, plain)]
+        np.testing.assert_allclose(*jacobians, rtol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_sines_of_other_dtypes_stay(dtype):
+    x = jnp.linspace(0.5, 2, 6).astype(dtype)
+    assert primitives(chunked(jnp.sin, 3), x)["sin"] == 1
+    np.testing.assert_array_equal(chunked(jnp.sin, 3)(x), jax.jit(jax.vmap(jnp.sin))(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"batched": True}], ids=str)
+def test_sines_of_many_numbers_in_an_item_stay(options):
+    """A library of XLA computes those faster, where it sums them."""
+    for count, stays in ((31, False), (32, True)):
+        x = jnp.ones((40, count))
+        kernel = auto_vmap(1, chunk_size=20, cpu_math=True, **options)(jnp.sin)
+        gradient = jax.grad(lambda x, kernel=kernel: jnp.sum(kernel(x)))
+        assert bool(primitives(kernel, x)["sin"]) == stays
+        assert bool(primitives(gradient, x)["cos"]) == stays
+
+
+def test_a_sine_of_double_precision_stays():
+    with enable_x64():
+        x = jnp.linspace(0.5, 2, 6)
+        assert x.dtype == jnp.float64
+        assert primitives(chunked(jnp.sin, 3), x)["sin"] == 1
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["sin", "cos", "atan2"])
+def test_functions_of_xla_are_those_of_the_c_library(name):
+    in_c = getattr(ctypes.CDLL(ctypes.util.find_library("m")), f"{name}f")
+    in_c.restype, numbers = ctypes.c_float, np.random.default_rng(0).uniform(-1, 1, (2, 1000))
+    args = numbers.astype("float32")[: 2 if name == "atan2" else 1]
+    expected = [in_c(*map(ctypes.c_float, each)) for each in zip(*args, strict=True)]
+    in_a_loop = jax.jit(lambda *args: lax.map(lambda x: FUNCTIONS[name](*x), args))
+    # Otherwise this function may leave `_trace/cpu_math.py`.
+    np.testing.assert_array_equal(in_a_loop(*args), np.float32(expected))
+
+
+@pytest.mark.optimized
+def test_powers_of_xla_call_the_c_library():
+    text = jax.jit(jax.vmap(of(1.5))).lower(jnp.ones(1000)).compile().as_text()
+    assert re.search(r" power\(", text)  # otherwise `_trace/cpu_math.py` may go
+
+
+# A sample of all floats.
+
+
+def ulps(got, expected):
+    """Return the largest error, where the value is a normal number."""
+    expected = np.where(abs(expected) < np.finfo("float32").max, expected, np.nan)
+    normal = abs(expected) >= np.finfo("float32").tiny
+    units = np.spacing(abs(expected[normal]).astype("float32")).astype(float)
+    return np.max(abs(got.astype(float)[normal] - expected[normal]) / units)
+
+
+def floats(count):
+    """Return every so many floats, by their bits, without subnormal ones, infinities and NaN."""
+    bits = np.linspace(0, 2**32 - 1, count).astype(np.uint32).view(np.float32)
+    return bits[np.isfinite(bits) & (abs(bits) >= np.finfo("float32").tiny)]
+
+
+@pytest.mark.parametrize("count", [2**17 + 1, slow(2**22 + 1)])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(f"power {p}" for p in (-3.5, -1.5, 1.5, 3.5))])
+def test_errors_on_a_sample_of_all_floats(name, count):
+    args = [floats(count)]
+    if name in ("acos", "asin"):
+        args = [args[0][abs(args[0]) <= 1]]
+    if name == "atan2":
+        args.append(np.random.default_rng(0).permutation(args[0]))
+    if name.startswith("power"):
+        args, exponent = [abs(args[0])], float(name.split()[1])
+        fun, in_numpy = of(exponent), of(exponent)
+    else:
+        fun, in_numpy = FUNCTIONS[name], IN_NUMPY.get(name, getattr(np, name, None))
+    got = np.asarray(jax.jit(chunked(fun, 4096))(*args))
+    with np.errstate(over="ignore", under="ignore"):
+        expected = in_numpy(*(x.astype(float) for x in args))
+    if name.startswith("power -"):  # may be infinite above a quarter of the largest float
+        is_large = expected > np.finfo("float32").max / 4
+        assert np.all(np.isinf(got[is_large]) | (got[is_large] > np.finfo("float32").max / 5))
+        got, expected = got[~is_large], expected[~is_large]
+    assert ulps(got, expected) <= MOST_ULPS.get(name, 4)
+
+
+# Where it acts.
+
+
+def calls(fun, *args):
+    """Count the sines that a program has, and the calls of ours."""
+    counts = primitives(fun, *args)
+    return counts["sin"], counts["rankax_call"]
+
+
+Y = np.linspace(-3, 3, 12, dtype=np.float32)
+
+
+@pytest.mark.parametrize("size", [None, 5, 12])
+@pytest.mark.parametrize("jit", [False, True])
+def test_calls_with_and_without_chunks(size, jit):
+    plain = auto_vmap(0, chunk_size=size, jit=jit)(lambda x: 2 * jnp.sin(x))
+    kernel = plain.with_options(cpu_math=True)
+    assert calls(plain, Y)[0] == 1
+    assert calls(kernel, Y) == (0, calls(plain, Y)[1] + 1)
+    assert_same(kernel(Y), 2 * jnp.sin(Y), rtol=3e-7)
+    assert calls(chunked_vmap(jnp.sin, size), Y)[0] == 1
+    assert calls(chunked(jnp.sin, size), Y)[0] == 0
+    assert calls(jax.vmap(kernel), Y[None])[0] == 0
+    gradient = jax.grad(lambda x: jnp.sum(kernel(x)))
+    assert primitives(gradient, Y)["cos"] == 0
+    assert_same(gradient(Y), 2 * jnp.cos(Y), rtol=3e-6)
+
+
+REDUCED = {
+    "at once": {"reduce": "sum"},
+    "in chunks": {"reduce": "sum", "chunk_size": 5},
+    "extremes": {"reduce": "argmax", "chunk_size": 5},
+    "lanes": {"lockstep": False, "chunk_size": 3},
+    "a batch": {"batched": True, "chunk_size": 5},
+    "a whole batch": {"batched": True},
+    "memory": {"memory_limit": "1 GB"},
+}
+
+
+@pytest.mark.parametrize("options", REDUCED.values(), ids=REDUCED)
+def test_it_goes_with_other_options(options):
+    def kernel(x):
+        if options.get("lockstep", True):
+            return jnp.sin(x) * x
+        return lax.while_loop(lambda y: abs(y) > 1, lambda y: jnp.sin(y) * 0.9, x)
+
+    plain = auto_vmap(0, **options)(kernel)
+    own = plain.with_options(cpu_math=True)
+    assert calls(plain, Y)[0] > 0
+    assert calls(own, Y)[0] == 0
+    assert_same(own(Y), plain(Y), rtol=3e-6)
+    if options.get("reduce") != "argmax":
+        gradients = [jax.grad(lambda x, f=f: jnp.sum(f(x)))(Y) for f in (own, plain)]
+        assert_same(*gradients, rtol=3e-6)
+
+
+def test_ragged_items():
+    items = Ragged.from_list([Y[:2], Y[2:7], Y[7:]])
+    plain = auto_vmap(x="n", chunk_size=2)(lambda x: jnp.sum(jnp.sin(x) * x))
+    assert_same(plain.with_options(cpu_math=True)(items), plain(items), rtol=3e-6)
+
+
+def test_a_reduction_of_a_function():
+    total = chunked_reduce(jnp.sin, "sum", 5, cpu_math=True)
+    assert calls(total, Y)[0] == 0
+    assert calls(chunked_reduce(jnp.sin, "sum", 5), Y)[0] == 1
+    assert_same(total(Y + 1), jnp.sum(jnp.sin(Y + 1)), rtol=1e-6)
+
+
+def test_a_scope_decides_where_nothing_else_does():
+    kernel = auto_vmap(0, chunk_size=5)(jnp.sin)
+    with options(cpu_math=True):
+        assert calls(kernel, Y)[0] == 0
+        assert calls(kernel.with_options(cpu_math=False), Y)[0] == 1
+        assert calls(chunked_vmap(jnp.sin, 5), Y)[0] == 0
+        assert calls(chunked_vmap(jnp.sin, 5, cpu_math=False), Y)[0] == 1
+        assert primitives(chunked_jacfwd(jnp.sin, chunk_size=5), Y)["cos"] == 1  # outside of chunks
+        with options(cpu_math=False):
+            assert calls(chunked_vmap(jnp.sin, 5), Y)[0] == 1
+            assert calls(chunked(jnp.sin, 5), Y)[0] == 0
+
+
+def test_without_batch_axes_the_kernel_is_simply_called():
+    kernel = auto_vmap(0, cpu_math=True)(lambda x: jnp.sin(x) if x > 0 else x)
+    assert_same(kernel(jnp.float32(2)), jnp.sin(jnp.float32(2)), rtol=0)
+
+
+def test_an_eager_call_compiles_once():
+    kernel = auto_vmap(0, cpu_math=True)(lambda x: jnp.sin(x) ** 1.5)
+    first, _ = compilations(kernel, jnp.abs(Y))
+    second, count = compilations(kernel, jnp.abs(Y))
+    assert count == 0
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", "fast"])
+def test_a_wrong_value(wrong):
+    words = f"cpu_math must be True or False, got {wrong!r}"
+    with pytest.raises(TypeError, match=re.escape(f"auto_vmap(sin): {words}")):
+        auto_vmap(0, cpu_math=wrong)(jnp.sin)
+    with pytest.raises(TypeError, match=re.escape(f"chunked_vmap(sin): {words}")):
+        chunked_vmap(jnp.sin, 5, cpu_math=wrong)
+
+
+# What `plan` says.
+
+
+def test_a_plan_shows_where_it_would_help():
+    def kernel(x):
+        return lax.fori_loop(0, 7, lambda _, y: y + jnp.sin(y), x) + jnp.exp(x)
+
+    plain = auto_vmap(0, chunk_size=5)(kernel)
+    note = "calls sin 7 times per item; cpu_math=True computes them about 3 times as fast"
+    assert plain.plan(Y).notes == (note,)
+    assert str(plain.plan(Y)).endswith(f"  {note}")
+    assert note in plain.plan(Y)._repr_html_()
+    assert plain.with_options(cpu_math=True).plan(Y).notes == ()
+    several = auto_vmap(1, chunk_size=2)(lambda x: jnp.sum(jnp.arctan(x)) + x[0] ** 1.5)
+    assert several.plan(jnp.ones((6, 3))).notes == (
+        "calls atan 3 times and pow 1 time per item; "
+        "cpu_math=True computes them about 10 to 18 times as fast",
+    )
+    assert auto_vmap(0, chunk_size=5)(jnp.tanh).plan(Y).notes == ()
+
+
+def test_a_plan_of_a_batch_at_once_counts_one_item():
+    kernel = auto_vmap(0, chunk_size=4, batched=True)(lambda x: jnp.sin(x) * 2 + x**1.5)
+    (note,) = kernel.plan(jnp.ones(16)).notes
+    assert note.startswith("calls sin 1 time and pow 1 time per item;")
+
+
+# Where it does nothing.
+
+
+def test_a_collective_keeps_its_axis():
+    """It would see one item of a program for one item."""
+
+    def centred(x):
+        return jnp.sin(x) - lax.pmean(x, "i")
+
+    want = jax.vmap(centred, axis_name="i")(Y)
+    assert_same(chunked_vmap(centred, None, axis_name="i", cpu_math=True)(Y), want)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_elsewhere_a_call_stays_as_it_is(jit, monkeypatch):
+    monkeypatch.setattr(cpu_math, "HOLDS", False)
+    kernel = auto_vmap(0, jit=jit, cpu_math=True)(jnp.sin)
+    assert str(jax.make_jaxpr(kernel)(Y)) == str(jax.make_jaxpr(jax.vmap(jnp.sin))(Y))
+    assert calls(chunked(jnp.sin, 5), Y)[0] == 1
+    assert auto_vmap(0, chunk_size=5)(jnp.sin).plan(Y).notes == ()
+
+
+def test_an_angle_beside_a_number_is_replaced():
+    kernel = chunked(lambda x: jnp.arctan2(x, 1.0) + jnp.arctan2(0.5, x), 5)
+    assert primitives(kernel, Y)["atan2"] == 0
+    assert_same(kernel(Y), jnp.arctan2(Y, 1.0) + jnp.arctan2(0.5, Y), rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(kernel(x)))
+    want = jax.grad(lambda x: jnp.sum(jnp.arctan2(x, 1.0) + jnp.arctan2(0.5, x)))
+    assert_same(gradient(Y), want(Y), rtol=1e-5)
+
+
+# Without the option.
+
+ELEMENTWISE = {
+    **{name: getattr(lax, name) for name in (
+        "abs", "acosh", "ceil", "cosh", "digamma", "erf", "erf_inv", "erfc",
+        "exp", "exp2", "expm1", "floor", "lgamma", "log", "log1p", "logistic", "round", "sign",
+        "rsqrt", "sinh", "sqrt", "square", "tanh", "acos", "asin", "cos", "sin",
+    )},
+    "power 1.5": of(1.5),
+    "power -2.5": of(-2.5),
+    "power 1.7": of(1.7),
+}  # fmt: skip
+
+
+# What XLA itself compiles in another way in a loop: in `lax.map` as well.
+OF_XLA = {"asinh": lax.asinh, "atan": lax.atan, "cbrt": lax.cbrt, "tan": lax.tan}
+
+
+@pytest.fixture
+def _as_users():
+    """Compile as users do: without optimizations, programs differ more."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)  # as in `conftest.py`
+
+
+@pytest.mark.usefixtures("_as_users")
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *OF_XLA])
+def test_chunks_alone_change_no_bit(name):
+    fun = {**ELEMENTWISE, **OF_XLA}[name]
+    x = np.random.default_rng(0).uniform(0.01, 0.99, 20_000).astype("float32")
+    x += name == "acosh"
+    got = jax.jit(chunked_vmap(fun, 4000))(x)
+    np.testing.assert_array_equal(got, jax.jit(lambda x: lax.map(fun, x, batch_size=4000))(x))
+    if name not in OF_XLA:
+        np.testing.assert_array_equal(got, jax.jit(jax.vmap(fun))(x))

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: MIT
+"""The rules for XLA on a CPU hold for all tests of this folder, whatever the environment says."""
+
+import pytest
+
+import rankax
+from rankax._loop.rules import NO_RULES
+from rankax._options import Options
+
+
+@pytest.fixture(autouse=True)
+def _rules():
+    if Options(xla_cpu=True).rules is NO_RULES:
+        pytest.skip("the rules are for XLA:CPU of JAX 0.12")
+    with rankax.options(xla_cpu=True):
+        yield

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""Without the rules, a call is the program that one writes by hand."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from helpers import primitives
+from rankax import auto_vmap, chunked_reduce, chunked_vmap, options
+from rankax._loop.rules import NO_RULES
+from rankax._options import Options
+
+X = jax.ShapeDtypeStruct((6000, 5), jnp.float32)
+UNEVEN = jax.ShapeDtypeStruct((6007, 5), jnp.float32)
+SIZE = 1000
+
+
+def kernel(x):
+    """Each of the rules for maps has something to do here, and so have tiles."""
+    y = x
+    for _ in range(3):
+        y = jnp.tanh(y) + y * jnp.sqrt(jnp.sum(jnp.exp(y)))  # of five numbers: tiles of 819
+    return jnp.sum(jnp.tanh(y[1:] - y[:-1]) / (1 + y[1:] ** 2))
+
+
+def by_scan(x):
+    """Even chunks, as `lax.map` has them, with a checkpoint."""
+    chunks = x.reshape(-1, SIZE, 5)
+    on_chunk = jax.checkpoint(jax.vmap(kernel), prevent_cse=False)
+    return lax.scan(lambda _, chunk: (None, on_chunk(chunk)), None, chunks)[1].ravel()
+
+
+def by_slices(x):
+    """Chunks of which the last one overlaps the one before it."""
+    n = len(x)
+    flat, size = x.ravel(), -(-n // -(-n // SIZE))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def values(flat, start):
+        chunk = lax.dynamic_slice(flat, [start * 5], [size * 5], allow_negative_indices=False)
+        return jax.vmap(kernel)(chunk.reshape(size, 5))
+
+    def step(carry, _):
+        start, out = carry
+        own = values(flat, start)
+        out = lax.dynamic_update_slice(out, own, (start,), allow_negative_indices=False)
+        return (jnp.minimum(start + size, n - size), out), None
+
+    carry = jnp.int32(0), jnp.zeros(n)
+    return lax.scan(step, carry, None, -(-n // size))[0][1]
+
+
+def by_tiles(x):
+    """A sum of each place of a chunk, and one over the places."""
+    chunks = x.reshape(-1, SIZE, 5)
+    step = lambda total, chunk: (total + jax.vmap(kernel)(chunk), None)  # noqa: E731
+    return jnp.sum(lax.scan(step, jnp.zeros(SIZE), chunks)[0])
+
+
+def gradient(fun):
+    return jax.grad(lambda x: jnp.sum(fun(x)))
+
+
+def text(fun, x):
+    """Return the instructions of a compiled program in order, with types and without names."""
+    found = jax.jit(fun).lower(x).compile().as_text()
+    found = found[found.index("\n\n\n") :]  # behind the tables of source lines
+    found = re.sub(r", metadata=\{[^}]*\}", "", found)
+    return re.sub(r"%[\w.-]+|[\w.-]+(?=: )", "%", found)
+
+
+def plain(fun):
+    """Return a call without the rules."""
+
+    def call(x):
+        with options(xla_cpu=False):
+            return fun(x)
+
+    return call
+
+
+mapped = chunked_vmap(kernel, SIZE)
+PROGRAMS = {
+    "even": (mapped, lambda x: lax.map(kernel, x, batch_size=SIZE), X),
+    "gradient": (gradient(mapped), gradient(by_scan), X),
+    "uneven": (mapped, by_slices, UNEVEN),
+    "kernel": (auto_vmap(1, chunk_size=SIZE)(kernel), by_scan, X),
+    "sum": (chunked_reduce(kernel, "sum", SIZE), by_tiles, X),
+}
+
+
+@pytest.mark.parametrize(("fun", "by_hand", "x"), PROGRAMS.values(), ids=PROGRAMS)
+def test_without_rules_the_program_is_that_by_hand(fun, by_hand, x):
+    assert text(plain(fun), x) == text(by_hand, x)
+    assert text(fun, x) != text(by_hand, x)
+
+
+def test_each_way_to_say_so():
+    x = jnp.ones((6000, 5))
+    kernels = auto_vmap(1, chunk_size=SIZE, xla_cpu=False)(kernel), auto_vmap(1, chunk_size=SIZE)
+    assert kernels[0].plan(x).in_flight == SIZE
+    inside = kernels[1](kernel)
+    assert inside.plan(x).in_flight < SIZE
+    assert inside.with_options(xla_cpu=False).plan(x).in_flight == SIZE
+    with options(xla_cpu=False):
+        assert inside.plan(x).in_flight == SIZE
+        assert primitives(chunked_vmap(kernel, SIZE), x)["optimization_barrier"] == 0
+        assert inside.with_options(xla_cpu=True).plan(x).in_flight < SIZE
+    with pytest.raises(TypeError, match=r"rankax\.options: xla_cpu must be True or False, got 0"):
+        options(xla_cpu=0)
+
+
+def rules_with(value):
+    """Return the standard output and error of a process with this variable."""
+    program = "from rankax._options import Options; print(type(Options().rules).__name__)"
+    env = {k: v for k, v in os.environ.items() if k != "RANKAX_XLA_CPU"}
+    env |= {} if value is None else {"RANKAX_XLA_CPU": value}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    return run.stdout.strip(), run.stderr
+
+
+def test_the_environment_sets_the_default():
+    for value, name in (("0", "Rules"), ("off", "Rules"), ("1", "XlaCpu"), (None, "XlaCpu")):
+        assert rules_with(value)[0] == name
+    assert "ValueError: RANKAX_XLA_CPU must be 0 or 1, got 'maybe'" in rules_with("maybe")[1]
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 1), (0, 13, 0)])
+def test_another_version_has_no_rules(version, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert Options(xla_cpu=True).rules is NO_RULES
+
+
+def test_another_platform_has_no_rules(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert Options(xla_cpu=True).rules is NO_RULES
