@@ -34,6 +34,8 @@ from rankax import auto_vmap
 
 CHUNK = 2**16
 ALL = 'rankax, devices="all"'
+MATH = "rankax, cpu_math=True"
+WITH_POWERS = "Biot-Savart"  # the other kernels have no function that the option is for
 SOFT = 1e-2  # keeps a body from pulling itself without bound
 
 
@@ -113,9 +115,9 @@ def whole(task: Task) -> Callable[..., Any]:
     return call
 
 
-def ours(task: Task, devices: int | str | None = None) -> Callable[..., Any]:
+def ours(task: Task, **changes: Any) -> Callable[..., Any]:
     ranks = {name: 0 if name == "w" else 1 for name in task.names()}
-    options = {"reduce": task.reduce, "reduce_axis": -1, "chunk_size": CHUNK, "devices": devices}
+    options = {"reduce": task.reduce, "reduce_axis": -1, "chunk_size": CHUNK, **changes}
     mapped = auto_vmap(**ranks, **options)(task.kernel)
     return lambda x, *others: mapped(x[:, None], *others)
 
@@ -180,10 +182,12 @@ def contestants(name: str, args: tuple[Any, ...], most_bytes: float) -> dict[str
     found: dict[str, Any] = {}
     functions = {
         "rankax": ours(task),
-        ALL: ours(task, "all"),
+        ALL: ours(task, devices="all"),
         "rows by lax.map": rows(task),
         "whole, jax.numpy": whole(task),
     }
+    if name.endswith(WITH_POWERS):
+        functions[MATH] = ours(task, cpu_math=True)
     if len(args[0]) > 20_000:
         functions = {who: functions[who] for who in ("rankax", ALL)}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
@@ -255,8 +259,8 @@ HEAD = """# Reductions over all pairs
 Written by `python -m tox -e bench -- benchmarks/reductions.py{flag}`. {machine}, JAX {jax},
 {cores} cores; rankax with `chunk_size={chunk}`. Medians of {rounds} rounds in turns, but a single
 round of 100,000 points; the ratio is to rankax. KeOps and `devices="all"` (a CPU device for each
-core) compute on all cores; KeOps computes a gradient by one pass for each input; of "min", by an
-argmin, and the rest in NumPy.
+core) compute on all cores; `cpu_math=True` is listed where a kernel has a power. KeOps computes a
+gradient by one pass for each input; of "min", by an argmin, and the rest in NumPy.
 
 | task | points on each side | contestant | ms | times rankax | temporaries, MB | compile, s |
 |---|---|---|---|---|---|---|

@@ -125,10 +125,10 @@ def bullets() -> str:
   sums, takes **{longer["sum"]:.1f} times** as long on the same cores ({longer["argmin"]:.1f} times
   for an argmin). Without `devices`, rankax uses one core: KeOps on two then takes
   {one["sum"]:.1f} times as long ({one["argmin"]:.1f} times for an argmin).
-* **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache. On one core, the
-  gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with `jax.vmap`,
-  and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size, if the
-  allocator keeps the memory that is freed. Other kernels gain less."""
+* **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache (JAX 0.12). On one
+  core, the gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with
+  `jax.vmap`, and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size,
+  if the allocator keeps the memory that is freed. Other kernels gain less."""
 
 
 def benchmark() -> str:

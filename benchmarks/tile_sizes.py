@@ -42,10 +42,7 @@ SETS = {"training": TRAINING, "held out": HELD_OUT, "the ten newest": NEWER}
 @contextlib.contextmanager
 def forced(tile: int) -> Iterator[None]:
     """Let kernels that are traced in here have tiles of so many items."""
-    with (
-        mock.patch("rankax._call.run.best_tiles", return_value=Tiles(tile, tile)),
-        mock.patch("rankax._call.run.tiles_matter", return_value=True),
-    ):
+    with mock.patch("rankax._xla_cpu.tiles.best_tiles", return_value=Tiles(tile, tile)):
         yield
 
 

@@ -28,6 +28,7 @@ import allocator
 import shown
 import stamp
 from rankax import auto_vmap
+from rankax._plan.levels import Tiles
 
 if __name__ == "__main__":  # before the kernels make arrays
     allocator.keep_memory()
@@ -69,7 +70,9 @@ def contestants(case: Case, inputs: Any, gradient: bool, seconds: float) -> dict
         "default": compiled(kernel, inputs, gradient),
         "tuned": compiled(tuned, inputs, gradient, options.get("compiler_options")),
     }
-    with mock.patch("rankax._call.run.tiles_matter", return_value=False):
+    own = kernel.with_options(cpu_math=True)
+    found["cpu_math"] = compiled(own, inputs, gradient)
+    with mock.patch("rankax._xla_cpu.tiles.best_tiles", return_value=Tiles()):
         found["no tiles"] = compiled(kernel, inputs, gradient)
     for size in MAP_SIZES:
         found[f"lax.map {size}"] = compiled(_lax_map(case.fun, size), inputs, gradient)
@@ -106,7 +109,7 @@ def medians(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-COLUMNS = ("jax.vmap", "no tiles", "default", "tuned", "lax.map, best", "powerpax")
+COLUMNS = ("jax.vmap", "no tiles", "default", "cpu_math", "tuned", "lax.map, best", "powerpax")
 
 
 def row_of(times: dict[str, float]) -> dict[str, float]:
@@ -125,10 +128,10 @@ def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
         f"Written by `{command}`. jax {jax.__version__}, {jax.devices()[0].device_kind}, float32.",
         "",
         "Milliseconds, medians of turns. *no tiles*: chunks of 4096 as they are; *default*: the "
-        "same in the tiles that rankax chooses; *tuned*: the options of `kernel.tune`, which may "
-        "use half of the memory; *lax.map, best*: the best of its chunks of 4 to 4096; powerpax: "
-        "chunks of 4096. Then ratios of times; *better* is the better of *no tiles* and jax.vmap. "
-        "The fastest of a row is bold.",
+        "same in the tiles that rankax chooses; *cpu_math*: with `cpu_math=True`; *tuned*: the "
+        "options of `kernel.tune`, which may use half of the memory; *lax.map, best*: the best of "
+        "its chunks of 4 to 4096; powerpax: chunks of 4096. Then ratios of times; *better* is the "
+        "better of *no tiles* and jax.vmap. The fastest of a row is bold.",
         "",
     ]
     ratios = (
@@ -149,7 +152,8 @@ def report(rows: dict[tuple[str, str], dict[str, float]], command: str) -> str:
             else f"{row[c] * 1e3:.1f}"
             for c in COLUMNS
         ]  # fmt: skip
-        others = min(t for c, t in row.items() if c not in ("tuned", "default"))
+        ours = ("tuned", "default", "cpu_math")
+        others = min(t for c, t in row.items() if c not in ours)
         values = (
             row["no tiles"] / row["default"],
             min(row["no tiles"], row["jax.vmap"]) / row["default"],
