@@ -102,7 +102,7 @@ def test_a_chunk_size_is_a_bound_unless_a_limit_is_given(clock):
 @needs_library
 def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
     given = {"xla_embed_ir_in_executable": True}
-    jitted = kernel.with_options(jit=True, compiler_options=given)
+    jitted = kernel.with_options(jit=True, compiler_options=given, xla_cpu=True)
     option = "xla_cpu_experimental_ynn_fusion_type"
     off = {**given, option: "LIBRARY_FUSION_TYPE_DOT"}
     tried = [c.options for c in jitted.tune(X, seconds=ENOUGH).tuning.candidates]
@@ -110,7 +110,7 @@ def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
         {"chunk_size": None, "compiler_options": off},
         {"chunk_size": 16, "compiler_options": off},
     ]
-    without = kernel.with_options(jit=True, compiler_options={option: ""}).tune(X, seconds=ENOUGH)
+    without = jitted.with_options(compiler_options={option: ""}).tune(X, seconds=ENOUGH)
     assert len(without.tuning.candidates) == 6
 
 
@@ -126,7 +126,7 @@ def test_cpu_math_is_compared_only_if_the_kernel_allows_it(clock):
 @needs_library
 def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
     monkeypatch.setattr(workload, "PRODUCTS_ONLY", {"xla_no_such_option": True})
-    tuning = kernel.with_options(jit=True).tune(X, seconds=ENOUGH).tuning
+    tuning = kernel.with_options(jit=True, xla_cpu=True).tune(X, seconds=ENOUGH).tuning
     notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
     assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}
     assert [c.seconds for c in tuning.candidates if "failed" in c.note] == [None, None]
