@@ -12,13 +12,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, Self, TypedDict, Unpack, get_type_hints
 
 from jax.sharding import PartitionSpec
 
 from rankax._base.messages import check_bool, checked_int, listed, positive_int
+from rankax._base.target import Target, is_cpu, target_of
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
 from rankax._loop.rules import NO_RULES, Rules
@@ -93,11 +94,25 @@ class Options:
     batched: Annotated[bool, functools.partial(check_bool, name="batched")] = False
     cpu_math: Annotated[bool, functools.partial(check_bool, name="cpu_math")] = False
     xla_cpu: Annotated[bool, functools.partial(check_bool, name="xla_cpu")] = xla_cpu.DEFAULT
+    #: Where the call runs: no option, the arrays say so (`at`). None: where JAX runs by default.
+    target: Target | None = None
+
+    def at(self, arrays: Iterable[Any]) -> Self:
+        """Return the options of a call with these arrays, which know where it runs."""
+        target = self.target or target_of(arrays)
+        return self if target == self.target else dataclasses.replace(self, target=target)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the call runs on a CPU."""
+        return is_cpu(self.target)
 
     @property
     def rules(self) -> Rules:
         """The rules of this call for the compiler."""
-        return xla_cpu.rules_of(xla_cpu=self.xla_cpu, compiler_options=self.flags)
+        if not (self.xla_cpu and self.on_cpu):
+            return NO_RULES
+        return xla_cpu.rules_of(self.flags)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -107,7 +122,7 @@ class Options:
     @property
     def replaces_functions(self) -> bool:
         """Whether sines, angles and powers are evaluated by programs of our own."""
-        return self.cpu_math and cpu_math.acts()
+        return self.cpu_math and cpu_math.HOLDS and self.on_cpu
 
     def compiled(self, fun: Any, args: Sequence[Any]) -> Any:
         """Return `jax.jit` of a function, to be called with arguments like ``args``."""
@@ -147,10 +162,14 @@ class Given(Scoped, total=False):
     batched: bool
 
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Options)}
-
 _TYPES = get_type_hints(Options, include_extras=True)
-_CHECKS = {name: kind.__metadata__[0] for name, kind in _TYPES.items()}
+_CHECKS = {
+    name: kind.__metadata__[0] for name, kind in _TYPES.items() if hasattr(kind, "__metadata__")
+}
+
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(Options) if field.name in _CHECKS
+}
 
 _SCOPED = tuple(Scoped.__annotations__)
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from rankax._base.target import inside_call
 from rankax._call.bind import BoundKernel
 from rankax._call.bound import Bound
 from rankax._call.nest import Nest, nest_of
@@ -37,7 +38,7 @@ from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_mesh
 from rankax._devices.place import committed_elsewhere, find_parts
 from rankax._fit.memory import fit_to_limit, shape_of
-from rankax._lockstep.call import check_lanes, most_lanes
+from rankax._lockstep.call import MOST_LANES, check_lanes
 from rankax._lockstep.machine import cut_program
 from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
 from rankax._options import Options, check_batched
@@ -72,7 +73,8 @@ class Fitted(NamedTuple):
 
 def run(bound: Bound, options: Options, parts: tuple[Parts, ...] | None = None) -> Any:
     """Evaluate a bound call; pass its parts if they are known already."""
-    with on_mesh(bound.leaves):
+    options = options.at(bound.leaves)
+    with on_mesh(bound.leaves), inside_call(options.target):
         parts = parts_of(bound, options) if parts is None else parts
         bound = _in_chunks(bound, options, parts)
         if (plan := _untraced(bound, options, parts)) is not None:
@@ -148,7 +150,8 @@ def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
     # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
     shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
     plans: list[BatchPlan] = []
-    with on_mesh(bound.leaves):
+    options = options.at(bound.leaves)
+    with on_mesh(bound.leaves), inside_call(options.target):
         parts = parts_of(bound, options)
         if not shapes:
             return _plan_of(bound, options, parts)
@@ -173,7 +176,8 @@ def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> 
         plan, _, found["memory"], _ = _fitted(traced)
         whole = traced.whole.plan
         found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
-        found["notes"] = () if options.cpu_math else hints_of_cpu_math(traced.item.closed.jaxpr)
+        may_gain = options.on_cpu and not options.cpu_math
+        found["notes"] = hints_of_cpu_math(traced.item.closed.jaxpr) if may_gain else ()
         found["devices"] = tuple(
             (each.axis, each.count) for each in traced.layout.parts if each.count > 1
         )
@@ -255,7 +259,7 @@ def _fitted(call: Traced) -> Fitted:
 def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None) -> Nesting:
     """Plan a call in tiles, or in lanes if items end by themselves."""
     if ends:
-        lanes = options.chunk_size or most_lanes()
+        lanes = options.chunk_size or MOST_LANES[options.on_cpu]
         return plan_lanes(part.plan(options, None), lanes, ends)
     plan = part.plan(options, tiles)
     if ends is None:

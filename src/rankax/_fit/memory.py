@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, SingleDeviceSharding
 
 from rankax._base.arrays import has_tangent
 from rankax._base.cache import Kept
+from rankax._base.target import Target, target_of
 from rankax._plan.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 from rankax._plan.levels import Shape
 from rankax._trace.derivatives import of_some
@@ -63,7 +64,7 @@ def fit_to_limit(
     key : hashable
         Everything else that the call depends on.
     """
-    shapes = jax.tree.map(shape_of, (item.consts, arrays))
+    shapes = stand_ins((item.consts, arrays), options.target, where)
     compiler, total = dict(options.compiler_options or ()) or None, math.prod(sizes)
 
     def measure(chunk_size: int) -> Cost:
@@ -75,7 +76,7 @@ def fit_to_limit(
         return Cost(in_flight, forward, traced and _temporaries(traced, compiler), why)
 
     def fit() -> MemoryFit:
-        limit = limit_in_bytes(options.memory_limit, free_bytes)
+        limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
         found = fit_chunk(measure, sizes, min(options.chunk_size or total, total), limit, where)
         may_store = options.checkpoint is None and options.rules.pays_to_store(item.jaxpr)
         if not may_store or found.gradient is None or found.chunk_size >= total:
@@ -113,9 +114,26 @@ def fit_once(
     return _kept.find((key, program, treedef, types, jax.default_backend()), fit)
 
 
-def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any) -> int:
+def stand_ins(arrays: Any, target: Target | None, where: str) -> Any:
+    """Return the shapes of arrays, on a device to compile for if that is not one of the default."""
+    shapes = jax.tree.map(shape_of, arrays)
+    if target is None or target.platform == jax.default_backend():
+        return shapes
+    try:
+        device = target.device or jax.local_devices(backend=target.platform)[0]
+    except RuntimeError:
+        raise ValueError(
+            f"{where}: memory_limit cannot measure a call compiled for a {target.platform}, "
+            "because this process has none; give chunk_size"
+        ) from None
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
+
+
+def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any, where: str) -> int:
     """Return the temporaries of the gradient of a call, or of the call if it has no gradient."""
-    shapes, arrays = jax.tree.map(shape_of, (list(consts), arrays))
+    target = target_of(jax.tree.leaves((consts, arrays)))
+    shapes, arrays = stand_ins((list(consts), arrays), target, where)
     traced, _ = _gradient(call, shapes, arrays)
     return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
 
@@ -142,8 +160,8 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
     analysis = traced.lower().compile(options, **devices).memory_analysis()
     if analysis is None:
         raise NotImplementedError(
-            f"memory_limit: the compiler for {jax.default_backend()} does not say how much memory "
-            "a program needs; give chunk_size"
+            "memory_limit: the compiler does not say how much memory a program needs here; give "
+            "chunk_size"
         )
     return int(analysis.temp_size_in_bytes)
 
@@ -193,9 +211,10 @@ def _gradient(
         return None, refusals[0].removesuffix(".")
 
 
-def free_bytes() -> int:
-    """Return the free memory of the first device, or else of the machine."""
-    stats = jax.local_devices()[0].memory_stats() or {}
+def free_bytes(target: Target | None = None) -> int:
+    """Return the free memory of the device of a call, or else of the machine."""
+    device = (target and target.device) or jax.local_devices()[0]
+    stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     try:

@@ -125,7 +125,7 @@ class JitSpec(KernelSpec):
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
     ) -> tuple[_Frame, list[Any], BoundKernel]:
         """Split a bound call into a static frame and traced arrays; return the call, too."""
-        options = self.options()
+        options = self.options().at(call.leaves)
         weak: tuple[int, ...] = ()
         if options.bucket and is_alone:
             shapes = fill_up(call, options)

@@ -98,7 +98,7 @@ class Kernel(Generic[P, R]):
             return plan_ragged(call, compiled_part(kernel.spec))
         call = fill_up(call, options)
         plan = plan_of(call, marked(call, options))
-        warn_of_small_chunks(plan)
+        warn_of_small_chunks(plan, on_cpu=options.at(call.leaves).on_cpu)
         return plan
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 
 from rankax._base.arrays import has_tangent
 from rankax._base.messages import listed
+from rankax._base.target import target_of
 from rankax._call.bind import BoundKernel, rebind
 from rankax._call.ragged import RaggedCall, dense_shell
 from rankax._call.ragged_results import call_ragged
@@ -156,5 +157,5 @@ def _to_longest(x: Any, length: Any, lengths: Any) -> Any:
 
 def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether outputs are equal up to rounding."""
-    pairs = zip(wanted, found, strict=True)
-    return all(difference(x, y)[0] <= most_ulps(x.dtype) for x, y in pairs)
+    target, pairs = target_of(found), zip(wanted, found, strict=True)
+    return all(difference(x, y, target)[0] <= most_ulps(x.dtype, target) for x, y in pairs)

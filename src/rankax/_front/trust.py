@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 
 from rankax._base.arrays import has_tangent
 from rankax._base.messages import check_bool, checked_int, positive_int
+from rankax._base.target import target_of
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec
 from rankax._call.bind import BoundKernel, bind
@@ -201,6 +202,7 @@ def check(
             f"{site}: an array is on a mesh with explicit axes, where items cannot be picked; "
             "pass jax.device_get(...) of the arguments"
         )
+    target = target_of(call.leaves)
     them = (ragged if call.structure.ragged else CallItems)(call, kernel.spec.options())
     random = np.random.default_rng(seed)
     chosen = [i for i in _chosen(them.shape, items, random) if them.has_rows(i)]
@@ -219,11 +221,11 @@ def check(
         draws = [random.normal(size=want.shape) for want in wanted]
         gradients = _gradients(kernel, them, chosen, draws) if gradient else ()
         for path, want, got in itertools.chain(values, gradients):
-            ulps, place = difference(want, got)
+            ulps, worst = difference(want, got, target)
             is_value = len(differences) < len(names)
-            at, one = (chosen[place[0]], place[:1]) if is_value else (place, place)
+            at, one = (chosen[worst[0]], worst[:1]) if is_value else (worst, worst)
             differences.append((path, ulps, at))
-            if ulps > most_ulps(want.dtype):
+            if ulps > most_ulps(want.dtype, target):
                 item = them.described(at) if is_value else ""
                 raise ValueError(
                     f"{site}: {path} at {list(at)} is {_text(got[one])}, but the kernel by itself "

@@ -7,15 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rankax._base.target import Target, is_cpu
 
-def _eps(dtype: Any) -> float:
+
+def _eps(dtype: Any, target: Target | None) -> float:
     eps = float(jnp.finfo(dtype).eps)
     # Elsewhere, products of float32 may have the precision of a shorter format.
-    return eps if jax.default_backend() == "cpu" else max(eps, 2**-10)
+    return eps if is_cpu(target) else max(eps, 2**-10)
 
 
-def difference(want: Any, got: Any) -> tuple[float, tuple[int, ...]]:
-    """Return the largest difference, in ulps of the largest number, and where it is."""
+def difference(want: Any, got: Any, target: Target | None) -> tuple[float, tuple[int, ...]]:
+    """Return the largest difference, in ulps of the largest number, and where it is.
+
+    ``target``: where the call ran.
+    """
     want, got = (np.asarray(numbers_of(x)) for x in (want, got))
     if not want.size:
         return 0.0, (0,) * max(1, want.ndim)
@@ -26,16 +31,16 @@ def difference(want: Any, got: Any) -> tuple[float, tuple[int, ...]]:
         least = float(jnp.finfo(dtype).tiny)
         with np.errstate(invalid="ignore", over="ignore"):
             largest = np.max(np.abs(want), where=np.isfinite(want), initial=least)
-            ulps = np.abs(want - got) / (_eps(dtype) * largest)
+            ulps = np.abs(want - got) / (_eps(dtype, target) * largest)
         ulps = np.nan_to_num(ulps, nan=np.inf, posinf=np.inf)
         apart = np.where(np.isnan(want) & np.isnan(got), 0, np.minimum(apart, ulps))
     where = np.unravel_index(np.argmax(apart), want.shape)
     return float(np.max(apart)), tuple(map(int, where))
 
 
-def most_ulps(dtype: Any) -> float:
+def most_ulps(dtype: Any, target: Target | None) -> float:
     """Return what may be rounding: a chunk adds in another order, and fuses other operations."""
-    return _eps(dtype) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
+    return _eps(dtype, target) ** -0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0
 
 
 def numbers_of(value: Any) -> Any:

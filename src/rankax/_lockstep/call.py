@@ -36,9 +36,8 @@ _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
-def most_lanes() -> int:
-    """Return how many lanes there are if nothing bounds them."""
-    return 256 if jax.default_backend() == "cpu" else 4096
+#: How many lanes there are if nothing bounds them: on a CPU, and elsewhere.
+MOST_LANES = {True: 256, False: 4096}
 
 
 def check_lanes(item: ItemProgram) -> None:

@@ -155,7 +155,7 @@ def _fit(
             on_consts = loop.on(consts)
             return jax.tree.leaves(scan_checkpointed(on_consts, *start, loop.length, sizes, policy))
 
-        return gradient_bytes(scan, consts, (init, xs))
+        return gradient_bytes(scan, consts, (init, xs), site)
 
     def fit() -> tuple[int, ...]:
         most = limit_in_bytes(limit, free_bytes)

@@ -58,14 +58,9 @@ def with_cpu_math(jaxpr: Any) -> Any:
     return _with_own(jaxpr)
 
 
-def acts() -> bool:
-    """Whether there is anything to gain here."""
-    return HOLDS and jax.default_backend() == "cpu"
-
-
 def hints_of_cpu_math(jaxpr: Any) -> tuple[str, ...]:
-    """Say which functions of an item ``cpu_math=True`` would compute faster, if any."""
-    if not acts():
+    """Say which functions of an item ``cpu_math=True`` would compute faster on a CPU, if any."""
+    if not HOLDS:
         return ()
     # Of a function that takes a batch itself, the first program is that for one item.
     batched = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "rankax_batch"]

@@ -75,14 +75,11 @@ class XlaCpuByHand(XlaCpu):
 _XLA_CPU, _BY_HAND = XlaCpu(), XlaCpuByHand()
 
 
-def rules_of(*, xla_cpu: bool, compiler_options: Mapping[str, Any]) -> Rules:
-    """Return the rules of a call with these options."""
-    holds = (
-        xla_cpu
-        and jax.default_backend() == "cpu"
-        and _SINCE <= jax.__version_info__ < _BEFORE
+def rules_of(compiler_options: Mapping[str, Any]) -> Rules:
+    """Return the rules of a call on a CPU with these options of the compiler."""
+    holds = _SINCE <= jax.__version_info__ < _BEFORE and not (
         # Tiles may overlap, so that a key is used twice.
-        and not getattr(jax.config, "jax_debug_key_reuse", False)
+        getattr(jax.config, "jax_debug_key_reuse", False)
     )
     if not holds:
         return NO_RULES

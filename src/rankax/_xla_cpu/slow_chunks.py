@@ -13,9 +13,9 @@ _IS_SLOW = jax.__version_info__[:3] == (0, 11, 1)
 _NOT_SMALL = 256  # items; measured
 
 
-def warn_of_small_chunks(plan: BatchPlan) -> None:
+def warn_of_small_chunks(plan: BatchPlan, *, on_cpu: bool) -> None:
     """Warn of a map whose time grows with the square of its steps, in one version of JAX."""
-    is_map = not plan.reduced and plan.lanes is None and jax.default_backend() == "cpu"
+    is_map = on_cpu and not plan.reduced and plan.lanes is None
     if _IS_SLOW and is_map and plan.in_flight < _NOT_SMALL < plan.steps:
         warnings.warn(
             f"{plan.kernel}: JAX 0.11.1 is slow in many small chunks (here {plan.steps} of "
