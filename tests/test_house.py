@@ -255,7 +255,7 @@ def until_positive(a, b):
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({}, 15),
+        ({}, 16),
         *(({"reduce": name}, 19) for name in ("sum", "logsumexp", "argmax")),
         ({"lockstep": False}, 22),
         ({"lockstep": False, "reduce": "sum"}, 22),
