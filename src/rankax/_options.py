@@ -33,7 +33,15 @@ from rankax._xla_cpu import rules as xla_cpu
 # The checks of values; where None is the default, it is not checked.
 
 
-def _chunk_size(value: Any, site: str) -> int:
+AUTO = "auto"  # a chunk size: for a reduction, a bound of its own; otherwise none
+
+
+def _chunk_size(value: Any, site: str) -> int | str | None:
+    is_word = value is None or (isinstance(value, str) and value == AUTO)
+    return value if is_word else _number_of_items(value, site)
+
+
+def _number_of_items(value: Any, site: str) -> int:
     if isinstance(value, str):
         raise TypeError(
             f"{site}: chunk_size must be a positive int, got {value!r}; memory_limit='2 GB' picks "
@@ -78,7 +86,7 @@ class Options:
     Hashable because `jax.jit` keys its programs on them.
     """
 
-    chunk_size: Annotated[int | None, _chunk_size] = None
+    chunk_size: Annotated[int | str | None, _chunk_size] = AUTO
     memory_limit: Annotated[int | str | None, checked_limit] = None
     reduce: Annotated[Reductions | None, read_reductions] = None
     reduce_axis: Annotated[int | tuple[int, ...] | None, _reduce_axis] = None
@@ -120,13 +128,18 @@ class Options:
         return dict(self.compiler_options or ())
 
     @property
+    def most(self) -> int | None:
+        """The chunk size, if the caller gave one."""
+        return None if isinstance(self.chunk_size, str) else self.chunk_size
+
+    @property
     def replaces_functions(self) -> bool:
         """Whether sines, angles and powers are evaluated by programs of our own."""
         return self.cpu_math and cpu_math.HOLDS and self.on_cpu
 
     def compiled(self, fun: Any, args: Sequence[Any]) -> Any:
         """Return `jax.jit` of a function, to be called with arguments like ``args``."""
-        is_bounded = self.chunk_size is not None or self.memory_limit is not None
+        is_bounded = self.most is not None or self.memory_limit is not None
         is_at_once = not (is_bounded or self.devices) and self.lockstep
         rules = self.rules if is_at_once else NO_RULES
         return rules.compiled(fun, args, self.flags)
@@ -134,12 +147,15 @@ class Options:
     def __post_init__(self) -> None:
         if self.where is not None and self.reduce is not None:
             object.__setattr__(self, "reduce", self.reduce.of_items(self.where))
+        has_default = self.reduce is not None and self.memory_limit is None and self.lockstep
+        if self.chunk_size == AUTO and not has_default:
+            object.__setattr__(self, "chunk_size", None)
 
 
 class Scoped(TypedDict, total=False):
     """The options that a scope can set."""
 
-    chunk_size: int | None
+    chunk_size: int | str | None
     memory_limit: int | str | None
     checkpoint: bool | None
     progress: bool | str | Callable[[int, int], object]
@@ -193,13 +209,15 @@ def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:
                 f"{listed(list(_CHECKS))})"
             )
     return {
-        name: None if value is DEFAULTS[name] is None else _CHECKS[name](value, site)
+        name: value if value is DEFAULTS[name] else _CHECKS[name](value, site)
         for name, value in values.items()
     }
 
 
 def options_of(site: str, /, **values: Any) -> Options:
     """Return the options of a function that takes them as parameters; refuse a wrong value."""
+    if values.get("chunk_size") is not None:
+        _number_of_items(values["chunk_size"], site)
     return Options(**checked_options(values, site))
 
 

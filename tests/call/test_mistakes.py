@@ -61,8 +61,8 @@ DECLARED = {
         "jaxtyping",
     ),
     "a size to be found": (
-        lambda: auto_vmap(1, chunk_size="auto")(norm),
-        "chunk_size must be a positive int, got 'auto'; memory_limit='2 GB' picks a size that fits "
+        lambda: auto_vmap(1, chunk_size="best")(norm),
+        "chunk_size must be a positive int, got 'best'; memory_limit='2 GB' picks a size that fits "
         "the memory, and kernel.tune(...) the fastest one",
     ),
     "a size of none": (

@@ -215,9 +215,9 @@ def test_mistakes_known_when_decorating(case):
         (True, TypeError, "got True"),
         (2.0, TypeError, "got float 2.0"),
         (
-            "auto",
+            "best",
             TypeError,
-            "got 'auto'; memory_limit='2 GB' picks a size that fits the memory, and "
+            "got 'best'; memory_limit='2 GB' picks a size that fits the memory, and "
             "kernel.tune(...) the fastest one",
         ),
     ],

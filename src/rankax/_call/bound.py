@@ -191,7 +191,7 @@ class Bound(abc.ABC):
 
 def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     """Return the chunk size and the tiles of a plan; a reduction has a limit of its own."""
-    chunk_size = None if tiles is None else options.chunk_size
+    chunk_size = None if tiles is None else options.most
     tiles = tiles or WHOLE_CHUNKS
     most = options.rules.most_reduced
     if options.reduce is None or options.batched or most is None:

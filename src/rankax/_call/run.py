@@ -37,11 +37,12 @@ from rankax._call.nest import Nest, nest_of
 from rankax._call.over_parts import Layout, over_parts, placed
 from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_mesh
 from rankax._devices.place import committed_elsewhere, find_parts
+from rankax._fit.default import default_on_cpu, default_on_gpu, small_steps
 from rankax._fit.memory import fit_to_limit, shape_of
 from rankax._lockstep.call import MOST_LANES, check_lanes
 from rankax._lockstep.machine import cut_program
-from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
-from rankax._options import Options, check_batched
+from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept, warn_once
+from rankax._options import AUTO, Options, check_batched
 from rankax._plan.batch import BatchPlan
 from rankax._plan.budget import MemoryFit
 from rankax._plan.levels import WHOLE_CHUNKS, Tiles
@@ -119,6 +120,8 @@ def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Progra
     plan, options, _, is_walked = _fitted(call)
     if not is_walked:
         return None
+    if not options.on_cpu and (small := small_steps(call.item.closed.jaxpr, plan.plan)):
+        warn_once("small steps", small)
     if progress is not None:
         is_shown = layout.parts or plan.plan.steps > 1
         count = math.prod(each.count for each in layout.parts)
@@ -176,13 +179,25 @@ def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> 
         plan, _, found["memory"], _ = _fitted(traced)
         whole = traced.whole.plan
         found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
-        may_gain = options.on_cpu and not options.cpu_math
-        found["notes"] = hints_of_cpu_math(traced.item.closed.jaxpr) if may_gain else ()
+        found["notes"] = _notes(traced, plan.plan)
         found["devices"] = tuple(
             (each.axis, each.count) for each in traced.layout.parts if each.count > 1
         )
     changed = {name: value for name, value in found.items() if getattr(plan.plan, name) != value}
     return dataclasses.replace(plan.plan, **changed) if changed else plan.plan
+
+
+def _notes(call: Traced, plan: BatchPlan) -> tuple[str, ...]:
+    """Return what else there is to say about a call."""
+    options, jaxpr = call.options, call.item.closed.jaxpr
+    notes: list[str] = []
+    if options.chunk_size == AUTO and plan.steps > 1:
+        notes.append("bounded by default; chunk_size=None evaluates all items at once")
+    if not options.on_cpu:
+        notes += filter(None, [small_steps(jaxpr, plan)])
+    elif not options.cpu_math:
+        notes += hints_of_cpu_math(jaxpr)
+    return tuple(notes)
 
 
 def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Bound:
@@ -191,7 +206,8 @@ def _in_chunks(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Boun
         return bound
     check_batched(dataclasses.replace(options, batched=True), bound.where)  # a scope may ask for it
     whole = bound.plan(options, None)
-    if options.memory_limit is not None and not _is_empty(whole):
+    is_chosen = options.memory_limit is not None or options.chunk_size == AUTO
+    if is_chosen and not _is_empty(whole):
         options = _fitted(_traced(bound, options, parts)).options
     runs = [bound.part(whole, shape) for shape in _layout(whole, parts).shapes()]
     lengths = sorted({run.plan(options).plan.in_flight for run in runs})
@@ -242,6 +258,8 @@ def _fitted(call: Traced) -> Fitted:
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if bound.batched else options.rules.tiles(item.closed.jaxpr, updated)
     ends = None if options.lockstep else cut_program(item.closed).ends
+    if options.chunk_size == AUTO:
+        options = dataclasses.replace(options, chunk_size=_default(call, part, tiles))
     memory = None
     if options.memory_limit is not None:
         memory = _fit(call, part, tiles, ends)
@@ -256,10 +274,22 @@ def _fitted(call: Traced) -> Fitted:
     return Fitted(plan, options, memory, bool(is_walked))
 
 
+def _default(call: Traced, part: Bound, tiles: Tiles) -> int | None:
+    """Return the chunk size of a reduction that nothing bounds."""
+    jaxpr, options = call.item.closed.jaxpr, call.options
+    levels = part.plan(options, None).plan.levels
+    sizes = tuple(level.size for level in levels)
+    if not options.on_cpu:
+        row = math.prod(level.size for level in levels if level.reduced)
+        return default_on_gpu(jaxpr, sizes, row)
+    most = options.rules.most_reduced
+    return default_on_cpu(jaxpr, sizes, tiles.forward and min(tiles.forward, most or tiles.forward))
+
+
 def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None) -> Nesting:
     """Plan a call in tiles, or in lanes if items end by themselves."""
     if ends:
-        lanes = options.chunk_size or MOST_LANES[options.on_cpu]
+        lanes = options.most or MOST_LANES[options.on_cpu]
         return plan_lanes(part.plan(options, None), lanes, ends)
     plan = part.plan(options, tiles)
     if ends is None:

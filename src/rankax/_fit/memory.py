@@ -77,7 +77,7 @@ def fit_to_limit(
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
-        found = fit_chunk(measure, sizes, min(options.chunk_size or total, total), limit, where)
+        found = fit_chunk(measure, sizes, min(options.most or total, total), limit, where)
         may_store = options.checkpoint is None and options.rules.pays_to_store(item.jaxpr)
         if not may_store or found.gradient is None or found.chunk_size >= total:
             return found

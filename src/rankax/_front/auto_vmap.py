@@ -42,7 +42,7 @@ def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
 def auto_vmap(
     *positional_ranks: Any,
     ranks: Mapping[str, Any] | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | str | None = "auto",
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,
@@ -91,9 +91,11 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         Ranks by parameter name, like ``**named_ranks``, but also for parameters that share their
         name with an option: ``ranks={"bucket": 0, "x": 0}``. A parameter has one rank, by position,
         by name or here.
-    chunk_size : int, optional
+    chunk_size : int, "auto" or None, default "auto"
         Maximum number of evaluations in flight, counted over all batch axes together (see
         `chunked_vmap`). Fewer are used if that is faster; ``plan`` shows how many. None: no bound.
+        ``"auto"``: none for a map; with ``reduce``, and no ``memory_limit``, as many as have their
+        values in the cache. On a GPU, a small number is slow, because each step launches kernels.
     memory_limit : int or str, optional
         Bytes, ``"2 GB"``, ``"500 MiB"``, or ``"50%"`` of the memory that the first device (or else
         the machine) has free when a call with these shapes is first made. rankax picks a chunk size
@@ -103,8 +105,8 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         How the outputs are reduced along ``reduce_axis``: ``"sum"``, ``"mean"``, ``"prod"``,
         ``"max"``, ``"min"``, ``"argmax"``, ``"argmin"``, ``"any"``, ``"all"``, ``"logsumexp"``,
         ``"gram"``, or an object of `rankax.reductions`, such as ``Several("min", "argmin")`` for
-        more than one reduction of an output. ``None`` inside a tree keeps an output whole. With
-        ``chunk_size`` the reduced outputs are never stored (see `chunked_reduce` for memory,
+        more than one reduction of an output. ``None`` inside a tree keeps an output whole. Unless
+        ``chunk_size=None``, the reduced outputs are never stored (see `chunked_reduce` for memory,
         derivatives and order).
     reduce_axis : int or tuple of int, optional
         The axes of the batch shape that are reduced, counted as in NumPy; None: all of them. The

@@ -170,19 +170,25 @@ def kernel_of_call() -> str:
     return _kernel.get()
 
 
+def warn_once(kind: str, text: str) -> None:
+    """Warn of the kernel that is called, once for each kind of warning."""
+    where = kernel_of_call()
+    if not next(_warnings.find((kind, where), itertools.count)):
+        warnings.warn(f"{where}: {text}", stacklevel=caller_level())
+
+
 def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
-    """Warn, once per kernel, when the derivative of a program of this key is compiled again."""
+    """Warn when the derivative of a program of this key is compiled again."""
     config: Any = jax.config
     if config.jax_compilation_cache_dir or config.jax_disable_jit:
         return  # JAX finds it in a file, or compiles nothing
     kinds = tuple((jax.typeof(x), *_transforms(x)) for x in arrays)
-    is_again = next(_compilations.find((key, kinds), itertools.count))
-    if is_again and not next(_warnings.find(where := kernel_of_call(), itertools.count)):
-        warnings.warn(
-            f"{where}: outside jax.jit, its derivative (or vmap) in chunks is compiled at every "
-            "call, because it uses a jax.custom_jvp or jax.custom_vjp function or a checkpoint "
-            "policy, which may have changed; call it inside jax.jit, or give auto_vmap jit=True",
-            stacklevel=caller_level(),
+    if next(_compilations.find((key, kinds), itertools.count)):
+        warn_once(
+            "compiled again",
+            "outside jax.jit, its derivative (or vmap) in chunks is compiled at every call, "
+            "because it uses a jax.custom_jvp or jax.custom_vjp function or a checkpoint policy, "
+            "which may have changed; call it inside jax.jit, or give auto_vmap jit=True",
         )
 
 

@@ -56,12 +56,15 @@ class Row:
         """The number of items that count: all, but see `passes.py`."""
         return self.size if self.counts is None else self.number
 
-    def then(self, fun: Callable[[list[jax.Array]], jax.Array]) -> Self:
-        """Return the row whose items have one output, ``fun`` of the outputs that they have now."""
+    def then(self, *funs: Callable[[list[jax.Array]], jax.Array]) -> Self:
+        """Return the row whose items have one output for each function of those they have now."""
         item = self.item
-        return dataclasses.replace(
-            self, item=lambda *leaves: [fun(item(*leaves))], count_of_outputs=1
-        )
+
+        def then(*leaves: Any) -> list[jax.Array]:
+            outs = item(*leaves)
+            return [fun(outs) for fun in funs]
+
+        return dataclasses.replace(self, item=then, count_of_outputs=len(funs))
 
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index; zeros stand for one of none."""

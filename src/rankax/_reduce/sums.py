@@ -25,10 +25,9 @@ def wide(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
-def _sum(row: Row, aval: Any, dtype: Any) -> Any:
-    """Sum the only output of a row; as a state, which has one lane."""
-    accumulator = Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum)
-    return row.fold([Accumulation(0, accumulator)])[0]
+def _sum_of(position: int, aval: Any, dtype: Any) -> Accumulation:
+    """Return what sums an output; its state has one lane."""
+    return Accumulation(position, Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum))
 
 
 class _Average(EachLeaf):
@@ -148,7 +147,7 @@ class LogSumExp(_Continuous):
         (state,) = parts.fold_constants([Accumulation(0, largest)])
         top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
         scaled = row.then(lambda outs: jnp.exp(outs[position].astype(dtype) - top))
-        return state, _sum(scaled, aval, dtype)
+        return state, *scaled.fold([_sum_of(0, aval, dtype)])
 
 
 class MomentsResult(NamedTuple):
@@ -163,7 +162,7 @@ class MomentsResult(NamedTuple):
 class Moments(_Average, _Continuous):
     """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
 
-    No large numbers are subtracted from each other. A derivative takes two passes.
+    No large numbers are subtracted from each other. A derivative takes a second pass.
     """
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
@@ -183,17 +182,23 @@ class Moments(_Average, _Continuous):
     def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
         dtype = wide(aval.dtype)
         real = jnp.finfo(dtype).dtype
-        values = row.then(lambda outs: outs[position].astype(dtype))
         number = scalar(row.size, real) if self.where is None else row.count.astype(real)
         # The mean of no items is 0 in a state, as at the start of a loop.
-        mean = _sum(values, aval, dtype)[..., 0] / jnp.maximum(number, 1).astype(dtype)
-
-        def square(outs: list[jax.Array]) -> jax.Array:
-            off = outs[0] - mean
-            return jnp.real(off * jnp.conj(off))
-
-        squares = _sum(values.then(square), aval, real)
-        return lax.expand_dims(number, (0,)), lax.expand_dims(mean, (mean.ndim,)), squares
+        share = 1 / jnp.maximum(number, 1)
+        values = row.then(lambda outs: outs[position].astype(dtype))
+        (total,) = values.fold_constants([_sum_of(0, aval, dtype)])
+        # The distances from any constant give mean and variance, with all derivatives, in one pass;
+        # from the mean, no large numbers are subtracted from each other.
+        center = total[..., 0] * share.astype(dtype)
+        center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
+        offs = values.then(
+            lambda outs: outs[0] - center,
+            lambda outs: jnp.real((outs[0] - center) * jnp.conj(outs[0] - center)),
+        )
+        off, squares = offs.fold([_sum_of(0, aval, dtype), _sum_of(1, aval, real)])
+        mean = lax.expand_dims(center, (center.ndim,)) + off * share.astype(dtype)
+        squares = squares - jnp.real(off * jnp.conj(off)) * share
+        return lax.expand_dims(number, (0,)), mean, squares
 
 
 def _count(size: int | jax.Array) -> jax.Array:

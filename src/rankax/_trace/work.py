@@ -3,7 +3,8 @@
 
 `operations` yields each equation, also those of loops, branches and called functions, with how
 often one evaluation of the program runs it, and which of its inputs depend on the item. The rules
-for XLA on a CPU (`rankax._xla_cpu`) read it, and `cost`, which decides which branches are cut
+for XLA on a CPU (`rankax._xla_cpu`) read it, the default bound of a reduction
+(`rankax._fit.default`), and `cost`, which decides which branches are cut
 (`rankax._lockstep.machine`).
 """
 
@@ -72,6 +73,24 @@ def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[An
         consts, carried = lengths_of_scan(eqn)
         flags[consts : consts + carried] = [True] * carried
     return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
+
+
+def of_item(jaxpr: Any) -> Iterator[Operation]:
+    """Yield the operations that depend on the item."""
+    return (each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars)
+
+
+def bytes_of_item(jaxpr: Any) -> int:
+    """Return the bytes of all inputs of an item, and of all values that it computes."""
+    found = (each for each in of_item(jaxpr) if each.is_loop or not each.calls)
+    computed = (v for each in found for v in each.eqn.outvars)
+    return sum(map(bytes_of, (*jaxpr.invars, *jaxpr.outvars, *computed)))
+
+
+def bytes_of(variable: Any) -> int:
+    """Return the bytes of a value in a program."""
+    aval = variable.aval
+    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
 def cost(jaxpr: Any) -> int:

@@ -68,7 +68,7 @@ def tuned(
         raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
-    bound = options.chunk_size if explicit is None else None
+    bound = options.most if explicit is None else None
     call = bind(kernel.spec, args, kwargs, takes_ragged=True)
     kind = RaggedWorkload if call.structure.ragged else Workload
     workload = kind(call, bound, gradient, where)
@@ -120,7 +120,7 @@ class _Search:
         self.begin, self.seconds = begin, seconds
         self.compile_seconds = 0.0  # of the last program
         self.program = functools.cache(self._compiled)
-        self.trials = [_Trial(o, o.chunk_size or workload.items) for o in workload.candidates()]
+        self.trials = [_Trial(o, o.most or workload.items) for o in workload.candidates()]
         plain = workload.with_chunk(workload.bound)
         self.baselines = [t for i, t in enumerate(self.trials) if i == 0 or t.options == plain]
         self._choose_slice()
@@ -163,10 +163,10 @@ class _Search:
         self.compile_seconds = time.perf_counter() - before
         return compiled
 
-    def _chunk_size(self, options: Options, items: int) -> int | None:
+    def _chunk_size(self, options: Options, items: int) -> int | str | None:
         """Return the chunk size for so many items; if all have several chunks, a slice has two."""
         size = options.chunk_size
-        if items == self.workload.items or size is None or size < items:
+        if items == self.workload.items or not isinstance(size, int) or size < items:
             return size
         return max(1, items // 2)
 
@@ -217,7 +217,8 @@ class _Search:
 
     def _size(self, trial: _Trial) -> int:
         """Return how many items of a slice a candidate evaluates at once."""
-        return min(self._chunk_size(trial.options, self.items) or self.items, self.items)
+        size = self._chunk_size(trial.options, self.items)
+        return min(size if isinstance(size, int) else self.items, self.items)
 
     def _is_worth_trying(self, trial: _Trial) -> bool:
         """Whether a slice can tell a candidate from others, and enough time is left."""

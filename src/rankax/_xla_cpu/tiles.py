@@ -23,14 +23,13 @@ calls the library, and the second sentence may go.
 
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from rankax._plan.levels import Tiles
-from rankax._trace.work import LIBRARIES, SUMS, Operation, operations
+from rankax._trace.work import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 
 MOST_REDUCED = 1024
 LIBRARY_FROM = 4096  # numbers of an operand; found by compiling
@@ -46,9 +45,9 @@ def best_tiles(jaxpr: Any, updated: int = 0) -> Tiles:
 
     ``updated``: the numbers that each tile reads and writes besides, such as a sum of matrices.
     """
-    found = list(_of_item(jaxpr))
+    found = list(of_item(jaxpr))
     # A tile has as many values as the state that it updates, or the update takes longer.
-    size = _bytes_of_item(jaxpr, found)
+    size = bytes_of_item(jaxpr)
     short = max(map(_numbers_of_short_sum, found), default=0)
     most = (LIBRARY_FROM - 1) // short if short else None
     least = max((_LEAST.get(each.name, 1) for each in found), default=1)
@@ -65,11 +64,11 @@ def pays_to_store(jaxpr: Any) -> bool:
 
     Elementwise operations run faster in the cache than their results are read from memory.
     """
-    found = list(_of_item(jaxpr))
+    found = list(of_item(jaxpr))
     if any(each.name in LIBRARIES for each in found):
         return True
     products = sum(_numbers_of_product(each) * each.times for each in found)
-    return products > _PRODUCTS_PER_BYTE * _bytes_of_item(jaxpr, found)
+    return products > _PRODUCTS_PER_BYTE * bytes_of_item(jaxpr)
 
 
 @functools.cache
@@ -80,22 +79,6 @@ def _cache_bytes() -> int:
         return int(text.strip().removesuffix("K")) * 1024
     except (OSError, ValueError):
         return 2**20
-
-
-def _of_item(jaxpr: Any) -> Iterator[Operation]:
-    """Yield the operations that depend on the item."""
-    return (each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars)
-
-
-def _bytes_of_item(jaxpr: Any, found: list[Operation]) -> int:
-    """Return the bytes of all inputs of an item, and of all values that it computes."""
-    computed = [v for each in found if each.is_loop or not each.calls for v in each.eqn.outvars]
-    return sum(map(_bytes, (*jaxpr.invars, *jaxpr.outvars, *computed)))
-
-
-def _bytes(variable: Any) -> int:
-    aval = variable.aval
-    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
 def _numbers_of_short_sum(operation: Operation) -> int:

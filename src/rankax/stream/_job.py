@@ -41,7 +41,7 @@ from rankax._trace.fingerprint import checksum
 from rankax.stream._ragged import filled_up, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
-_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu")
+_NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu", "target")
 _COPIES_IN, _COPIES_OUT = 4, 5
 _WHOLE = 1 << 20  # bytes; of a larger array that is not in memory, samples are read
 _SAMPLES = 16
@@ -325,10 +325,11 @@ def prepared(
     _name(tree, name, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
+    recorded = {**vars(options), "chunk_size": options.most}
     record: dict[str, Any] = {
         "kernel": kernel.name,
         "program": [text for stage in stages for text in _programs(stage)],
-        **{f"options: {n}": str(v) for n, v in vars(options).items() if n not in _NOT_RECORDED},
+        **{f"options: {n}": str(v) for n, v in recorded.items() if n not in _NOT_RECORDED},
         "memory_limit": given,
         "limit": limit,
         "blocks": [[*each.block] for each in cuts],

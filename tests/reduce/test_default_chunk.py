@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""A reduction that nothing bounds has a bound of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rankax import auto_vmap, chunked_reduce, options
+from rankax.reductions import BottomK, Moments
+
+POINTS = np.random.default_rng(0).normal(size=(3000, 3)).astype("float32")
+FEW = 50  # points whose pairs are all evaluated at once
+
+
+def distance(x, y):
+    return jnp.sum((x - y) ** 2)
+
+
+def near(x, y):
+    return jnp.exp(-distance(x, y))
+
+
+def pairs(reduce, **settings):
+    kernel = auto_vmap(1, 1, reduce=reduce, **settings)(distance)
+    return kernel, lambda x: kernel(x[:, None], x)
+
+
+def temporaries(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+REDUCTIONS = ["sum", "mean", "max", "argmin", "logsumexp", Moments(), BottomK(2)]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_values_are_those_of_all_items_at_once(reduce, axis):
+    x = POINTS[:500]
+    _, default = pairs(reduce, reduce_axis=axis)
+    _, at_once = pairs(reduce, reduce_axis=axis, chunk_size=None)
+    got, want = default(x), at_once(x)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "logsumexp", Moments()], ids=str)
+def test_gradients_are_those_of_all_items_at_once(reduce):
+    x, gradients = POINTS[:500], []
+    for size in ("auto", None):
+        _, fun = pairs(reduce, reduce_axis=-1, chunk_size=size)
+        gradients.append(jax.grad(lambda x, fun=fun: total(fun(x)))(x))
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def total(tree):
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(jnp.sum(jnp.log1p(jnp.abs(x))) for x in floats)
+
+
+def test_memory_does_not_grow_with_the_batch():
+    def gradient(size):
+        kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1, chunk_size=size)(near)
+        return jax.grad(lambda x: jnp.sum(kernel(x[:, None], x) ** 2))
+
+    assert temporaries(gradient("auto"), POINTS) < 2**20
+    assert temporaries(gradient(None), POINTS) > 4 * len(POINTS) ** 2
+
+
+def test_few_items_are_evaluated_at_once():
+    x = POINTS[:FEW]
+    kernel, fun = pairs("sum")
+    programs = [jax.make_jaxpr(fun)(x), jax.make_jaxpr(pairs("sum", chunk_size=None)[1])(x)]
+    assert str(programs[0]) == str(programs[1])
+    plan = kernel.plan(x[:, None], x)
+    assert plan.steps == 1
+    assert plan.notes == ()
+
+
+def test_the_plan_shows_it():
+    kernel, _ = pairs("sum")
+    plan = kernel.plan(POINTS[:, None], POINTS)
+    assert 1 < plan.in_flight <= 1024
+    assert "bounded by default; chunk_size=None evaluates all items at once" in str(plan)
+    for bound in ({"chunk_size": 1000}, {"memory_limit": "1 MB"}, {"chunk_size": None}):
+        assert "by default" not in str(kernel.with_options(**bound).plan(POINTS[:, None], POINTS))
+
+
+def test_a_scope_and_options_override_it():
+    kernel, _ = pairs("sum")
+    args = POINTS[:, None], POINTS
+    default = kernel.plan(*args)
+    with options(chunk_size=None):
+        assert kernel.plan(*args).steps == 1
+        assert kernel.with_options(chunk_size="auto").plan(*args) == default
+    with options(chunk_size=7):
+        assert kernel.plan(*args).in_flight <= 7
+        with options(chunk_size="auto"):
+            assert kernel.plan(*args) == default
+    assert kernel.with_options(chunk_size=7).with_options(chunk_size="auto") is not kernel
+    assert kernel.with_options(chunk_size=7).with_options(chunk_size="auto").plan(*args) == default
+
+
+def test_maps_have_no_bound():
+    kernel = auto_vmap(1)(jnp.sum)
+    assert kernel.plan(POINTS).steps == 1
+    assert kernel.with_options(chunk_size="auto").plan(POINTS).steps == 1
+
+
+def test_functions_with_a_bound_as_a_parameter_take_a_number():
+    message = r"chunked_reduce\(distance\): chunk_size must be a positive int, got 'auto'"
+    with pytest.raises(TypeError, match=message):
+        chunked_reduce(distance, "sum", "auto")
+    with pytest.raises(TypeError, match="chunk_size must be a positive int, got 'automatic'"):
+        auto_vmap(1, chunk_size="automatic")(jnp.sum)
+
+
+@pytest.mark.parametrize("option", ["batched", "where", "keys", "bucket"])
+def test_beside_other_options(option):
+    x = POINTS[:2000]
+    if option == "batched":
+        kernel = auto_vmap(1, reduce="sum", batched=True)(lambda x: jnp.sum(x**2, -1))
+        assert kernel.plan(x).in_flight <= 2000
+    elif option == "where":
+        kernel = auto_vmap(1, reduce="sum", where="ok")(lambda x: {"v": x @ x, "ok": x[0] > 0})
+    elif option == "keys":
+        kernel = auto_vmap(1, reduce="sum")(lambda x: x @ x)
+    else:
+        kernel = auto_vmap(1, reduce="sum", jit=True, bucket=True)(lambda x: x @ x)
+    want = kernel.with_options(chunk_size=None)(x)
+    for a, b in zip(*map(jax.tree.leaves, (kernel(x), want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_an_empty_batch():
+    kernel, fun = pairs("sum")
+    assert fun(POINTS[:0]) == 0
+    assert kernel.plan(POINTS[:0, None], POINTS[:0]).steps in (0, 1)
+
+
+# On a GPU.
+
+
+def on_gpu(kernel, *shapes):
+    """Return the plan of a call on a GPU, which is not asked to be there."""
+    with jax.default_device("gpu"):
+        return kernel.plan(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+
+N = 100_000
+
+
+def test_on_a_gpu_rows_are_whole():
+    kernel, _ = pairs("sum", reduce_axis=-1)
+    plan = on_gpu(kernel, (N, 1, 3), (N, 3))
+    assert [level.tile for level in plan.levels] == [80, N]
+    assert plan.in_flight * 4 <= 2**25
+
+
+def test_on_a_gpu_what_is_stored_decides():
+    def layer(x, y):
+        return jnp.sum(jnp.tanh(x - y))
+
+    kernel = auto_vmap(1, 1, reduce="sum", reduce_axis=-1)(layer)
+    stored = [on_gpu(kernel, (N, 1, k), (N, k)).in_flight * 4 * k for k in (1, 3, 8, 64)]
+    assert all(2**24 < each < 2**25 for each in stored)
+    # A row is whole up to twice that size, and is cut beyond.
+    assert on_gpu(kernel, (N, 1, 160), (N, 160)).in_flight == N
+    cut = on_gpu(kernel, (N, 1, 200), (N, 200))
+    assert cut.in_flight * 4 * 200 < 2**25
+
+
+def test_on_a_gpu_each_item_of_a_cut_row_has_a_state():
+    def scaled(x):
+        return jnp.exp(x[0]) * x
+
+    rows = [auto_vmap(1, reduce="sum")(scaled), auto_vmap(1, 1, reduce="sum")(distance)]
+    plans = [on_gpu(rows[0], (2**28, 16)), on_gpu(rows[1], (2**28, 3), (3,))]
+    assert [plan.in_flight for plan in plans] == [2**25 // (4 * 16), 2**25 // 4]
+
+
+def small_steps(size, *shapes, kernel=None):
+    kernel = kernel or pairs("sum", reduce_axis=-1)[0]
+    return on_gpu(kernel.with_options(chunk_size=size), *shapes).notes
+
+
+def test_small_steps_on_a_gpu_are_named():
+    shapes = (N, 1, 3), (N, 3)
+    (note,) = small_steps(2**16, *shapes)
+    assert note == (
+        "200000 steps of 50000 on a GPU, where each launches a few kernels; chunk_size=8000000 "
+        "makes 1250"
+    )
+    assert small_steps(8_000_000, *shapes) == ()
+    assert small_steps(2**16, (1000, 1, 3), (1000, 3)) == ()  # few steps
+    wide = auto_vmap(1, chunk_size=64)(lambda x: jnp.tanh(x[:, None] * x[None]))
+    assert small_steps(64, (10**7, 200), kernel=wide) == ()  # many numbers in each
+
+
+def test_a_call_warns_of_small_steps_once():
+    kernel = auto_vmap(0, chunk_size=1)(lambda x: 2 * x)
+    x = jax.ShapeDtypeStruct((100_000,), jnp.float32)
+    with jax.default_device("gpu"):
+        with pytest.warns(UserWarning, match=r"<lambda>\(\) at .*: 100000 steps of 1 on a GPU"):
+            jax.make_jaxpr(kernel)(x)
+        jax.make_jaxpr(kernel)(x)  # warnings are errors here
+    jax.make_jaxpr(kernel)(x)
+
+
+def test_the_target_is_not_an_option():
+    with pytest.raises(TypeError, match="no option is called 'target'"):
+        options(target="gpu")
