@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 # What the host starts, one by one: kernels, and copies within the memory of the device.
 KERNELS = {
-    *("fusion", "custom-call", "reduce", "scatter", "sort", "dynamic-update-slice", "async-start"),
+    *("fusion", "custom-call", "reduce", "scatter", "sort", "dynamic-update-slice"),
     *("dot", "convolution", "fft", "gather", "reduce-window", "select-and-scatter"),
     *("cholesky", "triangular-solve", "rng-bit-generator", "rng-get-and-update-state"),
 }
@@ -201,6 +201,8 @@ class _Module:
                 total.add(max(map(self.work, branches), key=_Work.launches))
             elif kind == "call":
                 total.add(self.work(line.called("to_apply")))
+            elif kind == "async":
+                total.add(self.work(line.called("calls")))
             elif kind in SENDS:
                 total.collectives += 1
                 total.kernels += 1
@@ -248,15 +250,15 @@ class _Module:
         if contracted := re.search(r'lhs_contracting_dim\w*\W+([\d,"]+)', line.rest):
             sizes = _sizes(first)
             pairs = math.prod(sizes[int(at)] for at in re.findall(r"\d+", contracted[1]))
-            return 2 * _elements(_arrays(line.shape)[0]) * pairs
+            return 2 * _elements(line.shape) * pairs
         if line.kind in MOVES:
             return 0
         if "to_apply=" in line.rest and line.kind != "sort":
             applied = self.computations[line.called("to_apply")]
             each = sum(self.computed(inner, applied) for inner in applied.values())
             updates = lines[line.operands[-1]].shape if line.kind == "scatter" else first
-            return each * _elements(_arrays(updates)[0])
-        return _elements(_arrays(line.shape)[0])
+            return each * _elements(updates)
+        return _elements(line.shape)
 
 
 def _two_branches(line: _Line) -> list[str]:
@@ -307,16 +309,14 @@ def _result(line: _Line) -> str:
     return f"{kind}[{sizes}]"
 
 
-def _arrays(shape: str) -> list[list[int]]:
-    return [[int(n) for n in sizes.split(",") if n] for _, sizes in _ARRAY.findall(shape)] or [[]]
-
-
 def _sizes(shape: str) -> list[int]:
-    return _arrays(shape)[0]
+    """Return the sizes of an array, of the first one if there are several."""
+    found = _ARRAY.search(shape)
+    return [int(n) for n in found[2].split(",") if n] if found else []
 
 
-def _elements(sizes: list[int]) -> int:
-    return math.prod(sizes)
+def _elements(shape: str) -> int:
+    return math.prod(_sizes(shape))
 
 
 def _bytes(shape: str) -> int:

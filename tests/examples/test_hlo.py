@@ -42,9 +42,15 @@ HloModule jit_f, is_scheduled=true
   %s.1 = (s32[], f32[100]{0}) parameter(0)
   %n.1 = s32[] get-tuple-element(%s.1), index=0
   %x.1 = f32[100]{0} get-tuple-element(%s.1), index=1
-  %y.1 = f32[100]{0} fusion(%x.1), kind=kLoop, calls=%wave, metadata={op_name="while/body/sin"}
+  %wave-start = ((f32[100]{0}), f32[100]{0}, u32[]) async-start(%x.1), calls=%wrapped
+  %y.1 = f32[100]{0} async-done(%wave-start), metadata={op_name="while/body/sin"}
   %m.1 = s32[] fusion(%n.1), kind=kLoop, calls=%next
   ROOT %t.1 = (s32[], f32[100]{0}) tuple(%m.1, %y.1)
+}
+
+%wrapped (p.11: f32[100]) -> f32[100] {
+  %p.11 = f32[100]{0} parameter(0)
+  ROOT %waves = f32[100]{0} fusion(%p.11), kind=kLoop, calls=%wave
 }
 
 %wave (p.6: f32[100]) -> f32[100] {
