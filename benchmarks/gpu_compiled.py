@@ -5,7 +5,7 @@
 
 Seven reductions over pairs, and the eleven kernels of ``tile_kernels.py``, forward and gradient, by
 `jax.vmap`, `jax.lax.map` and rankax. ``h100.py`` says what to install. Prints each row as it comes,
-takes three minutes on two cores, and writes ``benchmarks/results/h100-compiled.md``.
+takes four minutes of processor time, and writes ``benchmarks/results/h100-compiled.md``.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ Temporaries, loops and launches are those of the compiled program. A loop is its
 launches, with the loops within; ? steps are not known, so that the host waits for the condition in
 each. Launches are kernels and copies within the memory of the device, all steps together (one, if
 they are not known). GB is what the kernels read and write, and T how many operations they compute
-(in units of 10^12), both counted simply from the program.
+(in units of 10^12), both counted simply from the program. A row of — did not compile without a GPU.
 
 **The last two columns are a prediction, not a measurement:** the largest of 2.5 us for each launch,
 the bytes at 3.35 TB/s and the operations at 60 T/s in float32, and which of the three it is. That
-is rough. Kernels seldom reach these rates, `exp` costs as much as an addition here, and bytes that
-stay in the L2 cache of 50 MB move faster.
+is rough. Kernels seldom reach these rates, and `exp` costs as much as an addition here. But bytes
+that stay in the L2 cache of 50 MB move faster, and so does the launching of kernels that XLA
+records as a graph.
 """
 
 

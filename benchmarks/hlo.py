@@ -112,7 +112,7 @@ def read_text(text: str, temporaries: int = 0) -> Program:
 
 
 LAUNCH = 2.5e-6  # seconds that the host needs to start a kernel or a copy
-BYTES = 3.35e12  # a second, of the memory of an H100
+BYTES = 3.35e12  # a second, from and to the memory of an H100
 OPERATIONS = 60e12  # a second, of an H100 in float32
 
 
