@@ -42,7 +42,7 @@ BEGIN = time.perf_counter()
 MOST_SECONDS = 7 * 60  # after which no row is begun
 ROUNDS = 7
 ROUNDS_SECONDS = 10  # for the turns of a row, which has at least one that counts
-COMPARED: list[list[str]] = []  # the rows of the last table
+TIMED: list[tuple[str, str, float]] = []  # all programs, as HLO, and their seconds
 
 
 def timed(
@@ -68,18 +68,8 @@ def timed(
             else:
                 times[name].append(time.perf_counter() - begin)
     medians = {name: statistics.median(own[1:]) for name, own in times.items()}
-    for name, seconds in medians.items():
-        compare(f"{what}, {name}", hlo.read(compiled[name]), seconds)
+    TIMED.extend((f"{what}, {name}", compiled[name].as_text(), medians[name]) for name in medians)
     return medians
-
-
-def compare(what: str, program: hlo.Program, seconds: float) -> None:
-    """Keep a time beside what is predicted, unless a loop has a length that nobody knows."""
-    if program.has_unknown_steps:
-        return
-    predicted, why = hlo.predict(program)
-    cells = [what, f"{program.launches:,}", hlo.milliseconds(predicted), why]
-    COMPARED.append([*cells, hlo.milliseconds(seconds), f"{seconds / predicted:.1f}"])
 
 
 def empty_loop(small: bool) -> Iterator[list[str]]:
@@ -200,9 +190,17 @@ def peak() -> int:
 
 
 def predictions(small: bool) -> Iterator[list[str]]:
-    """Of all programs that were timed, what an H100 should need at least."""
+    """Of all programs that were timed, what an H100 should need at least.
+
+    Not of those with a loop whose length is not known.
+    """
     yield ["program", "launches", "predicted ms", "for", "ms", "times as long"]
-    yield from COMPARED
+    for what, text, seconds in TIMED:
+        program = hlo.read_text(text)
+        predicted, why = hlo.predict(program)
+        if predicted and not program.has_unknown_steps:
+            cells = [what, f"{program.launches:,}", hlo.milliseconds(predicted), why]
+            yield [*cells, hlo.milliseconds(seconds), f"{seconds / predicted:.1f}"]
 
 
 # Limits first, because the peak of the allocator never falls.
@@ -241,8 +239,8 @@ def main() -> None:
     for title, question in QUESTIONS.items():
         print(f"{title}\n", flush=True)
         text += f"\n## {title}\n\n{answer(question, options.small)}"
-    if not options.small:
-        stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
+        if not options.small:  # after each section, in case the next one fails
+            stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
     print(f"{time.perf_counter() - BEGIN:.0f} s")
 
 
