@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""The first hour on a GPU: five questions, each with plain JAX beside rankax.
+"""The first minutes on a GPU: six questions, with plain JAX beside rankax.
 
     python benchmarks/gpu.py            # on the first device of JAX
     python benchmarks/gpu.py --small    # sizes for a CPU: a minute, in which times say nothing
 
-1. What does a step of a loop cost, if it does nothing?
-2. From which chunk size on are eleven kernels as fast as `jax.vmap`?
-3. How fast are sums over pairs, beside a blocked loop written by hand?
-4. How many lanes do items need that end by themselves, and how long must they be?
-5. Does a call with ``memory_limit`` stay within it, as the allocator counts?
+1. Does a call with ``memory_limit`` stay within it, as the allocator counts?
+2. How fast are sums over pairs, beside a blocked loop written by hand?
+3. From which chunk size on are eleven kernels as fast as `jax.vmap`?
+4. What does a step of a loop cost, if it does nothing?
+5. How many lanes do items need that end by themselves, and how long must they be?
+6. How near do these times come to the predictions of ``gpu_compiled.py``?
 
 Programs are compiled first and then take turns. Times are medians, each until the result is ready.
-Writes ``benchmarks/results/<platform>-first.md``, unless the sizes are small.
+Rows are printed as they come. After seven minutes no other row is begun, so that all ends within
+eight, and the file says where it stopped. Writes ``benchmarks/results/<platform>-first.md``, unless
+the sizes are small.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,23 +31,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import hlo
 import stamp
 from lockstep import oscillator
 from rankax import auto_vmap, chunked_vmap
 from report import machine
-from tile_kernels import CASES, drawn
+from tile_kernels import CASES, Case, drawn
 
+BEGIN = time.perf_counter()
+MOST_SECONDS = 7 * 60  # after which no row is begun
 ROUNDS = 7
-Table = list[list[str]]
+ROUNDS_SECONDS = 10  # for the turns of a row, which has at least one that counts
+TIMED: list[tuple[str, str, float]] = []  # all programs, as HLO, and their seconds
 
 
-def timed(programs: Mapping[str, Callable[..., Any]], arrays: Sequence[Any]) -> dict[str, float]:
+def timed(
+    what: str, programs: Mapping[str, Callable[..., Any]], arrays: Sequence[Any]
+) -> dict[str, float]:
     """Return the median time of each program in seconds; nan if it did not fit the memory."""
     compiled = {
         name: jax.jit(program).lower(*arrays).compile() for name, program in programs.items()
     }
     times: dict[str, list[float]] = {name: [] for name in compiled}
-    for _ in range(ROUNDS + 1):
+    end = time.perf_counter() + ROUNDS_SECONDS
+    for turn in range(ROUNDS + 1):
+        if turn > 1 and time.perf_counter() > end:
+            break
         for name, run in compiled.items():
             begin = time.perf_counter()
             try:
@@ -54,37 +67,44 @@ def timed(programs: Mapping[str, Callable[..., Any]], arrays: Sequence[Any]) -> 
                 times[name].append(float("nan"))
             else:
                 times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(own[1:]) for name, own in times.items()}
+    medians = {name: statistics.median(own[1:]) for name, own in times.items()}
+    TIMED.extend((f"{what}, {name}", compiled[name].as_text(), medians[name]) for name in medians)
+    return medians
 
 
 def empty_loop(small: bool) -> Iterator[list[str]]:
     """What a step costs that does next to nothing, in a scan and in chunks of one item."""
     yield ["steps", "`lax.scan`, us a step", "`chunked_vmap(f, 1)`, us a step"]
-    for steps in (1000,) if small else (1000, 10_000, 100_000):
+    for steps in (1000,) if small else (1000, 10_000):
         programs = {
             "scan": lambda x: lax.scan(lambda c, row: (c + 1, row), 0, x),
             "chunks": chunked_vmap(lambda row: row + 1, 1),
         }
-        took = timed(programs, (jnp.zeros(steps),))
+        took = timed(f"{steps:,} empty steps", programs, (jnp.zeros(steps),))
         yield [f"{steps:,}", *(f"{1e6 * seconds / steps:.2f}" for seconds in took.values())]
 
 
 def chunks(small: bool) -> Iterator[list[str]]:
     """Eleven kernels, forward and gradient, in chunks of several sizes."""
-    sizes = (2**8, 2**10) if small else (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+    sizes = (2**8, 2**10) if small else (2**16, 2**18, 2**20, 2**22)
     yield ["kernel", "mode", "items", "`jax.vmap`, ms", *(f"{size:,}" for size in sizes)]
     for case in CASES[:2] if small else CASES:
-        items = 2**11 if small else min(2**24, 2**31 // (64 * case.inputs()[0][0].size))
+        items = 2**11 if small else items_of(case)
         arrays = [drawn(i, items, *core) for i, core in enumerate(case.cores)]
         for mode in ("forward", "gradient"):
             ways = {"vmap": jax.vmap(case.fun)}
-            ways |= {str(size): chunked_vmap(case.fun, size) for size in sizes if size < items}
+            ways |= {f"chunk_size={n:,}": chunked_vmap(case.fun, n) for n in sizes if n < items}
             programs = {name: in_mode(way, mode) for name, way in ways.items()}
-            took = timed(programs, arrays)
+            took = timed(f"{case.name}, {mode}", programs, arrays)
             plain = took.pop("vmap")
             shown = [f"{plain / seconds:.2f}" for seconds in took.values()]
             shown += [""] * (len(sizes) - len(shown))
             yield [case.name, mode, f"{items:,}", f"{1e3 * plain:.3g}", *shown]
+
+
+def items_of(case: Case) -> int:
+    """Return how many items a GPU should have to be busy: 128 MB of the first argument, or less."""
+    return min(2**24, 2**25 // math.prod(case.cores[0]))
 
 
 def in_mode(fun: Callable[..., Any], mode: str) -> Callable[..., Any]:
@@ -118,11 +138,12 @@ def pairs(small: bool) -> Iterator[list[str]]:
             f"blocks of {size} rows": lambda x, y, w, size=size: blocked(x, y, w, size)
             for size in ((64,) if small else (64, 1024))
         }
-        for size in (2**14, 2**16) if small else (2**16, 2**20, 2**24):
+        for size in (2**14, 2**16) if small else (2**18, 2**22, 2**24, 2**26):
             kernel = auto_vmap(x=1, y=1, weight=0, reduce="sum", reduce_axis=-1, chunk_size=size)
             call = kernel(potential)
             ways[f"rankax, chunk_size={size:,}"] = lambda x, y, w, f=call: f(x[:, None], y, w)
-        took = timed({name: in_mode(way, mode) for name, way in ways.items()}, arrays)
+        programs = {name: in_mode(way, mode) for name, way in ways.items()}
+        took = timed(f"sum over pairs, {mode}", programs, arrays)
         for name, seconds in took.items():
             yield [f"{n:,}", mode, name, f"{1e3 * seconds:.3g}", f"{n * n / seconds:.2e}"]
 
@@ -130,16 +151,16 @@ def pairs(small: bool) -> Iterator[list[str]]:
 def lanes(small: bool) -> Iterator[list[str]]:
     """Oscillators whose numbers of steps differ: in lockstep, and in lanes."""
     yield ["oscillators", "`jax.vmap`, ms", "lanes", "ms", "times as fast"]
-    for items in (64,) if small else (1000, 10_000, 100_000):
+    for items in (64,) if small else (10_000, 100_000):
         stiffness = jnp.exp(jnp.linspace(jnp.log(0.1), jnp.log(10.0 if small else 100.0), items))
-        counts = (16,) if small else (256, 1024, 4096, 16_384)
+        counts = (16,) if small else (2048, 8192, 32_768)
         ways = {"vmap": jax.vmap(oscillator)}
         ways |= {
-            str(count): chunked_vmap(oscillator, count, lockstep=False)
+            f"{count:,}": chunked_vmap(oscillator, count, lockstep=False)
             for count in counts
             if count < items
         }
-        took = timed(ways, (stiffness,))
+        took = timed(f"{items:,} oscillators", ways, (stiffness,))
         plain = took.pop("vmap")
         for count, seconds in took.items():
             ratio = f"{plain / seconds:.2f}"
@@ -168,20 +189,45 @@ def peak() -> int:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
+def predictions(small: bool) -> Iterator[list[str]]:
+    """Of all programs that were timed, what an H100 should need at least.
+
+    Not of those with a loop whose length is not known.
+    """
+    yield ["program", "launches", "predicted ms", "for", "ms", "times as long"]
+    for what, text, seconds in TIMED:
+        program = hlo.read_text(text)
+        predicted, why = hlo.predict(program)
+        if predicted and not program.has_unknown_steps:
+            cells = [what, f"{program.launches:,}", hlo.milliseconds(predicted), why]
+            yield [*cells, hlo.milliseconds(seconds), f"{seconds / predicted:.1f}"]
+
+
 # Limits first, because the peak of the allocator never falls.
 QUESTIONS: dict[str, Callable[[bool], Iterator[list[str]]]] = {
     "A memory limit and the peak": limits,
-    "A step that does nothing": empty_loop,
-    "Chunks beside `jax.vmap`, which is as fast at 1.00": chunks,
     "Sums over pairs": pairs,
+    "Chunks beside `jax.vmap`, which is as fast at 1.00": chunks,
+    "A step that does nothing": empty_loop,
     "Items that end by themselves": lanes,
+    "Predictions for an H100, by launches, bytes or operations, and the times": predictions,
 }
 
 
-def table(rows: Table) -> str:
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def answer(question: Callable[[bool], Iterator[list[str]]], small: bool) -> str:
+    """Return a table, whose rows are printed as they come, until there is no time left."""
+    text = ""
+    for row in question(small):
+        line = "| " + " | ".join(row) + " |\n"
+        if not text:
+            line += "|" + " --- |" * len(row) + "\n"
+        print(line, end="", flush=True)
+        text += line
+        if question is not predictions and time.perf_counter() - BEGIN > MOST_SECONDS:
+            print("\nno time left\n", flush=True)
+            return f"{text}\nStopped here after {MOST_SECONDS // 60} minutes.\n"
+    print(flush=True)
+    return text
 
 
 def main() -> None:
@@ -191,10 +237,11 @@ def main() -> None:
     ran = machine()
     text = f"Measured by `python benchmarks/gpu.py` on {ran['device']}, JAX {jax.__version__}.\n"
     for title, question in QUESTIONS.items():
-        text += f"\n## {title}\n\n{table(list(question(options.small)))}\n"
-        print(text.rpartition("\n## ")[2], flush=True)
-    if not options.small:
-        stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
+        print(f"{title}\n", flush=True)
+        text += f"\n## {title}\n\n{answer(question, options.small)}"
+        if not options.small:  # after each section, in case the next one fails
+            stamp.write(Path(__file__).parent / "results" / f"{ran['platform']}-first.md", text)
+    print(f"{time.perf_counter() - BEGIN:.0f} s")
 
 
 if __name__ == "__main__":

@@ -306,7 +306,10 @@ def _without_sections(text):
     return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text.strip())
 
 
-SECTIONS = ("blocks", "cpu", "cpu-math", "flags", "ragged", "reductions", "tiles", "tiles-one-core")
+SECTIONS = (
+    *("blocks", "cpu", "cpu-math", "flags", "h100-compiled", "ragged", "reductions", "tiles"),
+    "tiles-one-core",
+)
 UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
 
 

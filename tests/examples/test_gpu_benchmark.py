@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 @pytest.mark.slow
-def test_the_first_hour_on_a_gpu_at_small_sizes():
+def test_the_first_minutes_on_a_gpu_at_small_sizes():
     run = subprocess.run(
         [sys.executable, str(PROGRAM), "--small"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -25,11 +25,12 @@ def test_the_first_hour_on_a_gpu_at_small_sizes():
     assert run.returncode == 0, run.stderr
     tables = run.stdout.split("\n\n| ")[1:]
     assert run.stdout.startswith("A memory limit and the peak\n")
-    assert [len(re.findall(r"^\|", table, re.MULTILINE)) - 1 for table in tables] == [1, 1, 4, 6, 1]
+    rows = [len(re.findall(r"^\|", table, re.MULTILINE)) - 1 for table in tables]
+    assert rows == [1, 6, 4, 1, 1, 20]
     # Every time is a positive number: all programs ran, and none was out of memory.
     assert "nan" not in run.stdout
     pairs = re.findall(
-        r"\| (blocks of 64 rows|rankax, chunk_size=[\d,]+) \| ([\d.]+) \|", tables[3]
+        r"\| (blocks of 64 rows|rankax, chunk_size=[\d,]+) \| ([\d.]+) \|", tables[1]
     )
     assert len(pairs) == 6
     assert all(float(milliseconds) > 0 for _, milliseconds in pairs)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""What an H100 would launch, move and compute, as compiled on a machine that has none.
+
+    python benchmarks/gpu_compiled.py
+
+Seven reductions over pairs, and the eleven kernels of ``tile_kernels.py``, forward and gradient, by
+`jax.vmap`, `jax.lax.map` and rankax. ``h100.py`` says what to install. Prints each row as it comes,
+takes four minutes of processor time, and writes ``benchmarks/results/h100-compiled.md``.
+"""
+
+from __future__ import annotations
+
+import h100  # before JAX, which then leaves a GPU alone
+
+# isort: split
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import hlo
+import stamp
+from gpu import in_mode, items_of
+from rankax import auto_vmap, chunked_vmap
+from rankax.reductions import BottomK, Moments
+from reductions import gauss, minus_square, square
+from tile_kernels import CASES, Case
+
+POINTS = 100_000
+ROWS = 64  # of `lax.map`
+BATCH = 2**20  # of `lax.map`
+
+# The options of rankax, by the name of the row. A kernel without options belongs here, once it has
+# a bound by default.
+PAIRS = {f"rankax, chunk_size={size:,}": {"chunk_size": size} for size in (2**16, 2**22, 2**24)}
+SIZES = (2**16, 2**20, 2**22)
+LIMIT = "1 GB"
+LIMITED = "Lennard-Jones 32x3"  # `memory_limit` compiles several chunks, so one kernel has to do
+
+HEAD = """# Compiled for an H100
+
+Written by `python benchmarks/gpu_compiled.py`, on a machine that has no GPU: nothing ran.
+
+Temporaries, loops and launches are those of the compiled program. A loop is its steps x what a step
+launches, with the loops within; ? steps are not known, so that the host waits for the condition in
+each. Launches are kernels and copies within the memory of the device, all steps together (one, if
+they are not known). GB is what the kernels read and write, and T how many operations they compute
+(in units of 10^12), both counted simply from the program. A row of — did not compile without a GPU.
+
+**The last two columns are a prediction, not a measurement:** the largest of 2.5 us for each launch,
+the bytes at 3.35 TB/s and the operations at 60 T/s in float32, and which of the three it is. That
+is rough. Kernels seldom reach these rates, and `exp` costs as much as an addition here. But bytes
+that stay in the L2 cache of 50 MB move faster, and so does the launching of kernels that XLA
+records as a graph.
+"""
+
+
+class Task(NamedTuple):
+    """A reduction over pairs, by rankax and by `jax.numpy`."""
+
+    name: str
+    kernel: Callable[..., Any]
+    reduce: Any
+    plain: Callable[..., Any]
+    modes: tuple[str, ...] = ("forward", "gradient")
+
+
+def gravity(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+    """The pull on a point, which is a vector."""
+    away = y - x
+    return w * away / (jnp.sum(away**2) + 1e-2) ** 1.5
+
+
+def nearest(values: jax.Array) -> Any:
+    found, indices = lax.top_k(-values, 5)
+    return -found, indices
+
+
+TASKS = [
+    Task("sum", gauss, "sum", jnp.sum),
+    Task("gravity, a vector", gravity, "sum", lambda values: jnp.sum(values, axis=0)),
+    Task("logsumexp", minus_square, "logsumexp", jax.nn.logsumexp),
+    Task("argmin", square, "argmin", jnp.argmin, ("forward",)),
+    Task("nearest 5", square, BottomK(5), nearest),
+    Task("mean", square, "mean", jnp.mean),
+    Task("moments", square, Moments(), lambda values: (jnp.mean(values), jnp.var(values))),
+]
+
+
+class Way(NamedTuple):
+    """A way to evaluate many items: its name, the call, and what compiles it."""
+
+    name: str
+    call: Callable[..., Any]
+    compiled: Callable[..., Any] = h100.compiled
+
+
+def reduced(task: Task) -> Iterator[Way]:
+    """The reduction for each of the first points, by several ways."""
+    others = (0,) * (task.kernel.__code__.co_argcount - 1)
+
+    def row(x: jax.Array, *arrays: Any) -> Any:
+        return task.plain(jax.vmap(task.kernel, (None, *others))(x, *arrays))
+
+    def blocks(x: jax.Array, *arrays: Any) -> Any:
+        return lax.map(jax.checkpoint(lambda own: row(own, *arrays)), x, batch_size=ROWS)
+
+    yield Way("`jax.vmap`", lambda x, *arrays: jax.vmap(lambda own: row(own, *arrays))(x))
+    yield Way(f"`lax.map` of {ROWS} rows", blocks)
+    for name, options in PAIRS.items():
+        ranks = (1, 1, 0)[: 1 + len(others)]
+        call = auto_vmap(*ranks, reduce=task.reduce, reduce_axis=-1, **options)(task.kernel)
+        yield Way(name, lambda x, *arrays, f=call: f(x[:, None], *arrays))
+
+
+def of_squares(fun: Callable[..., Any], mode: str, count: int) -> Callable[..., Any]:
+    """Return a reduction, or the gradient of the sum of its squares by all arguments."""
+    if mode == "forward":
+        return fun
+
+    def total(*arrays: Any) -> jax.Array:
+        leaves = jax.tree.leaves(fun(*arrays))
+        return sum(jnp.sum(x**2) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+
+    return jax.grad(total, tuple(range(count)))
+
+
+def mapped(case: Case, items: int) -> Iterator[Way]:
+    """A kernel over many items, by several ways."""
+    yield Way("`jax.vmap`", jax.vmap(case.fun))
+    if items > BATCH:
+
+        def batches(*arrays: Any) -> Any:
+            return lax.map(lambda item: case.fun(*item), arrays, batch_size=BATCH)
+
+        yield Way(f"`lax.map` of {BATCH:,}", batches)
+    for size in SIZES:
+        if size < items:
+            yield Way(f"rankax, chunk_size={size:,}", chunked_vmap(case.fun, size))
+    if case.name == LIMITED:
+        call = auto_vmap(*map(len, case.cores), memory_limit=LIMIT)(case.fun)
+        yield Way(f"rankax, memory_limit={LIMIT}", call, h100.compiled_on_device)
+
+
+class Row(NamedTuple):
+    """What one row is about: its first cells, the way, that way in a mode, and the arrays."""
+
+    cells: list[str]
+    way: Way
+    fun: Callable[..., Any]
+    arrays: list[Any]
+
+
+COLUMNS = ["temporaries, MB", "loops", "launches", "GB", "T", "predicted ms", "for"]
+
+
+def compiled(row: Row) -> list[str]:
+    """Compile what a row is about, and return its cells."""
+    cells = [*row.cells, row.way.name]
+    try:
+        program = hlo.read(row.way.compiled(row.fun, *row.arrays))
+    except jax.errors.JaxRuntimeError as error:
+        # Some calls of a library cannot be compiled without a GPU, such as `top_k` in two places.
+        return [*cells, "—", f"XLA: {str(error).partition(':')[0]}", *("—" for _ in COLUMNS[2:])]
+    seconds, why = hlo.predict(program)
+    is_known = not program.has_unknown_steps
+    return [
+        *cells,
+        f"{program.temporaries / 1e6:,.1f}",
+        "; ".join(map(str, program.loops)),
+        f"{program.launches:,}",
+        f"{program.bytes / 1e9:,.1f}",
+        f"{program.operations / 1e12:.2g}",
+        hlo.milliseconds(seconds) if is_known else "not known",
+        why if is_known else "",
+    ]
+
+
+def over_pairs() -> Iterator[Row]:
+    for task in TASKS:
+        count = task.kernel.__code__.co_argcount
+        shapes = [(POINTS, 3), (POINTS, 3), (POINTS,)][:count]
+        arrays = [h100.shaped(*shape) for shape in shapes]
+        for mode in task.modes:
+            for way in reduced(task):
+                yield Row([task.name, mode], way, of_squares(way.call, mode, count), arrays)
+
+
+def over_items() -> Iterator[Row]:
+    for case in CASES:
+        items = items_of(case)
+        arrays = [h100.shaped(items, *core) for core in case.cores]
+        for mode in ("forward", "gradient"):
+            for way in mapped(case, items):
+                cells = [case.name, f"{items:,}", mode]
+                yield Row(cells, way, in_mode(way.call, mode), arrays)
+
+
+def section(title: str, head: list[str], rows: Iterator[Row]) -> str:
+    """Return a table, whose rows are printed as they come."""
+    words = {head[0], "mode", "way", "loops", "for"}
+    columns = [*head, *COLUMNS]
+    rule = ["---" if name in words else "---:" for name in columns]
+    text = f"\n## {title}\n\n"
+    print(text, end="")
+    with ThreadPoolExecutor(2) as pool:  # one traces while the other compiles
+        for row in itertools.chain([columns, rule], pool.map(compiled, rows)):
+            line = f"| {' | '.join(row)} |\n"
+            print(line, end="", flush=True)
+            text += line
+    return text
+
+
+def main() -> None:
+    try:
+        h100.gpus()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    begin = time.perf_counter()
+    pairs = f"{POINTS:,} x {POINTS:,}"
+    text = f"{HEAD}\nJAX {jax.__version__}, float32.\n"
+    text += section(
+        f"Reductions over {pairs} pairs; the gradient of squares",
+        ["reduction", "mode", "way"],
+        over_pairs(),
+    )
+    text += section(
+        "Maps; the gradient by the first argument", ["kernel", "items", "mode", "way"], over_items()
+    )
+    path = Path(__file__).parent / "results" / "h100-compiled.md"
+    stamp.write(path, text)
+    print(f"\nwrote {path.name} after {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
