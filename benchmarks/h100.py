@@ -62,14 +62,20 @@ def gpus(hosts: int = 1, each: int = 1) -> Sequence[Any]:
 
 
 @functools.cache
-def one_gpu() -> Mesh:
-    return Mesh(np.array(gpus()), ("gpu",), axis_types=(AxisType.Auto,))
+def mesh_of(hosts: int = 1, each: int = 1, kind: AxisType = AxisType.Auto) -> Mesh:
+    """Return a mesh of GPUs with one axis, ``"d"``."""
+    return Mesh(np.array(gpus(hosts, each)), ("d",), axis_types=(kind,))
 
 
-def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """Return what an array is like that is on the GPU: rankax reads the target from its mesh."""
-    whole = NamedSharding(one_gpu(), PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+def shaped(
+    *shape: int, dtype: Any = jnp.float32, mesh: Mesh | None = None, spec: Sequence[Any] = ()
+) -> jax.ShapeDtypeStruct:
+    """Return what an array is like that is on GPUs, by default on one.
+
+    rankax reads the target of a call from the mesh.
+    """
+    sharding = NamedSharding(mesh or mesh_of(), PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def compiled(fun: Callable[..., Any], *arrays: jax.ShapeDtypeStruct) -> Any:

@@ -57,7 +57,9 @@ class Loop(NamedTuple):
         return (self.steps or 1) * (self.kernels + self.copies + inside)
 
     def __str__(self) -> str:
-        own = [str(self.kernels + self.copies), *map(str, self.loops)]
+        """Steps x kernels+copies, with the loops within."""
+        copies = f"+{self.copies}" if self.copies else ""
+        own = [f"{self.kernels}{copies}", *map(str, self.loops)]
         step = own[0] if len(own) == 1 else f"({' + '.join(own)})"
         return f"{'?' if self.steps is None else f'{self.steps:,}'} x {step}"
 
@@ -83,6 +85,10 @@ class Program(NamedTuple):
     @property
     def has_unknown_steps(self) -> bool:
         return any(loop.steps is None for loop in _all(self.loops))
+
+    def __str__(self) -> str:
+        """The loops, as steps x kernels+copies."""
+        return ", ".join(map(str, self.loops)) or "no loop"
 
 
 def _all(loops: tuple[Loop, ...]) -> list[Loop]:

@@ -560,6 +560,7 @@ def test_stretched_axes_do_not_change_what_is_measured():
 SEARCHES = {
     "proportional": (lambda n: 10 * n, 1000, [8, 97]),
     "a constant part": (lambda n: 400 + 5 * n, 1000, [8, 17, 114]),
+    "most of it constant": (lambda n: 600 + n, 1000, [8, 12, 370]),
     "more than proportional": (lambda n: n**2, 1000, [8, 121, 15, 20, 24]),
     "all fits": (lambda n: 3 * n + 5, 10**6, [8, 997]),
     "tiles, whose memory is that of any chunk": (

@@ -126,7 +126,7 @@ def fit_chunk(
     Memory is assumed to be linear in the chunk size: at first proportional to it, then on the line
     through two measurements, those around the limit or else those nearest to it. If it is
     proportional, the second measurement is the last. The search also ends at a chunk if twice as
-    many items exceed the limit. Chunks that divide the batch (of levels of such ``sizes``) are
+    many items exceed the limit, or should. Chunks that divide the batch (of levels of such ``sizes``) are
     preferred because others copy the outputs in the gradient, which is not linear.
 
     Raises
@@ -142,11 +142,15 @@ def fit_chunk(
         low = max((size for size, cost in measured.items() if cost.most <= limit), default=0)
         high = min((size for size in measured if size > low), default=most + 1)
         is_close = high <= low + 1 or (high in measured and high <= 2 * low)
-        if is_close or (low and measured[low].most >= _ENOUGH * limit):
+        if is_close:
             break
         guess = _guess(measured, low, high, limit)
         even = even_chunk_size(sizes, guess)
         candidate = even if even > low else guess
+        # What all chunks need, such as a copy of the outputs, may be most of it.
+        is_enough = low and len(measured) > 1 and measured[low].most >= _ENOUGH * limit
+        if is_enough and candidate < 2 * low:
+            break
     low = low or 1
     cost = measured.get(low) or measure(low)
     if cost.most > limit:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT
+"""All pairs of 100,000 points with default options on an H100: bounded memory, few launches."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import h100
+from cases import modes
+from h100 import shaped
+from hlo import read
+from rankax import auto_vmap
+from rankax.reductions import BottomK
+
+N = 100_000
+POINTS = shaped(N, 3)
+
+
+def distance(x, y):
+    return jnp.sum((x - y) ** 2)
+
+
+def gaussian(x, y, w):
+    return w * jnp.exp(-distance(x, y))
+
+
+def gravity(x, y, m):
+    d = y - x
+    return m * d * jax.lax.rsqrt(jnp.sum(d * d) + 1e-3) ** 3
+
+
+CASES = {
+    "gaussian": (gaussian, "sum", (POINTS, POINTS, shaped(N))),
+    "gravity": (gravity, "sum", (POINTS, POINTS, shaped(N))),
+    "logsumexp": (lambda x, y: -distance(x, y), "logsumexp", (POINTS, POINTS)),
+    "argmin": (distance, "argmin", (POINTS, POINTS)),
+    "nearest 5": (distance, BottomK(5), (POINTS, POINTS)),
+}
+
+
+def mapped(fun, reduce, args, **options):
+    ranks = [len(x.shape) - 1 for x in args]
+    kernel = auto_vmap(*ranks, reduce=reduce, reduce_axis=-1, **options)(fun)
+    return lambda x, *others: kernel(x[:, None], *others)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_default_options(name):
+    fun, reduce, args = CASES[name]
+    for mode, call in modes(name, mapped(fun, reduce, args), args):
+        program = read(h100.compiled(call, *args))
+        assert program.temporaries <= 200e6, mode
+        kernels = sum(loop.steps * loop.kernels for loop in program.loops)
+        assert kernels <= 30_000, mode
+        assert not any(loop.loops for loop in program.loops)
+        assert not program.has_unknown_steps
+
+
+def test_small_chunks_are_slow_and_named():
+    fun, reduce, args = CASES["gaussian"]
+    with pytest.warns(UserWarning, match="200000 steps of 50000 on a GPU.*chunk_size=8000000"):
+        small = read(h100.compiled(mapped(fun, reduce, args, chunk_size=2**16), *args))
+    default = read(h100.compiled(mapped(fun, reduce, args), *args))
+    assert small.launches > 100 * default.launches
+
+
+def test_a_memory_limit_is_measured_for_the_gpu():
+    kernel = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=-1, memory_limit="1 GB")(gaussian)
+    plan = kernel.plan(shaped(N, 1, 3), POINTS, shaped(N))
+    assert 500e6 < plan.memory.gradient <= 1e9
+    assert plan.in_flight > 2**24
+    # In a compiled call a mesh tells the platform, but no device to compile for.
+    with pytest.raises(ValueError, match="cannot measure a call compiled for a gpu"):
+        h100.compiled(kernel, shaped(N, 1, 3), POINTS, shaped(N))
+
+
+def test_where_jax_runs_is_not_what_decides():
+    fun, reduce, args = CASES["gaussian"]
+    kernel = auto_vmap(1, 1, 0, reduce=reduce, reduce_axis=-1)(fun)
+    small = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (shaped(N, 1, 3), *args[1:])]
+    assert kernel.plan(*small).in_flight <= 1024
+    assert kernel.plan(shaped(N, 1, 3), *args[1:]).in_flight == 8_000_000
