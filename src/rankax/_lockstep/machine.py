@@ -332,8 +332,14 @@ class _Cutter:
             read = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
             self.here.add(lambda i, *rows: [read(x, i) for x in rows], [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
-            ys = zip(buffers, new[len(carry) :], strict=True)
-            self.here.writes += [Stored(buffer, place, y) for buffer, y in ys]
+            ys = new[len(carry) :]
+            # Rows are written after the carry has moved on.
+            before = {y: self.slot(y.aval) for y in ys if y in carry}
+            self._move(list(before), list(before.values()))
+            pairs = zip(buffers, ys, strict=True)
+            self.here.writes += [
+                Stored(buffer, place, before[y] if y in carry else y) for buffer, y in pairs
+            ]
             self._move(new[: len(carry)], carry)
 
         def test() -> Slot:
