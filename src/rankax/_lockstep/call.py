@@ -100,7 +100,8 @@ def walk_in_lanes(
         own = tuple(folds(outs, tiles))
         output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype(count)), avals)
     reports = spec.progress and Reports(spec.progress, count, 1, 1)
-    return Engine(cut_program(closed), closed.consts, count, lanes, output, reports).run()
+    machine, rounds = cut_program(closed), spec.rounds
+    return Engine(machine, closed.consts, count, lanes, output, rounds, reports).run()
 
 
 def _sizes(levels: Sequence[LoopSpec]) -> list[int]:
@@ -207,7 +208,7 @@ def _by_steps(
         return None
     output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
     lanes = min(levels[0].lanes or 1, count)
-    (steps,) = Engine(machine, closed.consts, count, lanes, output).run()
+    (steps,) = Engine(machine, closed.consts, count, lanes, output, levels[0].rounds).run()
     return jnp.argsort(steps).astype(index_dtype(count))
 
 
@@ -243,6 +244,9 @@ class _Buffers(Output):
             else old.at[at].set(new, mode="drop", unique_indices=True)
             for axis, new, old in zip(self.axes, outs, held, strict=True)
         ]
+
+    def settle(self, held: list[Any]) -> list[Any]:
+        return held
 
     def limit(self, held: Any) -> int:  # noqa: ARG002
         return self.count
@@ -287,7 +291,9 @@ class _Window(Output):
             for x, old in zip(outs, held.outs, strict=True)
         ]
         ended = held.ended.at[at].set(True, mode="drop", unique_indices=True)
-        held = held._replace(outs=new, ended=ended)
+        return held._replace(outs=new, ended=ended)
+
+    def settle(self, held: _Waiting) -> _Waiting:
         return lax.while_loop(self._has_tile, self._fold, held)
 
     def _at(self, x: jax.Array, at: Any) -> jax.Array:

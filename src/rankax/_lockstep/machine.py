@@ -85,6 +85,7 @@ class State:
     targets: tuple[int, ...] = ()
     is_branch: bool = False  # whether it starts one side of a branch
     is_exposed: bool = False  # whether garbage of lanes that do not wait in it is unsafe
+    cost: int = 0  # about how many numbers it computes for a lane
 
     def add(self, run: Callable[..., Sequence[Any]], ins: Sequence[Any], outs: Any) -> None:
         self.ops.append(Op(run, ins, outs))
@@ -241,7 +242,9 @@ class _Cutter:
         run = programs.evaluator(eqn, jaxpr, list(given))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
-        self.here.is_exposed |= is_lane and harmed(eqn)
+        if is_lane:
+            self.here.is_exposed |= harmed(eqn)
+            self.here.cost += cost(jaxpr.replace(eqns=[eqn]))
         (self.here.ops if is_lane else self.once).append(Op(run, list(given.values()), outs))
         return outs
 
