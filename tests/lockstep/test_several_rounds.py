@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from helpers import assert_same
-from rankax import chunked_reduce, chunked_vmap
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax._base.target import Target, inside_call
 from rankax._lockstep import engine
 from test_lockstep import ITEMS, PROGRAMS, halvings, newton, plain, traced
@@ -160,3 +160,15 @@ def test_progress_counts_items(monkeypatch):
     assert told[-1] == 37
     assert told == sorted(told)
     assert len(set(told)) > 3
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("kept", "lanes"), [(1, 2**16), (33, 2**15), (100, 2**14), (1000, 2**12), (10**7, 2**12)]
+)
+def test_the_more_a_lane_keeps_the_fewer_there_are(kept, lanes):
+    def kernel(x):
+        return lax.while_loop(lambda v: v[0] > 1, lambda v: v / 2, jnp.full(kept, x))
+
+    mapped = auto_vmap(0, lockstep=False)(kernel)
+    assert mapped.plan(jax.ShapeDtypeStruct((10**6,), jnp.float32)).lanes == lanes

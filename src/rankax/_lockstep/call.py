@@ -24,7 +24,7 @@ from jax.extend import source_info_util
 
 from rankax._base.arrays import counted, index_dtype, is_ref, places_of, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
-from rankax._lockstep.machine import cut_program
+from rankax._lockstep.machine import Machine, cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
 from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, new_items, steps_of
 from rankax._loop.spec import PLACE, LoopSpec
@@ -36,8 +36,20 @@ _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
-#: How many lanes there are if nothing bounds them: on a CPU, and elsewhere.
-MOST_LANES = {True: 256, False: 4096}
+# Lanes, if nothing bounds them. On a GPU, a round takes as long for all of `_GPU_LANES` as for the
+# first of them, because its kernels are shorter than their launches: an H100 runs 270,000 threads.
+# More lanes need fewer rounds, as long as what they keep is no more than a GPU moves in a launch.
+_CPU_LANES, _GPU_LANES = 256, (2**12, 2**16)
+_NUMBERS = 2**21
+
+
+def most_lanes(machine: Machine, *, on_cpu: bool) -> int:
+    """Return how many lanes there are if nothing bounds them."""
+    if on_cpu:
+        return _CPU_LANES
+    numbers = sum(math.prod(slot.aval.shape) for slot in machine.stored())
+    fewest, most = _GPU_LANES
+    return max(fewest, min(most, 2 ** int(math.log2(_NUMBERS // max(1, numbers) or 1))))
 
 
 def check_lanes(item: ItemProgram) -> None:
