@@ -161,8 +161,13 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
 
 
 def in_lockstep(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], *, sort: bool = True
-) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array]]:
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    out_axes: Sequence[int | None] = (),
+    *,
+    sort: bool = True,
+) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array], list[Any]]:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
     Leaves that all levels map are put in this order, and the others are read item by item. The
@@ -174,12 +179,15 @@ def in_lockstep(
         The function of an item, what it takes, and the level.
     stored : callable
         Puts an output, which has the items on axis 0, in their own order.
+    outs : list of arrays
+        The outputs, without derivatives, that lanes have computed while they counted the steps:
+        those with ``out_axes``. Empty if steps were not counted.
     """
     sizes = _sizes(levels)
     count = math.prod(sizes)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
-    order = _by_steps(fun, leaves, levels) if sort else None
+    order, outs = _by_steps(fun, leaves, levels, out_axes) if sort else (None, [])
 
     def on_item(*inputs: Any) -> Any:
         *leaves, place = inputs
@@ -207,32 +215,53 @@ def in_lockstep(
             return x
         return lax.stop_gradient(x).at[order].set(x, unique_indices=True)
 
-    return on_item, ordered, level, stored
+    return on_item, ordered, level, stored, outs
 
 
 def _by_steps(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
-) -> jax.Array | None:
-    """Return the numbers of the items in the order of their steps, which lanes count."""
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    out_axes: Sequence[int | None],
+) -> tuple[jax.Array | None, list[Any]]:
+    """Return the items in the order of their steps, which lanes count, and those outputs."""
     closed, count = _numbered(fun, leaves, levels), math.prod(_sizes(levels))
-    machine = cut_program(closed, only_steps=True)
+    machine = cut_program(closed, with_steps=True)
     if not machine.has_loop:
-        return None
-    output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
+        return None, []
+    *outputs, steps = machine.outputs
+    machine = machine._replace(outputs=[*outputs[: len(out_axes)], steps])
+    avals = [*closed.out_avals[: len(out_axes)], jax.ShapeDtypeStruct((), jnp.int32)]
+    output = _Buffers(count, [*out_axes, 0], avals)
     lanes = min(levels[0].lanes or 1, count)
-    (steps,) = Engine(machine, closed.consts, count, lanes, output, levels[0].rounds).run()
-    return jnp.argsort(steps).astype(index_dtype(count))
+    *outs, steps = Engine(machine, closed.consts, count, lanes, output, levels[0].rounds).run()
+    return jnp.argsort(steps).astype(index_dtype(count)), outs
 
 
 def map_in_lockstep(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], like: ItemProgram
 ) -> list[Any]:
     """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
-    on_item, ordered, level, stored = in_lockstep(fun, leaves, levels)
+    on_item, ordered, level, stored, values = in_lockstep(fun, leaves, levels, like.out_axes)
     axes = [None if axis is None else 0 for axis in like.out_axes]
     outs = map_level(on_item, level, axes, back=True)(*ordered)
     pairs = zip(outs, like.out_axes, strict=True)
-    return [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
+    outs = [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
+    return list(map(_with_value, values, outs)) if values else outs
+
+
+@jax.custom_jvp
+def _with_value(value: jax.Array, like: jax.Array) -> jax.Array:  # noqa: ARG001
+    """Return a value with the derivative of ``like``.
+
+    The reverse pass evaluates the items of ``like`` again, and so they are evaluated only there.
+    """
+    return value
+
+
+@_with_value.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    return _with_value(*primals), tangents[1]  # which has a derivative, too
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,21 +149,21 @@ def run_ops(ops: Sequence[Op], env: Env) -> None:
         env.update(zip(op.outs, outs, strict=True))
 
 
-def cut_program(closed: Any, *, only_steps: bool = False) -> Machine:
+def cut_program(closed: Any, *, with_steps: bool = False) -> Machine:
     """Cut a program at the loops whose length depends on its inputs.
 
-    ``only_steps``: its one output is the number of steps of all these loops together.
+    ``with_steps``: its last output is the number of steps of all these loops together.
     """
     cutter = _Cutter({}, None)
     consts = cutter.slots(closed.jaxpr.constvars, is_lane=False)
     inputs = cutter.slots(closed.jaxpr.invars)
-    if only_steps:
+    if with_steps:
         cutter.steps.append(cutter.slot(jax.ShapeDtypeStruct((), jnp.int32)))
         cutter.here.add(lambda: [jnp.int32(0)], [], cutter.steps)
     outputs = cutter.program(closed.jaxpr, consts, inputs)
     if not cutter.ends:
         cutter.states[0].targets = (cutter.begin(),)
-    outputs = cutter.steps or outputs
+    outputs += cutter.steps
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
 
 
