@@ -127,7 +127,7 @@ class Engine:
         before = lanes
         lanes = lax.fori_loop(0, self.rounds, lambda _, lanes: self._round(lanes), lanes)
         if self.reports is not None:
-            self._report(self._ended(before), self._ended(lanes))
+            _report(self.reports, self.count, self._ended(before), self._ended(lanes))
         # All lanes may be free, because the items after them had to wait for this.
         lanes = lanes._replace(held=self.output.settle(lanes.held))
         return self._take(lanes, lanes.at == self.free)
@@ -227,7 +227,7 @@ class Engine:
         _, outs, _ = self._evaluate(state, lanes.slots, outputs, on, lanes_first=True)
         if self.reports is not None and self.rounds == 1:
             before = self._ended(lanes)
-            self._report(before, before + jnp.sum(on, dtype=before.dtype))
+            _report(self.reports, self.count, before, before + jnp.sum(on, dtype=before.dtype))
         held = self.output.put(lanes.held, outs, lanes.item, on)
         held = self.output.settle(held) if self.rounds == 1 else held
         return self._take(lanes._replace(held=held), on | (lanes.at == self.free))
@@ -246,12 +246,6 @@ class Engine:
     def _ended(self, lanes: _Lanes) -> jax.Array:
         """Return how many items have ended."""
         return lanes.following - jnp.sum(lanes.at < self.free, dtype=lanes.item.dtype)
-
-    def _report(self, before: jax.Array, after: jax.Array) -> None:
-        """Report how many items have ended, if enough have since the last report."""
-        assert self.reports is not None
-        each = before.dtype.type(max(1, self.count // _REPORTS))
-        lax.cond(after // each > before // each, self.reports.step, lambda _: None, after)
 
     def _evaluate(
         self, state: State, slots: Env, wanted: Sequence[Any], on: Any, *, lanes_first: bool = False
@@ -311,3 +305,9 @@ def _following(state: State, env: Env) -> Any:
         chosen = test if jnp.result_type(test) == jnp.bool_ else test == choice
         following = jnp.where(chosen, jnp.int32(target), following)
     return following
+
+
+def _report(reports: Reports, count: int, before: jax.Array, after: jax.Array) -> None:
+    """Report how many items have ended, if enough have since the last report."""
+    each = before.dtype.type(max(1, count // _REPORTS))
+    lax.cond(after // each > before // each, reports.step, lambda _: None, after)
