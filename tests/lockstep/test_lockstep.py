@@ -284,6 +284,13 @@ def test_loops_of_closed_over_arrays_and_of_length_zero():
     assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
 
 
+def test_a_scan_that_returns_the_carries_before_its_steps():
+    def kernel(x):
+        return lax.scan(lambda s, row: (newton(s + row), (s, row)), x, jnp.arange(3.0))
+
+    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
+
+
 def test_carried_values_change_places():
     def kernel(x):
         start = x, x + 0.5, (x * 10).astype(jnp.int32) % 5

@@ -334,3 +334,18 @@ def test_the_reverse_pass_has_no_reverse_mode():
     with pytest.raises(ValueError, match="its reverse pass has no reverse mode") as error:
         jax.grad(lambda x: jnp.sum(gradient(x)))(X)
     assert re.match(r"end\(\) .*: while at .*: its reverse pass", str(error.value))
+
+
+@pytest.mark.optimized
+def test_lanes_that_count_steps_compute_the_values():
+    """The loop over tiles is not evaluated forward, and the values are those without a gradient."""
+    x = jnp.linspace(0.1, 0.9, 36)  # nine tiles: otherwise a loop is left that does nothing
+
+    def value(x):
+        outs = free(lambda x: end(x, 1.5))(x)
+        return jnp.sum(outs), outs
+
+    gradient = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(x).compile()
+    assert_same(gradient(x)[0][1], jax.jit(value)(x)[1], rtol=0, atol=0)
+    # Lanes: rounds and steps. Reverse: tiles, their steps, steps back, carries, steps to these.
+    assert gradient.as_text().count(" while(") == 2 + 5

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rankax._lockstep.call import map_in_lockstep, walk_in_lanes
+from rankax._lockstep.engine import ROUNDS
 from rankax._loop.access import on_explicit_mesh
 from rankax._loop.loop import map_level
 from rankax._loop.rules import Rules
@@ -331,6 +332,7 @@ def nest_of(
             progress=progress if may_report else None,
             derivative=level.derivative if is_loop else None,
             lanes=plan.plan.lanes if level.in_lanes else None,
+            rounds=ROUNDS[options.on_cpu] if level.in_lanes else 1,
             **shared,
         )
         specs.append(spec)

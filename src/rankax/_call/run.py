@@ -39,7 +39,7 @@ from rankax._devices.mesh import Parts, inside, is_spread, on_every_device, on_m
 from rankax._devices.place import committed_elsewhere, find_parts
 from rankax._fit.default import default_on_cpu, default_on_gpu, small_steps
 from rankax._fit.memory import fit_to_limit, shape_of
-from rankax._lockstep.call import MOST_LANES, check_lanes
+from rankax._lockstep.call import check_lanes, most_lanes
 from rankax._lockstep.machine import cut_program
 from rankax._loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept, warn_once
 from rankax._options import AUTO, Options, check_batched
@@ -257,7 +257,8 @@ def _fitted(call: Traced) -> Fitted:
     part = bound.part(whole, layout.shapes()[-1]) if layout.parts else bound
     updated = options.reduce.numbers_of_tile(item.outputs) if options.reduce else 0
     tiles = WHOLE_CHUNKS if bound.batched else options.rules.tiles(item.closed.jaxpr, updated)
-    ends = None if options.lockstep else cut_program(item.closed).ends
+    machine = None if options.lockstep else cut_program(item.closed)
+    ends = machine and machine.ends
     if options.chunk_size == AUTO:
         options = dataclasses.replace(options, chunk_size=_default(call, part, tiles))
     memory = None
@@ -267,7 +268,8 @@ def _fitted(call: Traced) -> Fitted:
         options = dataclasses.replace(options, chunk_size=memory.chunk_size, checkpoint=checkpoint)
     if ends:
         check_lanes(item)
-    plan = _plan_in(part, options, tiles, ends)
+    lanes = most_lanes(machine, on_cpu=options.on_cpu) if machine else 1
+    plan = _plan_in(part, options, tiles, ends, lanes)
     is_reversed = not options.lockstep and has_plain_loop(item.closed.eqns)
     is_walked = layout.parts or options.reduce or any(plan.loops) or plan.plan.lanes or is_reversed
     is_walked = is_walked or bound.is_kept or options.replaces_functions
@@ -286,11 +288,12 @@ def _default(call: Traced, part: Bound, tiles: Tiles) -> int | None:
     return default_on_cpu(jaxpr, sizes, tiles.forward and min(tiles.forward, most or tiles.forward))
 
 
-def _plan_in(part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None) -> Nesting:
-    """Plan a call in tiles, or in lanes if items end by themselves."""
+def _plan_in(
+    part: Bound, options: Options, tiles: Tiles, ends: Sequence[str] | None, lanes: int = 1
+) -> Nesting:
+    """Plan a call in tiles, or in lanes if items end by themselves: without chunks in ``lanes``."""
     if ends:
-        lanes = options.most or MOST_LANES[options.on_cpu]
-        return plan_lanes(part.plan(options, None), lanes, ends)
+        return plan_lanes(part.plan(options, None), options.most or lanes, ends)
     plan = part.plan(options, tiles)
     if ends is None:
         return plan

@@ -145,9 +145,9 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     lockstep : bool, default True
         With ``jax.vmap``, and so by default, a ``while_loop`` runs for all items as long as the
         slowest one needs, and both branches of a ``cond`` run. ``False``: each item stops when it
-        is done. ``chunk_size`` (by default 256 on a CPU, 4096 elsewhere) is the number of lanes; a
-        lane whose item is done takes the next one. If no loop depends on the item, nothing changes.
-        See Notes.
+        is done. ``chunk_size`` is the number of lanes (by default 256 on a CPU, and elsewhere 4096
+        to 65,536, the fewer the more each of them keeps); a lane whose item is done takes the next
+        one. If no loop depends on the item, nothing changes. See Notes.
     bucket : bool or sequence of int, default False
         With ``jit=True``: compile one program for many batch lengths. Each batch axis is padded to
         the next of these lengths with copies of the last item, and the results are cut. True: a

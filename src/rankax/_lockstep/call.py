@@ -24,7 +24,7 @@ from jax.extend import source_info_util
 
 from rankax._base.arrays import counted, index_dtype, is_ref, places_of, scalar, zeros
 from rankax._lockstep.engine import Engine, Output
-from rankax._lockstep.machine import cut_program
+from rankax._lockstep.machine import Machine, cut_program
 from rankax._loop.access import carried_with, first_start, write_chunk
 from rankax._loop.loop import Sink, Store, Tile, TileLanes, ends_of, map_level, new_items, steps_of
 from rankax._loop.spec import PLACE, LoopSpec
@@ -36,8 +36,20 @@ _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
 
 
-#: How many lanes there are if nothing bounds them: on a CPU, and elsewhere.
-MOST_LANES = {True: 256, False: 4096}
+# Lanes, if nothing bounds them. On a GPU, a round takes as long for all of `_GPU_LANES` as for the
+# first of them, because its kernels are shorter than their launches: an H100 runs 270,000 threads.
+# More lanes need fewer rounds, as long as what they keep is no more than a GPU moves in a launch.
+_CPU_LANES, _GPU_LANES = 256, (2**12, 2**16)
+_NUMBERS = 2**21
+
+
+def most_lanes(machine: Machine, *, on_cpu: bool) -> int:
+    """Return how many lanes there are if nothing bounds them."""
+    if on_cpu:
+        return _CPU_LANES
+    numbers = sum(math.prod(slot.aval.shape) for slot in machine.stored())
+    fewest, most = _GPU_LANES
+    return max(fewest, min(most, 2 ** int(math.log2(_NUMBERS // max(1, numbers) or 1))))
 
 
 def check_lanes(item: ItemProgram) -> None:
@@ -100,7 +112,8 @@ def walk_in_lanes(
         own = tuple(folds(outs, tiles))
         output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype(count)), avals)
     reports = spec.progress and Reports(spec.progress, count, 1, 1)
-    return Engine(cut_program(closed), closed.consts, count, lanes, output, reports).run()
+    machine, rounds = cut_program(closed), spec.rounds
+    return Engine(machine, closed.consts, count, lanes, output, rounds, reports).run()
 
 
 def _sizes(levels: Sequence[LoopSpec]) -> list[int]:
@@ -148,8 +161,13 @@ def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) 
 
 
 def in_lockstep(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], *, sort: bool = True
-) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array]]:
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    out_axes: Sequence[int | None] = (),
+    *,
+    sort: bool = True,
+) -> tuple[Callable[..., Any], list[Any], LoopSpec, Callable[[jax.Array], jax.Array], list[Any]]:
     """Put the items of all levels on one, in the order of their steps, to be differentiated.
 
     Leaves that all levels map are put in this order, and the others are read item by item. The
@@ -161,12 +179,15 @@ def in_lockstep(
         The function of an item, what it takes, and the level.
     stored : callable
         Puts an output, which has the items on axis 0, in their own order.
+    outs : list of arrays
+        The outputs, without derivatives, that lanes have computed while they counted the steps:
+        those with ``out_axes``. Empty if steps were not counted.
     """
     sizes = _sizes(levels)
     count = math.prod(sizes)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
-    order = _by_steps(fun, leaves, levels) if sort else None
+    order, outs = _by_steps(fun, leaves, levels, out_axes) if sort else (None, [])
 
     def on_item(*inputs: Any) -> Any:
         *leaves, place = inputs
@@ -194,32 +215,53 @@ def in_lockstep(
             return x
         return lax.stop_gradient(x).at[order].set(x, unique_indices=True)
 
-    return on_item, ordered, level, stored
+    return on_item, ordered, level, stored, outs
 
 
 def _by_steps(
-    fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]
-) -> jax.Array | None:
-    """Return the numbers of the items in the order of their steps, which lanes count."""
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    levels: Sequence[LoopSpec],
+    out_axes: Sequence[int | None],
+) -> tuple[jax.Array | None, list[Any]]:
+    """Return the items in the order of their steps, which lanes count, and those outputs."""
     closed, count = _numbered(fun, leaves, levels), math.prod(_sizes(levels))
-    machine = cut_program(closed, only_steps=True)
+    machine = cut_program(closed, with_steps=True)
     if not machine.has_loop:
-        return None
-    output = _Buffers(count, [0], [jax.ShapeDtypeStruct((), jnp.int32)])
+        return None, []
+    *outputs, steps = machine.outputs
+    machine = machine._replace(outputs=[*outputs[: len(out_axes)], steps])
+    avals = [*closed.out_avals[: len(out_axes)], jax.ShapeDtypeStruct((), jnp.int32)]
+    output = _Buffers(count, [*out_axes, 0], avals)
     lanes = min(levels[0].lanes or 1, count)
-    (steps,) = Engine(machine, closed.consts, count, lanes, output).run()
-    return jnp.argsort(steps).astype(index_dtype(count))
+    *outs, steps = Engine(machine, closed.consts, count, lanes, output, levels[0].rounds).run()
+    return jnp.argsort(steps).astype(index_dtype(count)), outs
 
 
 def map_in_lockstep(
     fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec], like: ItemProgram
 ) -> list[Any]:
     """Evaluate what `walk_in_lanes` does without folds, to be differentiated."""
-    on_item, ordered, level, stored = in_lockstep(fun, leaves, levels)
+    on_item, ordered, level, stored, values = in_lockstep(fun, leaves, levels, like.out_axes)
     axes = [None if axis is None else 0 for axis in like.out_axes]
     outs = map_level(on_item, level, axes, back=True)(*ordered)
     pairs = zip(outs, like.out_axes, strict=True)
-    return [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
+    outs = [x if a is None else jnp.moveaxis(stored(x), 0, a) for x, a in pairs]
+    return list(map(_with_value, values, outs)) if values else outs
+
+
+@jax.custom_jvp
+def _with_value(value: jax.Array, like: jax.Array) -> jax.Array:  # noqa: ARG001
+    """Return a value with the derivative of ``like``.
+
+    The reverse pass evaluates the items of ``like`` again, and so they are evaluated only there.
+    """
+    return value
+
+
+@_with_value.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    return _with_value(*primals), tangents[1]  # which has a derivative, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +285,9 @@ class _Buffers(Output):
             else old.at[at].set(new, mode="drop", unique_indices=True)
             for axis, new, old in zip(self.axes, outs, held, strict=True)
         ]
+
+    def settle(self, held: list[Any]) -> list[Any]:
+        return held
 
     def limit(self, held: Any) -> int:  # noqa: ARG002
         return self.count
@@ -287,7 +332,9 @@ class _Window(Output):
             for x, old in zip(outs, held.outs, strict=True)
         ]
         ended = held.ended.at[at].set(True, mode="drop", unique_indices=True)
-        held = held._replace(outs=new, ended=ended)
+        return held._replace(outs=new, ended=ended)
+
+    def settle(self, held: _Waiting) -> _Waiting:
         return lax.while_loop(self._has_tile, self._fold, held)
 
     def _at(self, x: jax.Array, at: Any) -> jax.Array:

@@ -11,6 +11,12 @@ this cheap:
   from the end of one item to the start of the next, so a lane reaches its next loop in one round.
 * Small values are stored with the lanes on the last axis, where XLA:CPU vectorises.
 
+On a GPU, the host waits for the condition of each loop whose length the compiler does not know, and
+such a wait takes as long as several kernels. There, a state that follows itself runs a fixed number
+of times, the engine makes several rounds before it asks whether any lane goes on, and outputs are
+folded once for all these rounds. Lanes that have ended are masked, so a round too many changes
+nothing. A state that is exposed, or so large that its work outlasts the wait, still asks.
+
 A round always runs some state: of ten states, one has a tenth of the lanes. With more states, the
 share is smaller.
 """
@@ -35,6 +41,12 @@ _SHARE = 10  # one lane in ten
 _STEPS = 2  # of a loop, between two counts of the lanes that have left it
 _SMALL = 16  # numbers of a value that is stored with the lanes last
 
+#: How many rounds are made before the host waits for a condition: on a CPU, and elsewhere. With
+#: `_TRIPS`, it waits once in 128 steps, and on average 64 masked ones are made after the last.
+ROUNDS = {True: 1, False: 8}
+_TRIPS = 8  # of a loop between two rounds, if its length is fixed: each of `_STEPS` steps
+_LARGE = 2**24  # numbers in all lanes, for which an H100 needs as long as for a wait: 20 us
+
 _REPORTS = 50
 
 
@@ -46,6 +58,9 @@ class Output(Protocol):
 
     def put(self, held: Any, outs: list[Any], items: jax.Array, on: jax.Array) -> Any:
         """Take the outputs of all lanes, on axis 0; only those that are ``on`` have ended."""
+
+    def settle(self, held: Any) -> Any:
+        """Fold what can be folded, so that further items may begin."""
 
     def limit(self, held: Any) -> Any:
         """Return the first item that must not begin yet."""
@@ -73,6 +88,7 @@ class Engine:
     count: int
     lanes: int
     output: Output
+    rounds: int
     reports: Reports | None = None
 
     def __post_init__(self) -> None:
@@ -98,11 +114,23 @@ class Engine:
         if self.reports is not None:
             self.reports.step(scalar(0, number.aval.dtype))
         start = self._advance(carried_with(start, list(self.known.values())), 0)
-        end = lax.while_loop(lambda lanes: jnp.any(lanes.at < self.free), self._round, start)
+        end = lax.while_loop(lambda lanes: jnp.any(lanes.at < self.free), self._rounds, start)
         outs = self.output.end(end.held)
         if self.reports is not None:
             self.reports.end(end.following, outs)
         return outs
+
+    def _rounds(self, lanes: _Lanes) -> _Lanes:
+        """Go round once, or as often as the host must not wait."""
+        if self.rounds == 1:
+            return self._round(lanes)
+        before = lanes
+        lanes = lax.fori_loop(0, self.rounds, lambda _, lanes: self._round(lanes), lanes)
+        if self.reports is not None:
+            _report(self.reports, self.count, self._ended(before), self._ended(lanes))
+        # All lanes may be free, because the items after them had to wait for this.
+        lanes = lanes._replace(held=self.output.settle(lanes.held))
+        return self._take(lanes, lanes.at == self.free)
 
     def _round(self, lanes: _Lanes) -> _Lanes:
         groups = self._groups()
@@ -165,10 +193,17 @@ class Engine:
                 on = on & (following == number)
             return on, values
 
-        values = {slot: lanes.slots[slot] for slot in changed}
-        on, values = lax.while_loop(goes_on, steps, (begun, values))
+        start = begun, {slot: lanes.slots[slot] for slot in changed}
+        if self._asks(state):
+            on, values = lax.while_loop(goes_on, steps, start)
+        else:
+            on, values = lax.fori_loop(0, _TRIPS, lambda _, carry: steps(carry), start)
         at = jnp.where(begun & ~on, jnp.int32(after), lanes.at)
         return lanes._replace(at=at, slots={**lanes.slots, **values})
+
+    def _asks(self, state: State) -> bool:
+        """Whether a loop runs for as long as enough lanes are in it, not a number of steps."""
+        return self.rounds == 1 or state.is_exposed or self.lanes * state.cost >= _LARGE
 
     def _advance(self, lanes: _Lanes, number: int) -> _Lanes:
         """Run one state for the lanes that wait in it."""
@@ -190,22 +225,27 @@ class Engine:
         on, outputs = lanes.at == self.last, self.machine.outputs
         state = self.states[-1]
         _, outs, _ = self._evaluate(state, lanes.slots, outputs, on, lanes_first=True)
-        if self.reports is not None:
-            before = lanes.following - jnp.sum(lanes.at < self.free, dtype=lanes.item.dtype)
-            after = before + jnp.sum(on, dtype=before.dtype)
-            each = before.dtype.type(max(1, self.count // _REPORTS))
-            lax.cond(after // each > before // each, self.reports.step, lambda _: None, after)
+        if self.reports is not None and self.rounds == 1:
+            before = self._ended(lanes)
+            _report(self.reports, self.count, before, before + jnp.sum(on, dtype=before.dtype))
         held = self.output.put(lanes.held, outs, lanes.item, on)
-        is_free, dtype = on | (lanes.at == self.free), lanes.item.dtype
+        held = self.output.settle(held) if self.rounds == 1 else held
+        return self._take(lanes._replace(held=held), on | (lanes.at == self.free))
+
+    def _take(self, lanes: _Lanes, is_free: jax.Array) -> _Lanes:
+        """Give free lanes the next items."""
+        dtype = lanes.item.dtype
         items = lanes.following + jnp.cumsum(is_free, dtype=dtype) - dtype.type(1)
-        taken = is_free & (items < self.output.limit(held))
-        return _Lanes(
-            jnp.where(taken, 0, jnp.where(is_free, jnp.int32(self.free), lanes.at)),
-            jnp.where(taken, items, lanes.item),
-            lanes.following + jnp.sum(taken, dtype=dtype),
-            lanes.slots,
-            held,
+        taken = is_free & (items < self.output.limit(lanes.held))
+        return lanes._replace(
+            at=jnp.where(taken, 0, jnp.where(is_free, jnp.int32(self.free), lanes.at)),
+            item=jnp.where(taken, items, lanes.item),
+            following=lanes.following + jnp.sum(taken, dtype=dtype),
         )
+
+    def _ended(self, lanes: _Lanes) -> jax.Array:
+        """Return how many items have ended."""
+        return lanes.following - jnp.sum(lanes.at < self.free, dtype=lanes.item.dtype)
 
     def _evaluate(
         self, state: State, slots: Env, wanted: Sequence[Any], on: Any, *, lanes_first: bool = False
@@ -265,3 +305,9 @@ def _following(state: State, env: Env) -> Any:
         chosen = test if jnp.result_type(test) == jnp.bool_ else test == choice
         following = jnp.where(chosen, jnp.int32(target), following)
     return following
+
+
+def _report(reports: Reports, count: int, before: jax.Array, after: jax.Array) -> None:
+    """Report how many items have ended, if enough have since the last report."""
+    each = before.dtype.type(max(1, count // _REPORTS))
+    lax.cond(after // each > before // each, reports.step, lambda _: None, after)

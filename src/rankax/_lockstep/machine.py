@@ -85,6 +85,7 @@ class State:
     targets: tuple[int, ...] = ()
     is_branch: bool = False  # whether it starts one side of a branch
     is_exposed: bool = False  # whether garbage of lanes that do not wait in it is unsafe
+    cost: int = 0  # about how many numbers it computes for a lane
 
     def add(self, run: Callable[..., Sequence[Any]], ins: Sequence[Any], outs: Any) -> None:
         self.ops.append(Op(run, ins, outs))
@@ -148,21 +149,21 @@ def run_ops(ops: Sequence[Op], env: Env) -> None:
         env.update(zip(op.outs, outs, strict=True))
 
 
-def cut_program(closed: Any, *, only_steps: bool = False) -> Machine:
+def cut_program(closed: Any, *, with_steps: bool = False) -> Machine:
     """Cut a program at the loops whose length depends on its inputs.
 
-    ``only_steps``: its one output is the number of steps of all these loops together.
+    ``with_steps``: its last output is the number of steps of all these loops together.
     """
     cutter = _Cutter({}, None)
     consts = cutter.slots(closed.jaxpr.constvars, is_lane=False)
     inputs = cutter.slots(closed.jaxpr.invars)
-    if only_steps:
+    if with_steps:
         cutter.steps.append(cutter.slot(jax.ShapeDtypeStruct((), jnp.int32)))
         cutter.here.add(lambda: [jnp.int32(0)], [], cutter.steps)
     outputs = cutter.program(closed.jaxpr, consts, inputs)
     if not cutter.ends:
         cutter.states[0].targets = (cutter.begin(),)
-    outputs = cutter.steps or outputs
+    outputs += cutter.steps
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
 
 
@@ -241,7 +242,9 @@ class _Cutter:
         run = programs.evaluator(eqn, jaxpr, list(given))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
-        self.here.is_exposed |= is_lane and harmed(eqn)
+        if is_lane:
+            self.here.is_exposed |= harmed(eqn)
+            self.here.cost += cost(jaxpr.replace(eqns=[eqn]))
         (self.here.ops if is_lane else self.once).append(Op(run, list(given.values()), outs))
         return outs
 
@@ -332,8 +335,14 @@ class _Cutter:
             read = functools.partial(lax.dynamic_index_in_dim, keepdims=False)
             self.here.add(lambda i, *rows: [read(x, i) for x in rows], [place, *rows], items)
             new = self._call(eqn.params["jaxpr"], [*consts, *carry, *items])
-            ys = zip(buffers, new[len(carry) :], strict=True)
-            self.here.writes += [Stored(buffer, place, y) for buffer, y in ys]
+            ys = new[len(carry) :]
+            # Rows are written after the carry has moved on.
+            before = {y: self.slot(y.aval) for y in ys if y in carry}
+            self._move(list(before), list(before.values()))
+            pairs = zip(buffers, ys, strict=True)
+            self.here.writes += [
+                Stored(buffer, place, before[y] if y in carry else y) for buffer, y in pairs
+            ]
             self._move(new[: len(carry)], carry)
 
         def test() -> Slot:

@@ -65,6 +65,8 @@ class LoopSpec:
     lanes : int or None
         How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
         None: chunks, whose items run together.
+    rounds : int
+        How many rounds lanes make between two conditions (`_lockstep/engine.py`).
     """
 
     chunks: Chunks
@@ -78,6 +80,7 @@ class LoopSpec:
     derivative: Chunks | None = None
     lockstep: bool = True
     lanes: int | None = None
+    rounds: int = 1
 
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.

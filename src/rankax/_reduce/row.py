@@ -209,7 +209,7 @@ class Row:
         """Fold a row whose items end by themselves, to be differentiated."""
         is_ordered = any(isinstance(step.accumulator, Ordered) for step in steps)
         loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
-        item, leaves, level, stored = loop
+        item, leaves, level, stored, _ = loop
         row = dataclasses.replace(self, item=item, leaves=tuple(leaves), levels=(level,))
         states = row.fold(steps, kept, linear=linear)
         return [*states[: len(steps)], *map(self.split, map(stored, states[len(steps) :]))]
