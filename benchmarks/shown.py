@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
 FIGURE = HERE.parent / "docs" / "_static" / "memory.svg"
+ON_GPU = HERE.parent / "docs" / "_parts" / "h100.md"
 
 # The rows of the README: gradients, at lengths that no chunk divides.
 ROWS = [
@@ -180,6 +181,28 @@ def figure() -> str:
 PARTS = {"bullets": bullets, "benchmark": benchmark, "figure": figure}
 
 
+def on_gpu() -> str:
+    """What an H100's compiler makes of sums over all pairs: `jax.vmap` beside default options."""
+    rows = {
+        (row["reduction"], row["mode"], row["way"].strip("`")): row
+        for row in table("h100-compiled")
+        if "reduction" in row
+    }
+    lines = [
+        "| | | `jax.vmap`: temporaries | rankax, default: temporaries | launches | predicted |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for (name, mode, way), row in rows.items():
+        if way == "rankax":
+            plain, own = (
+                megabytes(1e6 * float(each["temporaries, MB"].replace(",", "")))
+                for each in (rows[name, mode, "jax.vmap"], row)
+            )
+            predicted = f"{row['predicted ms']} ms"
+            lines.append(f"| {name} | {mode} | {plain} | {own} | {row['launches']} | {predicted} |")
+    return "\n".join(lines) + "\n"
+
+
 def with_parts(readme: str) -> str:
     """The README with its marked parts as the results have them."""
     for name, part in PARTS.items():
@@ -271,6 +294,8 @@ def check() -> None:
     readme = README.read_text(encoding="utf-8")
     if with_parts(readme) != readme or memory_svg() != FIGURE.read_text(encoding="utf-8"):
         raise ValueError("README.md or docs/_static/memory.svg is old: python benchmarks/shown.py")
+    if on_gpu() != ON_GPU.read_text(encoding="utf-8"):
+        raise ValueError("docs/_parts/h100.md is old: python benchmarks/shown.py")
 
 
 def main() -> None:
@@ -278,7 +303,8 @@ def main() -> None:
     readme = README.read_text(encoding="utf-8")
     README.write_text(with_parts(readme), encoding="utf-8")
     FIGURE.write_text(memory_svg(), encoding="utf-8")
-    print("wrote README.md and docs/_static/memory.svg")
+    ON_GPU.write_text(on_gpu(), encoding="utf-8")
+    print("wrote README.md, docs/_static/memory.svg and docs/_parts/h100.md")
     print(*(f"older than the code: {words}" for words in older()), sep="\n")
 
 

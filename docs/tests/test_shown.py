@@ -27,6 +27,7 @@ def test_the_readme_and_its_figure_are_what_the_results_say(shown):
     hint = "run python benchmarks/shown.py"
     assert shown.with_parts(readme) == readme, hint
     assert shown.memory_svg() == shown.FIGURE.read_text(encoding="utf-8"), hint
+    assert shown.on_gpu() == shown.ON_GPU.read_text(encoding="utf-8"), hint
 
 
 def test_other_results_make_another_readme(shown, monkeypatch):

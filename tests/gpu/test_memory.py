@@ -124,7 +124,7 @@ def test_a_product_stores_one_state_for_each_tile(reduce):
 
 
 @pytest.mark.weekly
-def test_two_passes_of_a_derivative_store_a_cotangent_of_the_inputs():
+def test_two_passes_store_a_cotangent_of_the_inputs():
     """Each pass has one, and they are added: two reductions that are not linear make two passes."""
     fun = chunked_reduce(near, Several("sum", Moments()), SIZE)
     few, many = (temporaries(gradient(fun, *vectors(n)), vectors(n)) for n in (FEW, MANY))

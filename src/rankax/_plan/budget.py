@@ -126,8 +126,8 @@ def fit_chunk(
     Memory is assumed to be linear in the chunk size: at first proportional to it, then on the line
     through two measurements, those around the limit or else those nearest to it. If it is
     proportional, the second measurement is the last. The search also ends at a chunk if twice as
-    many items exceed the limit, or should. Chunks that divide the batch (of levels of such ``sizes``) are
-    preferred because others copy the outputs in the gradient, which is not linear.
+    many items exceed the limit, or should. Chunks that divide the batch (of levels of such
+    ``sizes``) are preferred because others copy the outputs in the gradient, which is not linear.
 
     Raises
     ------
