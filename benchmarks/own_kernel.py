@@ -5,10 +5,12 @@ python benchmarks/own_kernel.py
 """
 
 import h100  # first: it keeps JAX from looking for a GPU
-import hlo
+
+# isort: split
 import jax
 import jax.numpy as jnp
 
+import hlo
 from rankax import auto_vmap
 
 

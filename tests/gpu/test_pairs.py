@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 import h100
-from cases import modes
+from cases import gradient, modes
 from h100 import shaped
-from hlo import read
+from hlo import launched, read
 from rankax import auto_vmap
-from rankax.reductions import BottomK
+from rankax.reductions import BottomK, Moments
 
 N = 100_000
 POINTS = shaped(N, 3)
@@ -54,6 +54,57 @@ def test_default_options(name):
         assert kernels <= 30_000, mode
         assert not any(loop.loops for loop in program.loops)
         assert not program.has_unknown_steps
+
+
+# What a step launches, and why. Sums over rows of 100,000 are made in parts, and then the parts.
+ADDED = "add s32[]"  # the counter of `lax.scan`, which each loop has
+STEPS = {
+    "sum": [["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED]],
+    # As the sum; the division is part of the second kernel.
+    "mean": [["reduce_sum f32[80,500]", "reduce_sum f32[80]", "dynamic_update_slice", ADDED]],
+    # Two passes over the pairs, because the sum needs the largest; and the logarithm.
+    "logsumexp": [
+        [
+            *("reduce_max f32[80,250]", "reduce_max f32[80]"),
+            *("reduce_sum f32[80,250]", "abs f32[80]", "dynamic_update_slice", ADDED),
+        ]
+    ],
+    # Two passes again, because the squares need the mean; and three results, of which each is
+    # written to its own stack. Their number is the same in each row, and XLA writes it as well.
+    "Moments": [
+        [
+            *("reduce_sum f32[80,500]", "reduce_sum f32[80]", "reduce_sum f32[80,250]"),
+            *("dynamic_update_slice", "reduce_sum f32[80]"),
+            *("dynamic_update_slice", "dynamic_update_slice", ADDED),
+        ]
+    ],
+    # Forward, and then: the cotangent of w, with the values that the other sums read; that of x, in
+    # parts; that of y. XLA adds to those of all rows in kernels of their own.
+    "sum, gradient": [
+        ["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED],
+        [
+            *("reduce_sum f32[100000]", "reduce_sum f32[80,3,250]", "reduce_sum f32[80,3]"),
+            *("add_any f32[100000]", "neg f32[100000,3]", "add_any f32[100000,3]", ADDED),
+        ],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_of_a_step(name):
+    reduce, _, is_gradient = name.partition(", ")
+    fun, args = (
+        (gaussian, CASES["gaussian"][2]) if reduce == "sum" else (distance, (POINTS, POINTS))
+    )
+    call = mapped(fun, Moments() if reduce == "Moments" else reduce, args)
+    call = gradient(call, *args) if is_gradient else call
+    found = launched(h100.compiled(call, *args).as_text())
+    assert [[_without_stack(each) for each in step] for step in found] == STEPS[name]
+
+
+def _without_stack(kernel):
+    is_write = kernel.startswith("dynamic_update_slice")
+    return "dynamic_update_slice" if is_write else kernel
 
 
 def test_small_chunks_are_slow_and_named():
