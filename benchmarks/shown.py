@@ -114,6 +114,11 @@ def bullets() -> str:
     (tiles,) = (row for row in table("tiles-one-core") if (row["kernel"], row[""]) == case)
     times = {name: float(tiles[name]) for name in ("default", "jax.vmap", "lax.map, best")}
     faster = {name: f"{time / times['default']:.1f}" for name, time in times.items()}
+    gpu = {
+        row["way"].strip("`"): _temporaries(row)
+        for row in table("h100-compiled")
+        if (row["reduction"], row["mode"]) == ("sum", "gradient")
+    }
     return f"""\
 * **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules.
   Arguments that broadcast are never expanded.
@@ -125,7 +130,9 @@ def bullets() -> str:
   {pairs["sum", own]:.0f} ms on two CPU cores, with `devices="all"`. KeOps, the library for such
   sums, takes **{longer["sum"]:.1f} times** as long on the same cores ({longer["argmin"]:.1f} times
   for an argmin). Without `devices`, rankax uses one core: KeOps on two then takes
-  {one["sum"]:.1f} times as long ({one["argmin"]:.1f} times for an argmin).
+  {one["sum"]:.1f} times as long ({one["argmin"]:.1f} times for an argmin). Compiled for an H100,
+  the gradient over 100,000 × 100,000 pairs needs **{gpu["rankax"]}**; by `jax.vmap`,
+  {gpu["jax.vmap"]}.
 * **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache (JAX 0.12). On one
   core, the gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with
   `jax.vmap`, and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size,
@@ -186,7 +193,6 @@ def on_gpu() -> str:
     rows = {
         (row["reduction"], row["mode"], row["way"].strip("`")): row
         for row in table("h100-compiled")
-        if "reduction" in row
     }
     lines = [
         "| | | `jax.vmap`: temporaries | rankax, default: temporaries | launches | predicted |",
@@ -194,13 +200,15 @@ def on_gpu() -> str:
     ]
     for (name, mode, way), row in rows.items():
         if way == "rankax":
-            plain, own = (
-                megabytes(1e6 * float(each["temporaries, MB"].replace(",", "")))
-                for each in (rows[name, mode, "jax.vmap"], row)
-            )
+            plain, own = _temporaries(rows[name, mode, "jax.vmap"]), _temporaries(row)
             predicted = f"{row['predicted ms']} ms"
             lines.append(f"| {name} | {mode} | {plain} | {own} | {row['launches']} | {predicted} |")
     return "\n".join(lines) + "\n"
+
+
+def _temporaries(row: dict[str, str]) -> str:
+    words = row["temporaries, MB"].replace(",", "")
+    return words if words == "—" else megabytes(1e6 * float(words))
 
 
 def with_parts(readme: str) -> str:
