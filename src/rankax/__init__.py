@@ -11,6 +11,7 @@ __all__ = [
     "SplitKey",
     "Static",
     "auto_vmap",
+    "caches",
     "checkpoint_chunked_scan",
     "checkpoint_while_loop",
     "chunked_hessian",
@@ -18,6 +19,7 @@ __all__ = [
     "chunked_jacrev",
     "chunked_reduce",
     "chunked_vmap",
+    "clear_caches",
     "load_tuning",
     "options",
     "plans",
@@ -28,6 +30,7 @@ __all__ = [
 
 import rankax.plans as plans
 import rankax.reductions as reductions
+from rankax._base.cache import caches, clear_caches
 from rankax._declare.ragged import Mask, Ragged
 from rankax._declare.ranks import ranks_like
 from rankax._declare.split_key import SplitKey
@@ -44,5 +47,5 @@ from rankax._tune.load import load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.
-for _name in set(__all__) - {"plans", "reductions"}:
+for _name in set(__all__) - {"caches", "plans", "reductions"}:
     globals()[_name].__module__ = __name__

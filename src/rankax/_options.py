@@ -22,6 +22,7 @@ from rankax._base.messages import check_bool, checked_int, listed, positive_int
 from rankax._base.target import Target, is_cpu, target_of
 from rankax._declare.binding import SYNONYMS
 from rankax._devices.place import Devices, checked_devices
+from rankax._loop.reuse import checking
 from rankax._loop.rules import NO_RULES, Rules
 from rankax._plan.budget import checked_limit
 from rankax._plan.shapes import Bucket, checked_bucket
@@ -165,6 +166,12 @@ class Scoped(TypedDict, total=False):
     xla_cpu: bool
 
 
+class Entered(Scoped, total=False):
+    """What a scope can set, options and more."""
+
+    check: bool
+
+
 class Given(Scoped, total=False):
     """All options of `auto_vmap`, as its caller passes them."""
 
@@ -284,7 +291,7 @@ def in_scope(options: Options, given: Collection[str] = ()) -> Options:
     return dataclasses.replace(options, **changes) if changes else options
 
 
-def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]:
+def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None]:
     r"""Set options for every kernel that is called inside a ``with`` block.
 
     ``with options(chunk_size=100): fit(x)`` is equivalent to running ``fit`` with
@@ -299,6 +306,11 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
         to the kernel.
     cpu_math, xla_cpu
         As in `auto_vmap`; also for `chunked_vmap`, `chunked_reduce` and the chunked Jacobians.
+    check
+        Whether an eager call that reuses the compiled program of an earlier call also evaluates a
+        new one, and compares the results bit for bit. A difference is a ``RuntimeError`` that names
+        the kernel: a fault of rankax. Calls take as long as first calls. The environment variable
+        ``RANKAX_CHECK=1``, set before rankax is imported, makes that the default.
 
     Returns
     -------
@@ -326,21 +338,26 @@ def options(**values: Unpack[Scoped]) -> contextlib.AbstractContextManager[None]
     ...     norm.plan(jnp.ones((100, 3))).in_flight
     10
     """
-    checked = checked_options(values, "rankax.options")
+    given: dict[str, Any] = dict(values)
+    checks = given.pop("check", None)
+    if checks is not None:
+        check_bool(checks, "rankax.options", "check")
+    checked = checked_options(given, "rankax.options")
     for name in checked:
         if name not in _SCOPED:
             raise TypeError(
                 f"rankax.options: {name} belongs to a kernel; use "
                 f"kernel.with_options({name}=...) (a scope can set {listed(list(_SCOPED))})"
             )
-    return _entered(checked)
+    return _entered(checked, checks)
 
 
 @contextlib.contextmanager
-def _entered(checked: dict[str, Any]) -> Generator[None]:
+def _entered(checked: dict[str, Any], checks: bool | None) -> Generator[None]:
     token = _scope.set({**(_scope.get() or {}), **checked})
     try:
-        yield
+        with contextlib.nullcontext() if checks is None else checking(checks):
+            yield
     finally:
         _scope.reset(token)
 
@@ -348,4 +365,5 @@ def _entered(checked: dict[str, Any]) -> Generator[None]:
 # What `help` shows.
 _kind = inspect.Parameter.KEYWORD_ONLY
 _shown = [inspect.Parameter(name, _kind, default=DEFAULTS[name]) for name in _SCOPED]
+_shown.append(inspect.Parameter("check", _kind, default=False))
 vars(options)["__signature__"] = inspect.Signature(_shown)

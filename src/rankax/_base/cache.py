@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""A thread-safe cache of bounded size."""
+"""Caches of bounded size, and the registry that shows and empties all of them.
 
+What a call keeps between calls is in a `Kept`, in a `KeptDict` where a look-up must be faster, or
+in the `Members` of a kernel. Each registers itself by what it holds. Functions of shapes and
+strings alone, whose values are few small tuples, use `functools.lru_cache` and are not listed.
+"""
+
+from __future__ import annotations
+
+import collections
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -9,16 +18,57 @@ from typing import Any, Generic, TypeVar
 V = TypeVar("V")
 
 
-class Kept(Generic[V]):
-    """A thread-safe LRU cache of at most ``most`` values."""
+class Caches:
+    """All caches of the process, by what they hold; ``print`` shows how many they hold."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
+        # By identity, because an empty cache may equal another one. A dead one leaves by itself.
+        self._all: dict[int, tuple[str, weakref.ref[Any]]] = {}
+
+    def add(self, cache: Any, what: str) -> None:
+        key = id(cache)
+        self._all[key] = what, weakref.ref(cache, lambda _: self._all.pop(key, None))
+
+    def clear(self) -> None:
+        for _, found in list(self._all.values()):
+            if (cache := found()) is not None:
+                cache.clear()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many entries there are of each kind."""
+        counts: dict[str, int] = {}
+        for what, found in list(self._all.values()):
+            if (cache := found()) is not None:
+                counts[what] = counts.get(what, 0) + len(cache)
+        return dict(sorted(counts.items()))
+
+    def __repr__(self) -> str:
+        lines = [f"  {count:>6}  {what}" for what, count in self.counts().items()]
+        return "\n".join(["caches of rankax", *lines])
+
+
+#: The registry, which `rankax.clear_caches` empties.
+caches = Caches()
+
+
+class Kept(Generic[V]):
+    """A thread-safe LRU cache of at most ``most`` values; ``what`` names them."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
+        caches.add(self, what)
 
     def __reduce__(self) -> Any:
-        return Kept, (self._most,)  # a copy begins empty
+        return Kept, (self._most, self._what)  # a copy begins empty
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
 
     def find(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if it is missing; two threads may both make it."""
@@ -33,3 +83,76 @@ class Kept(Generic[V]):
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
+
+
+class KeptDict(dict[Any, Any]):
+    """A dict that is listed among the caches: `Kept` looks a key up twice."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        caches.add(self, what)
+
+
+class Members(Generic[V]):
+    """Values that live as long as someone has them, and a few that were used last.
+
+    ``kernel.with_options(reduce=...)`` in a loop makes a kernel in each step, which may hold arrays
+    and compiled programs.
+    """
+
+    def __init__(self, what: str, most: int = 8) -> None:
+        self._what, self._most = what, most
+        self._values: weakref.WeakValueDictionary[Hashable, V] = weakref.WeakValueDictionary()
+        self._last: collections.deque[V] = collections.deque(maxlen=most)
+        caches.add(self, what)
+
+    def __reduce__(self) -> Any:
+        return Members, (self._what, self._most)  # a copy begins empty
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def clear(self) -> None:
+        self._last.clear()
+
+    def find(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Return the value of a key, made if nobody has it any more."""
+        value = self._values.get(key)
+        if value is None:
+            value = self._values.setdefault(key, make())
+        if value not in self._last:
+            self._last.append(value)
+        return value
+
+
+def clear_caches() -> None:
+    r"""Forget all that rankax keeps between calls: plans, compiled programs, measurements.
+
+    To forget what JAX keeps as well::
+
+        jax.clear_caches()
+        rankax.clear_caches()
+
+    Compiled programs are functions of `jax.jit`, whose machine code `jax.clear_caches` frees by
+    itself. What rankax adds is their traced programs, plans by shapes, chunk sizes by memory limit,
+    and which warnings were given. All of it is made again when it is needed, so that results stay
+    the same; the next calls take as long as first calls. ``print(rankax.caches)`` shows what is
+    kept, and how many of it.
+
+    Notes
+    -----
+    Kernels that ``with_options`` made stay alive as long as someone has them; without this call,
+    also the eight of a kernel that were used last.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import rankax
+    >>> square = rankax.auto_vmap(0, chunk_size=2)(lambda x: x**2)
+    >>> square(jnp.arange(5.0)).shape
+    (5,)
+    >>> rankax.clear_caches()
+    >>> square(jnp.arange(5.0)).shape
+    (5,)
+    """
+    caches.clear()

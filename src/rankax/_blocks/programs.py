@@ -265,7 +265,7 @@ class ResultOfStates(StateProgram):
         return super().__call__(*unpacked(self.items, *values))
 
 
-_programs: Kept[Program] = Kept(_MOST_KEPT)
+_programs: Kept[Program] = Kept(_MOST_KEPT, "programs of blocks")
 
 
 class OnBlocks:

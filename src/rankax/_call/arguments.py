@@ -15,7 +15,7 @@ import numpy as np
 
 from rankax._base.arrays import check_no_ref
 from rankax._base.blocks import blocks_of, in_blocks
-from rankax._base.cache import Kept
+from rankax._base.cache import Kept, Members
 from rankax._base.messages import caller_level, function_name, listed, shortened
 from rankax._base.trees import leaves_with_names
 from rankax._declare.dims import Rank
@@ -31,12 +31,12 @@ class KernelSpec:
     fun: Callable[..., Any]
     declaration: Declaration
     explicit: Mapping[str, Any]  # the options set for this kernel
-    members: Kept[Any]  # the kernels that differ in their options only
+    members: Members[Any]  # the kernels that differ in their options only
 
     def __post_init__(self) -> None:
         declaration, self.name = self.declaration, function_name(self.fun)
         self.preset = Options(**self.explicit)
-        self.structures: Kept[Any] = Kept(1024)
+        self.structures: Kept[Any] = Kept(1024, "structures of arguments")
         self.silent = set(declaration.silent)  # parameters not warned about yet
         self.defaults = {
             name: parameter.default

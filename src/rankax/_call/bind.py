@@ -315,7 +315,9 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024))
+    return Structure(
+        tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024, "plans")
+    )
 
 
 def is_ragged(node: Any) -> bool:

@@ -161,7 +161,7 @@ def as_inputs(values: Any) -> Any:
 
 # To cut results takes NumPy, and JAX to transfer them, longer than a program of a few microseconds.
 # It is compiled where it is sure to save as much time.
-_times: Kept[Iterator[int]] = Kept(1024)
+_times: Kept[Iterator[int]] = Kept(1024, "how often a result was cut")
 _OFTEN = 32
 
 

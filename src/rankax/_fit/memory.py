@@ -38,7 +38,7 @@ Program = Callable[[int, bool | None], tuple[int, Callable[..., Any]]]
 
 Answer = TypeVar("Answer")
 
-_kept = Kept(1024)
+_kept: Kept[Any] = Kept(1024, "chunk sizes by memory limit")
 
 
 def fit_to_limit(

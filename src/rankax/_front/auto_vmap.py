@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from rankax._base.cache import Kept
+from rankax._base.cache import Members
 from rankax._base.messages import function_name
 from rankax._call.arguments import KernelSpec
 from rankax._declare.ranks import declare
@@ -364,5 +364,5 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
-    plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Kept(1024)))
+    plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
     return plain.with_explicit(checked_options(given, where), where)

@@ -35,11 +35,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import core
 from jax.sharding import AxisType
 
 from rankax._base.arrays import is_ref, is_staged
 from rankax._base.cache import Kept
+from rankax._base.environment import switch
 from rankax._base.messages import caller_level
 from rankax._trace import fingerprint
 from rankax._trace.programs import ClosedJaxpr, ItemProgram
@@ -87,7 +90,8 @@ def run_kept(
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
     mode; None stands for a call that has no such program, and so do the results. With a key of
     None, the program is compiled but not kept. ``compiled`` is `jax.jit`, which also gets the
-    arguments of the function.
+    arguments of the function. Inside `checking`, an eager call that finds a program also compiles
+    a new one, and compares the results.
     """
     if mode is Mode.STAGED:
         program = make()
@@ -102,8 +106,51 @@ def run_kept(
         run = _compiled(make(), item, closed.jaxpr, args, compiled)
     else:
         bare = fingerprint.without_rules if mode is Mode.EAGER else fingerprint.without_constants
-        run = _kept.find(whole, lambda: _compiled(make(), item, bare(closed.jaxpr), args, compiled))
+
+        def new() -> Any:
+            return _compiled(make(), item, bare(closed.jaxpr), args, compiled)
+
+        made: list[Any] = []
+        run = _kept.find(whole, lambda: made.append(new()) or made[0])
+        if run and not made and mode is Mode.EAGER and _checks.get():
+            return _checked(run(*args), new()(*args), item)
     return run and run(*args)
+
+
+_CHECKS = switch("RANKAX_CHECK", default=False)
+_checks: ContextVar[bool] = ContextVar("rankax_checks", default=_CHECKS)
+
+
+@contextlib.contextmanager
+def checking(value: bool) -> Generator[None]:
+    """Enter a scope in which calls that reuse a program compare it with a new one, or do not."""
+    token = _checks.set(value)
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def _checked(kept: Any, new: Any, item: ItemProgram) -> Any:
+    """Return results of a kept program if a new one has the same, bit for bit."""
+    pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(new), strict=True)
+    for place, (x, y) in enumerate(pairs):
+        if _bits(x) != _bits(y):
+            names = item.out_names
+            name = names[place] if place < len(names) else f"output {place}"
+            raise RuntimeError(
+                f"{item.where}: the compiled program of an earlier call was taken for that of this "
+                f"one, but its {name}, {jax.typeof(x)}, differs from that of a new program, "
+                f"{jax.typeof(y)}; please report it with the kernel. rankax.clear_caches() forgets "
+                "the earlier program"
+            )
+    return kept
+
+
+def _bits(x: Any) -> tuple[Any, ...]:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        x = jax.random.key_data(x)
+    return x.shape, x.dtype, np.asarray(x).tobytes()
 
 
 def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
@@ -199,6 +246,6 @@ def _transforms(x: Any) -> Iterator[type]:
         x = getattr(x, "primal", getattr(x, "val", None))
 
 
-_kept: Kept[Any] = Kept(_MOST_KEPT)
-_compilations: Kept[Iterator[int]] = Kept(_MOST_KEPT)
-_warnings: Kept[Iterator[int]] = Kept(_MOST_KEPT)
+_kept: Kept[Any] = Kept(_MOST_KEPT, "programs of eager calls")
+_compilations: Kept[Iterator[int]] = Kept(_MOST_KEPT, "derivatives compiled once")
+_warnings: Kept[Iterator[int]] = Kept(_MOST_KEPT, "warnings given")

@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from rankax._base.arrays import has_tangent
+from rankax._base.cache import Kept
 from rankax._trace.derivatives import keep_rules, mapped, new_primitive, of_some, uses_axis
 from rankax._trace.programs import ClosedJaxpr, Literal, evaluate
 
@@ -193,9 +194,15 @@ def _transpose_tangent(
 _REPEATS = np.unique(np.geomspace(1, 2**16, 128).astype(int))
 
 
-@functools.cache
+_reached: Kept[Any] = Kept(64, "schedules of reverse passes")
+
+
 def _reach(stored: int) -> Any:
     """Return how many steps ``s`` carries reverse, each step evaluated at most ``r`` times more."""
+    return _reached.find(stored, functools.partial(_new_reach, stored))
+
+
+def _new_reach(stored: int) -> Any:
     table = np.full((stored + 1, len(_REPEATS)), 2**31 - 1, np.int32)
     for s, row in enumerate(table):
         counts = (math.comb(s + int(r), s) for r in _REPEATS)

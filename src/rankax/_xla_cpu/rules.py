@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from rankax._base.environment import switch
 from rankax._loop.rules import NO_RULES, Rules
 from rankax._loop.spec import LoopSpec
 from rankax._plan.levels import Tiles
@@ -17,20 +17,8 @@ from rankax._xla_cpu import components, extremes, kept_residuals, kept_values, l
 # The versions of JAX that the rules were measured with. CONTRIBUTING says how to raise the second.
 _SINCE, _BEFORE = (0, 12), (0, 13)
 
-_SWITCH = "RANKAX_XLA_CPU"
-_WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-
-
-def _default() -> bool:
-    """Return what the environment says."""
-    word = os.environ.get(_SWITCH, "1").strip().lower()
-    if word not in _WORDS:
-        raise ValueError(f"{_SWITCH} must be 0 or 1, got {os.environ[_SWITCH]!r}")
-    return _WORDS[word]
-
-
 #: Whether the rules hold for kernels that do not say so themselves.
-DEFAULT = _default()
+DEFAULT = switch("RANKAX_XLA_CPU", default=True)
 
 
 class XlaCpu(Rules):

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: MIT
+"""What is kept between calls can be seen, emptied and checked."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rankax
+from rankax import auto_vmap, chunked_vmap, options, sliced_scan
+from rankax._base.cache import caches
+from rankax._loop import reuse
+from rankax.reductions import Fold
+
+X = jnp.arange(30.0)
+
+
+def kept():
+    return sum(caches.counts().values())
+
+
+def calls():
+    """Fill caches of several kinds; return the kernels, without which their caches are gone."""
+    square = auto_vmap(0, chunk_size=4)(jnp.square)
+    fast = auto_vmap(0, jit=True, chunk_size=4)(jnp.square)
+    limited = auto_vmap(0, memory_limit="1 kB")(jnp.square)
+    bucketed = fast.with_options(bucket=True)
+    for kernel in (square, fast, limited, bucketed):
+        np.testing.assert_array_equal(kernel(X), X**2)
+    sliced_scan(lambda c, x: (c + x, c), jnp.float32(0), X, step=3)
+    return square, fast, limited, bucketed
+
+
+def test_all_can_be_seen_and_emptied():
+    rankax.clear_caches()
+    assert kept() == 0
+    kernels = calls()
+    found = caches.counts()
+    assert {name for name, count in found.items() if count} == {
+        "chunk sizes by memory limit",
+        "functions of jit=True",
+        "kernels",
+        "plans",
+        "programs of eager calls",
+        "programs of jit=True",
+        "structures of arguments",
+        *(["how often a result was cut"] if "how often a result was cut" in found else []),
+    }
+    lines = repr(rankax.caches).splitlines()
+    assert lines[0] == "caches of rankax"
+    assert f"{found['programs of eager calls']:>8}  programs of eager calls" in lines
+    rankax.clear_caches()
+    alive = caches.counts()
+    assert {name for name, count in alive.items() if count} <= {"kernels"}  # the caller has them
+    for kernel in kernels:
+        np.testing.assert_array_equal(kernel(X), X**2)
+
+
+def live_programs():
+    gc.collect()
+    return len(jax.extend.backend.get_backend().live_executables())
+
+
+def test_jax_frees_compiled_programs():
+    jax.clear_caches()
+    rankax.clear_caches()
+    before = live_programs()
+    kernels = calls()
+    assert live_programs() > before
+    jax.clear_caches()
+    assert live_programs() <= before
+    for kernel in kernels:
+        np.testing.assert_array_equal(kernel(X), X**2)
+
+
+def total_of(size):
+    return Fold(jnp.zeros(size), lambda x: jnp.full(size, x), jnp.add)
+
+
+def test_kernels_of_a_loop_do_not_stay():
+    base = auto_vmap(0)(jnp.sin)
+    made = []
+    for size in range(1, 21):
+        kernel = base.with_options(reduce=total_of(size))
+        made.append(weakref.ref(kernel))
+        del kernel
+    gc.collect()
+    assert [ref() is not None for ref in made] == [False] * 12 + [True] * 8
+    rankax.clear_caches()
+    gc.collect()
+    assert not any(ref() for ref in made)
+
+
+def test_a_kernel_that_someone_has_is_found_again():
+    base = auto_vmap(0)(jnp.sin)
+    mine = base.with_options(chunk_size=3)
+    for size in range(4, 30):
+        base.with_options(chunk_size=size)
+    assert base.with_options(chunk_size=3) is mine
+
+
+@pytest.fixture
+def collision(monkeypatch):
+    """Programs that all have the same fingerprint."""
+    rankax.clear_caches()
+    monkeypatch.setattr(reuse.fingerprint, "fingerprint", lambda closed: "always equal")
+    yield
+    rankax.clear_caches()
+
+
+@pytest.mark.usefixtures("collision")
+def test_a_wrong_program_is_noticed():
+    def mapped(factor):
+        def scaled(x):
+            return {"value": factor * x}
+
+        return chunked_vmap(scaled, 4)
+
+    one, two = mapped(2), mapped(3)
+    with options(check=True):
+        np.testing.assert_array_equal(one(X)["value"], 2 * X)
+        np.testing.assert_array_equal(one(X)["value"], 2 * X)
+        message = (
+            r"scaled\(\) at .*test_caches.py:\d+: the compiled program of an earlier call was "
+            r"taken for that of this one, but its output\['value'\], float32\[30\], differs from"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            two(X)
+        with options(check=False):
+            np.testing.assert_array_equal(two(X)["value"], 2 * X)
+    np.testing.assert_array_equal(two(X)["value"], 2 * X)  # silently wrong: why the option exists
+
+
+def test_right_programs_pass(monkeypatch):
+    made = []
+    compiled = reuse._compiled
+    monkeypatch.setattr(reuse, "_compiled", lambda *args: made.append(1) or compiled(*args))
+    key = jax.random.key(0)
+    with options(check=True):
+        for _ in range(2):
+            chunked_vmap(lambda x: jnp.where(x > 3, jnp.nan, -x), 7)(X)
+            chunked_vmap(lambda k: jax.random.split(k), 7)(jax.random.split(key, 9))
+    assert len(made) == 4
+
+
+def test_check_is_one_of_the_scope():
+    with pytest.raises(TypeError, match=r"rankax\.options: check must be True or False, got 1"):
+        options(check=1)
+    with pytest.raises(TypeError, match="no option is called 'check'"):
+        auto_vmap(0)(jnp.sin).with_options(check=True)
+
+
+def test_the_environment_switches_checks_on():
+    program = "from rankax._loop.reuse import _checks; print(_checks.get())"
+    for word, value in (("1", "True"), ("off", "False")):
+        env = os.environ | {"RANKAX_CHECK": word}
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        )
+        assert run.stdout.strip() == value
