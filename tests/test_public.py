@@ -22,7 +22,7 @@ MODULES = {"plans", "reductions"}
 
 def test_all_names_what_the_package_offers():
     public = {name for name, value in vars(rankax).items() if callable(value)}
-    assert set(rankax.__all__) == public | MODULES
+    assert set(rankax.__all__) == public | MODULES | {"caches"}
     assert rankax.__all__ == sorted(rankax.__all__)
 
 
@@ -96,6 +96,7 @@ def test_functions_have_their_source_and_examples():
         "chunked_jacrev",
         "chunked_reduce",
         "chunked_vmap",
+        "clear_caches",
         "load_tuning",
         "options",
         "ranks_like",

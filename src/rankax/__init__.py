@@ -47,5 +47,5 @@ from rankax._tune.load import load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.
-for _name in set(__all__) - {"caches", "plans", "reductions"}:
+for _name in set(__all__) - {"plans", "reductions"}:
     globals()[_name].__module__ = __name__

@@ -585,3 +585,37 @@ def test_jax_that_keeps_compiled_programs_in_files_does_not_warn(tmp_path):
         assert [warnings_of(gradient, X) for _ in range(3)] == [[], [], []]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+class Alike:
+    """An object whose ``==`` overlooks a difference, from a module that says it is JAX's."""
+
+    __module__ = "jax._src.alike"
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Alike)
+
+    def __hash__(self):
+        return 0
+
+
+def test_equality_is_trusted_by_class_not_by_module():
+    primitive = jax.extend.core.Primitive("scaled")
+    primitive.def_impl(lambda x, alike: x * alike.value)
+    primitive.def_abstract_eval(lambda x, alike: x)
+    batch = jax.interpreters.batching
+    batch.primitive_batchers[primitive] = lambda xs, axes, alike: (
+        primitive.bind(*xs, alike=alike),
+        axes[0],
+    )
+    lower = jax.interpreters.mlir.lower_fun(
+        lambda x, alike: x * alike.value, multiple_results=False
+    )
+    jax.interpreters.mlir.register_lowering(primitive, lower)
+    x = jnp.arange(6.0)
+    for value in (2.0, 3.0):
+        kernel = chunked_vmap(lambda x, v=value: primitive.bind(x, alike=Alike(v)), 2)
+        np.testing.assert_array_equal(kernel(x), value * x)

@@ -34,6 +34,9 @@ class Caches:
             if (cache := found()) is not None:
                 cache.clear()
 
+    def __reduce__(self) -> str:
+        return "caches"  # there is one in a process
+
     def counts(self) -> dict[str, int]:
         """Return how many entries there are of each kind."""
         counts: dict[str, int] = {}

@@ -134,6 +134,8 @@ def _of_value(value: Any, other: _Other) -> Hashable:
         return _of_program(value, other)
     if _is_known(value):
         return type(value), value
+    if type(value).__name__ in _RECORDS and _is_of_jax(value):
+        return type(value), _of_value(vars(value), other)
     if not programs.is_container(value):
         return other(value)
     items = value.items() if isinstance(value, dict) else value
@@ -141,16 +143,23 @@ def _of_value(value: Any, other: _Other) -> Hashable:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether this is an object of JAX, whose ``==`` compares all of it."""
-    kind = type(value)
-    if isinstance(value, _MESHES) or kind.__name__ == "PRNGImpl":  # functions of JAX, by name
-        return True
-    if callable(value) or isinstance(value, (jax.Array, np.ndarray, tuple, list, dict)):
-        return False
-    return kind.__module__.partition(".")[0] in ("jax", "jaxlib")
+    """Whether this is an object whose ``==`` compares all of it."""
+    return isinstance(value, _KNOWN) or (type(value).__name__ in _BY_NAME and _is_of_jax(value))
 
 
-_MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators
+def _is_of_jax(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+# What occurs among the parameters of the operations of `tests/ops`; all else cannot be compared.
+_KNOWN = (
+    *(jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding),
+    *(jax.tree_util.PyTreeDef, jax.core.ShapedArray, jax.ShapeDtypeStruct),
+)
+# Classes without a public name: what `jax.jit` takes for no sharding, the functions of a generator
+# of random numbers, and trees of values, whose values are compared one by one.
+_BY_NAME = ("UnspecifiedValue", "PRNGImpl")
+_RECORDS = ("FTPyTree", "FTTuple", "FTSingleton", "FTFiltered", "Either")
 
 
 def derivatives_key(jaxpr: Any) -> Hashable:
