@@ -29,6 +29,7 @@ Python shows it.
 
 import contextlib
 import enum
+import functools
 import hashlib
 import re
 import struct
@@ -37,6 +38,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
@@ -142,15 +144,17 @@ def _of_value(value: Any, other: _Other) -> Hashable:
 
 def _is_known(value: Any) -> bool:
     """Whether this is an object of JAX, whose ``==`` compares all of it."""
-    kind = type(value)
-    if isinstance(value, _MESHES) or kind.__name__ == "PRNGImpl":  # functions of JAX, by name
+    if isinstance(value, _KNOWN):
         return True
     if callable(value) or isinstance(value, (jax.Array, np.ndarray, tuple, list, dict)):
         return False
-    return kind.__module__.partition(".")[0] in ("jax", "jaxlib")
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-_MESHES = (jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, as decorators
+_KNOWN = (
+    *(jax.sharding.Mesh, jax.sharding.AbstractMesh),  # callable, as decorators
+    type(jax.extend.random.threefry_prng_impl),  # a tuple of functions of JAX
+)
 
 
 def derivatives_key(jaxpr: Any) -> Hashable:
@@ -196,7 +200,14 @@ def _is_placed(params: dict[str, Any]) -> bool:
     """Whether a call of `jax.jit` asks for devices or layouts."""
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
     values = [x for name in names for x in params.get(name, ())]
-    return not all(x is None or type(x).__name__ == "UnspecifiedValue" for x in values)
+    return not all(x is None or isinstance(x, _unspecified()) for x in values)
+
+
+@functools.cache
+def _unspecified() -> type:
+    """Return the class of a sharding that `jax.jit` leaves open; it has no public name."""
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
+    return type(call.params["in_shardings"][0])
 
 
 def without_constants(jaxpr: Any) -> Any:
