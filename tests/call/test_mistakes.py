@@ -28,6 +28,10 @@ def at_end(x, mask):
     return x[-1] * mask[-1]
 
 
+def total(*vectors):
+    return sum(jnp.sum(v) for v in vectors)
+
+
 def drawn(key, x):
     return x + jax.random.normal(key)
 
@@ -201,6 +205,26 @@ x[0] has 0 axes, but its rank 1 needs 1.
 x[1] has 0 axes, but its rank 1 needs 1.
 If x is an array, pass jnp.asarray(x); if it is the shape of one, for a plan, pass \
 jax.ShapeDtypeStruct(x, jnp.float32).""",
+    ),
+    "a number among *args": (
+        lambda: auto_vmap(vectors=1)(total)(1.0),
+        f"""{at(total)}: an argument has fewer axes than its rank
+
+    argument    shape  rank  batch axes
+  > vectors[0]  ()     1     too few axes
+
+vectors[0] has 0 axes, but its rank 1 needs 1.""",
+    ),
+    "a tuple of one number among *args": (
+        lambda: auto_vmap(vectors=1)(total)((1.0,)),
+        f"""{at(total)}: an argument has fewer axes than its rank
+
+    argument       shape  rank  batch axes
+  > vectors[0][0]  ()     1     too few axes
+
+vectors[0][0] has 0 axes, but its rank 1 needs 1.
+If vectors[0] is an array, pass jnp.asarray(vectors[0]); if it is the shape of one, for a plan, \
+pass jax.ShapeDtypeStruct(vectors[0], jnp.float32).""",
     ),
     "a raw key as one of a batch": (
         lambda: auto_vmap(key=0, x=1)(drawn)(jax.random.PRNGKey(0), V),

@@ -626,7 +626,7 @@ def test_structures_of_two_calls_are_not_mixed_up():
 
 def test_what_is_kept_of_many_calls_is_bounded():
     mapped = auto_vmap(0)(lambda x: jax.tree.map(lambda leaf: leaf * 2, x))
-    mapped.spec.structures = structures = Kept(2)
+    mapped.spec.structures = structures = Kept(2, "few")
     for name in "abcab":
         for n in (1, 2, 3, 1):
             x = jnp.arange(float(n))

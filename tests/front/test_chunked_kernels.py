@@ -213,6 +213,14 @@ def test_collectives_over_other_axes_pass():
         chunked_vmap(fun, 2, axis_name="items")(X)
 
 
+def test_a_name_that_the_kernel_lacks_is_no_axis():
+    def fun(x):
+        raise NameError("a wrong axis name: items")
+
+    with pytest.raises(NameError, match="a wrong axis name: items"):
+        chunked_vmap(fun, 2, axis_name="items")(X)
+
+
 # Chunks of one item.
 
 

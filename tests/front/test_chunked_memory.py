@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import operations_on, slow, temporary_bytes
+from helpers import operations_on, primitives, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax._loop.rules import NO_RULES
 from rankax._options import Options
@@ -246,6 +246,19 @@ def test_cotangents_of_any_dtype_are_added_in_place(dtype):
     assert found["dynamic-update-slice"] == 1
     # XLA:CPU adds bfloat16 as float32: converted before the loop, and back after it.
     assert found["convert"] <= (2 if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
+def test_narrow_floats_are_widened_where_chunks_are_no_stack(dtype):
+    """The line of docs/limits.md: "Narrow floats"."""
+
+    def widened(shape, axis):
+        f = chunked_vmap(jnp.sin, 10, in_axes=axis)
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return primitives(lambda x: jax.jvp(f, (x,), (x,)), x)["convert_element_type"] > 0
+
+    assert not widened((50, 3), 0)
+    assert widened((53, 3), 0) == widened((3, 50), 1) == (dtype != "float16")
 
 
 def test_cotangents_of_many_batches_are_added_in_place():

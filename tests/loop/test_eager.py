@@ -376,7 +376,7 @@ def test_nothing_of_the_caller_is_kept_alive():
 
 
 def test_only_so_many_programs_are_kept(monkeypatch):
-    monkeypatch.setattr(eager, "_kept", Kept(4))
+    monkeypatch.setattr(eager, "_kept", Kept(4, "few"))
 
     def times(number):
         return chunked_vmap(lambda x: x * number, 5)
@@ -545,7 +545,7 @@ def warnings_of(f, *args):
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 @pytest.mark.quick("grad-sum", "vmap-sum")
 def test_a_derivative_that_is_compiled_again_warns_once(transform, reduce, monkeypatch):
-    monkeypatch.setattr(eager, "_warnings", Kept(4))
+    monkeypatch.setattr(eager, "_warnings", Kept(4, "few"))
 
     def kernel(x):
         return jnp.sum(softplus(x))

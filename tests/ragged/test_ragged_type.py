@@ -61,9 +61,17 @@ def test_lengths_are_a_copy():
         (
             lambda: Ragged(np.ones(3), [1, 2])[:, None],
             TypeError,
-            "Ragged: an index is the number of an item, got (slice(None, None, None), None); index "
-            "values for rows, lengths for several items, and put other axes of a batch in front in "
-            "the other arguments",
+            "Ragged: [:, None] would add a batch axis, but a Ragged has only that of its items; "
+            "put other axes in front in the other arguments. For all pairs of ragged items, pass "
+            "one of the two sets as a dense array, others[:, None], and its lengths[:, None] as an "
+            "argument of rank 0",
+        ),
+        (
+            lambda: Ragged(np.ones(3), [1, 2])[:1],
+            TypeError,
+            "Ragged: an index is the number of an item, got slice(None, 1, None); index values for "
+            "rows, lengths for several items, and put other axes of a batch in front in the other "
+            "arguments",
         ),
         (
             lambda: Ragged(np.ones(3), [1, 1]),

@@ -907,8 +907,15 @@ def test_wrong_options(reduce, axis, error, text):
         (
             {"distance": Best(0), "force": None, "number": None},
             -1,
-            "it cannot be reduced by Best(0): output['distance'] has no output 0; it has one array "
-            "alone",
+            "it cannot be reduced by Best(0): output['distance'] has no output 0; it is one array; "
+            "return a tuple, or take the smallest number alone by reduce='min'",
+        ),
+        (
+            {"distance": Best("t", largest=True), "force": None, "number": None},
+            -1,
+            "it cannot be reduced by Best('t', largest=True): output['distance'] has no output "
+            "'t'; it is one array; return a dict with the key 't', or take the largest number "
+            "alone by reduce='max'",
         ),
         (
             Best("force"),

@@ -128,6 +128,7 @@ def test_core_dims_name_what_the_kernel_does_not():
     dot = auto_vmap(1, 1)(lambda a, b: a @ b)
     got = rankax.xarray.apply(dot, P, T, core_dims={"a": "level", "b": ("level",)})
     np.testing.assert_allclose(got, bare(T, "time", "x", "level") @ P.values, rtol=1e-5)
+    xr.testing.assert_identical(rankax.xarray.apply(dot, P, T, core_dims="level"), got)
     renamed = T.rename(level="height").drop_vars("height")
     got = rankax.xarray.apply(profile, P, renamed, core_dims={"t": ("height",)}, output_dims="z")
     assert got.dims == ("time", "x", "z")
@@ -236,8 +237,11 @@ def test_wrong_names():
         "dimensions: level and x"
     )
     assert refused(TypeError, profile, P, T, core_dims=["level"]) == (
-        f"{WHERE}(profile): core_dims must be a dict from parameters to names of dimensions, as in "
+        f"{WHERE}(profile): core_dims must be a name, or a dict from parameters to names, as in "
         "{'p': ('level',)}, got list ['level']"
+    )
+    assert refused(ValueError, mean, P, T, W, core_dims="level") == (
+        f'{WHERE}(mean): w has rank "", that is 0 core axes, but core_dims names 1 dimension: level'
     )
     unnamed = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
     assert refused(ValueError, unnamed, P, T) == (

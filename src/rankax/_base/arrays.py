@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+import jax.ref
 import numpy as np
 from jax import lax
 
@@ -83,7 +84,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def is_ref(value: Any) -> bool:
     """Whether a value, or a variable of a program, is a `jax.Ref`."""
-    return type(getattr(value, "aval", None)).__name__ == "AbstractRef"
+    return isinstance(getattr(value, "aval", None), jax.ref.AbstractRef)
 
 
 def index_dtype(size: int) -> Any:

@@ -142,6 +142,13 @@ class Ragged:
         try:
             at = range(len(self))[operator.index(item)]
         except TypeError:
+            if isinstance(item, tuple) and any(i is None for i in item):
+                raise TypeError(
+                    "Ragged: [:, None] would add a batch axis, but a Ragged has only that of its "
+                    "items; put other axes in front in the other arguments. For all pairs of "
+                    "ragged items, pass one of the two sets as a dense array, others[:, None], and "
+                    "its lengths[:, None] as an argument of rank 0"
+                ) from None
             raise TypeError(
                 f"Ragged: an index is the number of an item, got {item!r}; index values for rows, "
                 "lengths for several items, and put other axes of a batch in front in the other "

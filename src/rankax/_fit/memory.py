@@ -167,7 +167,8 @@ def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:
 
 
 # How JAX 0.10 to 0.12 and Equinox refuse to differentiate, besides `NotImplementedError`; any other
-# error is a fault of the kernel, such as a wrong name in its own rule.
+# error is a fault of the kernel, such as a wrong name in its own rule. Faults raise the same,
+# so the texts decide. Tests: ``tests/fit/test_memory_limit.py``, ``tests/upstream/test_names.py``.
 _REFUSALS = (
     "Reverse-mode differentiation does not work",  # loops of traced length, and lockstep=False
     "callbacks do not support JVP",

@@ -302,8 +302,9 @@ def _goes_by_value(module: str) -> bool:
     """Whether cloudpickle is asking, and would pickle a function of this module by value.
 
     cloudpickle decides this only for functions and classes, and other objects can tell who pickles
-    them only from the frame. Other picklers, such as that of multiprocessing, find ``__main__`` by
-    name.
+    them only from the frame. A reducer of `copyreg` cannot tell either, because all picklers share
+    it; one in the table of cloudpickle's own class would miss its copies, as in joblib. Other
+    picklers, such as that of multiprocessing, find ``__main__`` by name.
     """
     frame: Any = inspect.currentframe()
     pickler = frame.f_back.f_back.f_globals

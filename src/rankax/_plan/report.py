@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Errors about the shapes of one call: a table, and a sentence for each problem."""
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,9 @@ def call_error(
         sentences.append(f"And {plural(others, 'leaf')} more with too few axes.")
     tuples = {_list_of(leaves[i].path) for i in short}
     longer = {_list_of(leaf.path) for leaf in leaves if leaf.shape or not leaf.rank}
+    parameters = inspect.signature(fun).parameters.values()
+    # `*args` is a tuple that the caller did not pass.
+    tuples -= {each.name for each in parameters if each.kind is each.VAR_POSITIONAL}
     sentences += [
         f"If {x} is an array, pass jnp.asarray({x}); if it is the shape of one, for a plan, pass "
         f"jax.ShapeDtypeStruct({x}, jnp.float32)."

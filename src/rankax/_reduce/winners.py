@@ -265,11 +265,15 @@ class Best(Reduction):
         wanted = {f"{outputs.path}.{self.by}", f"{outputs.path}[{self.by!r}]"}
         number = next((i for i, name in enumerate(outputs.names) if name in wanted), None)
         if number is None:
-            names = [name for name in outputs.names if name != outputs.path]
-            raise MisfitError(
-                f"{outputs.path} has no output {self.by!r}; it has "
-                f"{listed(names) or 'one array alone'}"
-            )
+            found = f"it has {listed(outputs.names) or 'none'}"
+            if outputs.names == (outputs.path,):
+                tree = f"a dict with the key {self.by!r}" if isinstance(self.by, str) else "a tuple"
+                extreme, word = ("max", "largest") if self.largest else ("min", "smallest")
+                found = (
+                    f"it is one array; return {tree}, or take the {word} number alone by "
+                    f"reduce={extreme!r}"
+                )
+            raise MisfitError(f"{outputs.path} has no output {self.by!r}; {found}")
         return number
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
@@ -94,8 +95,14 @@ def _with_kept_rules(jaxpr: Any) -> Any:
 
 def has_refs(inputs: Sequence[Any], effects: Any) -> bool:
     """Whether a program with these inputs and effects takes a `jax.Ref`, or makes one."""
-    names = [type(effect).__name__ for effect in effects]  # not public
-    return any(map(is_ref, inputs)) or "InternalMutableArrayEffect" in names
+    return any(map(is_ref, inputs)) or any(isinstance(e, _effect_of_new_ref()) for e in effects)
+
+
+@functools.cache
+def _effect_of_new_ref() -> type:
+    """Return the class of the effect of a program that makes a `jax.Ref`; it has no public name."""
+    (effect,) = jax.make_jaxpr(lambda x: jax.new_ref(x)[...])(np.float32(0)).effects
+    return type(effect)
 
 
 def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:

@@ -29,6 +29,7 @@ Python shows it.
 
 import contextlib
 import enum
+import functools
 import hashlib
 import re
 import struct
@@ -37,8 +38,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from rankax._trace import programs
 from rankax._trace.derivatives import RULES, call_of
@@ -134,7 +137,7 @@ def _of_value(value: Any, other: _Other) -> Hashable:
         return _of_program(value, other)
     if _is_known(value):
         return type(value), value
-    if type(value).__name__ in _RECORDS and _is_of_jax(value):
+    if _is_record(value):
         return type(value), _of_value(vars(value), other)
     if not programs.is_container(value):
         return other(value)
@@ -144,22 +147,23 @@ def _of_value(value: Any, other: _Other) -> Hashable:
 
 def _is_known(value: Any) -> bool:
     """Whether this is an object whose ``==`` compares all of it."""
-    return isinstance(value, _KNOWN) or (type(value).__name__ in _BY_NAME and _is_of_jax(value))
-
-
-def _is_of_jax(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+    return isinstance(value, (*_KNOWN, _unspecified()))
 
 
 # What occurs among the parameters of the operations of `tests/ops`; all else cannot be compared.
 _KNOWN = (
     *(jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding),
-    *(jax.tree_util.PyTreeDef, jax.core.ShapedArray, jax.ShapeDtypeStruct),
+    *(jax.tree_util.PyTreeDef, core.ShapedArray, jax.ShapeDtypeStruct),
+    type(jax.extend.random.threefry_prng_impl),  # functions of JAX
 )
-# Classes without a public name: what `jax.jit` takes for no sharding, the functions of a generator
-# of random numbers, and trees of values, whose values are compared one by one.
-_BY_NAME = ("UnspecifiedValue", "PRNGImpl")
+# Classes of JAX for trees of values, without public names; their values are compared one by one.
 _RECORDS = ("FTPyTree", "FTTuple", "FTSingleton", "FTFiltered", "Either")
+
+
+def _is_record(value: Any) -> bool:
+    kind = type(value)
+    is_of_jax = kind.__module__.partition(".")[0] == "jax"
+    return is_of_jax and kind.__name__ in _RECORDS
 
 
 def derivatives_key(jaxpr: Any) -> Hashable:
@@ -205,7 +209,14 @@ def _is_placed(params: dict[str, Any]) -> bool:
     """Whether a call of `jax.jit` asks for devices or layouts."""
     names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
     values = [x for name in names for x in params.get(name, ())]
-    return not all(x is None or type(x).__name__ == "UnspecifiedValue" for x in values)
+    return not all(x is None or isinstance(x, _unspecified()) for x in values)
+
+
+@functools.cache
+def _unspecified() -> type:
+    """Return the class of a sharding that `jax.jit` leaves open; it has no public name."""
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(np.float32(0)).eqns
+    return type(call.params["in_shardings"][0])
 
 
 def without_constants(jaxpr: Any) -> Any:

@@ -44,11 +44,12 @@ def apply(
         Its arguments. Each array with a rank, also inside a pytree, may be an `xarray.DataArray`
         or an `xarray.Dataset`, whose variables are taken in turn. Other arrays have no names, so
         they must have exactly the axes of their rank.
-    core_dims : dict, optional
+    core_dims : dict or str, optional
         Maps parameters to the names of their core dimensions, in the order of the kernel's axes:
         ``{"v": ("level",)}``. It is needed if the rank has no names (an int), or if they differ
         from those of the array. For an array inside a pytree the key is its path, as in error
-        messages: ``"pose['R']"``.
+        messages: ``"pose['R']"``. If every array has the same, single core dimension, its name is
+        enough: ``"level"``.
     output_dims : str, tuple of str, or a pytree of those, optional
         The names of the outputs' core dimensions; for several outputs, a tree like the output of
         the kernel with one entry for each array, or a dict by path. By default, the names that the

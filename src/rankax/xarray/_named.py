@@ -118,12 +118,17 @@ def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) 
 
 
 def _explicit_core(core_dims: Any, path: str, where: str) -> Dims | None:
-    """Return the entry of ``core_dims`` for one leaf, by its path or by that of a node above."""
+    """Return the entry of ``core_dims`` for one leaf, by its path or by that of a node above.
+
+    A name is the entry for every leaf.
+    """
     if core_dims is None:
         return None
+    if isinstance(core_dims, str):
+        return (core_dims,)
     if not isinstance(core_dims, Mapping):
         raise TypeError(
-            f"{where}: core_dims must be a dict from parameters to names of dimensions, as in "
+            f"{where}: core_dims must be a name, or a dict from parameters to names, as in "
             f"{{{path!r}: ('level',)}}, got {type(core_dims).__name__} {core_dims!r}"
         )
     # For example ``pose['R'][0]``, then ``pose['R']``, then ``pose``.
