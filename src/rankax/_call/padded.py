@@ -178,7 +178,8 @@ class PaddedItem(ItemProgram):
         program = with_variables(program, inputs[count:], program.outvars, constvars=constvars)
         closed = ClosedJaxpr(program, [*arrays, *closed.consts])
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in _OF_ITEM}
-        return ItemProgram(**{**fields, "closed": closed})
+        fields["closed"] = closed
+        return ItemProgram(**fields)
 
 
 _OF_ITEM = dataclasses.fields(ItemProgram)
