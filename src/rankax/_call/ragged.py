@@ -2,10 +2,10 @@
 """A call with `Ragged` arguments: a handful of ordinary calls, one for each padded length.
 
 The items of a group (`rankax._plan.lengths`) are filled up to the same length, by a kernel that is
-derived from the user's (`Padded`). It takes a row of integers for each item: its number, and where
-its rows begin and how many they are. It gets the flat values whole, reads the rows of its item by
-index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does: chunks,
-memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
+derived from the user's (`padded.py`). It takes a row of integers for each item: its number, and
+where its rows begin and how many they are. It gets the flat values whole, reads the rows of its
+item by index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does:
+chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
 
 * Other arguments with an item for each item are read by the number as well, and never sorted, which
   would be a copy and, in an eager call, a program for each number of items.
@@ -192,7 +192,7 @@ class RaggedCall:
             if self.count > 1 and i in splits:
                 *front, last = splits[i]
                 role = role._replace(split=last)
-                counts.append(self._numbers_in_front(front))
+                counts.append(_numbers_in_front(self.dense.plan.batch_shape, front))
             roles.append(role)
             (whole if role.rank is None else mapped).append(leaf)
         return tuple(roles), mapped, counts, whole
@@ -245,15 +245,6 @@ class RaggedCall:
             slopes.append(read_at(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
         return slopes
 
-    def _numbers_in_front(self, strides: Sequence[int]) -> Any:
-        """Return what the axes before that of the ragged items add to the number of a key."""
-        *front, _ = self.dense.plan.batch_shape
-        along = [
-            np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
-            for size, stride in zip(front, strides, strict=True)
-        ]
-        return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
-
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
         """Return each output with the ragged dimension that it is declared to begin with."""
         paths = [path for path, _ in leaves_with_names(out, "output")]
@@ -295,6 +286,16 @@ class RaggedCall:
             return self.compiled(bound)
         bound = dataclasses.replace(bound, is_kept=not self.is_staged)
         return run(bound, marked(bound, bound.kernel.options()))
+
+
+def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
+    """Return what the axes before that of the ragged items add to the number of a key."""
+    *front, _ = batch_shape
+    along = [
+        np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
+        for size, stride in zip(front, strides, strict=True)
+    ]
+    return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
 
 
 def _reshaped(leaf: Any, shape: Shape) -> Any:
