@@ -2,6 +2,7 @@
 """Helpers of the tests: marks, comparisons, texts of errors, programs and the memory they need."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -132,3 +133,20 @@ def compilations(fun: Any, *args: Any) -> tuple[Any, int]:
     before = len(_compiled)
     out = jax.block_until_ready(fun(*args))
     return out, len(_compiled) - before
+
+
+def python_calls(fun: Any) -> int:
+    """Return how many functions of Python a call enters."""
+    count = 0
+
+    def profile(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        fun()
+    finally:
+        sys.setprofile(before)
+    return count

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from helpers import assert_same as assert_equal
-from helpers import at_each_run, compilations, slow
+from helpers import at_each_run, compilations, python_calls, slow
 from rankax import SplitKey, auto_vmap
+from rankax._call.bind import BoundKernel
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
@@ -327,6 +328,22 @@ def test_a_warm_call_transfers_results_together(monkeypatch):
     with jax.transfer_guard("disallow"):
         mapped(x, x)
     assert transfers == [2, 1, 3]  # the arguments, the length, the outputs
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 260), ({"reduce": "sum"}, 190)])
+def test_a_warm_call_is_not_planned_again(options, most, monkeypatch):
+    plans, plan = [], BoundKernel.plan
+
+    def planned(*args, **kwargs):
+        plans.append(args)
+        return plan(*args, **kwargs)
+
+    kernel = auto_vmap(1, 1, jit=True, bucket=(8,), **options)(lambda x, w: jnp.sum(x) * w)
+    call = functools.partial(kernel, jnp.ones((5, 3)), W)
+    call()
+    monkeypatch.setattr(BoundKernel, "plan", planned)
+    assert python_calls(call) <= most
+    assert plans == []
 
 
 def test_results_of_a_frequent_length_need_no_transfer(monkeypatch):

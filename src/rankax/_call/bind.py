@@ -46,6 +46,7 @@ class Structure:
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     ragged: dict[int, Ragged]  # by leaf, without values
     plans: Kept[Nesting]  # by shapes and options
+    fillings: Kept[Any]  # how a batch is padded (`fill.py`), by the same
 
 
 class Shell(NamedTuple):
@@ -315,9 +316,8 @@ def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    return Structure(
-        tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged, Kept(1024, "plans")
-    )
+    of_leaves = tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged
+    return Structure(*of_leaves, Kept(1024, "plans"), Kept(1024, "how batches are padded"))
 
 
 def is_ragged(node: Any) -> bool:

@@ -143,13 +143,17 @@ class Bound(abc.ABC):
                 leaves[i] = shape_of(leaves[i], core)
         return dataclasses.replace(self, leaves=leaves, cut=shape)
 
-    def on_item(self, plan: Nesting) -> Callable[..., Any]:
-        """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
-        whole = list(self.leaves)
+    def reshaped(self, plan: Nesting) -> list[Any]:
+        """Return the leaves, of which those that are not mapped have the shape for one item."""
+        leaves = list(self.leaves)
         for position, shape in plan.reshaped:
             if position not in plan.mapped:
-                whole[position] = jnp.reshape(whole[position], shape)
+                leaves[position] = jnp.reshape(leaves[position], shape)
+        return leaves
 
+    def on_item(self, plan: Nesting) -> Callable[..., Any]:
+        """Return the kernel as a function of one item of each mapped leaf, then split numbers."""
+        whole = self.reshaped(plan)
         positions = [*plan.mapped, *(split.position for split in plan.splits)]
         names = ["batch_shape" if i == NO_ARRAY else self.paths[i] for i in positions]
 
@@ -175,12 +179,24 @@ class Bound(abc.ABC):
 
     def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the kernel for one item; loops evaluate this program."""
+        return self.trace_on(self.on_item(plan), self.types_of_item(plan), plan, reductions)
+
+    def types_of_item(self, plan: Nesting) -> list[Any]:
+        """Return the types of the mapped leaves of one item, then of the split numbers."""
         avals = [
             with_shape(jax.typeof(self.leaves[i]), core)
             for i, core in zip(plan.mapped, plan.cores, strict=True)
         ]
-        avals += [with_shape(PLACE, ()) for _ in plan.splits]
-        fun = self.on_item(plan)
+        return [*avals, *(with_shape(PLACE, ()) for _ in plan.splits)]
+
+    def trace_on(
+        self,
+        fun: Callable[..., Any],
+        avals: Sequence[Any],
+        plan: Nesting,
+        reductions: Reductions | None,
+    ) -> ItemProgram:
+        """Trace a function of arrays of these types, which is the kernel for one item."""
         if reductions is None:
             inputs: Any = lambda *items: (items, {})  # noqa: E731
             return trace_item(fun, inputs, avals, self.out_axes, self.axis_name)

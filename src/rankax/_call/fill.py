@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rankax._base.cache import Kept
 from rankax._call.bind import BoundKernel
 from rankax._devices.mesh import is_spread
+from rankax._fit.memory import shape_of
 from rankax._loop.spec import index_without_fill
 from rankax._options import Options
 from rankax._plan.levels import Shape
@@ -42,22 +43,42 @@ from rankax._reduce.protocol import FILL, Keep, Reduction
 from rankax._reduce.winners import FirstK
 
 
-def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
-    """Return a call with its batch padded, as shapes; the call itself if there is no bucket.
+class Filling(NamedTuple):
+    """How the batch of a call is padded."""
 
-    An axis of length 1 broadcasts, and an empty batch has no item to copy.
-    """
+    shapes: dict[int, Shape]  # of the mapped leaves
+    lengths: dict[int, int]  # of the padded axes, without copies
+    cut: Shape  # the padded batch shape
+    batch_shape: Shape
+    reduced: tuple[int, ...]
+
+
+def filling_of(call: BoundKernel, options: Options) -> Filling | None:
+    """Return how a call is padded, which follows from its shapes; None: not at all."""
     if not options.bucket:
-        return call
-    plan = call.plan(options, None)
-    shape, lengths = list(plan.plan.batch_shape), dict[int, int]()
-    for i, axes in zip(plan.mapped, plan.batch_axes, strict=True):
-        if options.devices is None and is_spread(call.leaves[i]):
+        return None
+    shapes = tuple([getattr(x, "shape", None) for x in call.leaves])
+    key = shapes, options.bucket, options.batch_shape, options.reduce, options.reduce_axis
+    filling = call.structure.fillings.find(key, lambda: _filling_of(call, options))
+    for i in filling.shapes if filling and options.devices is None else ():
+        if is_spread(call.leaves[i]):
             raise ValueError(
                 f"{call.where}: {call.structure.paths[i]} is sharded over devices, but bucket= "
                 "pads it on the host; with devices=, the devices share the padded batch"
             )
-        for axis, length in enumerate(plan.plan.batch_shape):
+    return filling
+
+
+def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
+    """Do what `filling_of` does, without a cache.
+
+    An axis of length 1 broadcasts, and an empty batch has no item to copy.
+    """
+    planned = call.plan(options, None)
+    plan = planned.plan
+    shape, lengths = list(plan.batch_shape), dict[int, int]()
+    for i, axes in zip(planned.mapped, planned.batch_axes, strict=True):
+        for axis, length in enumerate(plan.batch_shape):
             if axes[axis] is None or length == 1:
                 continue
             lengths[axis] = length
@@ -70,26 +91,37 @@ def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
                     "bucket=True, which has no end"
                 )
             shape[axis] = size
-    row = math.prod(plan.plan.batch_shape[axis] for axis in plan.plan.reduced)
+    row = math.prod(plan.batch_shape[axis] for axis in plan.reduced)
     entries = () if options.reduce is None else options.reduce.entries
     # Without the copies, `FirstK` may have too few items, which it says itself.
     too_few = any(isinstance(entry, FirstK) and entry.k > row for entry in entries)
-    if not plan.plan.evaluations or too_few:
-        return call
-    part = call.part(plan, tuple(shape)) if lengths else call
-    leaves = [x if i in plan.mapped else call.leaves[i] for i, x in enumerate(part.leaves)]
-    return dataclasses.replace(part, leaves=leaves, lengths=dict(sorted(lengths.items())))
+    if not plan.evaluations or too_few or not lengths:
+        return None
+    part = call.part(planned, tuple(shape))
+    shapes = {i: part.leaves[i].shape for i in planned.mapped}
+    lengths = dict(sorted(lengths.items()))
+    return Filling(shapes, lengths, tuple(shape), plan.batch_shape, plan.reduced)
 
 
-def filled(call: BoundKernel, shapes: BoundKernel) -> BoundKernel:
-    """Return a call with its arrays padded to these shapes with copies of their last items."""
-    pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
-    short = [i for i, (x, y) in pairs if x is not y and not isinstance(x, jax.ShapeDtypeStruct)]
-    leaves = list(shapes.leaves)
-    arrays, wanted = [call.leaves[i] for i in short], [leaves[i].shape for i in short]
-    for i, x in zip(short, resized(arrays, wanted, copies=True), strict=True):
+def fill_up(call: BoundKernel, options: Options) -> BoundKernel:
+    """Return a call with its batch padded, as shapes; the call itself if there is no bucket."""
+    filling = filling_of(call, options)
+    return filled(call, filling, only_shapes=True) if filling else call
+
+
+def filled(call: BoundKernel, filling: Filling, *, only_shapes: bool = False) -> BoundKernel:
+    """Return a call with its arrays padded by copies of their last items."""
+    leaves, arrays = list(call.leaves), list[int]()
+    for i, shape in filling.shapes.items():
+        if only_shapes or isinstance(leaves[i], jax.ShapeDtypeStruct):
+            leaves[i] = shape_of(leaves[i], shape)
+        else:
+            arrays.append(i)
+    wanted = [filling.shapes[i] for i in arrays]
+    padded = resized([leaves[i] for i in arrays], wanted, copies=True)
+    for i, x in zip(arrays, padded, strict=True):
         leaves[i] = x
-    return dataclasses.replace(shapes, leaves=leaves)
+    return dataclasses.replace(call, leaves=leaves, lengths=filling.lengths, cut=filling.cut)
 
 
 def marked(call: BoundKernel, options: Options) -> Options:
@@ -109,16 +141,12 @@ def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
     return _by_entry(lambda entry, part: entry.with_places(part, place), out, options)
 
 
-def cut(out: Any, call: BoundKernel, options: Options) -> Any:
-    """Return a result without the copies; ``call`` is the padded call."""
-    if not call.lengths:
-        return out
-    sizes = [call.lengths.get(axis, size) for axis, size in enumerate(call.cut or ())]
-    reduced = () if options.reduce is None else call.plan(options).plan.reduced
+def cut(out: Any, filling: Filling, options: Options) -> Any:
+    """Return a result without the copies."""
 
     def cut_part(entry: Reduction, part: Any) -> Any:
-        gone = () if entry.is_kept else reduced
-        front = [size for axis, size in enumerate(sizes) if axis not in gone]
+        gone = () if entry.is_kept else filling.reduced
+        front = [size for axis, size in enumerate(filling.batch_shape) if axis not in gone]
         leaves, structure = jax.tree.flatten(part)
         shapes = [(*front, *x.shape[len(front) :]) for x in leaves]
         return structure.unflatten(resized(leaves, shapes))
@@ -145,7 +173,7 @@ def resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = Fa
     key = tuple([(x.shape, shape) for x, shape in pairs])
     if is_free and not copies and next(_times.find(key, itertools.count)) >= _OFTEN:
         return _on_device(as_inputs([*arrays]), tuple(shapes))
-    on_host = jax.device_get(changed).items()
+    on_host = zip(changed, _on_host([*changed.values()]), strict=True)
     resized = {i: _by(np, x, shape=shapes[i], copies=copies) for i, x in on_host}
     put = as_inputs if copies else jax.device_put
     resized = put(resized) if is_free else {i: _placed(resized[i], changed[i]) for i in changed}
@@ -157,6 +185,17 @@ def as_inputs(values: Any) -> Any:
     config: Any = jax.config
     is_free = config.jax_transfer_guard_host_to_device in (None, "allow")
     return values if is_free else jax.device_put(values)
+
+
+def _on_host(arrays: list[Any]) -> list[Any]:
+    """Return arrays of NumPy: several times as fast as `jax.device_get`, which a guard needs."""
+    config: Any = jax.config
+    if config.jax_transfer_guard_device_to_host not in (None, "allow"):
+        return jax.device_get(arrays)
+    for x in arrays if len(arrays) > 1 else ():
+        if isinstance(x, jax.Array):
+            x.copy_to_host_async()
+    return list(map(np.asarray, arrays))
 
 
 # To cut results takes NumPy, and JAX to transfer them, longer than a program of a few microseconds.
@@ -192,12 +231,27 @@ def weakened(x: Any) -> Any:
 def _by(package: Any, x: Any, *, shape: Shape, copies: bool, **_: Any) -> Any:
     if copies:
         for axis, size in enumerate(shape):
-            if size != x.shape[axis]:
+            if package is np and size > x.shape[axis] > 0:
+                x = _with_copies(x, axis, size)
+            elif size != x.shape[axis]:
                 x = package.take(x, np.arange(size), axis, mode="clip")
         return x
     x = x[tuple(map(slice, shape))]
+    if package is np and x.shape != shape:  # `np.pad` takes ten times as long for a small array
+        padded = np.zeros(shape, x.dtype)
+        padded[tuple(map(slice, x.shape))] = x
+        return padded
     widths = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
     return package.pad(x, widths) if x.shape != shape else x
+
+
+def _with_copies(x: Any, axis: int, size: int) -> Any:
+    """Return an array with copies of its last item; `np.take` would look each number up."""
+    padded = np.empty((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    front, length = (slice(None),) * axis, x.shape[axis]
+    padded[(*front, slice(length))] = x
+    padded[(*front, slice(length, None))] = x[(*front, slice(-1, None))]
+    return padded
 
 
 _resize = jax.extend.core.Primitive("rankax_resize")

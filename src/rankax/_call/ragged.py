@@ -2,10 +2,10 @@
 """A call with `Ragged` arguments: a handful of ordinary calls, one for each padded length.
 
 The items of a group (`rankax._plan.lengths`) are filled up to the same length, by a kernel that is
-derived from the user's (`_Padded`). It takes a row of integers for each item: its number, and where
-its rows begin and how many they are. It gets the flat values whole, reads the rows of its item by
-index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does: chunks,
-memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
+derived from the user's (`padded.py`). It takes a row of integers for each item: its number, and
+where its rows begin and how many they are. It gets the flat values whole, reads the rows of its
+item by index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does:
+chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
 
 * Other arguments with an item for each item are read by the number as well, and never sorted, which
   would be a copy and, in an eager call, a program for each number of items.
@@ -17,7 +17,7 @@ memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk
   were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `_loop/access.py`.
 * In a program that is being traced, each length would have a cotangent as large as the values, and
   XLA:CPU of JAX 0.10 to 0.12 keeps all of them at once. So what is read there has the derivative of
-  a mapped copy (`_Role.slope`), whose cotangent has the items of this length only. XLA scatters
+  a mapped copy (`Role.slope`), whose cotangent has the items of this length only. XLA scatters
   these into one array, and drops the copy, which nobody reads (its tangent, `jax.jvp` reads).
 * Keys are split by the number of an item in the batch as it was given.
 * Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
@@ -32,134 +32,43 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax._base.arrays import has_tangent, zeros
+from rankax._base.arrays import has_tangent
 from rankax._base.trees import leaves_with_names
-from rankax._call.arguments import KernelSpec
-from rankax._call.bind import BoundKernel, Shell, bind, rebind
-from rankax._call.fill import marked, resized, weakened
+from rankax._call.bind import BoundKernel, Shell, bind
+from rankax._call.fill import marked, resized
+from rankax._call.padded import (
+    ITEMS,
+    MAPPED,
+    WHOLE,
+    Compiled,
+    Padded,
+    PaddedCall,
+    Role,
+    places_of,
+    read_at,
+)
 from rankax._call.ragged_checks import check_options, dimensions
 from rankax._call.run import run
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged
-from rankax._declare.ranks import Declaration, ranks_of_leaves
+from rankax._declare.ranks import ranks_of_leaves
 from rankax._loop.access import widen
-from rankax._loop.spec import PLACE, item_key
+from rankax._loop.spec import PLACE
 from rankax._options import Options
 from rankax._plan.lengths import Group, groups_of, slots_for
 from rankax._plan.levels import Shape
 from rankax._plan.shapes import bucket_of
 from rankax._reduce.protocol import FILL
 from rankax._reduce.run import Reductions
-
-# The parameters of a derived kernel, besides those of the original that have no rank.
-_ITEMS, _MAPPED, _WHOLE = "rankax_items", "rankax_mapped", "rankax_whole"
-
-Compiled = Callable[[BoundKernel], Any]  # calls a bound kernel, such as by its compiled program
-
-
-class _Role(NamedTuple):
-    """How a derived kernel gets one leaf of the original arguments."""
-
-    rank: Rank | None  # of what is mapped; None: it gets it whole
-    rows: int | None = None  # the ragged dimension whose rows are read
-    by_number: bool = False  # whether it has an item for each item, which is read
-    slope: Rank | None = None  # of a copy that has the derivative of what is read
-    split: int | None = None  # of a key that is split: how much an item adds to its number
-    dtype: Any = None  # of the rows
-    weak: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Padded:
-    """The user's kernel as a function of items that are filled up."""
-
-    spec: KernelSpec
-    shell: Shell
-    others: tuple[str, ...]
-    explicit: frozenset[tuple[str, Any]]
-    roles: tuple[_Role, ...]
-    dims: tuple[str, ...]  # the ragged dimensions
-    lengths: tuple[int, ...]  # to which they are filled up
-    of_item: Compiled | None  # evaluates a call of one item; None: as it is
-
-    def kernel(self) -> KernelSpec:
-        """Return the derived kernel."""
-
-        @functools.wraps(self.spec.fun, updated=())
-        def padded(*, rankax_items: Any, rankax_mapped: Any, rankax_whole: Any, **rest: Any) -> Any:
-            leaves = self._leaves(rankax_items, iter(rankax_mapped), iter(rankax_whole))
-            call = rebind(self.spec, self.shell, leaves, rest)
-            pairs = zip(self.dims, self.lengths, rankax_items[3::2], strict=True)
-            masks = {name: jnp.arange(most, dtype=n.dtype) < n for name, most, n in pairs}
-            call = dataclasses.replace(call, masks=masks)
-            if self.of_item is not None:
-                return self.of_item(call)
-            return call.evaluate(leaves, call.plan(Options()))
-
-        mapped = [role.rank for role in self.roles if role.rank is not None]
-        mapped += [role.slope for role in self.roles if role.slope is not None]
-        mapped += [Rank(0) for role in self.roles if role.split is not None]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        names = [_ITEMS, _MAPPED, _WHOLE, *self.others]
-        signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        declaration = Declaration(signature, {_ITEMS: Rank(1), _MAPPED: tuple(mapped)}, None)
-        derived = type(self.spec)(padded, declaration, dict(self.explicit), self.spec.members)
-        derived.name = self.spec.name
-        return derived
-
-    def _leaves(self, items: Any, mapped: Iterator[Any], whole: Iterator[Any]) -> list[Any]:
-        """Return the leaves of one item."""
-        leaves = [next(whole if role.rank is None else mapped) for role in self.roles]
-        slopes = [None if role.slope is None else next(mapped) for role in self.roles]
-        for i, (role, slope) in enumerate(zip(self.roles, slopes, strict=True)):
-            if role.rows is not None:
-                start, length = items[2 + 2 * role.rows], items[3 + 2 * role.rows]
-                at = _places(start, length, self.lengths[role.rows])
-                rows = _read(leaves[i], slope, at)
-                rows = rows if rows.dtype == role.dtype else rows.astype(role.dtype)
-                empty = zeros(rows.shape, rows.dtype)
-                leaves[i] = jnp.where(length > jnp.zeros_like(length), rows, empty)
-            elif role.by_number:
-                leaves[i] = _read(leaves[i], slope, items[0])
-            if role.weak:
-                leaves[i] = weakened(leaves[i])
-            if role.split is not None:
-                number = items[0].astype(PLACE.dtype) * np.asarray(role.split, PLACE.dtype)
-                leaves[i] = item_key(leaves[i], next(mapped) + number)
-        return leaves
-
-
-def _places(start: Any, length: Any, most: int) -> Any:
-    """Return where the rows of an item are, then its last one again."""
-    last = jnp.maximum(length - 1, jnp.zeros_like(length))
-    return start + jnp.minimum(jnp.arange(most, dtype=start.dtype), last)
-
-
-def _read(values: Any, slope: Any, at: Any) -> Any:
-    """Read by index; with ``slope``, which is what is read, the derivative is that of ``slope``."""
-    rows = jnp.asarray(values).at[at].get(mode="promise_in_bounds")
-    return rows if slope is None else _with_slope(rows, slope)
-
-
-@jax.custom_jvp
-def _with_slope(rows: Any, slope: Any) -> Any:  # noqa: ARG001
-    return rows
-
-
-# Zeros stay symbolic, for a `jax.custom_vjp` of the kernel: it refuses a tangent, even of zeros.
-@functools.partial(_with_slope.defjvp, symbolic_zeros=True)
-def _(primals: Any, tangents: Any) -> Any:
-    return _with_slope(*primals), tangents[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -273,9 +182,9 @@ class RaggedCall:
         return table
 
     @functools.cached_property
-    def arguments(self) -> tuple[tuple[_Role, ...], list[Any], list[Any], list[Any]]:
+    def arguments(self) -> tuple[tuple[Role, ...], list[Any], list[Any], list[Any]]:
         """The roles of the leaves; those that are mapped, numbers of keys, and the others."""
-        call, roles, mapped, whole, counts = self.call, list[_Role](), list[Any](), list[Any](), []
+        call, roles, mapped, whole, counts = self.call, list[Role](), list[Any](), list[Any](), []
         axes = dict(zip(self.dense.mapped, self.dense.batch_axes, strict=True))
         splits = {split.position: split.strides for split in self.dense.splits}
         for i, (leaf, rank) in enumerate(zip(call.leaves, call.structure.ranks, strict=True)):
@@ -283,14 +192,14 @@ class RaggedCall:
             if self.count > 1 and i in splits:
                 *front, last = splits[i]
                 role = role._replace(split=last)
-                counts.append(self._numbers_in_front(front))
+                counts.append(_numbers_in_front(self.dense.plan.batch_shape, front))
             roles.append(role)
             (whole if role.rank is None else mapped).append(leaf)
         return tuple(roles), mapped, counts, whole
 
-    def _role(self, i: int, leaf: Any, rank: Rank | None, axes: Sequence[Any]) -> tuple[_Role, Any]:
+    def _role(self, i: int, leaf: Any, rank: Rank | None, axes: Sequence[Any]) -> tuple[Role, Any]:
         if rank is None:
-            return _Role(None), leaf
+            return Role(None), leaf
         weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
         bare = Rank(rank.rank, is_key=rank.is_key)
         # Of several loops in one program, each would have a cotangent of the whole leaf.
@@ -300,18 +209,18 @@ class RaggedCall:
         if i in self.dim_of:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             leaf = self._sized(widen(leaf) if isinstance(leaf, core.Tracer) else leaf, 0)
-            return _Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
+            return Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
         if self.count < 2:
-            return _Role(rank), leaf
+            return Role(rank), leaf
         if axes[-1] is None:
-            return _Role(bare), leaf
+            return Role(bare), leaf
         at = np.ndim(leaf) - rank.rank - 1
         leaf = self._sized(leaf, at)
         if not at:
-            return _Role(None, by_number=True, slope=slope, weak=weak), leaf
+            return Role(None, by_number=True, slope=slope, weak=weak), leaf
         leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
         rank = Rank(rank.rank + 1, is_key=rank.is_key)
-        return _Role(rank, by_number=True, slope=slope, weak=weak), leaf
+        return Role(rank, by_number=True, slope=slope, weak=weak), leaf
 
     def _sized(self, leaf: Any, axis: int) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
@@ -330,20 +239,11 @@ class RaggedCall:
             axis = leaf.ndim - role.slope.rank - 1
             if role.rows is not None:
                 start, length = items[:, 2 + 2 * role.rows], items[:, 3 + 2 * role.rows]
-                places = functools.partial(_places, most=group.lengths[role.rows])
+                places = functools.partial(places_of, most=group.lengths[role.rows])
                 at = jax.vmap(places)(start, length)
                 leaf, axis = widen(leaf), 0
-            slopes.append(_read(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
+            slopes.append(read_at(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
         return slopes
-
-    def _numbers_in_front(self, strides: Sequence[int]) -> Any:
-        """Return what the axes before that of the ragged items add to the number of a key."""
-        *front, _ = self.dense.plan.batch_shape
-        along = [
-            np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
-            for size, stride in zip(front, strides, strict=True)
-        ]
-        return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
 
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
         """Return each output with the ragged dimension that it is declared to begin with."""
@@ -365,12 +265,14 @@ class RaggedCall:
         if self.count > 1 and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
         of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
-        padded = _Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
+        padded = Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
         derived = call.kernel.structures.find(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
-        given = {_ITEMS: items, _MAPPED: arrays, _WHOLE: tuple(whole), **call.others}
+        given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
+        if self.compiled is None and self.of_item is None and not self.is_staged:
+            bound = PaddedCall(**vars(bound), padded=padded, names=call.paths)
         reductions = self.options.reduce
         has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
         if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
@@ -384,6 +286,16 @@ class RaggedCall:
             return self.compiled(bound)
         bound = dataclasses.replace(bound, is_kept=not self.is_staged)
         return run(bound, marked(bound, bound.kernel.options()))
+
+
+def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
+    """Return what the axes before that of the ragged items add to the number of a key."""
+    *front, _ = batch_shape
+    along = [
+        np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
+        for size, stride in zip(front, strides, strict=True)
+    ]
+    return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
 
 
 def _reshaped(leaf: Any, shape: Shape) -> Any:

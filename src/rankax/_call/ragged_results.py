@@ -18,7 +18,8 @@ from rankax._base.messages import plural
 from rankax._base.trees import entries
 from rankax._call.bind import BoundKernel
 from rankax._call.fill import as_inputs, resized
-from rankax._call.ragged import Compiled, RaggedCall
+from rankax._call.padded import Compiled
+from rankax._call.ragged import RaggedCall
 from rankax._call.run import plan_of
 from rankax._declare.dims import Rank
 from rankax._declare.ragged import Ragged, span

@@ -94,7 +94,7 @@ def _run(call: Traced, progress: Progress | None) -> Any:
         item, leaves = placed(item, leaves, layout)
     else:
         leaves = list(map(on_every_device, leaves))
-    mode = mode_of([*leaves, *item.closed.consts], on_mesh=bool(parts))
+    mode = mode_of([*leaves, *item.read, *item.closed.consts], on_mesh=bool(parts))
     make = functools.partial(_program, call, progress, is_now=mode is Mode.EAGER)
     reductions = options.reduce
     # A user-defined function may change between calls and stay the same object.
@@ -116,6 +116,7 @@ def _run(call: Traced, progress: Progress | None) -> Any:
 
 def _program(call: Traced, progress: Progress | None, *, is_now: bool) -> Program | None:
     """Return the whole call as a function of its item and its leaves."""
+    call = call._replace(item=call.item.whole)
     bound, _, whole, _, layout = call
     plan, options, _, is_walked = _fitted(call)
     if not is_walked:
@@ -176,6 +177,7 @@ def _plan_of(bound: BoundKernel, options: Options, parts: tuple[Parts, ...]) -> 
     if (plan := _untraced(call, options, parts)) is None:
         with progress_of_call(options.progress, bound.name):
             traced = _traced(call, options, parts)
+        traced = traced._replace(item=traced.item.whole)
         plan, _, found["memory"], _ = _fitted(traced)
         whole = traced.whole.plan
         found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves}
@@ -218,13 +220,14 @@ def _untraced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Nesti
     """Return the plan of a call that is evaluated without tracing its kernel first."""
     if options.reduce is not None:
         return None
-    planned = bound.plan(options)
-    is_traced = parts or any(planned.loops) or options.memory_limit or bound.is_kept
-    # A collective needs the whole axis.
-    is_rewritten = options.replaces_functions and bound.axis_name is None
-    is_traced = is_traced or (is_rewritten and not _is_empty(planned))
-    if not is_traced and options.lockstep:
-        return planned
+    if not bound.is_kept:
+        planned = bound.plan(options)
+        is_traced = parts or any(planned.loops) or options.memory_limit
+        # A collective needs the whole axis.
+        is_rewritten = options.replaces_functions and bound.axis_name is None
+        is_traced = is_traced or (is_rewritten and not _is_empty(planned))
+        if not is_traced and options.lockstep:
+            return planned
     whole = bound.plan(options, None)
     may_reverse = not options.lockstep and whole.plan.levels
     return whole if _is_empty(whole) and not may_reverse else None
@@ -240,6 +243,7 @@ def _traced(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> Traced:
     whole = bound.plan(options, None)
     with inside(parts):
         item = bound.trace(whole, options.reduce)
+        item = item.whole if parts else item
     layout = _layout(whole, () if has_order(item.closed) else parts)
     return Traced(bound, options, whole, item, layout)
 

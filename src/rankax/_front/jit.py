@@ -22,7 +22,16 @@ from rankax._base.cache import KeptDict
 from rankax._base.trees import check_outputs, leaves_with_names
 from rankax._call.arguments import KernelSpec, is_array, is_number
 from rankax._call.bind import BoundKernel, Shell, bind
-from rankax._call.fill import as_inputs, cut, fill_up, filled, marked, weakened, with_places
+from rankax._call.fill import (
+    Filling,
+    as_inputs,
+    cut,
+    filled,
+    filling_of,
+    marked,
+    weakened,
+    with_places,
+)
 from rankax._call.ragged_results import call_ragged
 from rankax._call.run import cut_axes, parts_of, run
 from rankax._devices.mesh import Parts
@@ -73,11 +82,12 @@ class JitSpec(KernelSpec):
     def call(self, call: BoundKernel) -> Any:
         """Call the compiled kernel on every item of the batch."""
         staged = is_staged()
-        frame, arrays, call = self._split(call, is_alone=not staged)
+        frame, arrays, filling = self._split(call, is_alone=not staged)
         if staged:  # the outer program shows no call of ours
             return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
         try:
-            return cut(self._compiled(frame, arrays), call, frame.options)
+            out = self._compiled(frame, arrays)
+            return cut(out, filling, frame.options) if filling else out
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
@@ -118,20 +128,19 @@ class JitSpec(KernelSpec):
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
         call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
         is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
-        frame, arrays, call = self._split(call, shapes_only=True, is_alone=is_alone)
+        frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
         return self._jitted(frame, arrays).lower(*arrays)
 
     def _split(
         self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
-    ) -> tuple[_Frame, list[Any], BoundKernel]:
-        """Split a bound call into a static frame and traced arrays; return the call, too."""
+    ) -> tuple[_Frame, list[Any], Filling | None]:
+        """Split a bound call into a static frame and traced arrays; return its padding, too."""
         options = self.options().at(call.leaves)
         weak: tuple[int, ...] = ()
-        if options.bucket and is_alone:
-            shapes = fill_up(call, options)
-            pairs = enumerate(zip(call.leaves, shapes.leaves, strict=True))
-            weak = tuple(i for i, (x, y) in pairs if x is not y and y.weak_type)
-            call = filled(call, shapes)
+        filling = filling_of(call, options) if options.bucket and is_alone else None
+        if filling is not None:
+            weak = tuple(i for i in filling.shapes if getattr(call.leaves[i], "weak_type", False))
+            call = filled(call, filling)
         parts = () if call.structure.ragged else parts_of(call, options)
         (values, shell), ranks = call.split(), call.structure.ranks
         if parts:
@@ -148,7 +157,7 @@ class JitSpec(KernelSpec):
         if call.lengths:
             arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
         of_batch = options, parts, tuple(call.lengths), call.cut, weak
-        return _Frame(shell, static, *of_batch), arrays, call
+        return _Frame(shell, static, *of_batch), arrays, filling
 
     def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
         """Return the array to trace, or the static value, for a leaf without a rank.

@@ -95,20 +95,21 @@ def run_kept(
     """
     if mode is Mode.STAGED:
         program = make()
-        return program and program(item, list(leaves))
+        return program and program(item.whole, list(leaves))
     closed = fingerprint.opened(item.closed)
     # The transfer guard of JAX permits to put NumPy arrays on the device explicitly.
-    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in closed.consts]
+    consts = [*item.read, *closed.consts]
+    consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in consts]
     args = consts, list(leaves)
     try:
-        whole = _key_of(closed, (item.where, item.out_axes, key), leaves, mode)
+        whole = _key_of(closed, (item.where, item.out_axes, item.how, key), leaves, mode)
     except fingerprint.Unknown:
-        run = _compiled(make(), item, closed.jaxpr, args, compiled)
+        run = _compiled(make(), item, _same, args, compiled)
     else:
         bare = fingerprint.without_rules if mode is Mode.EAGER else fingerprint.without_constants
 
         def new() -> Any:
-            return _compiled(make(), item, bare(closed.jaxpr), args, compiled)
+            return _compiled(make(), item, bare, args, compiled)
 
         made: list[Any] = []
         run = _kept.find(whole, lambda: made.append(new()) or made[0])
@@ -153,6 +154,10 @@ def _bits(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype, np.asarray(x).tobytes()
 
 
+def _same(jaxpr: Any) -> Any:
+    return jaxpr
+
+
 def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
     """Return the key of a program that can be compared."""
     if of_call[-1] is None:
@@ -169,15 +174,23 @@ def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: 
 
 
 def _compiled(
-    program: Program | None, item: ItemProgram, jaxpr: Any, args: Sequence[Any], compiled: Any
+    program: Program | None,
+    item: ItemProgram,
+    bare: Callable[[Any], Any],
+    args: Sequence[Any],
+    compiled: Any,
 ) -> Any:
     if program is None:
         return None
+    item = item.whole
+    closed = fingerprint.opened(item.closed)
+    jaxpr, more = bare(closed.jaxpr), closed.consts[len(args[0]) :]
     # Without the constants, and the tree, which may hold user-defined classes.
-    bare = dataclasses.replace(item, closed=None, out_tree=None)
+    item = dataclasses.replace(item, closed=None, out_tree=None)
 
     def run(consts: list[Any], leaves: list[Any]) -> Any:
-        return program(dataclasses.replace(bare, closed=ClosedJaxpr(jaxpr, consts)), leaves)
+        closed = ClosedJaxpr(jaxpr, [*consts, *more])
+        return program(dataclasses.replace(item, closed=closed), leaves)
 
     return compiled(run, args)
 

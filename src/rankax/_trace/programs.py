@@ -235,6 +235,21 @@ class ItemProgram:
     out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
     outputs: tuple[Any, ...] = ()  # what each reduction takes (`rankax._reduce`), if there are any
 
+    @property
+    def whole(self) -> "ItemProgram":
+        """The item as one program; the same object, unless it is still in two parts."""
+        return self
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """The arrays that a first part of the item reads (`_call/padded.py`)."""
+        return ()
+
+    @property
+    def how(self) -> Hashable:
+        """How the first part reads them; the whole follows from this and from ``closed``."""
+        return None
+
     def __call__(self, *leaves: Any) -> list[Any]:
         try:
             return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)

@@ -15,7 +15,7 @@ from jax import core
 from rankax._base.arrays import is_staged
 from rankax._call.arguments import KernelSpec, is_array
 from rankax._call.bind import BoundKernel, Shell, is_ragged
-from rankax._call.fill import fill_up, filled
+from rankax._call.fill import filled, filling_of
 from rankax._call.ragged import RaggedCall
 from rankax._call.ragged_results import call_ragged, plan_ragged
 from rankax._call.run import plan_of, run
@@ -87,7 +87,8 @@ class Workload:
 
     def filled(self) -> BoundKernel:
         """Return the call with its arrays as they are evaluated."""
-        call = filled(self.call, fill_up(self.call, self.call.kernel.options()))
+        filling = filling_of(self.call, self.call.kernel.options())
+        call = filled(self.call, filling) if filling else self.call
         return dataclasses.replace(call, lengths={})  # copies cost what items cost
 
     def planned(self) -> tuple[Nesting, int]:
@@ -220,7 +221,7 @@ class RaggedWorkload(Workload):
     def item(self) -> ItemProgram:
         bound = self.ragged.bound(self.ragged.groups[0])
         options = dataclasses.replace(bound.kernel.options(), reduce=None, reduce_axis=None)
-        return bound.trace(bound.plan(options, None))
+        return bound.trace(bound.plan(options, None)).whole
 
     def levels(self, options: Options) -> tuple[Any, int]:
         parts = [part for _, part in plan_ragged(_with(self.call, options)).parts]

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT
+"""What a warm eager call with ragged arguments does again: traces, plans and calls of Python."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assert_same, compilations, python_calls
+from rankax import Mask, Ragged, auto_vmap
+from rankax._call.bind import BoundKernel
+
+X = Ragged(jnp.arange(45.0).reshape(15, 3) / 45, [3, 1, 5, 2, 4])  # four lengths
+
+
+def total(x, mask):
+    return jnp.sum(jnp.tanh(x).sum(-1) ** 2, where=mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "others"), [({}, 0), ({"chunk_size": 2}, 0), ({"reduce": "sum"}, 3)]
+)
+def test_a_warm_eager_call_traces_little_but_the_kernel(options, others, monkeypatch):
+    """What reads the rows is not traced again: that takes several times as many calls.
+
+    With ``reduce``, the outputs of two lengths are compared, and those of one describe the states.
+    """
+    traces, plans, plan = [], [], BoundKernel.plan
+
+    def counted(x, mask):
+        traces.append(len(x))
+        return total(x, mask)
+
+    def planned(*args, **kwargs):
+        plans.append(args)
+        return plan(*args, **kwargs)
+
+    kernel = auto_vmap(x="n 3", mask=Mask("n"), **options)(counted)
+    lengths = [longest for (longest,), _ in kernel.plan(X).parts]
+    assert len(lengths) == 4
+    want = kernel(X)
+    traces.clear()
+    monkeypatch.setattr(BoundKernel, "plan", planned)
+    assert_same(kernel(X), want)
+    monkeypatch.undo()
+    assert len(traces) == len(lengths) + others
+    assert len(plans) <= 3 * len(traces) + 2
+
+    def traced():
+        for length in lengths:
+            jax.make_jaxpr(total)(jnp.ones((length, 3)), jnp.ones(length, bool))
+
+    traced()  # four lengths
+    assert python_calls(lambda: kernel(X)) <= len(traces) * python_calls(traced)
+    assert compilations(kernel, X)[1] == 0
+
+
+def test_what_the_kernel_uses_may_change():
+    used = {"array": np.float32([1, 2, 3]), "number": 1.0}
+
+    def weighted(x, mask, s):
+        return s * used["number"] * jnp.sum(x @ jnp.asarray(used["array"]), where=mask)
+
+    kernel = auto_vmap(x="n 3", mask=Mask("n"), s=0)(weighted)
+    rows = [np.asarray(item) for item in X.to_list()]
+
+    def check(s):
+        want = [
+            number * used["number"] * (item @ used["array"]).sum() for item, number in rows_of(s)
+        ]
+        np.testing.assert_allclose(kernel(X, s), want, rtol=1e-5)
+
+    def rows_of(s):
+        return zip(rows, np.broadcast_to(s, len(rows)), strict=True)
+
+    many = jnp.arange(5.0)
+    check(many)
+    used["array"] = np.float32([3, 0, 1])
+    assert compilations(check, many)[1] == 0  # an array is an input
+    used["number"] = 2.0
+    check(many)
+    check(3.0)
+    kernel.with_options(chunk_size=2)(X, many)
+    gradient = jax.grad(lambda x: kernel(x, many).sum())
+    first = gradient(X).values
+    used["array"] = -used["array"]
+    out, count = compilations(gradient, X)
+    assert_same(out.values, -first)
+    assert count == 0
+
+
+def test_equal_kernels_share_programs_and_nothing_keeps_them():
+    def made(weight):
+        @auto_vmap(x="n 3", mask=Mask("n"), chunk_size=2)
+        def kernel(x, mask):
+            return jnp.sum(jnp.cosh(x @ weight), where=mask)
+
+        return kernel
+
+    made(jnp.ones(3))(X)
+    other = made(2 * jnp.ones(3))
+    out, count = compilations(other, X)
+    assert count == 0
+    assert not np.allclose(out, made(jnp.ones(3))(X))
+    kernel = weakref.ref(other.spec.fun)
+    del other
+    gc.collect()
+    assert kernel() is None
