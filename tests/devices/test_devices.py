@@ -29,6 +29,7 @@ import rankax
 from fuzz import programs
 from helpers import slow, weekly
 from kernel_kinds import KINDS, OPERATIONS, SOME_OPERATIONS, WITHOUT_GRADIENT
+from library_functions import FUNCTIONS, HOMES, LEFT_OUT, SOME_FUNCTIONS
 from meshes import on
 from rankax import (
     SplitKey,
@@ -1404,6 +1405,39 @@ def test_no_operation_is_divided(mesh, names):
                 same(out, expected[name], rtol=1e-2, atol=1e-3)
 
 
+CASES = [SOME_FUNCTIONS[:1], slow(SOME_FUNCTIONS[1:]), weekly(tuple(FUNCTIONS))]
+
+
+@pytest.mark.parametrize("names", CASES, ids=["quick", "some", "all"])
+@on("Auto-4")
+def test_functions_of_jax(mesh, names):
+    """Values and gradients, in chunks on all devices: rules, loops and constants inside."""
+    w, x = data(3, 3), data(4 * mesh.size + 1, 3, 3, seed=1)
+    for name in names:
+        kernel = FUNCTIONS[name]
+
+        def found(mapped, w, x):
+            outs, pull = jax.vjp(mapped, w, x)
+            ones = jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), outs)
+            return outs, pull(ones)
+
+        shared = auto_vmap(None, 2, chunk_size=4, jit=True, devices="all")(kernel)
+        with naming(name):
+            want = jax.jit(functools.partial(found, jax.vmap(kernel, (None, 0))))(w, x)
+            same(jax.tree.map(np.asarray, shared(w, x)), want[0], rtol=1e-2, atol=1e-3)
+            same(jax.tree.map(np.asarray, found(shared, w, x)), want, rtol=1e-2, atol=1e-3)
+
+
+def test_no_function_of_jax_is_left_out():
+    found = {f"{home.__name__}.{name}" for home in HOMES for name in public(home)}
+    assert found == {*FUNCTIONS}
+
+
+def public(home):
+    names = [name for name in vars(home) if not name.startswith("_") and name not in LEFT_OUT]
+    return [name for name in names if callable(getattr(home, name))]
+
+
 @pytest.mark.slow
 @on("Explicit-4", enter=False)
 def test_shared_arrays_are_summed_once_on_an_explicit_mesh(mesh):
@@ -1426,6 +1460,27 @@ def test_shared_arrays_are_summed_once_on_an_explicit_mesh(mesh):
     assert sent(backward).keys() == {"all-reduce"}
     want = jax.jit(jax.grad(plain))(w, np.asarray(x))
     same(backward(w, x), want, rtol=1e-3, atol=1e-2)
+
+
+@on("Explicit-4", enter=False)
+def test_a_program_whose_arguments_are_on_no_mesh(mesh):
+    # Only what the loss closes over says which devices there are.
+    w, images = data(2, 3, 3, 3), data(4 * mesh.size, 3, 6, 6, seed=1)
+    x = put(mesh, images, "d")
+
+    def convolved(w, x):
+        return lax.conv_general_dilated(x[None], w, (1, 1), "SAME")[0]
+
+    def loss(w):
+        return jnp.sum(jnp.sin(auto_vmap(None, 3, chunk_size=2)(convolved)(w, x)))
+
+    def of_one(w):
+        return jnp.sum(jnp.sin(jax.vmap(convolved, (None, 0))(w, images)))
+
+    value = compiled(loss, w)(w)
+    same(np.asarray(value), np.asarray(of_one(w)), rtol=1e-3, atol=1e-2)
+    gradient = compiled(jax.grad(loss), w)(w)
+    same(np.asarray(gradient), np.asarray(jax.grad(of_one)(w)), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.slow

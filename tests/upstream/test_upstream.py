@@ -232,3 +232,44 @@ def test_lapack_hangs_on_as_many_devices_as_threads(threads):
             run(timeout=60)
     else:
         run(timeout=300)
+
+
+CLOSED_OVER = """
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, use_abstract_mesh
+
+kind = AxisType.Explicit
+mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("d")))
+
+def on_device(w, x):
+    return lax.map(lambda x: jnp.sin(w * x), x)
+
+def gradient(mesh_inside):
+    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": False}
+    mapped = jax.shard_map(on_device, mesh=mesh_inside, **specs)
+
+    def loss(w):
+        with use_abstract_mesh(mesh.abstract_mesh):
+            return jnp.sum(jax.sharding.auto_axes(mapped, out_sharding=P("d"))(w, x))
+
+    return jax.jit(jax.grad(loss)).lower(1.0).compile()(1.0)
+
+try:
+    gradient(None)  # the mesh that is entered, without its devices
+except jax.errors.JaxRuntimeError as error:
+    print("GlobalToLocalShape" in str(error))
+print(round(float(gradient(Mesh(mesh.devices, "d", axis_types=(AxisType.Auto,)))), 3))
+"""
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="it needs four devices")
+def test_an_abstract_mesh_hides_the_devices_of_what_is_closed_over():
+    """`Parts.mesh_here` gives `jax.shard_map` the devices; once mended, it need not."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    found = subprocess.run(
+        [sys.executable, "-c", CLOSED_OVER], env=env, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "True\n6.58\n"

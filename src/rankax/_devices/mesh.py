@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax._base.arrays import is_staged
 from rankax._trace import programs
@@ -139,9 +139,23 @@ def without_mesh(item: programs.ItemProgram) -> programs.ItemProgram:
 
 def _untyped(jaxpr: Any) -> Any:
     # The types of equations follow from their inputs, but not those of the programs inside them.
-    return jaxpr.replace(
-        eqns=[_unsharded(programs.with_subprograms(e, _retraced)) for e in jaxpr.eqns]
-    )
+    eqns: list[Any] = []
+    moved: dict[Any, Any] = {}  # what only moves among devices is left out
+
+    def variables(atoms: Sequence[Any]) -> list[Any]:
+        return [x if isinstance(x, programs.Literal) else moved.get(x, x) for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _ONLY_MOVE:
+            moved.update(zip(eqn.outvars, variables(eqn.invars), strict=True))
+        else:
+            eqn = eqn.replace(invars=variables(eqn.invars)) if moved else eqn
+            eqns.append(_unsharded(programs.with_subprograms(eqn, _retraced)))
+    outvars = {"outvars": variables(jaxpr.outvars)} if moved else {}
+    return jaxpr.replace(eqns=eqns, **outvars)
+
+
+_ONLY_MOVE = ("reshard", "sharding_constraint")
 
 
 def _unsharded(eqn: Any) -> Any:
@@ -150,9 +164,23 @@ def _unsharded(eqn: Any) -> Any:
 
 
 def _retraced(jaxpr: Any) -> Any:
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    """Trace a program anew, whose constants stay apart from it."""
+    apart = jaxpr.replace(constvars=list(jaxpr.constvars))  # JAX 0.12 keeps constants in the jaxpr
+    count = len(jaxpr.constvars)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+
+    def run(*args: Any) -> list[Any]:
+        return programs.evaluate(_untyped(apart), args[:count], *args[count:])
+
     with _no_mesh():
-        return jax.make_jaxpr(lambda *xs: programs.evaluate(_untyped(jaxpr), (), *xs))(*avals).jaxpr
+        new = jax.make_jaxpr(run)(*avals).jaxpr
+    if not count:
+        return new
+    assert not new.constvars, new.constvars
+    return programs.with_variables(
+        new, new.invars[count:], new.outvars, constvars=new.invars[:count]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +200,12 @@ class Parts:
     def mesh_here(self) -> Any:
         """The mesh as it is entered, whose axes may be of another type."""
         here = jax.sharding.get_abstract_mesh()
-        return self.mesh if here.empty else here
+        if here.empty:
+            return self.mesh
+        if not isinstance(self.mesh, Mesh) or self.mesh.shape != here.shape:
+            return here
+        # With its devices: of a program whose arguments are on no mesh, JAX would not know them.
+        return Mesh(self.mesh.devices, here.axis_names, axis_types=here.axis_types)
 
     def begin(self, length: int, number: Any) -> Any:
         """Return where the part of this number begins along an axis of ``length`` items."""
