@@ -38,7 +38,7 @@ MOST_LINES_OF_CODE = {
     "_progress": 192,
     "_fit": 202,
     "_loop": 610,
-    "_devices": 339,
+    "_devices": 364,
     "_lockstep": 746,
     "_reduce": 1406,
     "_xla_cpu": 544,
