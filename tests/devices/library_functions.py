@@ -56,13 +56,6 @@ def of_two(fun):
     return lambda w, x: fun(1.2 + jnp.tanh(x * w), 1.3 + jnp.tanh(x))
 
 
-def scaled(w, x):
-    """A product of quantized arrays, with one scale for 32 numbers."""
-    a, b = (jnp.tile(m, (1, 3, 11))[:, :, :32] for m in (x, x @ w))
-    ones = jnp.ones_like(a[..., :1]) + 0 * a[..., :1]  # JAX 0.10 wants all mapped
-    return nn.scaled_matmul(a, b, ones, ones)
-
-
 LINALG = {
     "block_diag": lambda w, x: linalg.block_diag(x @ w, x),
     "cho_factor": of(lambda m: jnp.tril(linalg.cho_factor(m, lower=True)[0]), positive),
@@ -214,7 +207,6 @@ NN = {
     "glu": lambda w, x: nn.glu((x @ w)[:, :2]),
     "log1mexp": each_positive(nn.log1mexp),
     "one_hot": lambda w, x: x @ w @ nn.one_hot(jnp.argmax(x, 1), 3),
-    "scaled_matmul": fixed(scaled),
 }
 FUNCTIONS = {
     f"{home.__name__}.{name}": function
@@ -231,8 +223,8 @@ SOME_FUNCTIONS = (
     *("jax.scipy.special.expi", "jax.lax.linalg.qdwh", "jax.nn.selu"),
 )
 HOMES = (linalg, lapack, special, nn)
-# No functions of arrays; or, the last two, none that `jax.vmap` maps on a CPU.
+# No functions of arrays; or, the others, none that `jax.vmap` maps on a CPU.
 LEFT_OUT = {
     *("EigImplementation", "EighImplementation", "SvdAlgorithm", "get_scaled_dot_general_config"),
-    *("cholesky_update", "scaled_dot_general"),
+    *("cholesky_update", "scaled_dot_general", "scaled_matmul"),
 }

@@ -265,7 +265,7 @@ print(round(float(gradient(Mesh(mesh.devices, "d", axis_types=(AxisType.Auto,)))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="it needs four devices")
-def test_an_abstract_mesh_hides_the_devices_of_what_is_closed_over():
+def test_an_abstract_mesh_hides_its_devices():
     """`Parts.mesh_here` gives `jax.shard_map` the devices; once mended, it need not."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
