@@ -368,6 +368,8 @@ def _traces(fun: Callable[..., Any], avals: Sequence[Any], axis_name: Hashable) 
         jax.make_jaxpr(fun, axis_env=[(axis_name, 1)])(*avals)
     except NameError:
         return False
+    except Exception:  # the name was found; but the axis has one item, which may not do
+        return True
     return True
 
 
