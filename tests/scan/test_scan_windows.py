@@ -395,8 +395,8 @@ def test_checkpoint_bounds_the_reverse_pass(case):
             )
         )
 
-    # 40 carries, and a fortieth of what all 20,000 steps need: up to 8 arrays of 41 MB.
-    assert temporary_bytes(gradient(20_000), STATE) < 9e6
+    # 40 carries, and a fortieth of what all 20,000 steps need: up to 9 arrays of 41 MB.
+    assert temporary_bytes(gradient(20_000), STATE) < 10e6
 
 
 def test_the_program_does_not_grow_with_the_outputs():
