@@ -208,9 +208,15 @@ def test_a_while_loop_stores_some_carries():
     assert program.host_copies == 0
 
 
-def test_ragged_items_are_padded_by_length():
+def test_ragged_items_are_filled_up_in_chunks():
     kernel = auto_vmap("n 8", reduce="sum", chunk_size=4)(lambda x: jnp.sum(jnp.tanh(x)))
-    like = Ragged.from_list([jnp.ones((n, 8)) for n in (3, 4, 4, 2)])
-    program = read(h100.compiled(lambda scale: kernel(like) * scale, shaped()))
+    lengths = [3, 4, 4, 2] * 1000
+
+    def summed(values):
+        return kernel(Ragged(values, lengths))
+
+    program = read(h100.compiled(summed, shaped(sum(lengths), 8)))
+    assert program.loops
     assert not program.has_unknown_steps
+    assert program.temporaries < SLACK  # not the rows of all items, filled up
     assert program.host_copies == 0

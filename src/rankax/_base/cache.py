@@ -9,6 +9,7 @@ strings alone, whose values are few small tuples, use `functools.lru_cache` and 
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -123,8 +124,9 @@ class Members(Generic[V]):
         value = self._values.get(key)
         if value is None:
             value = self._values.setdefault(key, make())
-        if value not in self._last:
-            self._last.append(value)
+        with contextlib.suppress(ValueError):  # it is not among them, or another thread took it
+            self._last.remove(value)
+        self._last.append(value)
         return value
 
 

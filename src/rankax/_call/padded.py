@@ -190,7 +190,7 @@ class PaddedCall(BoundKernel):
     """The eager call of a group."""
 
     padded: Padded = dataclasses.field(kw_only=True)
-    names: Sequence[str] = dataclasses.field(kw_only=True)  # of the user's leaves
+    given: Sequence[str] = dataclasses.field(kw_only=True)  # what the user calls the leaves
 
     def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the user's kernel on what the first part of an item reads."""
@@ -226,7 +226,7 @@ class PaddedCall(BoundKernel):
         def types() -> list[Any]:
             return jax.make_jaxpr(lambda read, *items: reader(read, items))(read, *avals).out_avals
 
-        names = [name for name, is_own in zip(self.names, is_read, strict=True) if is_own]
+        names = [name for name, is_own in zip(self.given, is_read, strict=True) if is_own]
         names += [*padded.dims, *(["batch_shape"] if self.lengths else [])]
 
         @traced_as(self.fun, names)

@@ -272,7 +272,7 @@ class RaggedCall:
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
         bound = bind(derived, (), given, shapes_only=True)
         if self.compiled is None and self.of_item is None and not self.is_staged:
-            bound = PaddedCall(**vars(bound), padded=padded, names=call.paths)
+            bound = PaddedCall(**vars(bound), padded=padded, given=call.paths)
         reductions = self.options.reduce
         has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
         if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
