@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, Self, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack, get_type_hints
 
 from jax.sharding import PartitionSpec
 
@@ -87,7 +87,7 @@ class Options:
     Hashable because `jax.jit` keys its programs on them.
     """
 
-    chunk_size: Annotated[int | str | None, _chunk_size] = AUTO
+    chunk_size: Annotated[int | Literal["auto"] | None, _chunk_size] = AUTO
     memory_limit: Annotated[int | str | None, checked_limit] = None
     reduce: Annotated[Reductions | None, read_reductions] = None
     reduce_axis: Annotated[int | tuple[int, ...] | None, _reduce_axis] = None
@@ -156,7 +156,7 @@ class Options:
 class Scoped(TypedDict, total=False):
     """The options that a scope can set."""
 
-    chunk_size: int | str | None
+    chunk_size: int | Literal["auto"] | None
     memory_limit: int | str | None
     checkpoint: bool | None
     progress: bool | str | Callable[[int, int], object]

@@ -18,8 +18,10 @@ def main() -> int:
     parser.add_argument("seed", metavar="SEED", type=int)
     parser.add_argument("--kind", choices=[*KINDS], default="calls", help="see the README")
     parser.add_argument("--types", action="store_true", help="trace only")
+    parser.add_argument("--reuse", action="store_true", help="eager calls that find programs")
     arguments = parser.parse_args()
     check = Program.check_types if arguments.types else Program.check
+    check = Program.check_reuse if arguments.reuse else check
     failed = 0
     for number in range(arguments.count):
         seed = arguments.seed + number

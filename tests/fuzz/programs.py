@@ -31,6 +31,7 @@ from rankax import (
     auto_vmap,
     checkpoint_chunked_scan,
     chunked_vmap,
+    options,
     sliced_scan,
 )
 
@@ -926,6 +927,21 @@ class Program:
             named = jax.tree_util.tree_leaves_with_path(got)
             for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
                 self._check_values(jax.tree_util.keystr(path), a, b)
+
+    def check_reuse(self) -> None:
+        """Assert that eager calls find a program of earlier calls if it is theirs, and no other.
+
+        After this program come the same with other values, and two that differ in something else.
+        """
+        first = dataclasses.replace(self, transformation="value", jit=False)
+        near = [other for other in first.simpler() if other.x64 is self.x64]
+        near = random.Random(self.data).sample(near, min(2, len(near)))
+        with _x64(self.x64), options(check=True):
+            first.check()
+            dataclasses.replace(first, data=self.data + 1).run(plain=False)
+            for other in near:
+                with contextlib.suppress(TypeError, ValueError):  # some are no programs
+                    other.run(plain=False)
 
     def _check_values(self, name: str, a: jax.Array, b: jax.Array) -> None:
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):

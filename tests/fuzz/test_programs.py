@@ -11,6 +11,8 @@ import pytest
 import programs
 from helpers import at_each_run
 from programs import Program, draw
+from rankax import clear_caches
+from rankax._trace import fingerprint
 from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.
@@ -38,6 +40,13 @@ def test_traces_like_plain_jax(seed):
     program = draw(seed)
     print(program)
     program.check_types()
+
+
+@pytest.mark.parametrize("seed", seeds(4 * 10**6, COUNT, at_each_run=3))
+def test_eager_calls_find_their_own_programs(seed):
+    program = draw(seed)
+    print(program)
+    program.check_reuse()
 
 
 KINDS = ["lanes", "reverse", "streams", "batches", "ragged", "pairs"]
@@ -160,6 +169,22 @@ def test_a_wrong_dtype_is_seen(monkeypatch):
     program = dataclasses.replace(SMALL, transformation="value")
     with pytest.raises(AssertionError, match="'v'"):
         program.check()
+
+
+def test_a_program_of_another_call_is_seen(monkeypatch):
+    clear_caches()
+    SMALL.check_reuse()
+    monkeypatch.setattr(fingerprint, "_of_literal", lambda literal, _: literal.aval)
+    monkeypatch.setitem(programs.STEPS, "sine", ("", scaled(1.0)))
+    SMALL.check_reuse()
+    monkeypatch.setitem(programs.STEPS, "sine", ("", scaled(2.0)))
+    with pytest.raises(RuntimeError, match="program of an earlier call"):
+        SMALL.check_reuse()
+    clear_caches()
+
+
+def scaled(number):
+    return lambda item, _: item | {"v": number * item["v"]}
 
 
 def test_what_fails_is_made_small():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, compilations, python_calls
-from rankax import Mask, Ragged, auto_vmap
+from rankax import Mask, Ragged, SplitKey, auto_vmap, options
 from rankax._call.bind import BoundKernel
 
 X = Ragged(jnp.arange(45.0).reshape(15, 3) / 45, [3, 1, 5, 2, 4])  # four lengths
@@ -109,3 +109,15 @@ def test_equal_kernels_share_programs_and_nothing_keeps_them():
     del other
     gc.collect()
     assert kernel() is None
+
+
+def test_one_item_with_a_key():
+    """The key is an input of the compiled program, and is split although there is one item."""
+    kernel = auto_vmap(x="n", mask=Mask("n"), key=SplitKey, chunk_size=1)(
+        lambda x, mask, key: jax.random.normal(key) + jnp.sum(x, where=mask)
+    )
+    x = Ragged(jnp.arange(2.0), [2])
+    with options(check=True):
+        for key in map(jax.random.key, (0, 1)):
+            (own,) = jax.random.split(key, 1)
+            assert_same(kernel(x, key), 1 + jax.random.normal(own)[None])

@@ -173,7 +173,7 @@ class PaddedItem(ItemProgram):
 
         given, count = len(self.read), len(arrays)
         closed = jax.make_jaxpr(item)(*map(jax.typeof, arrays), *self.avals)
-        program, inputs = closed.jaxpr, closed.jaxpr.invars[len(closed.consts) :]
+        program, inputs = closed.jaxpr, closed.jaxpr.invars
         constvars = [*inputs[:count], *closed.jaxpr.constvars]
         program = with_variables(program, inputs[count:], program.outvars, constvars=constvars)
         closed = ClosedJaxpr(program, [*arrays, *closed.consts])
@@ -195,6 +195,7 @@ class PaddedCall(BoundKernel):
     def trace(self, plan: Nesting, reductions: Reductions | None = None) -> ItemProgram:
         """Trace the user's kernel on what the first part of an item reads."""
         padded, rest, mapped = self.padded, self.others, {*plan.mapped}
+        split = [key.position for key in plan.splits]
         leaves, whole = self.reshaped(plan), list(rest.pop(WHOLE))
         plan = dataclasses.replace(plan, reshaped=())
         # Where the value of each role is; after these leaves, there are numbers of keys.
@@ -204,7 +205,7 @@ class PaddedCall(BoundKernel):
             for role in padded.roles
         ]
         is_read = [
-            role.is_read or (values is leaves and at in mapped)
+            role.is_read or (values is leaves and at in (*mapped, *split))
             for role, (values, at) in zip(padded.roles, places, strict=True)
         ]
         own = [place for place, is_own in zip(places, is_read, strict=True) if is_own]

@@ -12,7 +12,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -42,7 +42,7 @@ def auto_vmap(fun: Callable[P, R], /) -> Kernel[P, R]: ...
 def auto_vmap(
     *positional_ranks: Any,
     ranks: Mapping[str, Any] | None = None,
-    chunk_size: int | str | None = "auto",
+    chunk_size: int | Literal["auto"] | None = "auto",
     memory_limit: int | str | None = None,
     reduce: Any = None,
     reduce_axis: int | Sequence[int] | None = None,

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ class Workload:
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
 
-    def with_chunk(self, chunk_size: int | str | None, **changes: Any) -> Options:
+    def with_chunk(self, chunk_size: int | Literal["auto"] | None, **changes: Any) -> Options:
         return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
 
     def changes(self, options: Options) -> dict[str, Any]:
