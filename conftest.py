@@ -150,7 +150,7 @@ def pytest_sessionfinish(session):
 @pytest.fixture(autouse=True, scope="session")
 def _caches():
     """Choose tiles as if each core had a cache of 1 MiB, whatever this machine has."""
-    from rankax._xla_cpu import tiles  # not before coverage begins
+    from rankax.ext.xla_cpu import tiles  # not before coverage begins
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_cache_bytes", lambda: 2**20)

@@ -21,7 +21,7 @@ from distributed import Client, LocalCluster
 
 import stamp
 from rankax import auto_vmap
-from rankax._blocks import programs
+from rankax.ext.blocks import programs
 
 POINTS = 1024
 ITEMS = 8192

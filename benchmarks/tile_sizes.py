@@ -23,7 +23,7 @@ import jax
 import allocator
 import stamp
 from rankax import auto_vmap
-from rankax._plan.levels import Tiles
+from rankax.core.plan.levels import Tiles
 
 if __name__ == "__main__":  # before the kernels make arrays
     allocator.keep_memory()
@@ -42,7 +42,7 @@ SETS = {"training": TRAINING, "held out": HELD_OUT, "the ten newest": NEWER}
 @contextlib.contextmanager
 def forced(tile: int) -> Iterator[None]:
     """Let kernels that are traced in here have tiles of so many items."""
-    with mock.patch("rankax._xla_cpu.tiles.best_tiles", return_value=Tiles(tile, tile)):
+    with mock.patch("rankax.ext.xla_cpu.tiles.best_tiles", return_value=Tiles(tile, tile)):
         yield
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rankax._trace.programs import name_and_params, subprograms
+from rankax.core.trace.programs import name_and_params, subprograms
 
 
 def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
-from rankax._options import DEFAULTS
+from rankax.core.options import DEFAULTS
 
 MODULES = {"plans", "reductions"}
 

@@ -30,20 +30,20 @@ __all__ = [
 
 import rankax.plans as plans
 import rankax.reductions as reductions
-from rankax._base.cache import caches, clear_caches
-from rankax._declare.ragged import Mask, Ragged
-from rankax._declare.ranks import ranks_like
-from rankax._declare.split_key import SplitKey
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._front.auto_vmap import auto_vmap
 from rankax._front.chunked import chunked_reduce, chunked_vmap
-from rankax._front.jacobians import chunked_hessian, chunked_jacfwd, chunked_jacrev
-from rankax._options import options
-from rankax._scan.checkpointed import checkpoint_chunked_scan
-from rankax._scan.sliced import sliced_scan
-from rankax._scan.while_loop import checkpoint_while_loop
 from rankax._static import Static
-from rankax._tune.load import load_tuning
+from rankax.core.base.cache import caches, clear_caches
+from rankax.core.declare.ranks import ranks_like
+from rankax.core.declare.split_key import SplitKey
+from rankax.core.options import options
+from rankax.ext.jacobians import chunked_hessian, chunked_jacfwd, chunked_jacrev
+from rankax.ext.ragged.type import Mask, Ragged
+from rankax.ext.scan.checkpointed import checkpoint_chunked_scan
+from rankax.ext.scan.sliced import sliced_scan
+from rankax.ext.scan.while_loop import checkpoint_while_loop
+from rankax.ext.tune.load import load_tuning
 
 # The name that a pickle stores, and that a traceback shows, is the one a user can import. So the
 # fields of public classes have annotations that are no strings: those would be looked up here.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The types of results: of the methods of kernels, and of `rankax.load_tuning`."""
 
-from rankax._front.trust import CheckReport, NonFinite
-from rankax._plan.batch import BatchPlan
-from rankax._plan.budget import MemoryFit
-from rankax._plan.levels import Level
-from rankax._plan.shapes import LeafPlan
-from rankax._tune.table import Candidate, Tuning, Tunings
+from rankax.core.plan.batch import BatchPlan
+from rankax.core.plan.levels import Level
+from rankax.core.plan.shapes import LeafPlan
+from rankax.ext.check.call import CheckReport, NonFinite
+from rankax.ext.memory.budget import MemoryFit
+from rankax.ext.tune.table import Candidate, Tuning, Tunings
 
 __all__ = [
     "BatchPlan",

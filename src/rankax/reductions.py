@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: MIT
 """The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
-from rankax._reduce.protocol import Reduction, Several
-from rankax._reduce.sums import All, Fold, Gram, LogSumExp, Mean, Moments, MomentsResult, Prod, Sum
-from rankax._reduce.sums import AnyOf as Any
-from rankax._reduce.winners import ArgMax, ArgMin, Best, BottomK, Max, Min, TopK, TopKResult
+from rankax.core.reduce.protocol import Reduction, Several
+from rankax.core.reduce.sums import (
+    All,
+    Fold,
+    Gram,
+    LogSumExp,
+    Mean,
+    Moments,
+    MomentsResult,
+    Prod,
+    Sum,
+)
+from rankax.core.reduce.sums import AnyOf as Any
+from rankax.core.reduce.winners import ArgMax, ArgMin, Best, BottomK, Max, Min, TopK, TopKResult
 
 __all__ = [
     "All",

@@ -15,8 +15,8 @@ import xarray as xr
 import rankax.xarray
 from helpers import assert_same, slow, temporary_bytes
 from rankax import BatchShapeError, SplitKey, auto_vmap
-from rankax._call.bind import bind
-from rankax._tune.workload import Workload
+from rankax.core.call.bind import bind
+from rankax.ext.tune.workload import Workload
 from rankax.reductions import Moments
 
 KEY = jax.random.key(3)

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_same as assert_equal
 from helpers import at_each_run, compilations, python_calls, slow
 from rankax import SplitKey, auto_vmap
-from rankax._call.bind import BoundKernel
+from rankax.core.call.bind import BoundKernel
 from rankax.reductions import Best, BottomK, Fold, Moments, Several, TopK
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)

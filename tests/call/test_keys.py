@@ -23,13 +23,13 @@ import rankax
 import sharded_keys
 from helpers import assert_same, compilations, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
-from rankax._call.nest import nest_of
-from rankax._declare.dims import Rank
-from rankax._declare.split_key import key_rank
-from rankax._loop.spec import item_key
-from rankax._options import Options
-from rankax._plan.nesting import plan_nesting
-from rankax._trace.programs import trace_item
+from rankax.core.call.nest import nest_of
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.split_key import key_rank
+from rankax.core.loop.spec import item_key
+from rankax.core.options import Options
+from rankax.core.plan.nesting import plan_nesting
+from rankax.core.trace.programs import trace_item
 from rankax.reductions import Best, BottomK
 
 KEY = jax.random.key(5)

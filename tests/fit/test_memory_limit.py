@@ -13,8 +13,8 @@ import pytest
 import rankax
 from helpers import assert_same, compilations, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._fit.memory import free_bytes
-from rankax._plan.budget import Cost, fit_chunk
+from rankax.ext.memory.budget import Cost, fit_chunk
+from rankax.ext.memory.limit import free_bytes
 
 pytestmark = pytest.mark.optimized
 

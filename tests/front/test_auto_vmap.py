@@ -14,7 +14,7 @@ from hypothesis import given
 
 from helpers import assert_same, primitives, slow
 from rankax import Static, auto_vmap
-from rankax._base.cache import Kept
+from rankax.core.base.cache import Kept
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,8 @@ import pytest
 
 from helpers import operations_on, primitives, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._loop.rules import NO_RULES
-from rankax._options import Options
+from rankax.core.loop.rules import NO_RULES
+from rankax.core.options import Options
 
 pytestmark = pytest.mark.optimized
 

@@ -15,7 +15,7 @@ import pytest
 
 import rankax
 from rankax import auto_vmap
-from rankax._loop.spec import LoopSpec
+from rankax.core.loop.spec import LoopSpec
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
@@ -221,16 +221,16 @@ def test_an_option_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
 
     received = []
     measured = []
-    fit_chunk = rankax._fit.memory.fit_chunk
+    fit_chunk = rankax.ext.memory.limit.fit_chunk
 
     def recorded(*args):
         measured.append(args)
         return fit_chunk(*args)
 
-    monkeypatch.setattr("rankax._call.nest.LoopSpec", Spec)
-    names = rankax._call.nest._LOOP_OPTIONS
-    monkeypatch.setattr("rankax._call.nest._LOOP_OPTIONS", names | {"devices"})
-    monkeypatch.setattr("rankax._fit.memory.fit_chunk", recorded)
+    monkeypatch.setattr("rankax.core.call.nest.LoopSpec", Spec)
+    names = rankax.core.call.nest._LOOP_OPTIONS
+    monkeypatch.setattr("rankax.core.call.nest._LOOP_OPTIONS", names | {"devices"})
+    monkeypatch.setattr("rankax.ext.memory.limit.fit_chunk", recorded)
     kernel = auto_vmap(1, chunk_size=2)(lambda v: jnp.sin(v @ v))  # no other test has called it
     kernel(X)
     assert set(received) == {None}

@@ -12,7 +12,7 @@ import programs
 from helpers import at_each_run
 from programs import Program, draw
 from rankax import clear_caches
-from rankax._trace import fingerprint
+from rankax.core.trace import fingerprint
 from shrink import failure, smaller
 
 # The seeds are fixed: a failure comes from the change. Each takes a second or more, to compile.

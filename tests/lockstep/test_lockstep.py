@@ -513,7 +513,7 @@ def test_a_linear_solve_around_a_loop_that_ends():
 
 
 def test_progress_counts_items(monkeypatch):
-    monkeypatch.setattr("rankax._progress.bars._SECONDS", 0)
+    monkeypatch.setattr("rankax.ext.progress.bars._SECONDS", 0)
     told: list[tuple[int, int]] = []
 
     def show(done, total):

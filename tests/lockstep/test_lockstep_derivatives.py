@@ -284,7 +284,7 @@ def test_a_number_that_all_items_share_under_vmap():
 
 
 def test_many_pairs_stay_in_their_order(monkeypatch):
-    monkeypatch.setattr("rankax._lockstep.call._MOST_SORTED", 10)
+    monkeypatch.setattr("rankax.ext.lanes.call._MOST_SORTED", 10)
     pairs = auto_vmap(x=0, a=0, chunk_size=4, reduce="sum", lockstep=False)(end)
     x, a = X[:5, None], jnp.array([0.2, 0.5, 0.7])
     got = jax.jit(jax.grad(lambda x, a: jnp.sin(pairs(x, a)), (0, 1)))(x, a)

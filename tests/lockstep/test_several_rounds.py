@@ -13,8 +13,8 @@ from jax import lax
 
 from helpers import assert_same
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._base.target import Target, inside_call
-from rankax._lockstep import engine
+from rankax.core.base.target import Target, inside_call
+from rankax.ext.lanes import engine
 from test_lockstep import ITEMS, PROGRAMS, halvings, newton, plain, traced
 from test_lockstep_derivatives import in_a_scan, nested
 
@@ -148,7 +148,7 @@ def test_gradients(reduction):
 
 @pytest.mark.usefixtures("on_gpu")
 def test_progress_counts_items(monkeypatch):
-    monkeypatch.setattr("rankax._progress.bars._SECONDS", 0)
+    monkeypatch.setattr("rankax.ext.progress.bars._SECONDS", 0)
     told: list[int] = []
 
     def show(done, total):

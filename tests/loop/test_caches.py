@@ -14,8 +14,8 @@ import pytest
 
 import rankax
 from rankax import auto_vmap, chunked_vmap, options, sliced_scan
-from rankax._base.cache import caches
-from rankax._loop import reuse
+from rankax.core.base.cache import caches
+from rankax.core.loop import reuse
 from rankax.reductions import Fold
 
 X = jnp.arange(30.0)
@@ -158,7 +158,7 @@ def test_check_is_one_of_the_scope():
 
 
 def test_the_environment_switches_checks_on():
-    program = "from rankax._loop.reuse import _checks; print(_checks.get())"
+    program = "from rankax.core.loop.reuse import _checks; print(_checks.get())"
     for word, value in (("1", "True"), ("off", "False")):
         env = os.environ | {"RANKAX_CHECK": word}
         run = subprocess.run(

@@ -17,11 +17,11 @@ import pytest
 import rankax
 from helpers import assert_same, compilations
 from rankax import auto_vmap, chunked_vmap
-from rankax._base.cache import Kept
-from rankax._loop import reuse as eager
-from rankax._loop.rules import Rules
-from rankax._plan.levels import Tiles
-from rankax._xla_cpu.rules import XlaCpu
+from rankax.core.base.cache import Kept
+from rankax.core.loop import reuse as eager
+from rankax.core.loop.rules import Rules
+from rankax.core.plan.levels import Tiles
+from rankax.ext.xla_cpu.rules import XlaCpu
 
 X = jnp.asarray(np.arange(30.0).reshape(10, 3) / 30)
 W = jnp.asarray(np.arange(9.0).reshape(3, 3) / 9)

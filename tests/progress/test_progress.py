@@ -15,7 +15,7 @@ import pytest
 import rankax
 from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
-from rankax._progress import bars as host
+from rankax.ext.progress import bars as host
 
 X = jnp.asarray(np.linspace(0.1, 0.9, 30, dtype="float32").reshape(10, 3))
 W = jnp.asarray(np.ones(3, "float32"))

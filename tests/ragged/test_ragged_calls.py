@@ -162,7 +162,7 @@ def test_outputs_with_a_row_for_each_row(mode):
 
 def _with_outputs(kernel, ranks):
     """Declare the outputs of a kernel, as a return annotation of a class would."""
-    from rankax._declare.dims import Rank, parse_dims
+    from rankax.core.declare.dims import Rank, parse_dims
 
     read = {k: parse_dims(v) if isinstance(v, str) else Rank(v) for k, v in ranks.items()}
     object.__setattr__(kernel.spec.declaration, "outputs", read)

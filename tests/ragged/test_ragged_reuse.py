@@ -11,7 +11,7 @@ import pytest
 
 from helpers import assert_same, compilations, python_calls
 from rankax import Mask, Ragged, SplitKey, auto_vmap, options
-from rankax._call.bind import BoundKernel
+from rankax.core.call.bind import BoundKernel
 
 X = Ragged(jnp.arange(45.0).reshape(15, 3) / 45, [3, 1, 5, 2, 4])  # four lengths
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from helpers import assert_same, is_checkpoint, primitives, slow
 from rankax import sliced_scan
-from rankax._scan.sliced import find_kept_steps
+from rankax.ext.scan.sliced import find_kept_steps
 from scan_cases import (
     TRANSFORMATIONS,
     XS,

@@ -15,7 +15,7 @@ import zarr
 import rankax.stream
 import stream_child
 from helpers import assert_same, slow
-from rankax._blocks.on_streamed import STATES
+from rankax.ext.blocks.on_streamed import STATES
 from rankax.stream import _job
 from stream_child import KERNELS, STEPS
 

@@ -29,8 +29,8 @@ import rankax.stream
 import stream_child
 from helpers import assert_same, at_each_run, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
-from rankax._blocks.on_streamed import STATES
-from rankax._blocks.programs import CONFIG
+from rankax.ext.blocks.on_streamed import STATES
+from rankax.ext.blocks.programs import CONFIG
 from rankax.reductions import BottomK, Fold, Moments
 from rankax.stream import _job, _run
 

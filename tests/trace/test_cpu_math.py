@@ -14,7 +14,7 @@ from jax import lax
 
 from helpers import assert_same, compilations, enable_x64, primitives, slow
 from rankax import Ragged, auto_vmap, chunked_jacfwd, chunked_reduce, chunked_vmap, options
-from rankax._trace import cpu_math
+from rankax.ext import cpu_math
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 12),
@@ -240,14 +240,14 @@ def test_functions_of_xla_are_those_of_the_c_library(name):
     args = numbers.astype("float32")[: 2 if name == "atan2" else 1]
     expected = [in_c(*map(ctypes.c_float, each)) for each in zip(*args, strict=True)]
     in_a_loop = jax.jit(lambda *args: lax.map(lambda x: FUNCTIONS[name](*x), args))
-    # Otherwise this function may leave `_trace/cpu_math.py`.
+    # Otherwise this function may leave `ext/cpu_math.py`.
     np.testing.assert_array_equal(in_a_loop(*args), np.float32(expected))
 
 
 @pytest.mark.optimized
 def test_powers_of_xla_call_the_c_library():
     text = jax.jit(jax.vmap(of(1.5))).lower(jnp.ones(1000)).compile().as_text()
-    assert re.search(r" power\(", text)  # otherwise `_trace/cpu_math.py` may go
+    assert re.search(r" power\(", text)  # otherwise `ext/cpu_math.py` may go
 
 
 # A sample of all floats.

@@ -12,11 +12,11 @@ import pytest
 
 from helpers import assert_same, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
-from rankax._call.bind import bind
-from rankax._loop.rules import NO_RULES
-from rankax._options import Options
-from rankax._tune import measure, workload
-from rankax._tune.workload import RaggedWorkload
+from rankax.core.call.bind import bind
+from rankax.core.loop.rules import NO_RULES
+from rankax.core.options import Options
+from rankax.ext.tune import measure, workload
+from rankax.ext.tune.workload import RaggedWorkload
 
 pytestmark = pytest.mark.one_version
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from rankax._fit.memory import _REFUSALS
-from rankax._trace.programs import has_order, name_and_params
+from rankax.core.trace.programs import has_order, name_and_params
+from rankax.ext.memory.limit import _REFUSALS
 
 X = jnp.arange(3.0)
 
@@ -29,13 +29,13 @@ X = jnp.arange(3.0)
     ids=["debug.callback", "debug.print", "io_callback"],
 )
 def test_effects_in_order(call, ordered):
-    """`has_order` of ``_trace/programs.py``."""
+    """`has_order` of ``core/trace/programs.py``."""
     assert has_order(jax.make_jaxpr(functools.partial(call, ordered=ordered))(X)) == ordered
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="no such switch")
 def test_high_level_primitives():
-    """`_HIGH_LEVEL` of ``_trace/programs.py``."""
+    """`_HIGH_LEVEL` of ``core/trace/programs.py``."""
     before = jax.config.jax_remat3
     jax.config.update("jax_remat3", True)
     try:
@@ -50,7 +50,7 @@ def test_high_level_primitives():
 
 
 def test_a_function_with_reverse_mode_only():
-    """`_REFUSALS` of ``_fit/memory.py``; the others are in ``tests/fit/test_memory_limit.py``."""
+    """`_REFUSALS` of ``ext/memory/limit.py``; others: ``tests/fit/test_memory_limit.py``."""
     sine = jax.custom_vjp(jnp.sin)
     sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
     with pytest.raises(TypeError) as error:

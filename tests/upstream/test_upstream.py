@@ -80,7 +80,8 @@ class TestRunningSumOfPadded:
 class TestForgottenRules:
     """`docs/how_it_works.md` says of loops of JAX that they forget rules, and in which versions.
 
-    With JAX 0.12 as the lowest, `keep_rules` in `_trace/derivatives.py` may go, and that sentence.
+    With JAX 0.12 as the lowest, `keep_rules` in `core/trace/derivatives.py` may go, and that
+    sentence.
     """
 
     kept, forgotten = 0.7568025, 3.02721
@@ -161,7 +162,7 @@ class TestChecksOfNestedScans:
 )
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.max, jnp.min, lambda x, axis: x @ x])
 def test_short_sums_of_many_numbers_go_to_a_library(reduce):
-    """It is slow there, which is why chunks are cut into tiles: `rankax._xla_cpu.tiles`."""
+    """It is slow there, which is why chunks are cut into tiles: `rankax.ext.xla_cpu.tiles`."""
 
     def calls_library(items, *core):
         x = jnp.ones((items, *core))

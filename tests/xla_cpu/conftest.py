@@ -4,8 +4,8 @@
 import pytest
 
 import rankax
-from rankax._loop.rules import NO_RULES
-from rankax._options import Options
+from rankax.core.loop.rules import NO_RULES
+from rankax.core.options import Options
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from jax import lax
 
 from helpers import assert_same, primitives
 from rankax import auto_vmap, chunked_vmap
-from rankax._xla_cpu import kept_residuals, kept_values
+from rankax.ext.xla_cpu import kept_residuals, kept_values
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(7, 40)).astype(np.float32))

@@ -11,7 +11,7 @@ from jax import lax
 
 from helpers import assert_same, at_each_run, primitives
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax._xla_cpu import kept_values
+from rankax.ext.xla_cpu import kept_values
 
 X = jnp.asarray(np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5))
 

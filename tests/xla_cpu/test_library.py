@@ -8,7 +8,7 @@ import pytest
 
 from helpers import assert_same
 from rankax import auto_vmap
-from rankax._xla_cpu import library
+from rankax.ext.xla_cpu import library
 
 X = jnp.asarray(np.linspace(-1, 1, 600 * 8 * 3, dtype=np.float32).reshape(600, 8, 3))
 OPTION = "xla_cpu_experimental_ynn_fusion_type"

@@ -14,8 +14,8 @@ from jax import lax
 
 from helpers import primitives
 from rankax import auto_vmap, chunked_reduce, chunked_vmap, options
-from rankax._loop.rules import NO_RULES
-from rankax._options import Options
+from rankax.core.loop.rules import NO_RULES
+from rankax.core.options import Options
 
 X = jax.ShapeDtypeStruct((6000, 5), jnp.float32)
 UNEVEN = jax.ShapeDtypeStruct((6007, 5), jnp.float32)
@@ -119,7 +119,7 @@ def test_each_way_to_say_so():
 
 def rules_with(value):
     """Return the standard output and error of a process with this variable."""
-    program = "from rankax._options import Options; print(type(Options().rules).__name__)"
+    program = "from rankax.core.options import Options; print(type(Options().rules).__name__)"
     env = {k: v for k, v in os.environ.items() if k != "RANKAX_XLA_CPU"}
     env |= {} if value is None else {"RANKAX_XLA_CPU": value}
     command = [sys.executable, "-c", program]

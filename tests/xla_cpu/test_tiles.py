@@ -12,9 +12,9 @@ from jax import lax
 
 from helpers import assert_same, primitives, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
-from rankax._plan.levels import Tiles, plan_levels, split_into_tiles
-from rankax._xla_cpu import slow_chunks
-from rankax._xla_cpu import tiles as rule
+from rankax.core.plan.levels import Tiles, plan_levels, split_into_tiles
+from rankax.ext.xla_cpu import slow_chunks
+from rankax.ext.xla_cpu import tiles as rule
 
 
 def distances(points):

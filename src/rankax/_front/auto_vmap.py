@@ -2,8 +2,8 @@
 """``auto_vmap``: the decorator and its options.
 
 `auto_vmap` takes options and named ranks in one ``**named``, because it has to know which options
-were passed: one may share its name with a parameter of the kernel (`rankax._declare.ranks`). The
-signature that `help` shows is set separately.
+were passed: one may share its name with a parameter of the kernel (`rankax.core.declare.ranks`).
+The signature that `help` shows is set separately.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from rankax._base.cache import Members
-from rankax._base.messages import function_name
-from rankax._call.arguments import KernelSpec
-from rankax._declare.ranks import declare
-from rankax._declare.split_key import SplitKey
-from rankax._front.kernel import ClassMethod, Kernel
-from rankax._options import DEFAULTS, checked_options
+from rankax.core.base.cache import Members
+from rankax.core.base.messages import function_name
+from rankax.core.call.arguments import KernelSpec
+from rankax.core.call.kernel import ClassMethod, Kernel
+from rankax.core.declare.ranks import declare
+from rankax.core.declare.split_key import SplitKey
+from rankax.core.options import DEFAULTS, checked_options
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.arrays import check_no_ref
-from rankax._base.messages import (
+from rankax.core.base.arrays import check_no_ref
+from rankax.core.base.messages import (
     argument_names,
     check_callable,
     checked_int,
@@ -25,15 +25,15 @@ from rankax._base.messages import (
     noted_errors,
     plural,
 )
-from rankax._base.trees import leaves_with_names, spread_prefix
-from rankax._call.bound import Bound, sizes_of
-from rankax._call.run import run
-from rankax._declare.ragged import Ragged
-from rankax._options import Options, check_batched, in_scope, options_of
-from rankax._plan.levels import WHOLE_CHUNKS, Tiles
-from rankax._plan.nesting import Nesting, plan_axis
-from rankax._reduce.run import read_reductions
-from rankax._trace.programs import checked_output_axes, is_axis
+from rankax.core.base.trees import leaves_with_names, spread_prefix
+from rankax.core.call.bound import Bound, sizes_of
+from rankax.core.call.run import run
+from rankax.core.options import Options, check_batched, in_scope, options_of
+from rankax.core.plan.levels import WHOLE_CHUNKS, Tiles
+from rankax.core.plan.nesting import Nesting, plan_axis
+from rankax.core.reduce.run import read_reductions
+from rankax.core.trace.programs import checked_output_axes, is_axis
+from rankax.ext.ragged.type import Ragged
 
 
 def chunked_vmap(

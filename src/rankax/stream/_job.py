@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Check a call and plan its run: the stages, their blocks, what is stored, what is recorded.
 
-The call is checked and evaluated as with arrays of dask (`_blocks/call.py`), but its arrays are
-stand-ins (`_blocks/on_streamed.py`), and it returns arrays that name the stages that write them.
+The call is checked and evaluated as with arrays of dask (`ext/blocks/call.py`), but its arrays are
+stand-ins (`ext/blocks/on_streamed.py`), and it returns arrays that name the stages that write them.
 
 Of the memory limit, one half is for what the kernel needs beyond its inputs and outputs, and one
 half is for the blocks in flight: one that is read, one that is evaluated, one that is written. Of
@@ -26,18 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import rankax
-from rankax._base.messages import listed, plural
-from rankax._blocks.backend import small_blocks
-from rankax._blocks.call import call_on_blocks
-from rankax._blocks.on_streamed import STATES, Stage, Streamed
-from rankax._call.bind import flatten, is_ragged
-from rankax._call.ragged import RaggedCall
-from rankax._declare.ragged import Ragged
-from rankax._fit.memory import free_bytes
-from rankax._front.kernel import Kernel
-from rankax._plan.budget import checked_limit, limit_in_bytes, shown_bytes
-from rankax._plan.levels import Shape
-from rankax._trace.fingerprint import checksum
+from rankax.core.base.messages import listed, plural
+from rankax.core.call.bind import flatten, is_ragged
+from rankax.core.call.kernel import Kernel
+from rankax.core.plan.levels import Shape
+from rankax.core.trace.fingerprint import checksum
+from rankax.ext.blocks.backend import small_blocks
+from rankax.ext.blocks.call import call_on_blocks
+from rankax.ext.blocks.on_streamed import STATES, Stage, Streamed
+from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
+from rankax.ext.memory.limit import free_bytes
+from rankax.ext.ragged.call import RaggedCall
+from rankax.ext.ragged.type import Ragged
 from rankax.stream._ragged import filled_up, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.

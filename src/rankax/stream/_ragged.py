@@ -3,7 +3,7 @@
 
 What depends on shapes only sees items that are filled up to the longest, so the checks, the record
 and the programs that merge states are those of dense arrays. A block is read as a `Ragged`
-(`_job.py`), and the kernel itself evaluates it (`_blocks/programs.py`).
+(`_job.py`), and the kernel itself evaluates it (`ext/blocks/programs.py`).
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from rankax._blocks.on_streamed import Stage, Streamed
-from rankax._blocks.programs import OnBlocks
-from rankax._call.bind import BoundKernel, rebind
-from rankax._call.ragged import RaggedCall, dense_shell
-from rankax._call.ragged_results import check_declared_outputs, check_one_axis
-from rankax._declare.ragged import Ragged
+from rankax.core.call.bind import BoundKernel, rebind
+from rankax.ext.blocks.on_streamed import Stage, Streamed
+from rankax.ext.blocks.programs import OnBlocks
+from rankax.ext.ragged.call import RaggedCall, dense_shell
+from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
+from rankax.ext.ragged.type import Ragged
 
 
 def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:

@@ -19,12 +19,12 @@ import numpy as np
 import zarr
 from filelock import Timeout
 
-from rankax._base.messages import check_bool, first_of
-from rankax._blocks.on_streamed import Stage
-from rankax._blocks.programs import unpacked
-from rankax._front.ragged_check import RaggedItems
-from rankax._front.trust import nonfinite
-from rankax._progress.bars import Progress, checked_progress, progress_of_call, show
+from rankax.core.base.messages import check_bool, first_of
+from rankax.ext.blocks.on_streamed import Stage
+from rankax.ext.blocks.programs import unpacked
+from rankax.ext.check.call import nonfinite
+from rankax.ext.check.ragged import RaggedItems
+from rankax.ext.progress.bars import Progress, checked_progress, progress_of_call, show
 from rankax.stream._job import Block, Job, prepared
 from rankax.stream._store import flush, is_free, is_whole, opened, recorded, write
 

@@ -30,7 +30,7 @@ import zarr
 from filelock import FileLock, Timeout
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from rankax._blocks.on_streamed import STATES, Stage, Streamed
+from rankax.ext.blocks.on_streamed import STATES, Stage, Streamed
 from rankax.stream._job import Block, Cuts
 
 _LOCK = "lock"

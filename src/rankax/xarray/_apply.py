@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from rankax._call.bind import bind, flatten, rebind
-from rankax._call.run import run
-from rankax._front.kernel import Kernel
-from rankax._options import Options
+from rankax.core.call.bind import bind, flatten, rebind
+from rankax.core.call.kernel import Kernel
+from rankax.core.call.run import run
+from rankax.core.options import Options
 from rankax.xarray import _named
 
 

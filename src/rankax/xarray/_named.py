@@ -13,15 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax._base.blocks import blocks_of
-from rankax._base.messages import listed, plural
-from rankax._base.trees import children_of, field_names, is_leaf, leaves_with_names, spread_prefix
-from rankax._blocks.call import check_dtype
-from rankax._blocks.programs import in_native_order
-from rankax._call.arguments import KernelSpec, is_number
-from rankax._call.bind import BoundKernel
-from rankax._declare.dims import Dim, Rank
-from rankax._declare.ranks import ranks_of_leaves
+from rankax.core.base.messages import listed, plural
+from rankax.core.base.trees import (
+    children_of,
+    field_names,
+    is_leaf,
+    leaves_with_names,
+    spread_prefix,
+)
+from rankax.core.call.arguments import KernelSpec, is_number
+from rankax.core.call.bind import BoundKernel
+from rankax.core.declare.dims import Dim, Rank
+from rankax.core.declare.ranks import ranks_of_leaves
+from rankax.ext.blocks.arrays import blocks_of
+from rankax.ext.blocks.call import check_dtype
+from rankax.ext.blocks.programs import in_native_order
 
 Dims = tuple[str, ...]
 

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: MIT
-"""Fit: choose a chunk size within a memory limit (`memory`), and a fast tile on a CPU (`cpu`)."""

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: MIT
+"""Bind a call of a decorated kernel: its arguments become leaves, with ranks and paths.
+
+What depends only on the structure of the arguments (`Structure`) or only on their shapes (plans) is
+computed once and kept, because loops make the same call again and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._errors import BatchShapeError
+from rankax.core.base.arrays import check_no_ref
+from rankax.core.base.cache import Kept
+from rankax.core.base.messages import function_location, noted_errors
+from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
+from rankax.core.call.arguments import KernelSpec, arrays_of, is_array, is_number
+from rankax.core.call.bound import Bound, sizes_of
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.ranks import ranks_of_leaves, subtrees_with_ranks
+from rankax.core.options import Options
+from rankax.core.plan.levels import WHOLE_CHUNKS, Shape, Tiles
+from rankax.core.plan.nesting import NO_ARRAY, Nesting, plan_nesting
+from rankax.core.plan.report import output_error
+from rankax.core.plan.shapes import LeafPlan, Split, leaf_plan
+from rankax.ext.blocks.arrays import blocks_of
+from rankax.ext.ragged.type import Ragged
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What follows from the tree structure of the ranked arguments."""
+
+    paths: tuple[str, ...]  # of each leaf, in the caller's words
+    ranks: tuple[Rank | None, ...]  # of each leaf
+    lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
+    keys: tuple[int, ...]  # the leaves that are typed PRNG keys
+    ragged: dict[int, Ragged]  # by leaf, without values
+    plans: Kept[Nesting]  # by shapes and options
+    fillings: Kept[Any]  # how a batch is padded (`fill.py`), by the same
+
+
+class Shell(NamedTuple):
+    """A call without its values."""
+
+    names: tuple[str, ...]  # of the arguments with a rank
+    treedef: Any  # of these
+    others: Any = None  # the tree of the other arguments, if `BoundKernel.split` took them out
+
+    def call(self, kernel: KernelSpec, values: list[Any]) -> BoundKernel:
+        """Bind a call with these values."""
+        count = self.treedef.num_leaves
+        shell, others = self._replace(others=None), self.others.unflatten(values[count:])
+        return rebind(kernel, shell, values[:count], others)
+
+
+@dataclasses.dataclass(eq=False)
+class BoundKernel(Bound):
+    """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
+
+    kernel: KernelSpec
+    arguments: inspect.BoundArguments
+    shell: Shell
+    structure: Structure
+    masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up (`ragged.py`)
+    is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The arguments without a rank."""
+        return {k: v for k, v in self.arguments.arguments.items() if k not in self.shell.names}
+
+    def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
+        ranks = self.structure.ranks
+        shapes = tuple(
+            None if rank is None else getattr(leaf, "shape", ())
+            for leaf, rank in zip(self.leaves, ranks, strict=True)
+        )
+        batch_shape = options.batch_shape
+        if batch_shape is not None and self.cut is not None:
+            batch_shape = self.cut
+
+        def make() -> Nesting:
+            arrays = [
+                (i, self.structure.paths[i], tuple(shape), rank)
+                for i, (shape, rank) in enumerate(zip(shapes, ranks, strict=True))
+                if rank is not None and shape is not None
+            ]
+            if batch_shape is not None:
+                arrays = [*arrays, (NO_ARRAY, "batch_shape", batch_shape, Rank(0))]
+            call = self.fun, arrays, *sizes_of(options, tiles), self.untouched
+            if options.reduce is None:
+                return plan_nesting(*call)
+            return plan_nesting(*call, str(options.reduce), options.reduce_axis)
+
+        of_options = options.chunk_size, options.reduce, options.reduce_axis, options.rules
+        key = shapes, tiles, batch_shape, *of_options
+        try:
+            plan = self.structure.plans.find(key, make)
+        except BatchShapeError as error:
+            for sentence in self._raw_keys():
+                error.add_note(sentence)
+            raise
+        if marked := self.lengths.keys() & plan.plan.reduced:
+            strides = np.eye(len(plan.plan.batch_shape), dtype=int).tolist()
+            marks = [Split(NO_ARRAY, tuple(strides[axis])) for axis in sorted(marked)]
+            plan = dataclasses.replace(plan, splits=(*plan.splits, *marks))
+        return plan
+
+    @property
+    def ranked(self) -> list[int]:
+        return [i for i, rank in enumerate(self.structure.ranks) if rank is not None]
+
+    def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
+        arguments = {**self.arguments.arguments, **dict(values), **self._masks(plan)}
+        given = self.kernel.rebind(arguments, written=True)
+        with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
+            return self.fun(*given.args, **given.kwargs)
+
+    def _masks(self, plan: Nesting) -> dict[str, Any]:
+        """Return the arguments that callers do not pass: all rows are real, if none says more."""
+        masks = self.masks or {}
+        found: dict[str, Any] = {}
+        for name, dim in self.kernel.declaration.masks.items():
+            if dim not in masks and dim not in plan.sizes:
+                raise ValueError(
+                    f"{self.where}: {name} is the mask of {dim!r}, but no argument of this call "
+                    "has that dimension"
+                )
+            found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
+        return found
+
+    def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
+        pairs = zip(leaves, self.structure.ranks, strict=True)
+        # The kernel must not change an array of the caller in place.
+        arrays = [jnp.asarray(x) if rank and isinstance(x, np.ndarray) else x for x, rank in pairs]
+        out = super().evaluate(arrays, plan)
+        check = check_outputs if plan.plan.levels else check_returned
+        check(self.fun, out)
+        return self._checked(out, plan)
+
+    def untouched(self) -> tuple[tuple[str, Shape], ...]:
+        """Return path and shape of every array that has axes, but no rank."""
+        return tuple(
+            array
+            for name, value in self.arguments.arguments.items()
+            for path, subtree, rank in _with_ranks(self.kernel, name, value)
+            if rank is None
+            for array in arrays_of(subtree, path)
+        )
+
+    def _described(self, leaves: Sequence[LeafPlan]) -> tuple[Any, ...]:
+        """Describe the arguments of one item, for an error of the kernel."""
+        rows = [
+            (leaf.path, str(leaf.shape), leaf.declared, str(leaf.core_shape))
+            for leaf in leaves
+            if leaf.path in self.paths
+        ]
+        nones = [name for name in self.shell.names if self.arguments.arguments[name] is None]
+        sentences = [f"{name} is None, which passes through whatever its rank." for name in nones]
+        sentences += [
+            f"{name} is a list, so the kernel gets a list; jnp.stack({name}) is one array."
+            for name, _ in self.structure.lists
+        ]
+        sentences += [*self._raw_keys(), *self.in_front]
+        return ("argument", "shape", "rank", "one item"), rows, sentences
+
+    def _raw_keys(self) -> list[str]:
+        """Return a hint for each array of rank 0 that looks like a raw key."""
+        return [
+            f"If {path} is a raw key (jax.random.PRNGKey), its rank is 1; a key made with "
+            "jax.random.key has rank 0."
+            for path, leaf, rank in zip(self.paths, self.leaves, self.structure.ranks, strict=True)
+            if rank is not None and rank.rank == 0
+            if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape[-1:] in ((2,), (4,))
+        ]
+
+    def _checked(self, out: Any, plan: Nesting) -> Any:
+        """Check one item's output against its declaration, if there is one."""
+        declared = self.kernel.declaration.outputs
+        if declared is None:
+            return out
+        try:
+            ranks = ranks_of_leaves(declared, out, "output")
+        except ValueError as error:
+            raise ValueError(f"{function_location(self.fun)}: {error}") from None
+        named = zip(leaves_with_names(out, "output"), ranks, strict=True)
+        pairs = [
+            (leaf_plan(path, jnp.shape(leaf), rank), rank)
+            for (path, leaf), rank in named
+            if rank is not None
+        ]
+        if error := output_error(self.fun, pairs, plan.sizes):
+            raise error
+        return out
+
+    def split(self) -> tuple[list[Any], Shell]:
+        """Return the values of a call, those of the arguments without a rank last, and the rest."""
+        (names, treedef, _), others = self.shell, self.others
+        try:
+            values, tree = jax.tree.flatten(others)
+        except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
+            values, tree = jax.tree.flatten(others, is_leaf=lambda node: node is not others)
+        return [*self.leaves, *values], Shell(names, treedef, tree)
+
+
+def bind(
+    kernel: KernelSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shapes_only: bool = False,
+    takes_blocks: bool = False,
+    takes_ragged: bool = False,
+) -> BoundKernel:
+    """Bind arguments and flatten those that have a rank.
+
+    With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
+    marked; its leaves are then checked in `rankax.ext.blocks`. Otherwise such an array is refused.
+    With ``takes_ragged``, a call with `Ragged` arguments goes on in `rankax.ext.ragged.call`.
+    """
+    bound = flatten(kernel, args, kwargs)
+    if bound.structure.ragged and not takes_ragged:
+        refuse_ragged(bound)
+    leaves, structure = bound.leaves, bound.structure
+    for i, rank in enumerate(structure.ranks):
+        if rank is None:
+            continue
+        if not (is_array(leaves[i]) or is_number(leaves[i])):
+            if takes_blocks and blocks_of(leaves[i]):
+                bound.is_in_blocks = True
+                return refuse_ragged(bound)
+            path = structure.paths[i]
+            leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
+        elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
+            check_no_ref(leaves[i], f"{kernel.name}()", structure.paths[i])
+    for i in structure.keys:
+        kernel.check_key(leaves[i], structure.paths[i], structure.ranks[i])
+    return bound
+
+
+def refuse_ragged(call: BoundKernel) -> BoundKernel:
+    """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
+    for i in call.structure.ragged:
+        raise TypeError(
+            f"{call.where}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
+            "NumPy only; beside an array of another package, pass a padded array, and a boolean "
+            "array that says which rows are real"
+        )
+    return call
+
+
+def flatten(kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundKernel:
+    """Do what `bind` does, without checking or converting the leaves."""
+    arguments = kernel.bind(args, kwargs)
+    names = tuple([name for name in kernel.declaration.ranks if name in arguments.arguments])
+    leaves, treedef = jax.tree.flatten([arguments.arguments[name] for name in names])
+    return _bound(kernel, arguments, Shell(names, treedef), leaves)
+
+
+def rebind(
+    kernel: KernelSpec, shell: Shell, leaves: list[Any], others: dict[str, Any]
+) -> BoundKernel:
+    """Bind leaves that come from an earlier call of `bind`; ``others`` have no rank."""
+    values = zip(shell.names, shell.treedef.unflatten(leaves), strict=True)
+    return _bound(kernel, kernel.rebind({**others, **dict(values)}), shell, leaves)
+
+
+def _bound(
+    kernel: KernelSpec, arguments: inspect.BoundArguments, shell: Shell, leaves: list[Any]
+) -> BoundKernel:
+    """Give each leaf its rank, and refuse a list of numbers under one rank.
+
+    This includes rank 0, although the list could be a pytree of scalars: such a list needs a rank
+    for each entry, or the annotation of a list.
+    """
+
+    def make() -> Structure:
+        return _new_structure(kernel, {name: arguments.arguments[name] for name in shell.names})
+
+    structure = kernel.structures.find(shell, make)
+    for name, group in structure.lists:
+        if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
+            raise TypeError(
+                f"{kernel.name}(): {name} is a list of numbers, but an array is expected; pass "
+                f"jnp.asarray({name}). (For a list of separate scalars, declare a rank "
+                "for each.)"
+            )
+    call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
+    batched = kernel.preset.batched
+    return BoundKernel(*call, kernel, arguments, shell, structure, batched=batched)
+
+
+def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
+    paths: list[str] = []
+    ranks: list[Rank | None] = []
+    lists: list[tuple[str, tuple[int, ...]]] = []
+    ragged: dict[int, Ragged] = {}
+    for name, value in values.items():
+        for path, subtree, rank in _with_ranks(kernel, name, value):
+            if rank is not None:
+                lists += _lists(subtree, path, len(ranks))
+            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
+                if rank is not None and is_ragged(node):
+                    ragged[len(paths)] = jax.tree.map(lambda _: None, node)
+                paths.append(at)
+            ranks += [rank] * (len(paths) - len(ranks))
+    keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
+    of_leaves = tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged
+    return Structure(*of_leaves, Kept(1024, "plans"), Kept(1024, "how batches are padded"))
+
+
+def is_ragged(node: Any) -> bool:
+    return isinstance(node, Ragged)
+
+
+def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:
+    try:
+        return subtrees_with_ranks(kernel.declaration.ranks.get(name), value, name)
+    except ValueError as error:
+        raise ValueError(f"{function_location(kernel.fun)}: {error}") from None
+
+
+def _lists(subtree: Any, path: str, start: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Name each outermost list inside ``subtree``, with the positions of its leaves."""
+    lists: list[tuple[str, tuple[int, ...]]] = []
+    for name, node in leaves_with_names(subtree, path, stops=lambda n: isinstance(n, list)):
+        count = jax.tree.structure(node).num_leaves
+        if isinstance(node, list) and count:
+            lists.append((name, tuple(range(start, start + count))))
+        start += count
+    return lists

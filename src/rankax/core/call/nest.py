@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: MIT
+"""The nest of a plan: one map per level (a `jax.vmap` or a loop) around the program of one item."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rankax.core.loop.access import on_explicit_mesh
+from rankax.core.loop.loop import map_level
+from rankax.core.loop.rules import Rules
+from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
+from rankax.core.options import Options
+from rankax.core.plan.batch import BatchPlan
+from rankax.core.plan.nesting import Nesting
+from rankax.core.reduce.passes import RowReduction
+from rankax.core.reduce.run import Reductions
+from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.trace.programs import ClosedJaxpr, ItemProgram
+from rankax.ext.cpu_math import with_cpu_math
+from rankax.ext.lanes.call import map_in_lockstep, walk_in_lanes
+from rankax.ext.lanes.engine import ROUNDS
+from rankax.ext.progress.bars import Progress
+from rankax.ext.scan.while_loop import has_plain_loop, with_reverse_pass
+
+# An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
+_LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress", "reduced"}
+
+
+Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Nest:
+    """The nested maps of one call, or of one part of it; hashable, as a key of kept programs.
+
+    Attributes
+    ----------
+    nesting : Nesting
+        If it is that of a part, its splits are numbered within the whole batch.
+    specs : tuple of LoopSpec
+        One for each level of the plan, outermost first.
+    inputs : tuple of int
+        The leaves that an item takes. Levels map not all of them if a part has only one item along
+        an axis.
+    reductions : Reductions or None
+        What the reduced levels fold.
+    differentiable : bool
+        Whether the walk may be differentiated.
+    rules : Rules
+        What the compiler asks for.
+    cpu_math : bool
+        Whether sines, angles and powers are evaluated by programs of our own.
+    """
+
+    nesting: Nesting
+    specs: tuple[LoopSpec, ...]
+    inputs: tuple[int, ...]
+    reductions: Reductions | None
+    differentiable: bool
+    rules: Rules
+    cpu_math: bool
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan that is printed."""
+        return self.nesting.plan
+
+    def walk(
+        self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
+    ) -> list[Any]:
+        """Evaluate an item over all levels: kept ones store what is inside, reduced ones fold it.
+
+        Parameters
+        ----------
+        item : ItemProgram
+            Takes one item of each input, then one number for each split.
+        leaves : sequence of arrays
+            The inputs.
+        begins : mapping, optional
+            Where a part of a batch begins, if keys are split (see `number_items`).
+
+        Returns
+        -------
+        list
+            The outputs; with ``reductions``, one value for each of them. Kept axes of the batch
+            come first; outputs that are kept whole have all axes of the batch.
+        """
+        if self.plan.in_flight > 1:
+            item.check_order()
+        arrays = self._reshaped([on_explicit_mesh(jnp.asarray(x)) for x in leaves])
+        mapped = [arrays.pop(position) for position in self.nesting.mapped]
+        # Without the constants, because JAX keeps the walk and they may be tracers. From JAX 0.12
+        # on, a jaxpr holds its constants; replacing its variables drops them.
+        jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+        consts = len(jaxpr.invars) - len(item.closed.in_avals)  # some versions have them first
+        walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
+        operands = list(item.closed.consts), mapped, arrays, begins or {}
+        evaluated = walk.evaluated
+        if not self.differentiable or evaluated.is_linear(mapped):
+            return evaluated.values(operands, back=False)
+        # A user-defined function may change between calls and stay the same object.
+        is_ordered = self.reductions is not None and self.reductions.are_ordered
+        key = None if is_ordered else self
+        forward = functools.partial(evaluated.values, back=False)
+        return call_with_derivative_of(walk.differentiated, forward, operands, key=key)
+
+    def map_at_once(self, fun: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[jax.Array]:
+        """Map a function of all inputs over levels without loops, as one would by hand."""
+        arrays = self._reshaped(leaves)
+        if self.nesting.splits:
+            fun = number_items(fun, self.nesting.splits, self.plan.levels, self.plan.batch_shape)
+        for spec in reversed(self.specs):
+            fun = vmap_level(fun, spec)
+        return self.in_batch_shape(fun(*arrays.values()))
+
+    def _reshaped(self, leaves: Sequence[Any]) -> dict[int, jax.Array]:
+        """Return the inputs by position, without stretched axes."""
+        leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+        arrays = dict(zip(self.inputs, leaves, strict=True))
+        for position, shape in self.nesting.reshaped:
+            if position in arrays:
+                arrays[position] = jnp.reshape(arrays[position], shape)
+        return arrays
+
+    def in_batch_shape(self, outs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give outputs the axes of the batch.
+
+        A level may cover more than one axis of the batch, or none where it has length 1.
+        """
+        sizes, shape = tuple(level.size for level in self.plan.levels), self.plan.batch_shape
+        if self.plan.lanes is not None:
+            sizes = (math.prod(sizes),)
+        if sizes == shape:
+            return list(outs)
+        return [jnp.reshape(out, shape + out.shape[len(sizes) :]) for out in outs]
+
+
+# The constants of the item, the leaves that the levels map, the other inputs by position, and where
+# a part begins.
+Operands = tuple[list[Any], list[Any], Mapping[int, Any], Begins]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """The walk of one item over the levels of a nest."""
+
+    nest: Nest
+    item: ItemProgram  # without its program
+    jaxpr: Any
+    consts: int  # how many inputs of the program are constants
+
+    @functools.cached_property
+    def evaluated(self) -> _Walk:
+        """The walk in the pass that is evaluated."""
+        has_loops = any(spec.is_loop and not spec.lanes for spec in self.nest.specs)
+        jaxpr = self.nest.rules.evaluated(self.jaxpr, self._mapped) if has_loops else self.jaxpr
+        return self._as_computed(jaxpr)
+
+    def differentiated(self, operands: Operands) -> list[Any]:
+        """Walk the levels in the pass that is differentiated."""
+        jaxpr = self.jaxpr
+        if self._reverses_loops:
+            jaxpr = with_reverse_pass(jaxpr, self.item.where)
+        elif any(spec.is_loop for spec in self.nest.specs):
+            jaxpr = self._kept_back
+        return self._as_computed(jaxpr).values(operands, back=True)
+
+    @functools.cached_property
+    def _kept_back(self) -> Any:
+        # Derivatives of reductions read another layout of the inputs, so no copy pays there.
+        mapped = self._mapped if self.nest.reductions is None else []
+        return self.nest.rules.differentiated(self.jaxpr, mapped)
+
+    def _as_computed(self, jaxpr: Any) -> _Walk:
+        jaxpr = with_cpu_math(jaxpr) if self.nest.cpu_math else jaxpr
+        return dataclasses.replace(self, jaxpr=jaxpr)
+
+    @property
+    def _mapped(self) -> list[int]:
+        """The inputs of the program that levels map."""
+        nest = self.nest
+        in_axes = zip(nest.nesting.mapped, *(spec.in_axes for spec in nest.specs), strict=False)
+        mapped = [i for i, *axes in in_axes if set(axes) != {None}]
+        return [self.consts + nest.inputs.index(i) for i in mapped]
+
+    def values(self, operands: Operands, *, back: bool) -> list[Any]:
+        """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
+        consts, mapped, others, begins = operands
+        if self.nest.reductions is not None:
+            walk, mapped = (self, mapped) if back else self._stored(mapped)
+            return walk._reduced((consts, mapped, others, begins), back=back)
+        fun = self._of_items(consts, others, begins)
+        if self.nest.plan.lanes is not None:
+            by = map_in_lockstep if back else walk_in_lanes
+            return self.nest.in_batch_shape(by(fun, mapped, self.nest.specs, self.item))
+        if None in self.out_axes:
+            self._with(consts).check_unmapped_outputs()
+        for spec in reversed(self.nest.specs):
+            fun = map_level(fun, spec, self.out_axes, back=back)
+        return self.nest.in_batch_shape(fun(*mapped))
+
+    def _stored(self, mapped: list[Any]) -> tuple[_Walk, list[Any]]:
+        """Return the inputs of a reduction as it reads them best, and the walk over them."""
+        stored, specs = self.nest.rules.stored(mapped, self.nest.specs)
+        return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs)), stored
+
+    @property
+    def _reverses_loops(self) -> bool:
+        is_free = not all(spec.lockstep for spec in self.nest.specs)
+        return is_free and has_plain_loop(self.jaxpr.eqns)
+
+    @property
+    def out_axes(self) -> tuple[int | None, ...]:
+        """Where each level has its items in the outputs."""
+        axes = self.item.out_axes
+        return axes if len(self.nest.specs) == 1 else (0,) * len(axes)
+
+    def _reduced(self, operands: Operands, *, back: bool) -> list[Any]:
+        consts, mapped, others, begins = operands
+        plan, row = self.nest.plan, self._row(others, begins)
+
+        def fun(*items: Any) -> list[Any]:
+            return row.values(consts, items, back=back)
+
+        entries = row.reductions.entries
+        kept = [spec for spec in self.nest.specs if not spec.reduced]
+        for spec in reversed(kept):
+            fun = map_level(fun, spec, [0] * len(entries), back=back)
+        values = fun(*mapped)
+        kept_shape = tuple(n for axis, n in enumerate(plan.batch_shape) if axis not in plan.reduced)
+        row_shape = tuple(plan.batch_shape[axis] for axis in plan.reduced)
+
+        def whole(array: jax.Array) -> jax.Array:
+            shape = kept_shape + row_shape + array.shape[len(plan.levels) :]
+            places = range(len(kept_shape), len(plan.batch_shape))
+            return jnp.moveaxis(jnp.reshape(array, shape), places, plan.reduced)
+
+        def of_rows(array: jax.Array) -> jax.Array:
+            return jnp.reshape(array, kept_shape + array.shape[len(kept) :])
+
+        return [
+            jax.tree.map(whole if entry.is_kept else of_rows, value)
+            for entry, value in zip(entries, values, strict=True)
+        ]
+
+    def _row(self, others: Mapping[int, Any], begins: Begins) -> RowReduction:
+        assert self.nest.reductions is not None
+        return RowReduction(
+            lambda consts: self._of_items(consts, others, begins),
+            tuple(spec for spec in self.nest.specs if spec.reduced),
+            self.item.outputs,
+            self.nest.reductions,
+            self.jaxpr,
+            self.nest.rules,
+        )
+
+    def _with(self, consts: Sequence[Any]) -> ItemProgram:
+        """Return the item with these constants."""
+        return dataclasses.replace(self.item, closed=ClosedJaxpr(self.jaxpr, list(consts)))
+
+    def _of_items(
+        self, consts: Sequence[Any], others: Mapping[int, Any], begins: Begins
+    ) -> Callable[..., list[Any]]:
+        """Return the item as a function of the leaves that the levels map, and of its places."""
+        item, inputs, nesting = self._with(consts), self.nest.inputs, self.nest.nesting
+
+        def of_mapped(*items: Any) -> list[Any]:
+            here = {**others, **dict(zip(nesting.mapped, items, strict=False))}
+            return item(*(here[i] for i in inputs), *items[len(nesting.mapped) :])
+
+        fun = of_mapped if others else item
+        if not nesting.splits:
+            return fun
+        plan = nesting.plan
+        return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
+
+    def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
+        """Whether the pass that is evaluated is also the best one to differentiate."""
+        if self.nest.plan.lanes is not None or self._reverses_loops:
+            return False
+        if self.nest.reductions is not None:
+            row = self._row({}, {})
+            stored, _ = self._stored(list(mapped))
+            if not (row.is_linear or row.is_at_once) or stored.nest != self.nest:
+                return False
+        loops = [spec for spec in self.nest.specs if spec.is_loop]
+        if any(spec.derivative or not spec.chunks.even for spec in loops):
+            return False
+        outs = [v.aval.shape for v in self.jaxpr.outvars]
+        shapes = [x.shape for x in mapped]
+        for spec in self.nest.specs:
+            pairs = list(zip(shapes, spec.in_axes, strict=False))
+            # The chunks of all others are read by index, or written.
+            rows = [axis in (None, 0) and 1 not in shape[1:] for shape, axis in pairs]
+            if spec.is_loop and not all(rows):
+                return False
+            shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
+        pairs = zip(self.out_axes, outs, strict=True)
+        joined = all(axis == 0 and 1 not in shape for axis, shape in pairs)
+        return not loops or (joined and not self.nest.rules.differs_back(self.jaxpr))
+
+
+def nest_of(
+    plan: Nesting,
+    inputs: tuple[int, ...],
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    differentiable: bool = True,
+) -> Nest:
+    """Build the nested maps of a plan; the other arguments are those of `Nest`."""
+    splits = plan.splits
+    shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
+    shared["checkpoint"] = options.checkpoint is not False
+    specs: list[LoopSpec] = []
+    for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
+        may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
+        spec = LoopSpec(
+            level.chunks,
+            # A numbered level passes on the places along the levels around it.
+            plan.in_axes[around] + (None,) * around if splits else plan.in_axes[around],
+            is_loop,
+            reduced=level.reduced,
+            numbered=bool(splits),
+            progress=progress if may_report else None,
+            derivative=level.derivative if is_loop else None,
+            lanes=plan.plan.lanes if level.in_lanes else None,
+            rounds=ROUNDS[options.on_cpu] if level.in_lanes else 1,
+            **shared,
+        )
+        specs.append(spec)
+        progress = None if may_report else progress
+    rules, reductions = options.rules, options.reduce
+    return Nest(
+        plan, tuple(specs), inputs, reductions, differentiable, rules, options.replaces_functions
+    )

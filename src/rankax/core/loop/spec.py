@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: MIT
+"""One level of a nest as data, and how its items are numbered: a split key for each of them.
+
+A nest has one `LoopSpec` for each level, outermost level first: everything that its program depends
+on except the item. They are part of the key of memory measurements (`core/call/run.py`), so the key
+has every new option of loops.
+
+``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
+generators). So there is no array of keys: `item_key` makes the key where the item is evaluated
+(`Bound.on_item`).
+
+The number comes from the places of the item: each level of a nest passes the place of the item
+along it as the last input of the function that it maps (`LoopSpec.numbered`). In a loop this is the
+start of the chunk plus a count within it. An array of numbers as one more operand would be simpler,
+but it is as long as the batch, and compiled programs do store it. The places become one number
+just outside the program of one item (`number_items`), so that this program does not depend on how
+the levels are cut. A nest over a part of a batch numbers the items within the whole batch: it takes
+the splits of the whole batch, and where the part begins along each axis.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from rankax.core.base.arrays import counted, flat_index, places_of, scalar
+from rankax.core.plan.levels import Chunks, Level, Shape
+from rankax.core.plan.shapes import Split
+from rankax.ext.progress.bars import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSpec:
+    """How the items along one axis are evaluated.
+
+    Attributes
+    ----------
+    chunks : Chunks
+        The length of the axis, and the chunks that it is cut into.
+    in_axes : tuple of int or None
+        Where each leaf has the axis.
+    is_loop : bool
+        Whether chunks are evaluated one after another. Otherwise `jax.vmap` maps the axis.
+    reduced : bool
+        Whether the items are folded. Otherwise their outputs are stored.
+    numbered : bool
+        Whether each item takes its place along the axis as its last input.
+    checkpoint : bool
+        Whether the reverse pass computes each chunk again instead of storing its intermediates.
+    linear : bool
+        Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
+        so that what they compute is not stored either.
+    progress : Progress or None
+        Where the loop reports.
+    derivative : Chunks or None
+        The chunks of a derivative, if they are others.
+    lockstep : bool
+        Whether `while` loops stay as they are where the loop is differentiated. Otherwise they get
+        a reverse pass.
+    lanes : int or None
+        How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
+        None: chunks, whose items run together.
+    rounds : int
+        How many rounds lanes make between two conditions (`ext/lanes/engine.py`).
+    """
+
+    chunks: Chunks
+    in_axes: tuple[int | None, ...]
+    is_loop: bool = True
+    reduced: bool = False
+    numbered: bool = False
+    checkpoint: bool = True
+    linear: bool = True
+    progress: Progress | None = None
+    derivative: Chunks | None = None
+    lockstep: bool = True
+    lanes: int | None = None
+    rounds: int = 1
+
+
+# Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.
+_UNSAFE, _SAFE = "unsafe_rbg", "rbg"
+
+PLACE = jax.ShapeDtypeStruct((), jnp.uint32)  # the type of an item's place along a level
+
+
+def item_key(key: Any, number: Any) -> Any:
+    """Return the key of the item that has this number."""
+    if jax.random.key_impl(key) != _UNSAFE:
+        return jax.random.fold_in(key, number)
+    safe = jax.random.wrap_key_data(jax.random.key_data(key), impl=_SAFE)
+    folded = jax.random.key_data(jax.random.fold_in(safe, number))
+    return jax.random.wrap_key_data(folded, impl=_UNSAFE)
+
+
+def index_without_fill(
+    index: jax.Array, shape: Shape, axes: Sequence[int], lengths: Mapping[int, Any]
+) -> jax.Array:
+    """Return a flat index into some axes of a batch as it was before padding.
+
+    Parameters
+    ----------
+    index : array of ints
+        Negative: no item.
+    shape : tuple of int
+        The shape of the padded batch.
+    axes : sequence of int
+    lengths : mapping of int to uint32
+        How long each padded axis was; traced.
+    """
+    if not lengths.keys() & axes[1:]:
+        return index
+    places = places_of(index, [shape[axis] for axis in axes])
+    whole = flat_index(places, [lengths.get(axis, shape[axis]) for axis in axes])
+    return jnp.where(index < scalar(0, index.dtype), index, whole)
+
+
+def number_items(
+    fun: Callable[..., Any],
+    splits: Sequence[Split],
+    levels: Sequence[Level],
+    shape: Shape,
+    first: Mapping[int, Any] | None = None,
+) -> Callable[..., Any]:
+    """Return ``fun``, which takes the numbers of its item last, as a function of places instead.
+
+    Parameters
+    ----------
+    fun : callable
+        Takes items of leaves, then one number for each split.
+    splits : sequence of Split
+    levels : sequence of Level
+        The levels of a nest, outermost first.
+    shape : tuple of int
+        The shape of the batch that the nest walks.
+    first : mapping of int to uint32, optional
+        If the nest walks only a part of the batch: where the part begins along each axis. The
+        values may be traced, because they differ between devices. The splits are those of the whole
+        batch.
+
+    Returns
+    -------
+    callable
+        Takes items of leaves, then one place for each level.
+    """
+    first = first or {}
+
+    def number(split: Split, places: Sequence[Any]) -> Any:
+        terms = [_times(start, split.strides[axis]) for axis, start in first.items()]
+        for place, level in zip(places, levels, strict=True):
+            sizes = [shape[axis] for axis in level.axes]
+            along = places_of(place, sizes) if len(sizes) > 1 else [place]
+            pairs = zip(along, level.axes, strict=True)
+            terms += [_times(each, split.strides[axis]) for each, axis in pairs]
+        found = [term for term in terms if term is not None]
+        return functools.reduce(jnp.add, found) if found else scalar(0, PLACE.dtype)
+
+    @functools.wraps(fun)
+    def of_places(*args: Any) -> Any:
+        count = len(args) - len(levels)
+        return fun(*args[:count], *(number(split, args[count:]) for split in splits))
+
+    return of_places
+
+
+def _times(place: Any, stride: Any) -> Any:
+    """Return one term of a number; None if it is 0, as along axes that the keys have themselves."""
+    if isinstance(stride, int):
+        if stride % 2**32 == 0:  # 2**32 belongs to an axis of length 1
+            return None
+        return place if stride == 1 else place * scalar(stride, PLACE.dtype)
+    return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
+
+
+def vmap_level(fun: Callable[..., Any], level: LoopSpec, out_axes: Any = 0) -> Callable[..., Any]:
+    """Return `jax.vmap` of ``fun``; if numbered, each item takes its place as its last input."""
+    in_axes, size = level.in_axes, level.chunks.length
+    if not level.numbered:
+        return jax.vmap(fun, in_axes, out_axes, axis_size=size)
+    mapped = jax.vmap(fun, (*in_axes, 0), out_axes, axis_size=size)
+    return lambda *leaves: mapped(*leaves, _places(size, leaves, in_axes))
+
+
+def _places(size: int, leaves: Sequence[Any], in_axes: Sequence[int | None]) -> jax.Array:
+    """Count along an axis. On a mesh with explicit axes, the count is sharded like the leaves."""
+    count = counted(size, PLACE.dtype)
+    for leaf, axis in zip(leaves, in_axes, strict=True):
+        if axis is not None and AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types:
+            zeros = lax.full_like(leaf, 0, PLACE.dtype)
+            others = tuple(other for other in range(zeros.ndim) if other != axis)
+            return count + jnp.sum(zeros, others, dtype=PLACE.dtype)
+    return count

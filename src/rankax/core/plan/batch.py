@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: MIT
+"""The plan of one call, made from shapes alone: `plan` prints it, and the call executes it.
+
+It is shown as aligned text for a terminal, and as a small picture for a notebook. The picture is a
+table without scripts. Its colours are translucent and its text has the notebook's colour, so that
+it is readable on a light and on a dark page.
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from rankax.core.base.messages import listed, plural, shortened, table
+from rankax.core.plan.levels import Level, Shape
+from rankax.core.plan.shapes import LeafPlan
+from rankax.ext.memory.budget import MemoryFit
+
+
+class Cell(NamedTuple):
+    """One batch axis of one leaf."""
+
+    kind: str  # mapped, stretched, absent or split
+    text: str  # its length, ``1*`` or ``-``; those of a key that is split are ``1/`` and ``/``
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """The plan of one call of a kernel, as ``print(kernel.plan(...))`` shows it.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel.
+    batch_shape : tuple of int
+        The leading axes of every output.
+    leaves : tuple of LeafPlan
+        Every leaf that has a rank, in the order of the parameters.
+    levels : tuple of Level
+        The nested maps, outermost first.
+    untouched : tuple of (str, tuple of int)
+        Path and shape of every other array with axes. It has no rank, so every item gets all of it.
+    memory : MemoryFit or None
+        The chunk size chosen for ``memory_limit``, and the memory that it needs.
+    reduced : tuple of int
+        The axes of the batch shape that are reduced.
+    reduce : str
+        The name of the reduction.
+    devices : tuple of (int, int)
+        The axes of the batch shape that several devices share, and the number of devices for each.
+        They work side by side; the levels are those of one device's part.
+    lanes : int or None
+        With ``lockstep=False``, how many items are in flight; each of them ends by itself.
+    ends : tuple of str, or None
+        With ``lockstep=False``, where items part: loops whose length depends on the item, and
+        expensive branches; and how each loop is reversed. Empty: nowhere, so they run in lockstep.
+    filled : tuple of (int, int)
+        With ``bucket=``, the axes of the batch shape that are padded, and the length that each has
+        in the arguments and the results.
+    ragged : tuple of str
+        With ragged arguments, how many items there are in how many lengths, for each dimension.
+    notes : tuple of str
+        What else there is to say about the call.
+    parts : tuple of (tuple of int, BatchPlan)
+        With ragged arguments, the padded lengths and the plan of each call that is made.
+    """
+
+    kernel: str
+    batch_shape: Shape
+    leaves: tuple[LeafPlan, ...]
+    levels: tuple[Level, ...]
+    untouched: tuple[tuple[str, Shape], ...] = ()
+    memory: MemoryFit | None = None
+    reduced: tuple[int, ...] = ()
+    reduce: str = ""
+    devices: tuple[tuple[int, int], ...] = ()
+    lanes: int | None = None
+    ends: tuple[str, ...] | None = None
+    filled: tuple[tuple[int, int], ...] = ()
+    ragged: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    parts: tuple[tuple[tuple[int, ...], Any], ...] = ()
+
+    @property
+    def evaluations(self) -> int:
+        """The number of items, which is the size of the batch."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of items evaluated at once, on each device if there are several."""
+        if self.parts:
+            return max(part.in_flight for _, part in self.parts)
+        return math.prod(level.tile for level in self.levels) if self.lanes is None else self.lanes
+
+    @property
+    def steps(self) -> int:
+        """The number of times that the batched kernel runs, one after another.
+
+        Where items end by themselves, the number of items that each lane evaluates on average.
+        """
+        if self.parts:
+            return sum(part.steps for _, part in self.parts)
+        if self.lanes is not None:
+            return -(-self.evaluations // self.lanes)
+        return math.prod(level.steps for level in self.levels)
+
+    def __str__(self) -> str:
+        # A row per leaf, then a line per level and note.
+        lines = _text_table(self) if self.leaves else []
+        below = [_level_sentence(level, self.leaves) for level in self.levels]
+        below += [*_legend(self), *self._notes()]
+        first = self.kernel + self._summary()
+        return "\n".join([first, *lines, *(f"  {line}" for line in below)])
+
+    def _repr_html_(self) -> str:
+        # A row per leaf with its batch axes as aligned columns, the levels below.
+        blocks = [f"<p><code>{escape(self.kernel)}</code>{escape(self._summary())}</p>"]
+        if self.leaves:
+            blocks.append(_html_table(self))
+        if self.batch_shape:
+            blocks.append(_key(_kinds(self)))
+        blocks += [f'<p class="key">{escape(line)}</p>' for line in self._notes()]
+        return f'<div class="rankax-plan"><style>{_style()}</style>{"".join(blocks)}</div>'
+
+    def _summary(self) -> str:
+        if not self.leaves or not self.batch_shape:
+            lacking = "batch axes" if self.leaves else "argument with a rank"
+            return f": no {lacking}, so the kernel is simply called"
+        return (
+            f": batch shape {self.batch_shape}, "
+            f"{plural(self.evaluations, 'evaluation')}, {self.in_flight} in flight"
+            f"{' on each device' if self.devices else ''}, "
+            f"{'items end by themselves' if self.lanes else plural(self.steps, 'step')}"
+        )
+
+    def _notes(self) -> list[str]:
+        """Describe what the leaves and levels do not show, such as devices and reductions."""
+        notes = [
+            f"axis {axis}: {length} items, in a bucket of {self.batch_shape[axis]}"
+            for axis, length in self.filled
+        ]
+        notes += [*self.ragged, *map(_part_sentence, self.parts)]
+        if self.lanes is not None:
+            notes.append(f"{plural(self.lanes, 'lane')}; items diverge at")
+            notes += [f"  {end}" for end in self.ends or ()]
+        elif self.ends is not None:
+            notes.append("in lockstep: no loop, and no expensive branch, depends on the item")
+        for axis, count in self.devices:
+            shorter, longer = divmod(self.batch_shape[axis], count)
+            items = f"{shorter} or {shorter + 1} items" if longer else plural(shorter, "item")
+            notes.append(f"axis {axis}: over {count} devices, {items} on each")
+        if self.reduced:
+            kept = tuple(n for axis, n in enumerate(self.batch_shape) if axis not in self.reduced)
+            notes.append(f"reduced by {self.reduce}, to {kept}")
+            notes += _pairs_line(self)
+        if self.memory is not None:
+            notes.append(str(self.memory))
+        return [*notes, *self.notes, *untouched_line(self.untouched)]
+
+
+def _pairs_line(plan: BatchPlan) -> list[str]:
+    """Say that arguments go together item by item, where the only axis is reduced.
+
+    Otherwise, a caller who means all pairs gets a result of the same shape, and no error.
+    """
+    shared = [leaf.path for leaf in plan.leaves if leaf.batch_axes == plan.batch_shape]
+    names = dict.fromkeys(re.split(r"\W", path)[0] for path in shared if path != "batch_shape")
+    if len(plan.batch_shape) != 1 or len(names) < 2 or plan.evaluations < 2:
+        return []
+    first, *others = names
+    hint = f"; for all pairs, pass {first}[:, None]" if first in shared else ""
+    return [f"{first} i goes with {listed([f'{name} i' for name in others])} only{hint}"]
+
+
+def _text_table(plan: BatchPlan) -> list[str]:
+    """Align words to the left, lengths of batch axes to the right."""
+    header = ["leaf", "shape", "rank", "core", "batch axes" if plan.batch_shape else ""]
+    rows = [[x.path, str(x.shape), x.declared, str(x.core_shape)] for x in plan.leaves]
+    lengths = [[cell.text for cell in _cells(leaf, plan.batch_shape)] for leaf in plan.leaves]
+    if plan.batch_shape:
+        rows.append(["batch", str(plan.batch_shape), "", ""])
+        lengths.append([str(size) for size in plan.batch_shape])
+    widths = [max(map(len, column)) for column in zip(*lengths, strict=True)]
+    for row, texts in zip(rows, lengths, strict=True):
+        row.append(" ".join(n.rjust(width) for n, width in zip(texts, widths, strict=True)))
+    return [line[2:] for line in table(header, rows, ()).split("\n")]
+
+
+def _legend(plan: BatchPlan) -> list[str]:
+    """Explain the signs in the table."""
+    words = {"stretched": "1* stretched", "absent": "- absent"}
+    kinds = _kinds(plan)
+    signs = [text for kind, text in words.items() if kind in kinds]
+    lines = [f"({', '.join(signs)}: used again for each item, never copied)"] if signs else []
+    if "split" in kinds:
+        lines.append("(/ split: each item has a key of its own)")
+    return lines
+
+
+def _html_table(plan: BatchPlan) -> str:
+    axes = len(plan.batch_shape)
+    over = f'<th scope="colgroup" colspan="{axes}">batch axes</th>' if axes else ""
+    head = f'<th scope="col">leaf</th>{over}<th scope="col">one item</th>'
+    rows = [_leaf_row(leaf, _cells(leaf, plan.batch_shape)) for leaf in plan.leaves]
+    if axes:
+        sizes = "".join(f'<td class="axis">{size}</td>' for size in plan.batch_shape)
+        rows.append(f'<tr class="batch"><th scope="row">batch</th>{sizes}<td></td></tr>')
+    body = "".join(rows + [_level_row(level, axes) for level in plan.levels])
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _kinds(plan: BatchPlan) -> set[str]:
+    """Return the kinds of cell that occur."""
+    return {cell.kind for leaf in plan.leaves for cell in _cells(leaf, plan.batch_shape)}
+
+
+def _cells(leaf: LeafPlan, batch_shape: Shape) -> list[Cell]:
+    """Return one cell per batch axis of a leaf."""
+    absent = len(batch_shape) - len(leaf.batch_axes)
+    missing, stretched = Cell("absent", "-"), Cell("stretched", "1*")
+    if leaf.is_split:
+        missing, stretched = Cell("split", "/"), Cell("split", "1/")
+    present = zip(leaf.batch_axes, batch_shape[absent:], strict=True)
+    return [missing] * absent + [
+        Cell("mapped", str(n)) if n == size else stretched for n, size in present
+    ]
+
+
+def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
+    """Describe one level: its axes, its tile, the leaves that it maps."""
+    paths = [leaf.path for leaf, mapped in zip(leaves, level.mapped, strict=True) if mapped]
+    shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
+    axes = ", ".join(str(axis) for axis in level.axes)
+    where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
+    reduced = ", reduced" if level.reduced else ""
+    return f"{where}: {_level_how(level)}, mapping {', '.join(shown)}{reduced}"
+
+
+def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:
+    """Describe how the ragged items of one padded length are evaluated."""
+    lengths, part = lengths_and_part
+    how = [f"axis {', '.join(map(str, x.axes))}: {_level_how(x)}" for x in part.levels]
+    how += [] if part.lanes is None else [plural(part.lanes, "lane")]
+    how += [] if part.memory is None else [str(part.memory)]
+    front = [str(length) for length in lengths[:-1]]
+    return f"  {', '.join([*front, plural(lengths[-1], 'row')])}: {'; '.join(how)}"
+
+
+def _level_how(level: Level) -> str:
+    """Describe how one level is evaluated."""
+    if level.in_lanes:
+        return f"{level.size} in the lanes"
+    if level.tile == level.size:
+        return f"vmap over {level.size}"
+    word = "tile" if level.reduced else "chunk"
+    other = level.derivative
+    there = "" if other is None else f" ({other.tile or other.size} in derivatives)"
+    return f"{plural(level.steps, word)} of {level.tile} over {level.size}{there}"
+
+
+def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
+    """Return a line with the arrays without a rank, which every item gets whole, if any."""
+    if not untouched:
+        return []
+    return [f"untouched: {shortened([f'{path} {shape}' for path, shape in untouched])}"]
+
+
+# JupyterLab right-aligns the cells of tables, stripes rows and greys code, with selectors of up to
+# two classes and two elements: .jp-ThemedContainer .jp-RenderedHTMLCommon :not(pre) > code.
+# Three times the same class outranks those, and leaves !important to the user.
+_ROOT = ".rankax-plan" * 3
+
+
+@functools.cache
+def _style() -> str:
+    text = importlib.resources.files("rankax.core.plan").joinpath("batch.css").read_text("utf-8")
+    return "\n" + text.replace("ROOT", _ROOT)
+
+
+def _leaf_row(leaf: LeafPlan, cells: Sequence[Cell]) -> str:
+    axes = "".join(
+        f'<td class="axis {kind}">{escape(text.rstrip("*").replace("-", "–"))}</td>'
+        for kind, text in cells
+    )
+    core = f"<code>{escape(str(leaf.core_shape))}</code>"
+    if leaf.declared.startswith('"') and leaf.declared != '""':  # names say more than a count
+        core += f" <code>{escape(leaf.declared)}</code>"
+    return f'<tr><th scope="row"><code>{escape(leaf.path)}</code></th>{axes}<td>{core}</td></tr>'
+
+
+def _level_row(level: Level, axes: int) -> str:
+    """Bracket the axes that one level covers, and describe it."""
+    first, last = level.axes[0], level.axes[-1]
+    how = f"{_level_how(level)}, reduced" if level.reduced else _level_how(level)
+    before, after = "<td></td>" * first, "<td></td>" * (axes - 1 - last)
+    span = f'<td class="span" colspan="{last - first + 1}"><div></div></td>'
+    return f"<tr><th></th>{before}{span}{after}<td>{how}</td></tr>"
+
+
+def _key(kinds: set[str]) -> str:
+    """Explain the kinds of cell that occur."""
+    words = {
+        "mapped": ("n", "mapped"),
+        "stretched": ("1", "stretched, not copied"),
+        "absent": ("–", "absent, not copied"),
+        "split": ("/", "split, a key for each item"),
+    }
+    shown = [
+        f'<span class="item"><span class="{kind}">{sign}</span> {meaning}</span>'
+        for kind, (sign, meaning) in words.items()
+        if kind in kinds
+    ]
+    return f'<p class="key">{" ".join(shown)}</p>'

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: MIT
+"""Plan a call: from the shapes of its leaves to levels, and how leaves enter the nested maps."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankax.core.base.messages import function_location, function_name
+from rankax.core.declare.dims import Rank
+from rankax.core.plan.batch import BatchPlan
+from rankax.core.plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels
+from rankax.core.plan.report import call_error
+from rankax.core.plan.shapes import Split, bind_sizes, broadcast, leaf_plan, plan_splits
+
+InAxes = tuple[int | None, ...]
+
+NO_ARRAY = -1  # the position of a leaf that is only a shape, as the option batch_shape is
+
+
+@dataclasses.dataclass(frozen=True)
+class Nesting:
+    """A plan, and what follows from it for the arrays of a call.
+
+    Arrays are identified by their leaf position.
+    """
+
+    plan: BatchPlan
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
+    mapped: tuple[int, ...]  # the arrays that some level maps
+    cores: tuple[Shape, ...]  # of one item of each of them
+    batch_axes: tuple[InAxes, ...]  # where each of them, as passed, has each axis of the batch
+    in_axes: tuple[InAxes, ...]  # per level, for the mapped arrays
+    loops: tuple[bool, ...]  # per level, whether its chunks are evaluated one after another
+    reshaped: tuple[tuple[int, Shape], ...] = ()  # array, and its shape without stretched axes
+    splits: tuple[Split, ...] = ()  # the keys of which each item gets its own
+
+
+def plan_nesting(
+    fun: Callable[..., Any],
+    arrays: Sequence[tuple[int, str, Shape, Rank]],
+    chunk_size: int | None,
+    tiles: Tiles = WHOLE_CHUNKS,
+    untouched: Callable[[], Sequence[tuple[str, Shape]]] = tuple,
+    reduce: str = "",
+    reduce_axis: int | tuple[int, ...] | None = (),
+) -> Nesting:
+    """Check the shapes of a call, and plan it.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel.
+    arrays : sequence of (position, path, shape, rank)
+        Each leaf that has a rank; last, `NO_ARRAY` for a shape that only broadcasts with them.
+    chunk_size : int or None
+        How many items may be in flight.
+    tiles : Tiles
+        How many items a tile should have where there are chunks, because that is faster.
+    untouched : callable
+        Returns path and shape of the arrays without a rank; called for an error only.
+    reduce, reduce_axis
+        The name of the reduction, and what it reduces, as the caller says it; by default nothing.
+
+    Raises
+    ------
+    RankError, CoreDimensionError, BatchShapeError
+        As `call_error` words them.
+    ValueError
+        If an axis to reduce is out of range, or named twice.
+    """
+    leaves = tuple(leaf_plan(path, shape, rank) for _, path, shape, rank in arrays)
+    ranks = [rank for *_, rank in arrays]
+    sizes: dict[str, int] = {}
+    whole = [i for i, leaf in enumerate(leaves) if len(leaf.shape) >= leaf.rank]
+    clashes = bind_sizes([(i, leaves[i].core_shape, ranks[i]) for i in whole], sizes)
+    batch_shape, batch_clashes = broadcast([(i, leaves[i].batch_axes) for i in whole])
+    clashes += batch_clashes
+    if clashes or len(whole) < len(leaves):
+        raise call_error(fun, leaves, ranks, clashes, sizes, untouched())
+    batches = tuple(leaf.batch_axes for leaf in leaves)
+    axes = reduced_axes(fun, reduce_axis, batch_shape)
+    levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), tiles)
+    plan = BatchPlan(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
+    positions = [position for position, *_ in arrays]
+    in_order = sorted(plan.levels, key=lambda level: level.axes)
+    batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
+    mapped = [i for i, shape in enumerate(batch) if shape and positions[i] != NO_ARRAY]
+    return Nesting(
+        plan,
+        sizes,
+        tuple(positions[i] for i in mapped),
+        tuple(leaves[i].core_shape for i in mapped),
+        tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
+        tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
+        _loops(levels, chunk_size),
+        tuple(
+            (position, shape + leaf.core_shape)
+            for position, shape, leaf in zip(positions, batch, leaves, strict=True)
+            if shape != leaf.batch_axes and position != NO_ARRAY
+        ),
+        plan_splits(fun, leaves, positions, batch_shape),
+    )
+
+
+def plan_lanes(whole: Nesting, lanes: int, ends: Sequence[str]) -> Nesting:
+    """Plan a call whose items end by themselves, from its plan without chunks.
+
+    The axes that a reduction keeps are walked item by item.
+    """
+    plan = whole.plan
+    levels = tuple(
+        dataclasses.replace(level, in_lanes=True)
+        if level.reduced or not plan.reduced
+        else dataclasses.replace(level, tile=1)
+        for level in plan.levels
+    )
+    items = math.prod(level.size for level in levels if level.in_lanes)
+    plan = dataclasses.replace(plan, levels=levels, lanes=min(lanes, items), ends=tuple(ends))
+    return dataclasses.replace(
+        whole, plan=plan, loops=tuple(not level.in_lanes for level in levels)
+    )
+
+
+@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
+def plan_axis(
+    name: str,
+    length: int,
+    arrays: tuple[tuple[int, Shape, int], ...],
+    chunk_size: int | None,
+    tiles: Tiles = WHOLE_CHUNKS,
+    reduce: str = "",
+) -> Nesting:
+    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
+
+    Parameters
+    ----------
+    arrays : tuple of (position, shape, axis)
+        Each array that is mapped.
+    chunk_size, tiles, reduce
+        As in `plan_nesting`; the one axis is the reduced one.
+    """
+    shape, axes = (length,), (0,) if reduce else ()
+    levels = plan_levels((shape,) * len(arrays), shape, chunk_size, frozenset(axes), tiles)
+    return Nesting(
+        BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduce),
+        {},
+        tuple(position for position, *_ in arrays),
+        tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
+        tuple((axis,) for *_, axis in arrays),
+        (tuple(axis for *_, axis in arrays),),
+        _loops(levels, chunk_size),
+    )
+
+
+def _loops(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
+    """Say which levels are loops.
+
+    With a bound of 1 even a single item is a chunk, so that branches are always branches.
+    """
+    return tuple(
+        level.tile != level.size or (level.size == chunk_size == 1 and not level.reduced)
+        for level in levels
+    )
+
+
+def reduced_axes(
+    fun: Callable[..., Any], axis: int | tuple[int, ...] | None, batch_shape: Shape
+) -> tuple[int, ...]:
+    """Return the axes to reduce, counted from the front, in order."""
+    count = len(batch_shape)
+    given = tuple(range(count)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if wrong := [number for number in given if not -count <= number < count]:
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {wrong[0]} is out of range for the batch shape "
+            f"{batch_shape}"
+        )
+    axes = tuple(sorted(number % count for number in given))
+    if len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{function_location(fun)}: reduce_axis {axis} names an axis of the batch shape "
+            f"{batch_shape} twice"
+        )
+    return axes
+
+
+def _batch_axes(leaf: Shape, batch_shape: Shape) -> InAxes:
+    """Return where a leaf with these batch axes has each axis of the batch."""
+    absent = len(batch_shape) - len(leaf)
+    return tuple(
+        axis - absent if axis >= absent and leaf[axis - absent] == size else None
+        for axis, size in enumerate(batch_shape)
+    )
+
+
+def _in_axes(levels: Sequence[Level], mapped: Sequence[int]) -> InAxes:
+    """Return where each leaf has the first of these levels, while those inside are there too."""
+    first, *inside = levels
+    return tuple(
+        sum(level.mapped[i] and level.axes < first.axes for level in inside)
+        if first.mapped[i]
+        else None
+        for i in mapped
+    )

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: MIT
+"""The protocol of reductions: how outputs of items become states, and states a result.
+
+One row of items is folded tile by tile (`Row.fold`)::
+
+    state = accumulator.start(lanes)
+    for begin in range(0, size, lanes):
+        tile = jax.vmap(kernel, out_axes=-1)(items[begin : begin + lanes])
+        state = accumulator.step(state, tile, begin + jnp.arange(lanes))
+    state = accumulator.join(state)  # the lanes become one
+    state = reduction.partial(outputs, row, [state])  # for `Best`: with the outputs of the winner
+    result = reduction.finish_state(outputs, state, size)
+
+If no single program sees all items, each run of them is folded into a state, and the states are
+merged (`passes.py`). Calls over several devices, or over blocks of dask and cubed, do this::
+
+    states = [reduction.renumber(partial(run), place) for run, place in runs]
+    state = reduction.merge_states(outputs, stacked(states))  # two, or all; the runs on axis 0
+    result = reduction.finish_state(outputs, state, size)
+
+A reduction must define `name`, `plain` (of a row that is evaluated at once), `accumulations` and
+`finish_state`. The other methods have defaults:
+
+* `partial`, `renumber` and `merge_states` use the accumulators. `FirstK` and `Best` override
+  `partial`, which evaluates their winners once more and puts these outputs into the state in place
+  of what the accumulator compared, and `merge_states`.
+* `differentiable` returns the state of a row by a program that has the right derivative in bounded
+  memory: sums are folded as they are, ``logsumexp`` and moments sum in a second pass, and
+  reductions that choose items evaluate the chosen ones again. No derivative rule is needed, so
+  every order is right if the first one is. With `is_linear`, the fold itself is that program.
+* With ``where``, the accumulations get `Outputs.mask`, and the accumulator says what adds `nothing`
+  or asks which items count (`passes.py`).
+* `check` refuses outputs, `lifted` converts the output of an item, `assemble` builds the result.
+
+Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
+`result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
+derivative: the default returns constants, so gradients in chunks are zero. The code of a new
+reduction takes three files: `sums.py` or `winners.py` defines it, and its accumulator unless one of
+`states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax.core.base.arrays import index_dtype
+from rankax.core.reduce.row import Row
+from rankax.core.reduce.states import Accumulation, Accumulator, Elementwise
+
+Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
+
+
+def count_dtype(total: int) -> Any:
+    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
+    dtype = index_dtype(total)
+    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
+
+
+class Outputs(NamedTuple):
+    """The outputs of one item that one reduction takes."""
+
+    path: str
+    names: tuple[str, ...]  # of the leaves
+    structure: Any
+    avals: tuple[Any, ...]  # of the leaves
+    positions: tuple[int, ...]  # of the leaves among all outputs
+    mask: Any = None  # the position of the output that says whether an item counts, if one does
+    total: int = 0  # how many items there are, in all runs
+
+    def counting(self) -> Accumulation:
+        """Return what counts the items that count."""
+        return Accumulation(
+            self.mask, Elementwise((), count_dtype(self.total), 0, lax.add, jnp.sum)
+        )
+
+
+FILL = "\0fill"  # in place of ``where``: items count unless they are copies that fill the batch up
+
+
+class Marked(NamedTuple):
+    """The output of an item of a padded batch, and whether it counts; copies do not."""
+
+    out: Any
+    counts: Any
+
+
+class MisfitError(Exception):
+    """A reduction does not fit an output; the caller adds the kernel's name."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reduction:
+    """An entry of ``reduce``: an object of one of the classes of `rankax.reductions`.
+
+    Parameters
+    ----------
+    where : str or int, optional
+        The key, field or index of the output that says whether an item counts, as in
+        `rankax.auto_vmap`. None: every item counts.
+    """
+
+    where: str | int | None = dataclasses.field(default=None, kw_only=True)
+
+    #: Whether the outputs are kept, not reduced.
+    is_kept = False
+
+    #: Whether the result contains indices of items.
+    finds_items = False
+
+    #: How many items it needs.
+    least_items = 0
+
+    #: Whether runs are merged in order, so that each must be contiguous.
+    is_ordered = False
+
+    #: Whether the fold can be differentiated as it is.
+    is_linear = False
+
+    #: Whether devices merge their states by an all-reduce. Otherwise each gathers all states.
+    is_sum = False
+
+    @property
+    def name(self) -> str:
+        """As ``reduce`` takes it, or else as the user writes the object."""
+        return type(self).__name__.lower()
+
+    @property
+    def label(self) -> str:
+        """The name, and which items count."""
+        is_plain = self.where is None or self.where == FILL
+        return self.name if is_plain else f"{self.name} where {self.where!r}"
+
+    def of_items(self, where: str | int | None) -> Self:
+        """Return the same for the items that count; its own ``where`` comes first."""
+        if self.is_kept or self.where is not None:
+            return self
+        changed = copy.copy(self)
+        vars(changed)["where"] = where  # a frozen dataclass refuses an assignment
+        return changed
+
+    def lifted(self, out: Any) -> Any:
+        """Convert the output of one item to what is folded."""
+        return out
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        """Raise `MisfitError` for outputs, or more items, that cannot be reduced."""
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        """Reduce axis 0 of the leaves, as `jax.numpy` does."""
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        """Return what a loop over ``size`` items accumulates."""
+        return ()
+
+    def numbers_of_tile(self, outputs: Outputs) -> int:
+        """Return how many numbers of its state each tile updates, however few items it has."""
+        return 0
+
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        """Return the state of a row from those of its accumulations."""
+        return states
+
+    def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:
+        """Replace each index in a state by its ``place``."""
+        pairs = zip(self._accumulators(outputs), state, strict=True)
+        return [accumulator.renumber(own, place) for accumulator, own in pairs]
+
+    def merge_states(self, outputs: Outputs, states: Any) -> Any:
+        """Merge the states of several runs, which are on axis 0 of each array."""
+        pairs = zip(self._accumulators(outputs), states, strict=True)
+        return [accumulator.join_runs(own) for accumulator, own in pairs]
+
+    def _accumulators(self, outputs: Outputs) -> list[Accumulator]:
+        # Any size will do: only `start` uses it, for the dtype of indices.
+        return [step.accumulator for step in self.accumulations(outputs, 0)]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        """Return the result of all items, one value for each leaf, from their state.
+
+        ``size`` is an array if windows of a scan differ in length.
+        """
+        return state
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        """Return the state of a row in terms that have the right derivative.
+
+        By default, a derivative stores a state for each tile. Unused with ``is_linear``: the fold
+        itself has the derivative then.
+        """
+        steps = self.accumulations(outputs, row.size)
+        return self.partial(outputs, row, row.fold(steps, linear=False))
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        """Return the result as the user sees it."""
+        return outputs.structure.unflatten(values)
+
+    def with_places(self, result: Any, place: Place) -> Any:
+        """Return an assembled result with each index of an item replaced by its ``place``."""
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(Reduction):
+    """No reduction: the outputs are kept whole. ``None`` in a tree of reductions."""
+
+    name = "kept"  # pyright: ignore
+    is_kept = is_linear = True
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [row.split(out) for out in outs]
+
+
+class Several:
+    """More than one reduction of the same output, in one pass.
+
+    ``Several("min", "argmin")`` returns a tuple, ``Several(least="min", at="argmin")`` a dict.
+
+    Parameters
+    ----------
+    *reductions, **named : str or Reduction
+        Names or objects, as ``reduce`` takes them.
+    where : str or int, optional
+        As in `rankax.auto_vmap`, for reductions without a ``where`` of their own.
+    """
+
+    def __init__(self, *reductions: Any, where: str | int | None = None, **named: Any) -> None:
+        if bool(reductions) == bool(named) or None in (*reductions, *named.values()):
+            raise TypeError(
+                "Several takes names and objects of rankax.reductions, all by position or all by "
+                f'keyword, such as Several("min", "argmin"), got {reductions} and {named}'
+            )
+        self.reductions = reductions or named
+        self.where = where
+
+
+def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
+    """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
+    like = jax.ShapeDtypeStruct((1,), aval.dtype)
+    return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
+
+
+class EachLeaf(Reduction):
+    """One result for each leaf, independent of the others."""
+
+    #: The equivalent function of `jax.numpy`.
+    function: Callable[..., Any]
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        for name, aval in zip(outputs.names, outputs.avals, strict=True):
+            if reason := self.misfit(aval):
+                raise MisfitError(f"{name} has dtype {aval.dtype}, and {reason}")
+
+    def misfit(self, aval: Any) -> str:
+        """Return why numbers of this type cannot be reduced, if so."""
+        return ""
+
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        """Return the accumulator of one leaf, for a row of ``size`` items."""
+        raise NotImplementedError
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        """Return the result of one leaf."""
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [type(self).function(out, axis=0) for out in outs]
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        return [
+            Accumulation(position, self.accumulator(aval, size), outputs.mask)
+            for position, aval in zip(outputs.positions, outputs.avals, strict=True)
+        ]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        pairs = zip(state, outputs.avals, strict=True)
+        return [self.result(own, aval, size) for own, aval in pairs]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        pairs = zip(outputs.avals, outputs.positions, strict=True)
+        states = [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
+        return self.partial(outputs, row, states)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        """Return the state of one leaf in terms that have the right derivative."""
+        step = Accumulation(position, self.accumulator(aval, row.size))
+        (state,) = row.fold_constants([step])
+        return state

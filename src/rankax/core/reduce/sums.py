@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: MIT
+"""Reductions to which every item contributes: sums and the like, and any monoid."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.flatten_util import ravel_pytree
+
+from rankax.core.base.arrays import has_tangent, scalar
+from rankax.core.base.messages import check_callable
+from rankax.core.base.trees import check_leaves, leaves_with_names
+from rankax.core.reduce.protocol import (
+    EachLeaf,
+    MisfitError,
+    Outputs,
+    Reduction,
+    count_dtype,
+    dtype_of,
+)
+from rankax.core.reduce.row import Row
+from rankax.core.reduce.states import (
+    Accumulation,
+    Elementwise,
+    LogSumExpOf,
+    MomentsOf,
+    Ordered,
+    Outer,
+)
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which floats of less than 32 bits are accumulated."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def _sum_of(position: int, aval: Any, dtype: Any) -> Accumulation:
+    """Return what sums an output; its state has one lane."""
+    return Accumulation(position, Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum))
+
+
+class _Average(EachLeaf):
+    """A reduction that divides by the number of items; with a mask, that is its last state."""
+
+    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
+        count = [] if outputs.mask is None else [outputs.counting()]
+        return [*super().accumulations(outputs, size), *count]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        count = [] if outputs.mask is None else [lax.expand_dims(row.count, (0,))]
+        return [*super().differentiable(outputs, row), *count]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: Any) -> Any:
+        if outputs.mask is not None:
+            *state, (size,) = state
+        return super().finish_state(outputs, state, size)
+
+
+class _Accumulated(EachLeaf):
+    """Reduce each number of an item by a function of two numbers."""
+
+    identity: Any
+    combine: Callable[[Any, Any], Any]
+    reduce: Callable[..., Any]  # the same along an axis
+
+    def dtype(self, aval: Any) -> Any:
+        """Return the dtype of the result, which is that of `jax.numpy`."""
+        return dtype_of(type(self).function, aval)
+
+    def accumulator(self, aval: Any, size: int) -> Elementwise:
+        dtype = wide(self.dtype(aval))
+        return Elementwise(aval.shape, dtype, self.identity, self.combine, self.reduce)
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        return state[..., 0].astype(self.dtype(aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(_Accumulated):
+    """`jax.numpy.sum`."""
+
+    function = reduce = staticmethod(jnp.sum)
+    identity, combine = 0, staticmethod(lax.add)
+    is_linear = is_sum = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(_Average, Sum):
+    """`jax.numpy.mean`."""
+
+    function = staticmethod(jnp.mean)
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        return super().result(state / _number(size, state.dtype), aval, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prod(_Accumulated):
+    """`jax.numpy.prod`. A derivative stores one number for each tile of a row."""
+
+    function = reduce = staticmethod(jnp.prod)
+    identity, combine = 1, staticmethod(lax.mul)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not has_tangent(aval):
+            return super().differentiable_leaf(aval, row, position)
+        dtype = wide(self.dtype(aval))
+        row = row.then(lambda outs: outs[position].astype(dtype))
+        ordered = Ordered(np.ones(aval.shape, dtype), lax.mul)
+        (state,) = row.fold([Accumulation(0, ordered)], linear=False)
+        return jnp.moveaxis(state, 0, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyOf(_Accumulated):
+    """`jax.numpy.any`."""
+
+    name = "any"  # pyright: ignore
+    function = reduce = staticmethod(jnp.any)
+    identity, combine = False, staticmethod(lax.bitwise_or)
+    is_sum = True
+
+
+@dataclasses.dataclass(frozen=True)
+class All(_Accumulated):
+    """`jax.numpy.all`."""
+
+    function = reduce = staticmethod(jnp.all)
+    identity, combine = True, staticmethod(lax.bitwise_and)
+    is_sum = True
+
+
+class _Continuous(EachLeaf):
+    def misfit(self, aval: Any) -> str:
+        return "" if has_tangent(aval) else f"{self.name} needs floats; return it as a float"
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSumExp(_Continuous):
+    """`jax.nn.logsumexp`, in one pass. A derivative takes a second one."""
+
+    function = staticmethod(jax.nn.logsumexp)
+
+    def accumulator(self, aval: Any, size: int) -> LogSumExpOf:
+        return LogSumExpOf(aval.shape, wide(aval.dtype))
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        largest, total = (x[..., 0] for x in state)
+        return (jnp.log(total) + largest.astype(total.dtype)).astype(aval.dtype)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        dtype = wide(aval.dtype)
+        real = jnp.finfo(dtype).dtype
+        parts = row.then(lambda outs: jnp.real(outs[position].astype(dtype)))
+        largest = Elementwise(aval.shape, real, -jnp.inf, lax.max, jnp.max)
+        (state,) = parts.fold_constants([Accumulation(0, largest)])
+        top = jnp.where(jnp.isfinite(state[..., 0]), state[..., 0], 0).astype(dtype)
+        scaled = row.then(lambda outs: jnp.exp(outs[position].astype(dtype) - top))
+        return state, *scaled.fold([_sum_of(0, aval, dtype)])
+
+
+class MomentsResult(NamedTuple):
+    """Count, mean and variance of the items."""
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments(_Average, _Continuous):
+    """The count, `jax.numpy.mean` and `jax.numpy.var` of the items, in one pass.
+
+    No large numbers are subtracted from each other. A derivative takes a second pass.
+    """
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        count = _count(row.size)
+        return [MomentsResult(count, jnp.mean(out, axis=0), jnp.var(out, axis=0)) for out in outs]
+
+    def accumulator(self, aval: Any, size: int) -> MomentsOf:
+        return MomentsOf(aval.shape, wide(aval.dtype))
+
+    def result(self, state: Any, aval: Any, size: Any) -> Any:
+        _, mean, squares = (x[..., 0] for x in state)
+        is_empty = size == 0 if isinstance(size, int) else size == scalar(0, size.dtype)
+        mean = jnp.where(is_empty, jnp.full_like(mean, jnp.nan), mean)
+        variance = (squares / _number(size, squares.dtype)).astype(dtype_of(jnp.var, aval))
+        return MomentsResult(_count(size), mean.astype(aval.dtype), variance)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        dtype = wide(aval.dtype)
+        real = jnp.finfo(dtype).dtype
+        number = scalar(row.size, real) if self.where is None else row.count.astype(real)
+        # The mean of no items is 0 in a state, as at the start of a loop.
+        share = 1 / jnp.maximum(number, 1)
+        values = row.then(lambda outs: outs[position].astype(dtype))
+        (total,) = values.fold_constants([_sum_of(0, aval, dtype)])
+        # The distances from any constant give mean and variance, with all derivatives, in one pass;
+        # from the mean, no large numbers are subtracted from each other.
+        center = total[..., 0] * share.astype(dtype)
+        center = jnp.where(jnp.isfinite(center), center, jnp.zeros_like(center))
+        offs = values.then(
+            lambda outs: outs[0] - center,
+            lambda outs: jnp.real((outs[0] - center) * jnp.conj(outs[0] - center)),
+        )
+        off, squares = offs.fold([_sum_of(0, aval, dtype), _sum_of(1, aval, real)])
+        mean = lax.expand_dims(center, (center.ndim,)) + off * share.astype(dtype)
+        squares = squares - jnp.real(off * jnp.conj(off)) * share
+        return lax.expand_dims(number, (0,)), mean, squares
+
+
+def _count(size: int | jax.Array) -> jax.Array:
+    return jnp.asarray(size, count_dtype(size)) if isinstance(size, int) else size
+
+
+def _number(size: int | jax.Array, dtype: Any) -> Any:
+    return float(size) if isinstance(size, int) else size.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gram(Reduction):
+    """The sum of the outer products of the items with themselves, each item as a flat vector.
+
+    Equivalent to ``x.conj().T @ x``, where row ``i`` of ``x`` is
+    ``jax.flatten_util.ravel_pytree(output)[0]`` of item ``i``.
+
+    Parameters
+    ----------
+    weights : array or pytree, optional
+        How much each row of a Jacobian counts, in the structure of the outputs or flat. Only for
+        `rankax.chunked_jacfwd`, `rankax.chunked_jacrev` and `rankax.chunked_hessian`.
+    """
+
+    weights: Any = None
+
+    is_sum = True
+
+    def __post_init__(self) -> None:
+        check_leaves("Gram", self.weights, "weights")
+
+    def __hash__(self) -> int:  # arrays have none
+        return hash((self.where, id(self.weights)))
+
+    def lifted(self, out: Any) -> tuple[Any, Any]:
+        vector, _ = ravel_pytree(out)
+        return jnp.conj(vector), vector
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        if self.weights is not None:
+            raise MisfitError("its weights are for the rows of a Jacobian; scale the output")
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        return [outs[0].T @ outs[1]]
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        aval = outputs.avals[1]
+        product = Outer(aval.size, wide(aval.dtype))
+        return [Accumulation(outputs.positions, product, mask=outputs.mask)]
+
+    def numbers_of_tile(self, outputs: Outputs) -> int:
+        return outputs.avals[1].size ** 2
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        return [state[0][..., 0].astype(outputs.avals[1].dtype)]
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        return values[0]
+
+
+class WeightedGram(Gram):
+    """`Gram` of pairs of an item and its weight."""
+
+    name = "gram"  # pyright: ignore
+
+    def lifted(self, out: Any) -> tuple[Any, Any]:
+        first, vector = super().lifted(out[0])
+        return first * out[1].astype(first.dtype), vector
+
+
+class Fold(Reduction):
+    """Any monoid: ``finish(merge(merge(identity, lift(item_0)), lift(item_1)) ...)``.
+
+    Parameters
+    ----------
+    identity : pytree of arrays or numbers
+        The state of no items: ``merge(identity, s)`` is ``s``.
+    lift : callable
+        Takes the output of one item and returns a state with the structure, shapes and dtypes of
+        ``identity``.
+    merge : callable
+        Takes the states of two adjacent runs of items, the earlier one first, and returns the state
+        of both. It must be associative, but need not be commutative.
+    finish : callable, optional
+        Takes the last state and returns the result. By default, the state itself.
+    where : str or int, optional
+        As in `rankax.auto_vmap`.
+
+    Notes
+    -----
+    A derivative stores one state for each tile of a row.
+    """
+
+    name = "Fold"  # pyright: ignore
+    is_ordered = True
+
+    def __init__(
+        self,
+        identity: Any,
+        lift: Callable[[Any], Any],
+        merge: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any] | None = None,
+        *,
+        where: str | int | None = None,
+    ) -> None:
+        super().__init__(where=where)
+        check_leaves("Fold", identity, "identity")
+        check_callable(lift, "Fold", "lift")
+        check_callable(merge, "Fold", "merge")
+        if finish is not None:
+            check_callable(finish, "Fold", "finish")
+        self.identity = identity
+        self.lift = lift
+        self.merge = merge
+        self.finish = finish
+
+    def lifted(self, out: Any) -> Any:
+        return self.lift(out)
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        self._check_constants()
+        state = outputs.structure.unflatten(outputs.avals)
+        merged = jax.eval_shape(self.merge, state, state)
+        for which, tree in (("identity", self.identity), ("what merge returns", merged)):
+            structure = jax.tree.structure(tree)
+            if structure != outputs.structure:
+                raise MisfitError(
+                    f"lift returns a state of structure {outputs.structure}, but {which} has "
+                    f"{structure}"
+                )
+            for (name, leaf), aval in zip(leaves_with_names(tree, ""), outputs.avals, strict=True):
+                weak = which == "identity" and isinstance(leaf, (bool, int, float, complex))
+                dtype = aval.dtype if weak else jnp.result_type(leaf)
+                if jnp.shape(leaf) != aval.shape or dtype != aval.dtype:
+                    raise MisfitError(
+                        f"lift returns a state of shape {aval.shape} and dtype {aval.dtype}"
+                        f"{name and f' at {name}'}, but {which} has shape {jnp.shape(leaf)} and "
+                        f"dtype {dtype} there"
+                    )
+
+    def _check_constants(self) -> None:
+        """Refuse traced arrays that a derivative would miss."""
+        held = [
+            cell.cell_contents
+            for fun in (self.merge, self.finish)
+            for cell in getattr(fun, "__closure__", None) or ()
+        ]
+        if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves([self.identity, held])):
+            raise MisfitError(
+                "its identity, merge or finish holds an array that JAX is tracing; let lift put "
+                "it into the state"
+            )
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        ordered = self._ordered(outputs)
+        state = ordered.start(1)
+        if row.size:
+            state = ordered.merge(state, ordered.join(tuple(outs)))
+        return self.finish_state(outputs, [state], row.size)
+
+    def _ordered(self, outputs: Outputs) -> Ordered:
+        """Return the accumulator of tuples of leaves."""
+        leaves = zip(jax.tree.leaves(self.identity), outputs.avals, strict=True)
+        identity = tuple(np.asarray(leaf, aval.dtype) for leaf, aval in leaves)
+        unflatten = outputs.structure.unflatten
+
+        def merge(first: Any, second: Any) -> Any:
+            return tuple(jax.tree.leaves(self.merge(unflatten(first), unflatten(second))))
+
+        return Ordered(identity, jax.vmap(merge))
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        return [Accumulation(outputs.positions, self._ordered(outputs), outputs.mask)]
+
+    def finish_state(self, outputs: Outputs, state: Sequence[Any], size: int) -> Any:
+        whole = outputs.structure.unflatten([x[0] for x in state[0]])
+        return whole if self.finish is None else self.finish(whole)
+
+    def assemble(self, outputs: Outputs, values: Any) -> Any:
+        return values

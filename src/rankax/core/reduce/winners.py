@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: MIT
+"""Reductions that choose items: the largest, the first, the best few.
+
+The loop only compares items. `TopK`, `BottomK` and `Best` evaluate the winners once more, because a
+state needs their outputs, which no other run can evaluate. `Max` and `Min` do so only if they are
+differentiated; `ArgMax` and `ArgMin` never do. A derivative depends on the winners alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax.core.base.arrays import has_tangent, index_dtype, scalar, too_many
+from rankax.core.base.messages import check_bool, listed, positive_int
+from rankax.core.reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
+from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
+from rankax.core.reduce.row import Row
+from rankax.core.reduce.states import Accumulation, Accumulator, Elementwise
+from rankax.core.trace.derivatives import call_with_derivative_of
+
+
+class _Compared(EachLeaf):
+    """A reduction of numbers that can be compared, over at least one item."""
+
+    least_items = 1
+
+    def misfit(self, aval: Any) -> str:
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        return "complex numbers have no order" if is_complex else ""
+
+
+class _ArgExtremum(_Compared):
+    largest = False
+    finds_items = True
+
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        settings = aval.shape, aval.dtype, index_dtype(size), self.largest
+        return Arg(*settings, some=self.where is not None)
+
+    def result(self, state: Any, aval: Any, size: int) -> Any:
+        index = state[1][..., 0]
+        index = index if self.where is None else if_found(index, index, -1)
+        return index.astype(dtype_of(jnp.argmin, aval))
+
+    def with_places(self, result: Any, place: Place) -> Any:
+        return jax.tree.map(place, result)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgMax(_ArgExtremum):
+    """`jax.numpy.argmax`: the index into the reduced axes, as if they were one."""
+
+    function = staticmethod(jnp.argmax)
+    largest = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgMin(_ArgExtremum):
+    """`jax.numpy.argmin`: the index into the reduced axes, as if they were one."""
+
+    function = staticmethod(jnp.argmin)
+
+
+class _Extremum(_Compared):
+    arg: _ArgExtremum  # finds its index
+
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        worst = worst_value(aval.dtype, largest=self.arg.largest)
+        combine = lax.max if self.arg.largest else lax.min
+        return Elementwise(aval.shape, aval.dtype, worst, combine, type(self).function)
+
+    def result(self, state: Any, aval: Any, size: int) -> Any:
+        return state[..., 0]
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        extreme = functools.partial(type(self).function, axis=0)
+        return [call_with_derivative_of(self._first, extreme, out) for out in outs]
+
+    def merge_states(self, outputs: Outputs, states: list[jax.Array]) -> Any:
+        return [self._first(state) for state in states]
+
+    def _first(self, out: jax.Array) -> jax.Array:
+        # The derivative of `jax.numpy.max` looks for items equal to the largest one. Where XLA
+        # computes an item twice, with different rounding, it finds none and is 0/0.
+        index = type(self.arg).function(out, axis=0, keepdims=True)
+        return jnp.squeeze(jnp.take_along_axis(out, index, axis=0), 0)
+
+    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
+        if not has_tangent(aval):
+            return super().differentiable_leaf(aval, row, position)
+        if words := too_many(row.size):  # only the derivative needs an index
+            raise ValueError(f"{self.label} cannot be differentiated: {words}")
+        arg = self.arg.of_items(self.where)
+        _, index = arg.differentiable_leaf(aval, row, position)
+        picked = row.pick(index[..., 0], position)
+        if self.where is not None:
+            worst = worst_value(aval.dtype, largest=self.arg.largest)
+            picked = if_found(index[..., 0], picked, worst)
+        return lax.expand_dims(picked, (picked.ndim,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Max(_Extremum):
+    """`jax.numpy.max`. Among equal items, the first gets the whole derivative."""
+
+    function = staticmethod(jnp.max)
+    arg = ArgMax()
+
+
+@dataclasses.dataclass(frozen=True)
+class Min(_Extremum):
+    """`jax.numpy.min`. Among equal items, the first gets the whole derivative."""
+
+    function = staticmethod(jnp.min)
+    arg = ArgMin()
+
+
+class TopKResult(NamedTuple):
+    """The chosen items in order, on the first axis, and their flat indices."""
+
+    values: Any
+    indices: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstK(_Compared):
+    """The first ``k`` items in descending or ascending order: what `TopK` and `BottomK` share."""
+
+    k: int
+
+    largest = True
+    finds_items = True
+
+    def __post_init__(self) -> None:
+        positive_int(self.k, type(self).__name__, "k")
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__}({self.k})"
+
+    @property
+    def least_items(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.k
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        def top(out: jax.Array) -> TopKResult:
+            keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
+            _, indices = lax.top_k(keys, self.k)
+            indices = jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
+            return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
+
+        return [top(out) for out in outs]
+
+    def accumulator(self, aval: Any, size: int) -> Accumulator:
+        dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
+        settings = aval.shape, dtype, index_dtype(size), True, self.k, self.largest
+        return Top(*settings, some=self.where is not None)
+
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
+        """Return values in place of keys. Those without an item are arbitrary."""
+
+        def result(state: Any, position: int) -> TopKResult:
+            indices = jnp.moveaxis(state[1], -1, 0)
+            return TopKResult(jax.vmap(lambda index: row.pick(index, position))(indices), indices)
+
+        return list(map(result, states, outputs.positions))
+
+    def merge_states(self, outputs: Outputs, states: list[Any]) -> Any:
+        def merge(runs: Sequence[jax.Array]) -> TopKResult:
+            values, indices = (jnp.moveaxis(lax.collapse(x, 0, 2), 0, -1) for x in runs)
+            keys = sort_key(lax.stop_gradient(values), largest=self.largest)
+            is_empty = indices == no_index(indices.dtype)
+            keys = jnp.where(is_empty, scalar(jnp.iinfo(keys.dtype).min, keys.dtype), keys)
+            _, indices, values = first_k(self.k, keys, indices, values)
+            return TopKResult(jnp.moveaxis(values, -1, 0), jnp.moveaxis(indices, -1, 0))
+
+        return list(map(merge, states))
+
+    def result(self, state: Any, aval: Any, size: Any) -> TopKResult:
+        values, indices = state
+        if self.where is None:
+            return TopKResult(values, indices)
+        worst = worst_value(aval.dtype, largest=self.largest)
+        return TopKResult(if_found(indices, values, worst), if_found(indices, indices, -1))
+
+    def with_places(self, result: Any, place: Place) -> Any:
+        def placed(top: TopKResult) -> TopKResult:
+            return TopKResult(top.values, place(top.indices))
+
+        return jax.tree.map(placed, result, is_leaf=lambda node: isinstance(node, TopKResult))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(FirstK):
+    """The ``k`` largest items, largest first, as `jax.lax.top_k` chooses them; nan is the largest.
+
+    Equal items stay in order: the first comes first. The result is a NamedTuple of ``values`` and
+    ``indices`` (into the reduced axes, as if they were one), both with an axis of length ``k`` in
+    place of the reduced axes.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class BottomK(FirstK):
+    """The ``k`` smallest items, smallest first; nan is the largest, so it comes last.
+
+    Equal items stay in order, and the result has the form of that of `TopK`.
+    """
+
+    largest = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Best(Reduction):
+    """The whole output of the item with the smallest ``by``, or the largest.
+
+    Parameters
+    ----------
+    by : str or int
+        The key, field or index of the output that decides: one real number. Among equals, the first
+        is taken, and an item with nan before all others, as in `jax.numpy.argmin`.
+    largest : bool, default False
+        Take the largest instead.
+
+    Notes
+    -----
+    Only ``by`` is computed for every item; the winner is then evaluated once more. The other
+    outputs and the derivative cost no more than this one evaluation.
+    """
+
+    by: str | int
+    largest: bool = False
+
+    finds_items = True
+    least_items = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.by, bool) or not isinstance(self.by, (str, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "Best: by must be the key, field or index of an output, got "
+                f"{type(self.by).__name__} {self.by!r}"
+            )
+        check_bool(self.largest, "Best", "largest")
+
+    @property
+    def name(self) -> str:
+        return f"Best({self.by!r}{', largest=True' if self.largest else ''})"
+
+    def check(self, outputs: Outputs, count: int) -> None:
+        number = self._number(outputs)
+        name, aval = outputs.names[number], outputs.avals[number]
+        if aval.shape or jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            raise MisfitError(
+                f"{name} decides, so it must be one real number, but it has shape {aval.shape} "
+                f"and dtype {aval.dtype}"
+            )
+
+    def _number(self, outputs: Outputs) -> int:
+        """Return which leaf decides."""
+        wanted = {f"{outputs.path}.{self.by}", f"{outputs.path}[{self.by!r}]"}
+        number = next((i for i, name in enumerate(outputs.names) if name in wanted), None)
+        if number is None:
+            found = f"it has {listed(outputs.names) or 'none'}"
+            if outputs.names == (outputs.path,):
+                tree = f"a dict with the key {self.by!r}" if isinstance(self.by, str) else "a tuple"
+                extreme, word = ("max", "largest") if self.largest else ("min", "smallest")
+                found = (
+                    f"it is one array; return {tree}, or take the {word} number alone by "
+                    f"reduce={extreme!r}"
+                )
+            raise MisfitError(f"{outputs.path} has no output {self.by!r}; {found}")
+        return number
+
+    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        pick = jnp.argmax if self.largest else jnp.argmin
+        index = pick(outs[self._number(outputs)], axis=0)
+        return [lax.dynamic_index_in_dim(out, index, 0, keepdims=False) for out in outs]
+
+    def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
+        number = self._number(outputs)
+        settings = (), outputs.avals[number].dtype, index_dtype(size), self.largest
+        arg = Arg(*settings, some=outputs.mask is not None)
+        return [Accumulation(outputs.positions[number], arg, mask=outputs.mask)]
+
+    def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
+        """Return the winner's outputs and index."""
+        ((_, (index,)),) = states
+        outs = row.at(index)
+        return [([outs[i] for i in outputs.positions], index)]
+
+    def merge_states(self, outputs: Outputs, states: Any) -> Any:
+        ((outs, index),) = states
+        by = lax.stop_gradient(outs[self._number(outputs)])
+        arg = Arg((), by.dtype, index.dtype, self.largest)
+        worst = scalar(worst_value(by.dtype, largest=self.largest), by.dtype)
+        _, (best,) = arg.join((jnp.where(index == no_index(index.dtype), worst, by), index))
+        at = jnp.argmax(index == best)
+        return [([lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in outs], best)]
+
+    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
+        ((outs, index),) = state
+        if outputs.mask is None:
+            return outs
+        number = self._number(outputs)
+        worst = worst_value(outs[number].dtype, largest=self.largest)
+        return [if_found(index, x, worst if i == number else 0) for i, x in enumerate(outs)]
+
+    def differentiable(self, outputs: Outputs, row: Row) -> Any:
+        states = row.fold_constants(self.accumulations(outputs, row.size))
+        return self.partial(outputs, row, states)

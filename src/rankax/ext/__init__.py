@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""What surrounds the core, a folder or a file each."""

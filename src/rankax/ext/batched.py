@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: MIT
+"""A function that takes a batch itself, as the program of one item (``batched=True``).
+
+The function takes and returns arrays with the items on axis 0. In the program of one item, a
+primitive stands for a call of it with one item. The batching rule of the primitive makes one call
+with all mapped items, so that the maps of a nest, one in another, give one axis. Loops, reductions
+and devices know nothing of such functions.
+
+* The function is traced for one item, and for the lengths that the chunks of a plan have. These
+  programs are parameters of the primitive, apart from the lengths, so that what rewrites programs
+  finds them (`with_subprograms`). No function is a parameter, so that programs can be compared,
+  and an eager call finds what an earlier one compiled (`fingerprint.py`).
+* What the function closes over is an operand without that axis.
+* Any other number of items, as under a `jax.vmap` from outside, is evaluated in groups of the
+  longest length that divides it: side by side by `jax.vmap` of the program, or one after another if
+  JAX cannot map the program.
+* A derivative is that of the program for the items at hand, because the maps of a nest come first.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax.core.base.messages import function_location, listed, plural, table
+from rankax.core.base.trees import check_outputs, leaves_with_names
+from rankax.core.trace.derivatives import has_refs, of_some, primitive_of_program
+from rankax.core.trace.fingerprint import opened
+from rankax.core.trace.programs import evaluate, with_shape
+
+
+class _TracedFor(NamedTuple):
+    """A function, traced for some number of items."""
+
+    length: int
+    closed: Any
+    tree: Any
+    names: tuple[str, ...]
+
+
+def call_for_item(
+    fun: Callable[..., Any],
+    on_arrays: Callable[[list[Any]], Any],
+    items: Sequence[Any],
+    lengths: Sequence[int],
+) -> Any:
+    """Call a function that takes a batch for one item; mapped items become one call.
+
+    Parameters
+    ----------
+    fun : callable
+        The function, for errors.
+    on_arrays : callable
+        Calls it with arrays that have an axis for the items in front.
+    items : sequence of arrays
+        Of one item.
+    lengths : sequence of int
+        How many items the chunks have, in ascending order.
+    """
+    arrays = [jnp.asarray(x) for x in items]
+    each = [1, *(n for n in lengths if n not in (0, 1))]
+    traces = [_trace(fun, on_arrays, arrays, n) for n in each]
+    for longer in traces[1:]:
+        _check_alike(fun, traces[0], longer)
+    consts = {id(const): const for traced in traces for const in traced.closed.consts}
+    programs = tuple(_with_operands(t, arrays, consts) for t in traces)
+    operands = [lax.expand_dims(x, (0,)) for x in arrays] + list(consts.values())
+    outs = _bind(operands, programs, tuple(t.length for t in traces), len(arrays), 1)
+    return traces[0].tree.unflatten([lax.squeeze(out, (0,)) for out in outs])
+
+
+def _trace(
+    fun: Callable[..., Any], on_arrays: Callable[..., Any], arrays: Sequence[Any], length: int
+) -> _TracedFor:
+    """Trace a function for this number of items, and check its outputs."""
+    found: list[tuple[Any, tuple[str, ...]]] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        out = on_arrays(list(arrays))
+        check_outputs(fun, out)
+        named = leaves_with_names(out, "output")
+        shapes = [jnp.shape(leaf) for _, leaf in named]
+        odd = [i for i, shape in enumerate(shapes) if shape[:1] != (length,)]
+        if odd:
+            rows = [(name, str(s)) for (name, _), s in zip(named, shapes, strict=True)]
+            raise ValueError(
+                f"{function_location(fun)}: with batched=True, the first axis of each output is "
+                f"that of the items, but for {plural(length, 'item')}, "
+                f"{listed([rows[i][0] for i in odd])} {'has' if len(odd) == 1 else 'have'} another "
+                "shape\n\n" + table(("output", "shape"), rows, odd)
+            )
+        leaves, tree = jax.tree.flatten(out)
+        found.append((tree, tuple(name for name, _ in named)))
+        return leaves
+
+    closed = opened(jax.make_jaxpr(flat)(*_types(arrays, length)))
+    if has_refs(closed.jaxpr.constvars, closed.effects):
+        raise ValueError(
+            f"{function_location(fun)}: with batched=True, it cannot use a jax.Ref; return the "
+            "value instead"
+        )
+    return _TracedFor(length, closed, *found[-1])
+
+
+def _types(arrays: Sequence[Any], length: int) -> list[Any]:
+    return [with_shape(jax.typeof(x), (length, *x.shape)) for x in arrays]
+
+
+def _check_alike(fun: Callable[..., Any], one: _TracedFor, longer: _TracedFor) -> None:
+    """Refuse outputs of which more than the first axis depends on the number of items."""
+    where, count = function_location(fun), plural(longer.length, "item")
+    if one.tree != longer.tree:
+        raise ValueError(
+            f"{where}: with batched=True, it must return the same outputs for any number of "
+            f"items, but for {count} it returns {listed(longer.names)}, and for 1 item "
+            f"{listed(one.names)}"
+        )
+    rows: list[tuple[str, str, str]] = []
+    odd: list[int] = []
+    triples = zip(one.names, one.closed.out_avals, longer.closed.out_avals, strict=True)
+    for i, (name, few, many) in enumerate(triples):
+        rows.append((name, few.str_short(), many.str_short()))
+        if (few.shape[1:], few.dtype) != (many.shape[1:], many.dtype):
+            odd.append(i)
+    if odd:
+        raise ValueError(
+            f"{where}: with batched=True, only the first axis of an output may depend on the "
+            "number of items\n\n" + table(("output", "for 1 item", f"for {count}"), rows, odd)
+        )
+
+
+def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, Any]) -> Any:
+    """Return the program as one of all operands: the items, then what any length closes over."""
+    places = {key: place for place, key in enumerate(consts, start=len(arrays))}
+    own = [places[id(const)] for const in traced.closed.consts]
+
+    def run(*operands: Any) -> list[Any]:
+        return evaluate(traced.closed.jaxpr, [operands[i] for i in own], *operands[: len(arrays)])
+
+    shared = map(jax.typeof, consts.values())
+    types = [with_shape(aval, aval.shape) for aval in shared]
+    return jax.make_jaxpr(run)(*_types(arrays, traced.length), *types)
+
+
+# The primitive. Its first operands have `size` items on axis 0. The program for so many, if there
+# is one, is `call_jaxpr`, by which `checkify` knows it.
+
+
+def _program_of(
+    programs: Any, lengths: Sequence[int], items: int, size: int, call_jaxpr: Any = None
+) -> Any:
+    """Return the program for this number of items."""
+    if call_jaxpr is not None:
+        return call_jaxpr
+    pairs = reversed([*zip(lengths, programs, strict=True)])
+    length, closed = next(pair for pair in pairs if size % pair[0] == 0)
+    if length == size:
+        return closed
+    one = programs[0]
+    types = [with_shape(aval, aval.shape) for aval in one.in_avals]
+    types[:items] = [with_shape(aval, (size, *aval.shape[1:])) for aval in one.in_avals[:items]]
+    dims = [0 if i < items else None for i in range(len(types))]
+
+    def run(*operands: Any) -> list[Any]:
+        groups = [
+            lax.reshape(x, (size // length, length, *x.shape[1:])) if dim == 0 else x
+            for x, dim in zip(operands, dims, strict=True)
+        ]
+        outs = _each(closed, groups, dims)
+        return [lax.reshape(out, (size, *out.shape[2:])) for out in outs]
+
+    return jax.make_jaxpr(run)(*types)
+
+
+def _each(closed: Any, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Evaluate a program mapped over these axes of its operands."""
+    run = functools.partial(evaluate, closed.jaxpr, closed.consts)
+    at_once = jax.vmap(run, tuple(dims))
+    try:
+        jax.eval_shape(at_once, *operands)
+    except NotImplementedError:  # what JAX raises where an operation has no rule
+        pass
+    else:
+        return at_once(*operands)
+    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    rows = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    of_row = of_some(run, operands, mapped)
+    return lax.map(lambda row: of_row(*row), rows)
+
+
+def _bind(
+    operands: Sequence[Any], programs: Any, lengths: tuple[int, ...], items: int, size: int
+) -> list[Any]:
+    closed = dict(zip(lengths, programs, strict=True)).get(size)
+    known = {} if closed is None else {"call_jaxpr": closed}
+    own = {"programs": programs, "lengths": lengths, "items": items, "size": size}
+    return _batch.bind(*operands, **own, **known)
+
+
+def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple[list[Any], Any]:
+    closed = params.get("call_jaxpr", programs[0])
+    return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
+
+
+def _mapped(
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, items: int, size: int, **params: Any
+) -> tuple[list[Any], list[int | None]]:
+    """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
+    count = axis.size
+    if all(dim is None for dim in dims):
+        outs = _batch.bind(*operands, items=items, size=size, **params)
+        return outs, [None] * len(outs)
+    if any(dim is not None for dim in dims[items:]):
+        outs = _each(_program_of(items=items, size=size, **params), operands, dims)
+        return outs, [0] * len(outs)
+
+    def joined(x: Any, dim: int | None) -> Any:
+        x = jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x, (count, *x.shape))
+        # To drop an axis, unlike a reshape, keeps what a mesh shares.
+        return lax.squeeze(x, (1,)) if size == 1 else lax.collapse(x, 0, 2)
+
+    def parted(out: Any) -> Any:
+        if size == 1:
+            return lax.expand_dims(out, (1,))
+        return lax.reshape(out, (count, size, *out.shape[1:]))
+
+    every = [joined(x, dim) for x, dim in zip(operands[:items], dims[:items], strict=True)]
+    shared = operands[items:]
+    programs, lengths = params["programs"], params["lengths"]
+    outs = _bind([*every, *shared], programs, lengths, items, size * count)
+    return [parted(out) for out in outs], [0] * len(outs)
+
+
+_batch = primitive_of_program("rankax_batch", _program_of, _mapped, _types_of_outputs)

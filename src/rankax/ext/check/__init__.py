@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Check: sample items, and compare them with plain JAX."""

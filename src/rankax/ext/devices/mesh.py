@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: MIT
+"""Meshes of devices, and a batch axis that is cut into one contiguous part for each device.
+
+On a mesh with explicit axes, shardings are part of types. A kernel that devices share is traced
+without them, and so is the program that each device runs (`inside`, `without_mesh`); around it, all
+axes of the mesh are automatic (`with_auto_axes`).
+
+Where D devices do not divide N items, the first ``N % D`` parts have one item more than the others,
+which begin one item earlier instead: so all parts are equally long, and D - ``N % D`` items are
+evaluated twice. `join` takes each once; `over_parts` merges the first item of a part into its
+state only where it counts. JAX cannot store such an axis in equal shards, so each device has all of
+an array that is cut so inside a program, and each gets all outputs: one all-gather of those, one of
+the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but JAX
+refuses to combine them with results that are on all devices, such as a sum.
+
+``tests/devices/test_devices.py`` checks what compiled programs send.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rankax.core.base.arrays import is_staged
+from rankax.core.trace import programs
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Return the sharding of an array; of a tracer, the one in its type."""
+    if isinstance(leaf, core.Tracer):
+        return getattr(jax.typeof(leaf), "sharding", None)
+    return getattr(leaf, "sharding", None)
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def mesh_of(leaves: Sequence[Any]) -> Any:
+    """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
+    shardings = [sharding_of(leaf) for leaf in leaves]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
+
+    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
+    """
+    mesh = mesh_of(leaves) if jax.sharding.get_abstract_mesh().empty else None
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    if is_staged():
+        return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    try:
+        return jax.set_mesh(mesh)
+    except (TypeError, ValueError):
+        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
+        return nullcontext()
+
+
+def on_every_device(leaf: Any) -> Any:
+    """Return an array that the types of an explicit mesh shard as one that they do not."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+_is_inside = ContextVar("rankax_is_inside_parts", default=False)
+
+
+def is_inside() -> bool:
+    """Whether a kernel that devices share is being traced."""
+    return _is_inside.get()
+
+
+@contextlib.contextmanager
+def inside(parts: Sequence[Any]) -> Generator[None]:
+    """Trace a kernel that devices share: the calls that it makes in turn use no other devices.
+
+    The program has the types of one device, without a mesh.
+    """
+    if not parts:
+        yield
+        return
+    token = _is_inside.set(True)
+    try:
+        with _no_mesh():
+            yield
+    finally:
+        _is_inside.reset(token)
+
+
+def with_auto_axes(fun: Callable[..., Any], mesh: Any, specs: Any) -> Callable[..., Any]:
+    """Return a function of lists of arrays in which no axis of the mesh is explicit.
+
+    If one is, the shardings of the outputs are those of ``specs``.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    is_entered = here.empty or here.axis_names == mesh.axis_names
+    if AxisType.Explicit not in mesh.axis_types and is_entered:
+        return fun
+
+    def called(*lists: list[Any]) -> Any:
+        if not is_entered:  # arrays may lie on another mesh than the one that is set
+            with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+                return fun(*lists)
+        with on_mesh([x for arrays in lists for x in arrays]):
+            return jax.sharding.auto_axes(fun, out_sharding=specs)(*lists)
+
+    return called
+
+
+def without_mesh(item: programs.ItemProgram) -> programs.ItemProgram:
+    """Return the item without the types of arrays on a mesh that it closes over."""
+    if all(jax.typeof(x).sharding.mesh.empty for x in item.closed.consts):
+        return item
+    return dataclasses.replace(item, closed=programs.mapped_program(_untyped, item.closed))
+
+
+def _untyped(jaxpr: Any) -> Any:
+    # The types of equations follow from their inputs, but not those of the programs inside them.
+    eqns: list[Any] = []
+    moved: dict[Any, Any] = {}  # what only moves among devices is left out
+
+    def variables(atoms: Sequence[Any]) -> list[Any]:
+        return [x if isinstance(x, programs.Literal) else moved.get(x, x) for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _ONLY_MOVE:
+            moved.update(zip(eqn.outvars, variables(eqn.invars), strict=True))
+        else:
+            eqn = eqn.replace(invars=variables(eqn.invars)) if moved else eqn
+            eqns.append(_unsharded(programs.with_subprograms(eqn, _retraced)))
+    outvars = {"outvars": variables(jaxpr.outvars)} if moved else {}
+    return jaxpr.replace(eqns=eqns, **outvars)
+
+
+_ONLY_MOVE = ("reshard", "sharding_constraint")
+
+
+def _unsharded(eqn: Any) -> Any:
+    shardings = {name: None for name, x in eqn.params.items() if isinstance(x, NamedSharding)}
+    return programs.with_params(eqn, **shardings) if shardings else eqn
+
+
+def _retraced(jaxpr: Any) -> Any:
+    """Trace a program anew, whose constants stay apart from it."""
+    apart = jaxpr.replace(constvars=list(jaxpr.constvars))  # JAX 0.12 keeps constants in the jaxpr
+    count = len(jaxpr.constvars)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+
+    def run(*args: Any) -> list[Any]:
+        return programs.evaluate(_untyped(apart), args[:count], *args[count:])
+
+    with _no_mesh():
+        new = jax.make_jaxpr(run)(*avals).jaxpr
+    if not count:
+        return new
+    assert not new.constvars, new.constvars
+    return programs.with_variables(
+        new, new.invars[count:], new.outvars, constvars=new.invars[:count]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """One axis of a batch, cut into ``count`` contiguous parts, one for each device.
+
+    The parts are equally long. Each except the first ``length % count`` repeats one item of the
+    part before, unless ``count`` divides the length.
+    """
+
+    axis: int
+    count: int
+    names: tuple[str, ...] = ()  # the mesh axes that shard it
+    mesh: Any = None
+
+    @property
+    def mesh_here(self) -> Any:
+        """The mesh as it is entered, whose axes may be of another type."""
+        here = jax.sharding.get_abstract_mesh()
+        if here.empty:
+            return self.mesh
+        if not isinstance(self.mesh, Mesh) or self.mesh.shape != here.shape:
+            return here
+        # With its devices: of a program whose arguments are on no mesh, JAX would not know them.
+        return Mesh(self.mesh.devices, here.axis_names, axis_types=here.axis_types)
+
+    def begin(self, length: int, number: Any) -> Any:
+        """Return where the part of this number begins along an axis of ``length`` items."""
+        shorter, longer = (np.asarray(n, number.dtype) for n in divmod(length, self.count))
+        if not longer:
+            return number * shorter
+        repeats = (number >= longer).astype(number.dtype)
+        return number * shorter + jnp.minimum(number, longer) - repeats
+
+    def has_first(self, length: int, begin: Any) -> Any:
+        """Whether the first item of the part that begins here is not one of the part before."""
+        shorter, longer = divmod(length, self.count)
+        return begin < np.asarray(longer * (shorter + 1) - 1, begin.dtype)
+
+
+def overlapped(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return an axis of which ``count`` parts overlap as one that they divide."""
+    length = x.shape[axis]
+    shorter, longer = divmod(length, count)
+    own = longer * (shorter + 1)  # the items of the parts that repeat none
+    head, tail = (lax.slice_in_dim(x, *ends, axis=axis) for ends in ((0, own), (own, length)))
+    repeated = lax.slice_in_dim(x, own - 1, length - 1, shorter, axis)
+    tail = lax.concatenate([_rows(y, axis, count - longer) for y in (repeated, tail)], axis + 1)
+    return lax.concatenate([head, lax.collapse(tail, axis, axis + 2)], axis)
+
+
+def _rows(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Make an axis two, the first of which has length ``count``."""
+    return lax.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+
+
+def divided(x: jax.Array, axes: Sequence[int | None], all_parts: Sequence[Parts]) -> jax.Array:
+    """Return an array of which the parts divide each axis; ``axes`` has those of the batch."""
+    for parts in all_parts:
+        axis = axes[parts.axis]
+        if axis is not None and x.shape[axis] % parts.count:
+            x = _on_each(
+                overlapped(_on_each(x, parts.mesh_here), axis, parts.count), parts.mesh_here
+            )
+    return x
+
+
+def join(out: jax.Array, axis: int, length: int, parts: Parts) -> jax.Array:
+    """Return an axis of overlapping parts as its ``length`` items, on each device."""
+    longer = length % parts.count
+    if not longer:
+        return out
+    out = _rows(_on_each(out, parts.mesh_here), axis, parts.count)
+    head, tail = (lax.slice_in_dim(out, *e, axis=axis) for e in ((0, longer), (longer, None)))
+    tail = lax.slice_in_dim(tail, 1, None, axis=axis + 1)
+    return lax.concatenate([lax.collapse(x, axis, axis + 2) for x in (head, tail)], axis)
+
+
+def gathered(arrays: Sequence[jax.Array], mesh: Any) -> list[jax.Array]:
+    """Send arrays that have the parts on axis 0 to all devices, those of one dtype as one array."""
+    outs = list(arrays)
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        positions = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+        flat = [
+            lax.reshape(arrays[i], (len(arrays[i]), arrays[i].size // len(arrays[i])))
+            for i in positions
+        ]
+        whole = _on_each(lax.concatenate(flat, 1), mesh, [0])
+        stop = 0
+        for i, x in zip(positions, flat, strict=True):
+            start, stop = stop, stop + x.shape[1]
+            piece = lax.slice_in_dim(whole, start, stop, axis=1)
+            outs[i] = lax.reshape(piece, arrays[i].shape)
+    return outs
+
+
+def _on_each(x: jax.Array, mesh: Any, axes: Sequence[int] | None = None) -> jax.Array:
+    """Give each device all of an array along these axes, by default all; XLA settles the others."""
+    if not is_staged():  # the sharding of an eager array is settled
+        return x
+    axes = range(x.ndim) if axes is None else axes
+    spec = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: MIT
+"""Evaluate a call on each part of a batch that devices share, and put the results together.
+
+Outputs are joined along the axis that is cut. The state of a reduction is renumbered on its device,
+then all states are sent to every device (sums need not be sent), and merged there.
+
+Each device runs one program with its part, by one `jax.shard_map` over the mesh axes that share the
+batch. So XLA divides no operation of a kernel, as it would along a sharded axis: it gets gradients
+of some convolutions wrong then, sends all items to all devices for an FFT, and puts collectives
+into loops. Other axes of the mesh stay as they are, so that weights may be sharded along them.
+
+* What the item closes over is passed in, because a function inside `jax.shard_map` cannot close
+  over an array of the mesh. The item is traced before, so that all of it is known.
+* The check of what varies among devices (``check_vma``) is off, because the traced item has no such
+  types. All that is passed in then counts as varying: each device sums its own cotangent of what
+  all items share, and these are added once, after the loops.
+
+Where the devices do not divide a reduced axis, not every first item of a part counts. So each
+device reduces the first item by itself, then the others, and merges the two states only if the
+item counts. A mask inside the loop would cost time in each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from rankax.core.base.arrays import counted
+from rankax.core.call.nest import Begins, Nest
+from rankax.core.plan.levels import Shape
+from rankax.core.reduce.passes import RunStates
+from rankax.core.reduce.run import Reductions
+from rankax.core.trace.programs import ItemProgram
+from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
+from rankax.ext.devices.place import put, warn_of_hang
+
+Leaves = list[Any]
+Places = Sequence[int | None]  # where an array has each axis of the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a batch and its leaves are cut into parts along some batch axes."""
+
+    shape: Shape
+    parts: tuple[Parts, ...]
+    axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
+    reduced: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        """The number of axes that are kept."""
+        return len(self.shape) - len(self.reduced)
+
+    def sizes(self, axis: int) -> list[int]:
+        """Return the lengths of the runs of a part along an axis.
+
+        Of a reduced axis that the parts do not divide, the first item is a run of its own.
+        """
+        count = next((parts.count for parts in self.parts if parts.axis == axis), 1)
+        shorter, longer = divmod(self.shape[axis], count)
+        is_two = longer and axis in self.reduced
+        return [1, shorter] if is_two else [shorter + bool(longer)]
+
+    def shapes(self) -> list[Shape]:
+        """Return the batch shape of each run of a part."""
+        return list(itertools.product(*map(self.sizes, range(len(self.shape)))))
+
+    def begins(self, numbers: Sequence[Any]) -> dict[int, Any]:
+        """Return where the parts of these numbers begin."""
+        pairs = zip(self.parts, numbers, strict=True)
+        return {parts.axis: parts.begin(self.shape[parts.axis], n) for parts, n in pairs}
+
+    def places(self, item: ItemProgram, reductions: Reductions | None) -> list[Places]:
+        """Return where the value of each output, or of each reduction, has the axes of the batch.
+
+        Those of a level are where the item says; more than one are all in front.
+        """
+        every = range(len(self.shape))
+        if reductions is None:
+            several = len(self.shape) > 1
+            return [every if several and a is not None else [a] * len(every) for a in item.out_axes]
+        count = itertools.count()
+        others = [None if axis in self.reduced else next(count) for axis in every]
+        return [every if entry.is_kept else others for entry in reductions.entries]
+
+    def spec(self, places: Places, *, joined: bool = False) -> PartitionSpec:
+        """Return how the devices share an array; if it is `joined`, as far as they divide it."""
+        names = {
+            places[parts.axis]: parts.names
+            for parts in self.parts
+            if not (joined and self.shape[parts.axis] % parts.count)
+        }
+        size = max((place for place in names if place is not None), default=-1) + 1
+        return PartitionSpec(*(names.get(place) for place in range(size)))
+
+    def joined(self, value: Any, places: Places) -> Any:
+        """Return arrays without the items that two parts have."""
+        for parts in self.parts:
+            if (axis := places[parts.axis]) is not None:
+                of_whole = axis, self.shape[parts.axis], parts
+                value = jax.tree.map(lambda x, of_whole=of_whole: join(x, *of_whole), value)
+        return value
+
+
+def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
+    """Put the arrays of an eager call on its devices."""
+    parts, item = layout.parts[0], without_mesh(item)
+    consts = [put(x, None, parts) for x in item.closed.consts]
+    pairs = zip(leaves, layout.axes, strict=True)
+    return item.with_constants(consts), [put(x, axes[parts.axis], parts) for x, axes in pairs]
+
+
+def over_parts(
+    nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any], layout: Layout
+) -> list[Any]:
+    """Evaluate an item over the whole batch: each device walks its part.
+
+    Parameters
+    ----------
+    nests : mapping of Shape to Nest
+        One for each of `Layout.shapes`.
+    item : ItemProgram
+    leaves : sequence of arrays
+    layout : Layout
+
+    Returns
+    -------
+    list
+        What `Nest.walk` returns.
+    """
+    (reductions,) = {nest.reductions for nest in nests.values()}
+    places, parts = layout.places(item, reductions), layout.parts
+    specs, joined_specs = ([layout.spec(p, joined=j) for p in places] for j in (False, True))
+    states = None
+    if reductions is not None and (cut := [each for each in parts if each.axis in layout.reduced]):
+        # A state gets the parts on an axis in front.
+        row = tuple(layout.shape[axis] for axis in layout.reduced)
+        states = RunStates(reductions, item.outputs, row)
+        names = tuple(name for each in cut for name in each.names)
+        pairs = zip(reductions.entries, specs, strict=True)
+        specs = [x if entry.is_kept else PartitionSpec(names, *x) for entry, x in pairs]
+
+    def on_device(numbers: Leaves, consts: Leaves, leaves: Leaves) -> list[Any]:
+        part = _Part(nests, item.with_constants(consts), layout, states)
+        values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
+        if states is None:
+            return values
+        return _mapped(states, lambda x: x, lambda x: lax.expand_dims(x, (0,)), values)
+
+    def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
+        numbers = [counted(each.count, jnp.uint32) for each in parts]
+        of_numbers = [PartitionSpec(each.names) for each in parts]
+        mapped = jax.shard_map(
+            on_device,
+            mesh=parts[0].mesh_here,
+            axis_names={name for each in parts for name in each.names},
+            in_specs=(of_numbers, PartitionSpec(), list(map(layout.spec, layout.axes))),
+            out_specs=specs,
+            check_vma=False,
+        )
+        cut = [divided(x, axes, parts) for x, axes in zip(leaves, layout.axes, strict=True)]
+        values = mapped(numbers, consts, cut)
+        if states is not None:
+            gather = functools.partial(gathered, mesh=parts[0].mesh_here)
+            values = states.merge(values, layout.batch, gather)
+            is_whole = states.reductions.of_run is None
+            values = states.finish(values, layout.batch) if is_whole else values
+        return list(map(layout.joined, values, places))
+
+    warn_of_hang(item)
+    arrays = list(map(jnp.asarray, item.closed.consts)), list(map(jnp.asarray, leaves))
+    return with_auto_axes(on_all, parts[0].mesh, joined_specs)(*arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The walk of one device."""
+
+    nests: Mapping[Shape, Nest]
+    item: ItemProgram
+    layout: Layout
+    states: RunStates | None  # if parts are merged
+
+    def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:
+        """Walk a part of which the first axes have this shape, its runs one after another."""
+        layout, states, axis = self.layout, self.states, len(shape)
+        if axis == len(layout.shape):
+            nest = self.nests[shape]
+            if states is None:
+                return nest.walk(self.item, leaves, begins)
+            nest = dataclasses.replace(nest, reductions=states.reductions.for_runs(states.size))
+            values = nest.walk(self.item, leaves, begins)
+            starts = [begins.get(axis, 0) for axis in layout.reduced]
+            return states.renumber(values, [shape[axis] for axis in layout.reduced], starts)
+        sizes = layout.sizes(axis)
+        if len(sizes) == 1:
+            return self.walk(leaves, begins, (*shape, *sizes))
+        runs: list[list[Any]] = []
+        for at, size in enumerate(sizes):  # the first item, then all others
+            pairs = zip(leaves, (axes[axis] for axes in layout.axes), strict=True)
+            some = [
+                x if i is None else lax.slice_in_dim(x, at, at + size, axis=i) for x, i in pairs
+            ]
+            begin = begins[axis] + np.asarray(at, begins[axis].dtype)
+            runs.append(self.walk(some, {**begins, axis: begin}, (*shape, size)))
+        return self._with_first(runs, axis, begins[axis])
+
+    def _with_first(self, runs: Sequence[list[Any]], axis: int, begin: Any) -> list[Any]:
+        """Merge the first item into the state, if the part before does not have the item."""
+        states, layout = self.states, self.layout
+        assert states is not None
+        (parts,) = (parts for parts in layout.parts if parts.axis == axis)
+        counts = parts.has_first(layout.shape[axis], begin)
+
+        def concatenated(*pair: Any) -> Any:
+            return jnp.concatenate(pair, axis)
+
+        both = _mapped(states, concatenated, lambda *pair: jnp.stack(pair), *runs)
+        # Some merge tuples to lists, which `jax.tree.map` tells apart.
+        flat = jax.tree.leaves(states.merge(both, layout.batch))
+        merged = jax.tree.unflatten(jax.tree.structure(both), flat)
+        choose = functools.partial(jnp.where, counts)
+        return _mapped(states, lambda kept, _: kept, choose, merged, runs[1])
+
+
+def _mapped(
+    states: RunStates,
+    of_kept: Callable[..., Any],
+    of_state: Callable[..., Any],
+    *values: Sequence[Any],
+) -> list[Any]:
+    """Map the arrays of outputs that are kept, and those of states."""
+    return [
+        jax.tree.map(of_kept if entry.is_kept else of_state, *own)
+        for entry, *own in zip(states.reductions.entries, *values, strict=True)
+    ]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""``jit=True``: compile the mapped call, with everything but arrays static.
+
+Inside an outer program that is being traced, the kernel is called directly, so that the outer
+program shows no call. An unhashable ``self`` is identified by the object; other static values by
+value and type, so that ``1``, ``1.0`` and ``True`` give three programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax._errors import BatchShapeError, CoreDimensionError, RankError
+from rankax.core.base.arrays import is_staged
+from rankax.core.base.cache import KeptDict
+from rankax.core.base.trees import check_outputs, leaves_with_names
+from rankax.core.call.arguments import KernelSpec, is_array, is_number
+from rankax.core.call.bind import BoundKernel, Shell, bind
+from rankax.core.call.run import cut_axes, parts_of, run
+from rankax.core.loop.spec import PLACE
+from rankax.core.options import Options
+from rankax.core.plan.levels import Shape
+from rankax.ext.bucket import (
+    Filling,
+    as_inputs,
+    cut,
+    filled,
+    filling_of,
+    marked,
+    weakened,
+    with_places,
+)
+from rankax.ext.devices.mesh import Parts
+from rankax.ext.devices.place import committed_elsewhere, put
+from rankax.ext.progress.bars import wait_for_reports
+from rankax.ext.ragged.results import call_ragged
+
+_MOST_KEPT = 4096  # programs, as many as `jax.jit` keeps
+
+
+class _Frame(NamedTuple):
+    """The static part of a call, by which the compiled program is looked up."""
+
+    shell: Shell
+    static: tuple[_Fixed | None, ...]  # of each value; None if traced
+    options: Options
+    parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
+    filled: tuple[int, ...]  # the padded batch axes; their true lengths come last
+    cut: Shape | None  # the batch shape with them
+    weak: tuple[int, ...]  # the leaves of a weak type
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class _Fixed:
+    """A static value, compared by its key."""
+
+    value: Any = dataclasses.field(compare=False)
+    key: Any
+
+
+class JitSpec(KernelSpec):
+    """A kernel whose mapped call is compiled once per set of shapes, dtypes and static values."""
+
+    @functools.cached_property
+    def _programs(self) -> tuple[KeptDict, KeptDict]:
+        """Functions of the arrays by frame; `jax.jit` of them by frame and types of the arrays.
+
+        Both are dicts, emptied when full: a warm call takes 2 to 7 % longer with `Kept`.
+        """
+        return KeptDict("functions of jit=True"), KeptDict("programs of jit=True")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_programs"}  # a copy compiles itself
+
+    def call(self, call: BoundKernel) -> Any:
+        """Call the compiled kernel on every item of the batch."""
+        staged = is_staged()
+        frame, arrays, filling = self._split(call, is_alone=not staged)
+        if staged:  # the outer program shows no call of ours
+            return self._run(frame, [jnp.asarray(x) if is_number(x) else x for x in arrays])
+        try:
+            out = self._compiled(frame, arrays)
+            return cut(out, filling, frame.options) if filling else out
+        except (BatchShapeError, CoreDimensionError, RankError) as error:
+            vars(error).pop("__notes__", None)  # JAX's, about hidden frames
+            raise
+
+    def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        jitted, shown = self._jitted(frame, arrays), frame.options.progress
+        if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
+            return jitted(*arrays)
+        with wait_for_reports(shown, self.name), committed_elsewhere(f"{self.name}()", frame.parts):
+            return jitted(*arrays)
+
+    def _jitted(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        functions, jitted = self._programs
+        try:
+            key = frame, *[x.aval for x in arrays], *map(type, arrays)
+        except AttributeError:  # of NumPy, or a number
+            key = frame, *[(type(x), np.shape(x), getattr(x, "dtype", None)) for x in arrays]
+        try:
+            return jitted[key]
+        except KeyError:
+            pass
+
+        def fun(*arrays: Any) -> Any:
+            out = self._run(frame, arrays)
+            check_outputs(self.fun, out)  # without batch axes, nothing else does
+            return out
+
+        fun.__name__ = self.name  # as shown by profilers and HLO dumps
+        if len(jitted) >= _MOST_KEPT:
+            functions.clear()
+            jitted.clear()
+        fun = functions.setdefault(frame, fun)
+        return jitted.setdefault(key, frame.options.compiled(fun, arrays))
+
+    # `self` is positional-only because a kernel may be called with an argument of that name.
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
+        call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
+        is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
+        frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
+        return self._jitted(frame, arrays).lower(*arrays)
+
+    def _split(
+        self, call: BoundKernel, *, shapes_only: bool = False, is_alone: bool = True
+    ) -> tuple[_Frame, list[Any], Filling | None]:
+        """Split a bound call into a static frame and traced arrays; return its padding, too."""
+        options = self.options().at(call.leaves)
+        weak: tuple[int, ...] = ()
+        filling = filling_of(call, options) if options.bucket and is_alone else None
+        if filling is not None:
+            weak = tuple(i for i in filling.shapes if getattr(call.leaves[i], "weak_type", False))
+            call = filled(call, filling)
+        parts = () if call.structure.ragged else parts_of(call, options)
+        (values, shell), ranks = call.split(), call.structure.ranks
+        if parts:
+            axes = cut_axes(call, options, parts)
+            values = [put(x, axes.get(i), parts[0]) for i, x in enumerate(values)]
+        inputs = [
+            leaf
+            if i < len(ranks) and ranks[i] is not None
+            else self._as_input(leaf, call, i, shapes_only)
+            for i, leaf in enumerate(values)
+        ]
+        static = tuple([x if isinstance(x, _Fixed) else None for x in inputs])
+        arrays = [x for x in inputs if not isinstance(x, _Fixed)]
+        if call.lengths:
+            arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
+        of_batch = options, parts, tuple(call.lengths), call.cut, weak
+        return _Frame(shell, static, *of_batch), arrays, filling
+
+    def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
+        """Return the array to trace, or the static value, for a leaf without a rank.
+
+        Equal values are distinguished: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``; not NaN.
+        """
+        if is_array(value) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
+            return value
+        if hasattr(value, "__jax_array__"):
+            return jnp.asarray(value)
+        kind = type(value)
+        if isinstance(value, (float, complex)):
+            return _Fixed(value, (kind, value.real.hex(), value.imag.hex()))
+        try:
+            hash(value)
+        except TypeError:
+            others = sorted(call.others.items())  # as in a flattened dict
+            paths = list(call.structure.paths)
+            paths += [path for n, other in others for path, _ in leaves_with_names(other, n)]
+            if paths[place] == "self":
+                return _Fixed(value, (kind, id(value)))
+            raise TypeError(
+                f"{self.name}(): {paths[place]} is not an array, so jit=True makes it a static "
+                f"argument, but {kind.__name__} cannot be hashed; pass a hashable value "
+                "(a tuple for a list), or an array"
+            ) from None
+        return _Fixed(value, (kind, value))
+
+    def _run(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
+        traced = iter(arrays)
+        values = [next(traced) if fixed is None else fixed.value for fixed in frame.static]
+        for i in frame.weak:
+            values[i] = weakened(values[i])
+        call = frame.shell.call(self, values)
+        if call.structure.ragged:
+            return call_ragged(call)
+        lengths = dict(zip(frame.filled, traced, strict=True))
+        call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
+        out = run(call, marked(call, frame.options), frame.parts)
+        are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
+        return with_places(out, call, frame.options) if lengths and not are_states else out
+
+
+def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
+    """Return what calls a part of a ragged call by its compiled program, if there is one."""
+    if not isinstance(spec, JitSpec) or is_staged():
+        return None
+
+    def call(part: BoundKernel) -> Any:
+        kernel: Any = part.kernel
+        frame, arrays, _ = kernel._split(part)
+        return kernel._compiled(frame, arrays)
+
+    return call

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""What one item costs: the only traversal of all operations of a program.
+
+`operations` yields each equation, also those of loops, branches and called functions, with how
+often one evaluation of the program runs it, and which of its inputs depend on the item. The rules
+for XLA on a CPU (`rankax.ext.xla_cpu`) read it, the default bound of a reduction
+(`rankax.ext.memory.default`), and `cost`, which decides which branches are cut
+(`rankax.ext.lanes.machine`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rankax.core.trace.programs import Literal, lengths_of_scan, name_and_params, subprograms
+
+STEPS_OF_WHILE = 16  # assumed
+
+_LOOPS = ("scan", "while")
+FUNCTIONS = {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("cbrt", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc"),
+    *("exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic"),
+    *("pow", "sin", "sinh", "tan", "tanh"),
+}
+
+SUMS = ("reduce_sum", "reduce_max", "reduce_min")
+LIBRARIES = {
+    *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
+    *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
+    "tridiagonal_solve",
+}
+
+
+class Operation(NamedTuple):
+    """One equation of a program, or of a program inside it."""
+
+    name: str
+    eqn: Any
+    times: int  # how often one evaluation runs it
+    varying: tuple[bool, ...]  # which of its inputs depend on the item
+    is_loop: bool
+    calls: bool  # another program, whose operations come next
+
+
+def operations(jaxpr: Any, moving: set[Any] | None = None, times: int = 1) -> Iterator[Operation]:
+    """Yield all operations of the program of an item; of a branch, those of all programs.
+
+    ``moving``: the inputs that depend on the item; by default all.
+    """
+    moving = set(jaxpr.invars) if moving is None else moving
+    for eqn in jaxpr.eqns:
+        name, params = name_and_params(eqn)
+        varying = tuple(not isinstance(v, Literal) and v in moving for v in eqn.invars)
+        programs = list(subprograms(eqn))
+        is_loop = name in _LOOPS
+        yield Operation(name, eqn, times, varying, is_loop, bool(programs))
+        if any(varying):
+            moving.update(eqn.outvars)
+        steps = times * params.get("length", STEPS_OF_WHILE) if is_loop else times
+        for program in programs:
+            yield from operations(program, _inputs_that_vary(eqn, program, varying), steps)
+
+
+def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
+    """Return the inputs of a called program that depend on the item; all if it is not clear."""
+    if not any(varying):
+        return set()
+    if len(program.invars) != len(varying):
+        return set(program.invars)
+    flags = list(varying)
+    if eqn.primitive.name == "scan":  # what is carried may depend on it after one step
+        consts, carried = lengths_of_scan(eqn)
+        flags[consts : consts + carried] = [True] * carried
+    return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
+
+
+def of_item(jaxpr: Any) -> Iterator[Operation]:
+    """Yield the operations that depend on the item."""
+    return (each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars)
+
+
+def bytes_of_item(jaxpr: Any) -> int:
+    """Return the bytes of all inputs of an item, and of all values that it computes."""
+    found = (each for each in of_item(jaxpr) if each.is_loop or not each.calls)
+    computed = (v for each in found for v in each.eqn.outvars)
+    return sum(map(bytes_of, (*jaxpr.invars, *jaxpr.outvars, *computed)))
+
+
+def bytes_of(variable: Any) -> int:
+    """Return the bytes of a value in a program."""
+    aval = variable.aval
+    return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
+
+
+def cost(jaxpr: Any) -> int:
+    """Return about how many numbers a program computes."""
+    return sum(
+        operation.times
+        * max(map(_size, (*operation.eqn.invars, *operation.eqn.outvars)), default=0)
+        for operation in operations(jaxpr)
+        if not operation.calls
+    )
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: MIT
+"""A call with `Ragged` arguments: a handful of ordinary calls, one for each padded length.
+
+The items of a group (`rankax.ext.lengths`) are filled up to the same length, by a kernel that is
+derived from the user's (`padded.py`). It takes a row of integers for each item: its number, and
+where its rows begin and how many they are. It gets the flat values whole, reads the rows of its
+item by index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does:
+chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
+
+* Other arguments with an item for each item are read by the number as well, and never sorted, which
+  would be a copy and, in an eager call, a program for each number of items.
+* Rows beyond the last one are copies of it. So the derivative of what is evaluated is that of the
+  items themselves wherever the values are equal, also for a maximum that does not look at the mask.
+  An item without rows gets zeros, to which no derivative flows back.
+* The transpose of a read by index adds to the cotangent of the flat values. XLA does that in place,
+  in the carry of the loop (``test_the_gradient_adds_in_place``), on all platforms and versions that
+  were seen (CPU, JAX 0.10 and 0.12). Narrow floats are widened for it, as in `core/loop/access.py`.
+* In a program that is being traced, each length would have a cotangent as large as the values, and
+  XLA:CPU of JAX 0.10 to 0.12 keeps all of them at once. So what is read there has the derivative of
+  a mapped copy (`Role.slope`), whose cotangent has the items of this length only. XLA scatters
+  these into one array, and drops the copy, which nobody reads (its tangent, `jax.jvp` reads).
+* Keys are split by the number of an item in the batch as it was given.
+* Results of a group are put at the numbers of its items; rows of outputs, at those of the values.
+* Where the items are reduced, the states of the groups are merged like those of devices.
+
+With ``jit=True`` all shapes are in buckets: of the values, of the items of a group and of all
+items. What fills a group up is dropped, or not counted in a reduction (`FILL`), so a stream of
+batches needs few programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+
+from rankax.core.base.arrays import has_tangent
+from rankax.core.base.trees import leaves_with_names
+from rankax.core.call.bind import BoundKernel, Shell, bind
+from rankax.core.call.run import run
+from rankax.core.declare.dims import Rank
+from rankax.core.declare.ranks import ranks_of_leaves
+from rankax.core.loop.access import widen
+from rankax.core.loop.spec import PLACE
+from rankax.core.options import Options
+from rankax.core.plan.levels import Shape
+from rankax.core.plan.shapes import bucket_of
+from rankax.core.reduce.protocol import FILL
+from rankax.core.reduce.run import Reductions
+from rankax.ext.bucket import marked, resized
+from rankax.ext.lengths import Group, groups_of, slots_for
+from rankax.ext.ragged.checks import check_options, dimensions
+from rankax.ext.ragged.padded import (
+    ITEMS,
+    MAPPED,
+    WHOLE,
+    Compiled,
+    Padded,
+    PaddedCall,
+    Role,
+    places_of,
+    read_at,
+)
+from rankax.ext.ragged.type import Ragged
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RaggedCall:
+    """A checked call with ragged arguments."""
+
+    call: BoundKernel
+    options: Options
+    dims: tuple[str, ...]
+    dim_of: dict[int, int]  # the first dimension of each ragged leaf
+    lengths: np.ndarray[Any, Any]  # (items, dims)
+    starts: np.ndarray[Any, Any]  # the same
+    dense: Any  # the plan of the call if all items were filled up to the longest
+    compiled: Compiled | None
+    is_staged: bool  # whether it is evaluated as part of a program that is being traced
+    of_item: Compiled | None  # evaluates an item that is filled up
+
+    @classmethod
+    def of(
+        cls,
+        call: BoundKernel,
+        compiled: Compiled | None,
+        *,
+        is_staged: bool = False,
+        of_item: Compiled | None = None,
+    ) -> RaggedCall:
+        """Check a call; with ``compiled``, its parts are called by compiled programs."""
+        options = call.kernel.options()
+        check_options(call, options)
+        names = dimensions(call)
+        first = {name: call.structure.ragged[i] for i, name in reversed(names.items())}
+        dims = tuple(dict.fromkeys(names.values()))
+        lengths = np.stack([first[name].lengths for name in dims], 1)
+        starts = np.stack([first[name].starts for name in dims], 1)
+        dim_of = {i: dims.index(name) for i, name in names.items()}
+        longest, leaves = lengths.max(0, initial=1).tolist(), list(call.leaves)
+        for i, dim in dim_of.items():
+            shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
+            leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+        dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
+        how = compiled, is_staged, of_item
+        return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
+
+    @property
+    def count(self) -> int:
+        """The number of ragged items."""
+        return len(self.lengths)
+
+    @property
+    def is_last_reduced(self) -> bool:
+        """Whether the axis of the ragged items is reduced."""
+        return len(self.dense.plan.batch_shape) - 1 in self.dense.plan.reduced
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The items by padded length; all of them together if their order matters."""
+        reductions = self.options.reduce
+        is_ordered = reductions is not None and reductions.are_ordered and self.is_last_reduced
+        # One item may go with several of the other arguments.
+        if self.count < 2 or is_ordered:
+            longest = tuple(self.lengths.max(0, initial=1).tolist())
+            return [Group(np.arange(self.count), longest)]
+        return groups_of(self.lengths, in_series=self.compiled is not None)
+
+    @functools.cached_property
+    def is_direct(self) -> bool:
+        """Whether a single group is evaluated as an ordinary call, in the order given."""
+        return self.count < 2 or (len(self.groups) == 1 and self.compiled is None)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether groups may be filled up by items that do not count."""
+        return self.compiled is not None or bool(self.options.devices)
+
+    def size(self, count: int) -> int:
+        """Return a number of items or rows, in its bucket if programs are to be reused."""
+        bucket = None if self.compiled is None else bucket_of(count, True)
+        return bucket or count
+
+    def slots(self, group: Group) -> int:
+        """Return how many items a group is filled up to."""
+        count, bucket = len(group.items), self.options.bucket
+        if self.is_direct:
+            return count
+        if self.options.devices:  # each of them has an item, so that all results are on all
+            count = max(count, jax.device_count())
+        if self.compiled is None:
+            return count
+        if not isinstance(bucket, tuple):
+            return slots_for(count)
+        if (size := bucket_of(count, bucket)) is None:
+            raise ValueError(
+                f"{self.call.where}: {count} items have the same length, but the largest bucket is "
+                f"{bucket[-1]}; add a larger one, or use bucket=True, which has no end"
+            )
+        return size
+
+    def items_of(self, group: Group) -> np.ndarray[Any, Any]:
+        """Return a row for each item of a group: where it is, and how many rows it has.
+
+        These are two columns for the batch (its number, and 1) and for each ragged dimension. Items
+        that fill the group up are copies of the last one.
+        """
+        size = self.slots(group)
+        at = group.items[np.minimum(np.arange(size), len(group.items) - 1)]
+        table = np.ones((size, 2 + 2 * len(self.dims)), np.int32)
+        # An item without rows may begin at the end.
+        ends = np.maximum(self.lengths.sum(0) - 1, 0)
+        table[:, 0], table[:, 2::2] = at, np.minimum(self.starts[at], ends)
+        table[:, 3::2] = self.lengths[at]
+        return table
+
+    @functools.cached_property
+    def arguments(self) -> tuple[tuple[Role, ...], list[Any], list[Any], list[Any]]:
+        """The roles of the leaves; those that are mapped, numbers of keys, and the others."""
+        call, roles, mapped, whole, counts = self.call, list[Role](), list[Any](), list[Any](), []
+        axes = dict(zip(self.dense.mapped, self.dense.batch_axes, strict=True))
+        splits = {split.position: split.strides for split in self.dense.splits}
+        for i, (leaf, rank) in enumerate(zip(call.leaves, call.structure.ranks, strict=True)):
+            role, leaf = self._role(i, leaf, rank, axes.get(i, (None,)))
+            if self.count > 1 and i in splits:
+                *front, last = splits[i]
+                role = role._replace(split=last)
+                counts.append(_numbers_in_front(self.dense.plan.batch_shape, front))
+            roles.append(role)
+            (whole if role.rank is None else mapped).append(leaf)
+        return tuple(roles), mapped, counts, whole
+
+    def _role(self, i: int, leaf: Any, rank: Rank | None, axes: Sequence[Any]) -> tuple[Role, Any]:
+        if rank is None:
+            return Role(None), leaf
+        weak = self.compiled is not None and bool(getattr(leaf, "weak_type", False))
+        bare = Rank(rank.rank, is_key=rank.is_key)
+        # Of several loops in one program, each would have a cotangent of the whole leaf.
+        is_one = self.is_staged and len(self.groups) > 1 and not self.options.devices
+        has_slope = is_one and isinstance(leaf, core.Tracer) and has_tangent(leaf.aval)
+        slope = bare if has_slope else None
+        if i in self.dim_of:
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            leaf = self._sized(widen(leaf) if isinstance(leaf, core.Tracer) else leaf, 0)
+            return Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
+        if self.count < 2:
+            return Role(rank), leaf
+        if axes[-1] is None:
+            return Role(bare), leaf
+        at = np.ndim(leaf) - rank.rank - 1
+        leaf = self._sized(leaf, at)
+        if not at:
+            return Role(None, by_number=True, slope=slope, weak=weak), leaf
+        leaf = _reshaped(leaf, (*leaf.shape[:at], 1, *leaf.shape[at:]))
+        rank = Rank(rank.rank + 1, is_key=rank.is_key)
+        return Role(rank, by_number=True, slope=slope, weak=weak), leaf
+
+    def _sized(self, leaf: Any, axis: int) -> Any:
+        """Return an array with an axis of a length in its bucket, and of at least one row."""
+        size = max(1, self.size(leaf.shape[axis]))
+        if self.compiled is None and not isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = jnp.asarray(leaf)
+        return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
+
+    def _slopes(self, group: Group, items: np.ndarray[Any, Any]) -> list[Any]:
+        """Return the rows of all items of a group, of the leaves that have a slope."""
+        slopes: list[Any] = []
+        for i, role in enumerate(self.arguments[0]):
+            if role.slope is None:
+                continue
+            leaf, at = self.call.leaves[i], items[:, 0]
+            axis = leaf.ndim - role.slope.rank - 1
+            if role.rows is not None:
+                start, length = items[:, 2 + 2 * role.rows], items[:, 3 + 2 * role.rows]
+                places = functools.partial(places_of, most=group.lengths[role.rows])
+                at = jax.vmap(places)(start, length)
+                leaf, axis = widen(leaf), 0
+            slopes.append(read_at(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
+        return slopes
+
+    def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
+        """Return each output with the ragged dimension that it is declared to begin with."""
+        paths = [path for path, _ in leaves_with_names(out, "output")]
+        declared = self.call.kernel.declaration.outputs
+        if declared is None or self.options.reduce is not None:
+            return [(path, None) for path in paths]
+        ranks = ranks_of_leaves(declared, out, "output")
+        names = [rank.dims[0].name if rank is not None and rank.dims else None for rank in ranks]
+        dims = [self.dims.index(name) if name in self.dims else None for name in names]
+        return list(zip(paths, dims, strict=True))
+
+    def bound(self, group: Group, reduce: Reductions | None = None) -> BoundKernel:
+        """Return the ordinary call of one group."""
+        call, (roles, mapped, counts, whole) = self.call, self.arguments
+        explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
+        if reduce is not None:
+            explicit["reduce"] = reduce
+        if self.count > 1 and (shape := self.options.batch_shape):
+            explicit["batch_shape"] = (*shape[:-1], 1)
+        of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
+        padded = Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
+        derived = call.kernel.structures.find(padded, padded.kernel)
+        items = self.items_of(group)
+        arrays = (*mapped, *self._slopes(group, items), *counts)
+        given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}
+        bound = bind(derived, (), given, shapes_only=True)
+        if self.compiled is None and self.of_item is None and not self.is_staged:
+            bound = PaddedCall(**vars(bound), padded=padded, given=call.paths)
+        reductions = self.options.reduce
+        has_marks = reductions is not None and any(e.where == FILL for e in reductions.entries)
+        if not self.is_last_reduced or not (has_marks or (self.is_filled and not self.is_direct)):
+            return bound
+        axis = len(self.dense.plan.batch_shape) - 1
+        return dataclasses.replace(bound, lengths={axis: len(group.items)})
+
+    def evaluate(self, bound: BoundKernel) -> Any:
+        """Evaluate the call of one group."""
+        if self.compiled is not None:
+            return self.compiled(bound)
+        bound = dataclasses.replace(bound, is_kept=not self.is_staged)
+        return run(bound, marked(bound, bound.kernel.options()))
+
+
+def _numbers_in_front(batch_shape: Shape, strides: Sequence[int]) -> Any:
+    """Return what the axes before that of the ragged items add to the number of a key."""
+    *front, _ = batch_shape
+    along = [
+        np.arange(size if stride else 1, dtype=PLACE.dtype) * np.asarray(stride, PLACE.dtype)
+        for size, stride in zip(front, strides, strict=True)
+    ]
+    return functools.reduce(np.add, np.ix_(*along, np.zeros(1, PLACE.dtype)))
+
+
+def _reshaped(leaf: Any, shape: Shape) -> Any:
+    """Return an array, or a shape, with more rows on an axis, or with an axis of length 1."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    if leaf.size == math.prod(shape):
+        return leaf if leaf.shape == shape else jnp.reshape(leaf, shape)
+    return resized([leaf], [shape])[0]
+
+
+def dense_shell(call: BoundKernel) -> Shell:
+    """Return the shell of a call with an array in place of each `Ragged`."""
+    tree = call.shell.treedef.unflatten(call.leaves)
+    dense = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, Ragged))
+    return call.shell._replace(treedef=dense)

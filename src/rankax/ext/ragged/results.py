@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT
+"""The result of a call with ragged arguments, from those of its groups (`ragged.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rankax.core.base.arrays import is_staged
+from rankax.core.base.messages import plural
+from rankax.core.base.trees import entries
+from rankax.core.call.bind import BoundKernel
+from rankax.core.call.run import plan_of
+from rankax.core.declare.dims import Rank
+from rankax.core.plan.batch import BatchPlan
+from rankax.core.reduce.passes import RunStates
+from rankax.core.reduce.protocol import FILL
+from rankax.core.reduce.run import Reductions
+from rankax.ext.bucket import as_inputs, resized
+from rankax.ext.lengths import Group
+from rankax.ext.ragged.call import RaggedCall
+from rankax.ext.ragged.padded import Compiled
+from rankax.ext.ragged.type import Ragged, span
+
+
+def call_ragged(
+    call: BoundKernel, compiled: Compiled | None = None, of_item: Compiled | None = None
+) -> Any:
+    """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
+    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item)
+    reductions = ragged.options.reduce
+    check_declared_outputs(ragged)
+    if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
+        return _reduced(ragged, reductions)
+    bounds = list(map(ragged.bound, ragged.groups))
+    if len(bounds) == 1:
+        _check_same_outputs(ragged, bounds)
+    outs = list(map(ragged.evaluate, bounds))
+    if reductions is None:
+        return _in_order(ragged, outs, len(ragged.dense.plan.batch_shape) - 1)
+    if ragged.is_direct:
+        return outs[0]
+    parts = [reductions.structure.flatten_up_to(out) for out in outs]
+    return reductions.structure.unflatten(_kept_in_order(ragged, reductions, parts))
+
+
+def _kept_in_order(ragged: RaggedCall, reductions: Reductions, parts: list[list[Any]]) -> list[Any]:
+    """Put the results of groups in order, one for each reduction, where their axis is kept."""
+    batch, reduced = ragged.dense.plan.batch_shape, ragged.dense.plan.reduced
+    triples = zip(reductions.entries, *parts, strict=True)
+    return [
+        _in_order(ragged, own, len(batch) - 1 - (0 if entry.is_kept else len(reduced)))
+        for entry, *own in triples
+    ]
+
+
+class _Place(NamedTuple):
+    """Where an output has the items, or its rows in a ragged dimension, and how many there are."""
+
+    axis: int
+    dim: int | None
+    size: int
+
+
+def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
+    """Put results of the groups, which have their items on ``axis``, in the order given."""
+    parts = [jax.tree.leaves(out) for out in outs]
+    places, shapes = list[_Place](), list[tuple[int, ...]]()
+    for (path, dim), *own in zip(ragged.dims_of(outs[0]), *parts, strict=True):
+        core = own[0].shape[axis + 1 :]
+        if dim is not None:
+            core = core[1:]
+            check_one_axis(ragged, path, dim)
+        elif any(part.shape[axis + 1 :] != core for part in own):
+            raise _depends_on_length(ragged, path, core)
+        total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
+        places.append(_Place(axis, dim, max(1, ragged.size(total))))
+        shapes.append((*own[0].shape[:axis], total, *core))
+    if not places or (ragged.is_direct and all(place.dim is None for place in places)):
+        return outs[0]
+    held = None
+    for step in _steps(ragged, parts):
+        held = _put(tuple(places), held, step)
+    assert held is not None
+    leaves = [
+        x if place.dim is None else Ragged(x, ragged.lengths[:, place.dim])
+        for x, place in zip(resized(held, shapes), places, strict=True)
+    ]
+    return jax.tree.structure(outs[0]).unflatten(leaves)
+
+
+def check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
+    if (batch := ragged.dense.plan.batch_shape) != (ragged.count,):
+        raise ValueError(
+            f"{ragged.call.where}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
+            f"so it would be Ragged, which has one batch axis, but the batch shape is {batch}; use "
+            "jax.vmap over the other axes"
+        )
+
+
+def _steps(ragged: RaggedCall, parts: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
+    """Return each part with a row for each of its items, which has no rows if it fills up.
+
+    All are one step, and so one program. With ``jit=True``, each is a step of its own, whose
+    program does not depend on the sizes of the others.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for group, part in zip(ragged.groups, parts, strict=True):
+        items = ragged.items_of(group)
+        items[len(group.items) :, 1::2] = 0
+        pairs.append((part, as_inputs(items)))
+    return [pairs] if ragged.compiled is None else [[pair] for pair in pairs]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _put(places: Sequence[_Place], held: Any, step: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Put results at their places; what fills a group up is dropped."""
+    held = [None] * len(places) if held is None else held
+    for parts, items in step:
+        pairs = zip(places, held, parts, strict=True)
+        held = [_put_one(place, x, part, items) for place, x, part in pairs]
+    return held
+
+
+def _put_one(place: _Place, held: Any, part: Any, items: Any) -> Any:
+    if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        data = None if held is None else jax.random.key_data(held)
+        data = _put_one(place, data, jax.random.key_data(part), items)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(part))
+    axis, dim, size = place
+    column, width = 0, 1
+    if dim is not None:
+        column, width = 2 + 2 * dim, part.shape[1]
+        part = jnp.reshape(part, (-1, *part.shape[2:]))
+    start, length = items[:, column, None], items[:, column + 1, None]
+    rows = jnp.arange(width, dtype=items.dtype)[None]
+    index = jnp.ravel(jnp.where(rows < length, start + rows, jnp.full_like(start, size)))
+    if held is None:
+        held = jnp.zeros((*part.shape[:axis], size, *part.shape[axis + 1 :]), part.dtype)
+    return held.at[(slice(None),) * axis + (index,)].set(part, mode="drop")
+
+
+# What is the same for all lengths.
+
+
+def check_declared_outputs(ragged: RaggedCall) -> None:
+    """Refuse outputs whose declaration has a ragged dimension where none can be."""
+    call, dims = ragged.call, ragged.dims
+    for rank in entries(call.kernel.declaration.outputs):
+        for place, dim in enumerate((rank.dims or ()) if isinstance(rank, Rank) else ()):
+            name = next((name for name in (dim.name, *dim.names) if name in dims), None)
+            if name is None or (place == 0 and dim.name == name and ragged.options.reduce is None):
+                continue
+            reduced = "with reduce=, " if place == 0 and dim.name == name else ""
+            raise TypeError(
+                f"{call.where}: {reduced}an output of rank {rank} has the ragged dimension "
+                f"{name!r}, but only the first core dimension of an output that is not reduced may "
+                "be ragged; reduce that axis in the kernel, or return its rows in front"
+            )
+
+
+def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> None:
+    """Refuse outputs that depend on the padded length, where their shapes do not show it."""
+    first, last = bounds[0], bounds[-1]
+    if len(bounds) == 1:
+        (group,) = ragged.groups
+        last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
+    options = dataclasses.replace(ragged.options, batch_shape=None)
+    pair = [dataclasses.replace(each, lengths={}) for each in (first, last)]
+    items = [each.trace(each.plan(options, None)) for each in pair]
+    avals = [item.closed.out_avals for item in items]
+    named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
+    for (path, dim), one, other in zip(named, *avals, strict=True):
+        if one.shape != other.shape and dim is None:
+            raise _depends_on_length(ragged, path, one.shape)
+
+
+def _depends_on_length(ragged: RaggedCall, path: str, shape: tuple[int, ...]) -> ValueError:
+    name = ragged.dims[0]
+    return ValueError(
+        f"{ragged.call.where}: {path} has the shape {shape} for one item, which depends on how "
+        f"many rows the item is filled up to; declare the output, as in -> "
+        f'Float[Array, "{name} 3"], if it has a row for each row, or reduce that axis in the kernel'
+    )
+
+
+# Reductions over the ragged items.
+
+
+def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
+    """Merge the states of the groups, as those of devices are merged."""
+    plan = ragged.dense.plan
+    row = tuple(plan.batch_shape[axis] for axis in plan.reduced)
+    total = math.prod(row)
+    # The number of items decides the type of indices, and must not be part of the program.
+    of_run = total if ragged.compiled is None else max(total, 2**31 - 1)
+    of_run = max(of_run, reductions.of_run or 0)
+    bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
+    _check_same_outputs(ragged, bounds)
+    reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
+    options = dataclasses.replace(ragged.options, batch_shape=None)
+    item = bounds[0].trace(bounds[0].plan(options, None), reductions.for_runs(total))
+    runs = RunStates(reductions, item.outputs, ())
+    batch = len(plan.batch_shape) - len(plan.reduced)
+    states, kept = list[list[Any]](), list[list[Any]]()
+    for bound in bounds:
+        values = reductions.structure.flatten_up_to(ragged.evaluate(bound))
+        pairs = list(zip(reductions.entries, values, strict=True))
+        states.append([() if entry.is_kept else value for entry, value in pairs])
+        kept.append([value if entry.is_kept else () for entry, value in pairs])
+    held = None
+    for step in _steps(ragged, states):
+        held = _merged(runs, batch, held, step, np.int64(ragged.count))
+    results = held or ()
+    if reductions.of_run is None:
+        results = dataclasses.replace(runs, sizes=row).finish(results, batch)
+    return runs.assemble(results, _kept_in_order(ragged, reductions, kept))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _merged(
+    runs: RunStates, batch: int, held: Any, step: Sequence[tuple[Any, Any]], count: Any
+) -> Any:
+    """Merge the states of groups with those before; their items get the numbers they had."""
+    for states, items in step:
+
+        def place(index: jax.Array, numbers: Any = items[:, 0]) -> jax.Array:
+            size = numbers.shape[0]
+            own = numbers.at[index % size].get(mode="clip").astype(index.dtype)
+            return index // size * count.astype(index.dtype) + own
+
+        states = runs.placed(states, place)
+        if held is None:
+            held = states
+            continue
+        both = jax.tree.map(lambda *pair: jnp.stack(pair), held, states)
+        # Some merge tuples to lists.
+        leaves = jax.tree.leaves(runs.merge(both, batch))
+        held = jax.tree.unflatten(jax.tree.structure(states), leaves)
+    return held
+
+
+# What `plan` prints.
+
+
+def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPlan:
+    """Return what `call_ragged` would do."""
+    ragged = RaggedCall.of(call, compiled)
+    parts = [
+        plan_of(bound, bound.kernel.options())
+        for bound in (ragged.bound(group) for group in ragged.groups)
+    ]
+    groups = [(len(group.items), group.lengths) for group in ragged.groups]
+    notes: list[str] = []
+    for at, name in enumerate(ragged.dims):
+        lengths = ragged.lengths[:, at]
+        evaluated = sum(count * longest[at] for count, longest in groups)
+        padding = 1 - lengths.sum() / max(1, evaluated)
+        different = plural(len({longest[at] for _, longest in groups}), "length")
+        share = f"padding {100 * padding:.0f} %"
+        notes.append(f"ragged {name}: {span(lengths)} in {different}, {share}")
+    if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
+        notes.append(f"items of a length in buckets, {slots} in all")
+    return dataclasses.replace(
+        ragged.dense.plan,
+        levels=(),
+        untouched=call.untouched(),
+        ragged=tuple(notes),
+        parts=tuple((longest, part) for (_, longest), part in zip(groups, parts, strict=True)),
+    )
