@@ -23,7 +23,7 @@ import jax
 import allocator
 import stamp
 from rankax import auto_vmap
-from rankax.core.plan.levels import Tiles
+from rankax.core.plan.schedule import Tiles
 
 if __name__ == "__main__":  # before the kernels make arrays
     allocator.keep_memory()

@@ -28,18 +28,20 @@ __all__ = [
     "sliced_scan",
 ]
 
+import rankax.ext as _ext  # noqa: F401  # pyright: ignore  (extensions register themselves)
 import rankax.plans as plans
 import rankax.reductions as reductions
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax._front.auto_vmap import auto_vmap
 from rankax._front.chunked import chunked_reduce, chunked_vmap
+from rankax._front.options import options
 from rankax._static import Static
 from rankax.core.base.cache import caches, clear_caches
+from rankax.core.declare.mask import Mask
 from rankax.core.declare.ranks import ranks_like
 from rankax.core.declare.split_key import SplitKey
-from rankax.core.options import options
 from rankax.ext.jacobians import chunked_hessian, chunked_jacfwd, chunked_jacrev
-from rankax.ext.ragged.type import Mask, Ragged
+from rankax.ext.ragged.type import Ragged
 from rankax.ext.scan.checkpointed import checkpoint_chunked_scan
 from rankax.ext.scan.sliced import sliced_scan
 from rankax.ext.scan.while_loop import checkpoint_while_loop

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The types of results: of the methods of kernels, and of `rankax.load_tuning`."""
 
-from rankax.core.plan.batch import BatchPlan
-from rankax.core.plan.levels import Level
-from rankax.core.plan.shapes import LeafPlan
+from rankax.core.plan.schedule import LeafPlan, Level
 from rankax.ext.check.call import CheckReport, NonFinite
+from rankax.ext.explain.plan import BatchPlan
 from rankax.ext.memory.budget import MemoryFit
 from rankax.ext.tune.table import Candidate, Tuning, Tunings
 

@@ -2,7 +2,7 @@
 """The reductions that `auto_vmap` and `chunked_reduce` accept as ``reduce``, besides names."""
 
 from rankax.core.reduce.protocol import Reduction, Several
-from rankax.core.reduce.sums import (
+from rankax.ext.reductions.sums import (
     All,
     Fold,
     Gram,
@@ -13,8 +13,8 @@ from rankax.core.reduce.sums import (
     Prod,
     Sum,
 )
-from rankax.core.reduce.sums import AnyOf as Any
-from rankax.core.reduce.winners import ArgMax, ArgMin, Best, BottomK, Max, Min, TopK, TopKResult
+from rankax.ext.reductions.sums import AnyOf as Any
+from rankax.ext.reductions.winners import ArgMax, ArgMin, Best, BottomK, Max, Min, TopK, TopKResult
 
 __all__ = [
     "All",

@@ -251,8 +251,8 @@ def test_it_belongs_to_a_kernel():
         rankax.options(batch_shape=3)
     assert str(caught.value) == (
         "rankax.options: batch_shape belongs to a kernel; use kernel.with_options(batch_shape=...) "
-        "(a scope can set chunk_size, memory_limit, checkpoint, progress, devices, lockstep, "
-        "cpu_math and xla_cpu)"
+        "(a scope can set chunk_size, checkpoint, cpu_math, devices, progress, lockstep, "
+        "memory_limit and xla_cpu)"
     )
 
 

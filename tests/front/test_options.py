@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Options at the call: `with_options` and the scope of `options`."""
 
-import dataclasses
 import functools
 import pickle
 import re
@@ -15,7 +14,6 @@ import pytest
 
 import rankax
 from rankax import auto_vmap
-from rankax.core.loop.spec import LoopSpec
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
@@ -162,9 +160,9 @@ def test_pickles_never_lose_options():
             lambda: norm.with_options(chunksize=2),
             TypeError,
             "norm.with_options: no option is called 'chunksize'; did you mean chunk_size? "
-            "(options: chunk_size, memory_limit, reduce, reduce_axis, where, batch_shape, "
-            "checkpoint, jit, compiler_options, progress, devices, lockstep, bucket, batched, "
-            "cpu_math and xla_cpu)",
+            "(options: chunk_size, reduce, reduce_axis, where, batch_shape, checkpoint, "
+            "compiler_options, batched, bucket, cpu_math, devices, progress, jit, lockstep, "
+            "memory_limit and xla_cpu)",
         ),
         (
             lambda: norm.with_options(chunk_size=0),
@@ -198,7 +196,7 @@ def test_pickles_never_lose_options():
             lambda: rankax.options(jit=True),
             TypeError,
             "rankax.options: jit belongs to a kernel; use kernel.with_options(jit=...) (a scope "
-            "can set chunk_size, memory_limit, checkpoint, progress, devices, lockstep, cpu_math "
+            "can set chunk_size, checkpoint, cpu_math, devices, progress, lockstep, memory_limit "
             "and xla_cpu)",
         ),
     ],
@@ -211,15 +209,7 @@ def test_wrong_options_are_refused_at_once(give, error, text):
 # A new option of loops.
 
 
-def test_an_option_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
-    @dataclasses.dataclass(frozen=True)
-    class Spec(LoopSpec):
-        devices: int | None = None  # stands for the new option
-
-        def __post_init__(self):
-            received.append(self.devices)
-
-    received = []
+def test_memory_is_measured_anew_for_other_options(monkeypatch):
     measured = []
     fit_chunk = rankax.ext.memory.limit.fit_chunk
 
@@ -227,16 +217,7 @@ def test_an_option_of_a_loop_reaches_it_and_is_measured_anew(monkeypatch):
         measured.append(args)
         return fit_chunk(*args)
 
-    monkeypatch.setattr("rankax.core.call.nest.LoopSpec", Spec)
-    names = rankax.core.call.nest._LOOP_OPTIONS
-    monkeypatch.setattr("rankax.core.call.nest._LOOP_OPTIONS", names | {"devices"})
     monkeypatch.setattr("rankax.ext.memory.limit.fit_chunk", recorded)
-    kernel = auto_vmap(1, chunk_size=2)(lambda v: jnp.sin(v @ v))  # no other test has called it
-    kernel(X)
-    assert set(received) == {None}
-    received.clear()
-    kernel.with_options(devices=1)(X)
-    assert set(received) == {1}
     limited = norm.with_options(memory_limit=10**6, chunk_size=3)
     for devices in (None, 1, None):
         limited.with_options(devices=devices).plan(X)

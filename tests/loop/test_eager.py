@@ -20,7 +20,7 @@ from rankax import auto_vmap, chunked_vmap
 from rankax.core.base.cache import Kept
 from rankax.core.loop import reuse as eager
 from rankax.core.loop.rules import Rules
-from rankax.core.plan.levels import Tiles
+from rankax.core.plan.schedule import Tiles
 from rankax.ext.xla_cpu.rules import XlaCpu
 
 X = jnp.asarray(np.arange(30.0).reshape(10, 3) / 30)

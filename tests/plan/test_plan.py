@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 from rankax import auto_vmap
-from rankax.core.plan.levels import plan_levels
+from rankax.core.plan.schedule import plan_levels
 
 
 def energy(x, m):

@@ -16,7 +16,7 @@ from jax import lax
 import rankax.stream
 from helpers import at_each_run
 from rankax import auto_vmap
-from rankax.core.trace.fingerprint import checksum
+from rankax.ext.blocks.checksum import checksum
 from rankax.reductions import Fold, Several, Sum
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")

@@ -348,7 +348,7 @@ def test_a_slice_has_ragged_items_of_all_lengths():
     lengths = np.sort(np.arange(400) % 5)
     rows = np.arange(lengths.sum(), dtype=np.float32)
     kernel = auto_vmap(x="n", s=0, mask=Mask("n"))(lambda x, s, mask: jnp.sum(x, where=mask) * s)
-    call = bind(kernel.spec, (Ragged(rows, lengths), np.arange(400)), {}, takes_ragged=True)
+    call = bind(kernel.spec, (Ragged(rows, lengths), np.arange(400)), {}, takes_nodes=True)
     workload = RaggedWorkload(call, None, False, "tune")
     values, shell = workload.part((20,))
     x, s = shell.treedef.unflatten(values)

@@ -16,10 +16,10 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 
+from rankax._front.kernel import ClassMethod, Kernel
 from rankax.core.base.cache import Members
 from rankax.core.base.messages import function_name
-from rankax.core.call.arguments import KernelSpec
-from rankax.core.call.kernel import ClassMethod, Kernel
+from rankax.core.call.bind import KernelSpec
 from rankax.core.declare.ranks import declare
 from rankax.core.declare.split_key import SplitKey
 from rankax.core.options import DEFAULTS, checked_options

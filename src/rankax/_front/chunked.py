@@ -28,9 +28,10 @@ from rankax.core.base.messages import (
 from rankax.core.base.trees import leaves_with_names, spread_prefix
 from rankax.core.call.bound import Bound, sizes_of
 from rankax.core.call.run import run
-from rankax.core.options import Options, check_batched, in_scope, options_of
-from rankax.core.plan.levels import WHOLE_CHUNKS, Tiles
-from rankax.core.plan.nesting import Nesting, plan_axis
+from rankax.core.hooks import Form, form_of
+from rankax.core.options import OPTIONS, Options, check_together, options_of, scope
+from rankax.core.plan.nesting import Nesting, loops_of
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Schedule, Shape, Tiles, plan_levels
 from rankax.core.reduce.run import read_reductions
 from rankax.core.trace.programs import checked_output_axes, is_axis
 from rankax.ext.ragged.type import Ragged
@@ -181,7 +182,7 @@ def chunked_vmap(
         batched=batched,
         **_given(cpu_math=cpu_math),
     )
-    axes = AxisMap(fun, where, in_axes, axis_size, out_axes, axis_name, batched)
+    axes = AxisMap(fun, where, in_axes, axis_size, out_axes, axis_name)
     return mapped(axes, options, _given(cpu_math=cpu_math))
 
 
@@ -314,8 +315,8 @@ def chunked_reduce(
         batched=batched,
         **_given(cpu_math=cpu_math),
     )
-    options = dataclasses.replace(options, reduce=read_reductions(reduce, caller))
-    axes = AxisMap(fun, caller, in_axes, axis_size, batched=batched)
+    options = options.replace(reduce=read_reductions(reduce, caller))
+    axes = AxisMap(fun, caller, in_axes, axis_size)
     return mapped(axes, options, _given(cpu_math=cpu_math))
 
 
@@ -326,13 +327,27 @@ def _given(**options: Any) -> dict[str, Any]:
 
 def mapped(axes: AxisMap, options: Options, given: Collection[str] = ()) -> Callable[..., Any]:
     """Return a function as it is mapped; a scope does not decide the options in ``given``."""
-    check_batched(options, axes.where)
+    check_together(options, axes.where)
+    axes.form = form_of(options)
 
     @functools.wraps(axes.fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return run(axes.bind(args, kwargs), in_scope(options, given))
 
     return mapped
+
+
+def in_scope(options: Options, given: Collection[str] = ()) -> Options:
+    """Return the options of a call of a function that takes its own as parameters.
+
+    A scope decides how a compiler is treated, unless that is ``given``.
+    """
+    changes = {
+        name: value
+        for name, value in (scope.get() or {}).items()
+        if OPTIONS[name].for_all and name not in given
+    }
+    return options.replace(**changes) if changes else options
 
 
 # Binding.
@@ -407,7 +422,7 @@ class AxisMap:
     axis_size: int | None = None
     out_axes: Any = 0
     axis_name: Hashable | None = None
-    batched: bool = False  # whether the function takes a batch itself
+    form: Form | None = None  # how the function is called, if it does not take one item
 
     def __post_init__(self) -> None:
         """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
@@ -465,7 +480,7 @@ class AxisMap:
         call = self.fun, function_name(self.fun), where, leaves, [name for name, _ in named]
         own = args, kwargs, in_axes, places, length
         out, name = self.out_axes, self.axis_name
-        return BoundAxes(*call, *own, batched=self.batched, out_axes=out, axis_name=name)
+        return BoundAxes(*call, *own, form=self.form, out_axes=out, axis_name=name)
 
 
 def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) -> None:
@@ -478,3 +493,34 @@ def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) 
                 f"{where}: {path} is Ragged, and its rows are not items of a batch; use "
                 'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
             )
+
+
+@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
+def plan_axis(
+    name: str,
+    length: int,
+    arrays: tuple[tuple[int, Shape, int], ...],
+    chunk_size: int | None,
+    tiles: Tiles = WHOLE_CHUNKS,
+    reduce: str = "",
+) -> Nesting:
+    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
+
+    Parameters
+    ----------
+    arrays : tuple of (position, shape, axis)
+        Each array that is mapped.
+    chunk_size, tiles, reduce
+        As in `plan_nesting`; the one axis is the reduced one.
+    """
+    shape, axes = (length,), (0,) if reduce else ()
+    levels = plan_levels((shape,) * len(arrays), shape, chunk_size, frozenset(axes), tiles)
+    return Nesting(
+        Schedule(name, shape, (), levels, reduced=axes, reduce=reduce),
+        {},
+        tuple(position for position, *_ in arrays),
+        tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
+        tuple((axis,) for *_, axis in arrays),
+        (tuple(axis for *_, axis in arrays),),
+        loops_of(levels, chunk_size),
+    )

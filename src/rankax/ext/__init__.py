@@ -1,2 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""What surrounds the core, a folder or a file each."""
+# pyright: reportUnusedImport=false
+"""What surrounds the core, a folder or a file each. A line less here, and it is not there."""
+
+import rankax.ext.annotations
+import rankax.ext.batched
+import rankax.ext.blocks.arrays
+import rankax.ext.bucket
+import rankax.ext.cpu_math
+import rankax.ext.devices.call
+import rankax.ext.jit
+import rankax.ext.lanes.walker
+import rankax.ext.memory.choose
+import rankax.ext.progress
+import rankax.ext.ragged.type
+import rankax.ext.reductions
+import rankax.ext.xla_cpu.rules

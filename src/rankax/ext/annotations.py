@@ -18,20 +18,25 @@ import jax
 import jaxtyping
 import numpy as np
 
-from rankax.core.base.messages import listed, unwrapped
-from rankax.core.base.trees import ByKey, Items, entries
-from rankax.core.declare.dims import Rank, UnreadableError, parse_dims
-from rankax.core.declare.split_key import SplitKey, key_rank, marked
-from rankax.ext.ragged.type import mask_in, mask_rank
+from rankax.core.protocol import (
+    READERS,
+    ByKey,
+    Items,
+    Mask,
+    Rank,
+    SplitKey,
+    Unpacked,
+    UnreadableError,
+    entries,
+    key_rank,
+    listed,
+    marked,
+    mask_rank,
+    parse_dims,
+    unwrapped,
+)
 
 Names = dict[str, Any]  # what the names in an annotation mean
-
-
-@dataclasses.dataclass(frozen=True)
-class Unpacked:
-    """The rank tree of ``*args`` or ``**kwargs`` as a whole: ``**kwargs: Unpack[Options]``."""
-
-    tree: Any
 
 
 def annotated_ranks(
@@ -439,3 +444,13 @@ def _resolved(hint: Any, names: Names) -> Any:
         else:
             break
     return hint
+
+
+def mask_in(hint: Any) -> Mask | None:
+    """Return the `Mask` in ``Annotated[..., Mask("n")]``."""
+    if typing.get_origin(hint) is not typing.Annotated:
+        return None
+    return next((entry for entry in hint.__metadata__ if isinstance(entry, Mask)), None)
+
+
+READERS.append((annotated_ranks, silent_parameters))

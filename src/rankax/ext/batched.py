@@ -17,6 +17,7 @@ and devices know nothing of such functions.
 * A derivative is that of the program for the items at hand, because the maps of a nest come first.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +26,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.messages import function_location, listed, plural, table
-from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.trace.derivatives import has_refs, of_some, primitive_of_program
-from rankax.core.trace.fingerprint import opened
-from rankax.core.trace.programs import evaluate, with_shape
+from rankax.core.protocol import (
+    AUTO,
+    FORMS,
+    Bound,
+    Form,
+    ItemProgram,
+    Options,
+    Placement,
+    Traced,
+    bool_option,
+    check_outputs,
+    evaluate,
+    fit,
+    function_location,
+    has_refs,
+    is_empty,
+    leaves_with_names,
+    listed,
+    of_some,
+    opened,
+    plural,
+    primitive_of_program,
+    register,
+    table,
+    traced,
+    with_shape,
+)
 
 
 class _TracedFor(NamedTuple):
@@ -235,3 +258,54 @@ def _mapped(
 
 
 _batch = primitive_of_program("rankax_batch", _program_of, _mapped, _types_of_outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched(Form):
+    """A kernel that takes a batch itself (`core/hooks.py`, `Form`)."""
+
+    lengths: tuple[int, ...] = ()  # of the chunks that it is called with, in ascending order
+
+    in_front = ("With batched=True, it gets them with one axis in front, for the items.",)
+    takes_chunks = True
+
+    def evaluate(self, bound: Bound, leaves: Sequence[Any], plan: Any) -> Any:
+        """Evaluate the kernel for one item."""
+        ranked = bound.ranked
+
+        def on_arrays(arrays: list[Any]) -> Any:
+            own = dict(zip(ranked, arrays, strict=True))
+            return bound.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
+
+        return call_for_item(bound.fun, on_arrays, [leaves[i] for i in ranked], self.lengths)
+
+    def prepared(self, bound: Bound, options: Options, place: Placement) -> Bound:
+        """Return a call whose kernel knows the lengths of its chunks."""
+        check_batched(options.replace(batched=True), bound.where)  # a scope may ask for it
+        whole = bound.plan(options, None)
+        is_chosen = getattr(options, "memory_limit", None) is not None
+        if (is_chosen or options.chunk_size == AUTO) and not is_empty(whole):
+            options = fit(traced(bound, options, place)).options
+        runs = [bound.part(whole, shape) for shape in place.layout(whole, None).shapes()]
+        lengths = sorted({run.plan(options).plan.in_flight for run in runs})
+        return dataclasses.replace(bound, form=Batched(tuple(lengths)))
+
+    def of_lengths(self, call: Traced, *lengths: int) -> ItemProgram:
+        """Return the item for chunks of these lengths."""
+        bound = dataclasses.replace(call.bound, form=Batched(lengths))
+        return traced(bound, call.options, call.place).item
+
+
+def check_batched(options: Options, site: str) -> None:
+    """Refuse items that end by themselves inside a function that takes a batch itself."""
+    if options.batched and not getattr(options, "lockstep", True):
+        raise TypeError(
+            f"{site}: lockstep=False lets each item end by itself, but with batched=True the "
+            "function takes a whole chunk; leave out one of them"
+        )
+
+
+_BATCHED = Batched()
+
+FORMS.add("batched", lambda: _BATCHED)
+register(bool_option("batched", False), together=check_batched)

@@ -31,16 +31,22 @@ from jax import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rankax.core.base.cache import Kept
-from rankax.core.call.bind import BoundKernel
-from rankax.core.loop.spec import index_without_fill
-from rankax.core.options import Options
-from rankax.core.plan.levels import Shape
-from rankax.core.plan.shapes import bucket_of
-from rankax.core.reduce.protocol import FILL, Keep, Reduction
-from rankax.core.reduce.winners import FirstK
-from rankax.ext.devices.mesh import is_spread
-from rankax.ext.memory.limit import shape_of
+from rankax.core.protocol import (
+    FILL,
+    BoundKernel,
+    Keep,
+    Kept,
+    Option,
+    Options,
+    Reduction,
+    Shape,
+    index_without_fill,
+    is_spread,
+    register,
+    shape_of,
+)
+from rankax.ext.padding import bucket_of, checked_bucket
+from rankax.ext.reductions.winners import FirstK
 
 
 class Filling(NamedTuple):
@@ -128,7 +134,7 @@ def marked(call: BoundKernel, options: Options) -> Options:
     """Return options whose reductions do not count the copies."""
     if options.reduce is None or not call.lengths:
         return options
-    return dataclasses.replace(options, reduce=options.reduce.of_items(FILL))
+    return options.replace(reduce=options.reduce.of_items(FILL))
 
 
 def with_places(out: Any, call: BoundKernel, options: Options) -> Any:
@@ -288,3 +294,17 @@ def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params:
 ad.deflinear2(_resize, _transposed)  # which drops the cotangents of copies
 batching.primitive_batchers[_resize] = _mapped
 mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))
+
+
+register(
+    Option(
+        "bucket",
+        False,
+        checked_bucket,
+        needs=(
+            "jit",
+            "bucket={} is for programs that jit=True compiles, so it needs jit=True; if you call "
+            "jax.jit yourself, pad the arrays first",
+        ),
+    )
+)

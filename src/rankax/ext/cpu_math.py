@@ -35,11 +35,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rankax.core.base.messages import listed, plural
-from rankax.core.trace.derivatives import call_with_derivative_of, of_some
-from rankax.core.trace.programs import (
+from rankax.core.protocol import (
+    CHOOSERS,
+    NOTES,
+    PASSES,
+    TRACED,
     Literal,
+    Options,
+    bool_option,
+    call_with_derivative_of,
     evaluate,
+    is_empty,
+    listed,
+    of_some,
+    plural,
+    register,
     with_equations,
     with_shape,
     with_subprograms,
@@ -301,3 +311,44 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sin": jax.jit(lambda x: _sine(x, 0)),
     "tan": jax.jit(_tangent),
 }
+
+
+class CpuMath:
+    """The pass that replaces functions."""
+
+    def both(self, jaxpr: Any) -> Any:
+        return with_cpu_math(jaxpr)
+
+    def differs_back(self, jaxpr: Any) -> bool:  # noqa: ARG002
+        return False
+
+    def back(self, jaxpr: Any, where: str) -> None:
+        """Return None: derivatives are those of the program that is evaluated."""
+
+
+_PASS = CpuMath()
+
+
+def _pass_of(options: Options) -> CpuMath | None:
+    return _PASS if options.cpu_math and HOLDS and options.on_cpu else None
+
+
+def _notes(options: Options, jaxpr: Any, plan: Any) -> list[str]:  # noqa: ARG001
+    return list(hints_of_cpu_math(jaxpr)) if options.on_cpu and not options.cpu_math else []
+
+
+def _is_traced(bound: Any, options: Options, plan: Any) -> bool:
+    # A collective needs the whole axis.
+    return not is_empty(plan) and _pass_of(options) is not None and bound.axis_name is None
+
+
+def _choose(call: Any, part: Any, fitted: Any) -> Any:  # noqa: ARG001
+    """Walk the program of an item, which is where functions are replaced."""
+    return fitted._replace(is_walked=True) if _pass_of(call.options) else None
+
+
+PASSES.add("cpu_math", _pass_of)
+NOTES.append(_notes)
+TRACED.add("cpu_math", _is_traced)
+CHOOSERS.add("cpu_math", _choose)
+register(bool_option("cpu_math", False, scoped=True, for_all=True))

@@ -20,16 +20,27 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from rankax._front.chunked import AxisMap, chunked_reduce, mapped
-from rankax.core.base.arrays import counted, has_tangent, index_dtype
-from rankax.core.base.messages import argument_names, function_name, listed, noted_errors, plural
-from rankax.core.base.trees import leaves_with_names, type_name
-from rankax.core.options import Options, options_of
-from rankax.core.reduce.protocol import EachLeaf, Reduction
-from rankax.core.reduce.run import read_reductions
-from rankax.core.reduce.states import fill
-from rankax.core.reduce.sums import Gram, WeightedGram
-from rankax.core.trace.programs import evaluate_wide
-from rankax.ext.memory.limit import shape_of
+from rankax.core.protocol import (
+    Options,
+    Reduction,
+    argument_names,
+    counted,
+    fill,
+    function_name,
+    has_tangent,
+    index_dtype,
+    leaves_with_names,
+    listed,
+    noted_errors,
+    options_of,
+    plural,
+    read_reductions,
+    shape_of,
+    type_name,
+)
+from rankax.ext.reductions.each import EachLeaf
+from rankax.ext.reductions.sums import Gram, WeightedGram
+from rankax.ext.wide import evaluate_wide
 
 Leaves = list[Any]
 _OPTIONS = "chunk_size", "memory_limit", "progress", "devices"
@@ -128,7 +139,7 @@ class _Jacobian:
         numbers = counted(count, index_dtype(count))
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
         reductions = None if reduce is None else read_reductions(reduce, self.where)
-        options = dataclasses.replace(self.options, reduce=reductions)
+        options = self.options.replace(reduce=reductions)
         return mapped(AxisMap(named, self.where, out_axes=axis), options)(numbers)
 
     def whole(self, like: Any) -> Any:

@@ -18,15 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
-from rankax.core.base.arrays import is_staged
-from rankax.core.base.cache import KeptDict
-from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.arguments import KernelSpec, is_array, is_number
-from rankax.core.call.bind import BoundKernel, Shell, bind
-from rankax.core.call.run import cut_axes, parts_of, run
-from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options
-from rankax.core.plan.levels import Shape
+from rankax.core.protocol import (
+    HERE,
+    PLACE,
+    BoundKernel,
+    KernelSpec,
+    Options,
+    Placement,
+    Shape,
+    Shell,
+    bind,
+    bool_option,
+    caches,
+    check_outputs,
+    is_array,
+    is_number,
+    is_staged,
+    leaves_with_names,
+    place_of,
+    register,
+    run,
+)
 from rankax.ext.bucket import (
     Filling,
     as_inputs,
@@ -37,12 +49,18 @@ from rankax.ext.bucket import (
     weakened,
     with_places,
 )
-from rankax.ext.devices.mesh import Parts
-from rankax.ext.devices.place import committed_elsewhere, put
 from rankax.ext.progress.bars import wait_for_reports
 from rankax.ext.ragged.results import call_ragged
 
 _MOST_KEPT = 4096  # programs, as many as `jax.jit` keeps
+
+
+class KeptDict(dict[Any, Any]):
+    """A dict that is listed among the caches: `Kept` looks a key up twice."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        caches.add(self, what)
 
 
 class _Frame(NamedTuple):
@@ -51,7 +69,7 @@ class _Frame(NamedTuple):
     shell: Shell
     static: tuple[_Fixed | None, ...]  # of each value; None if traced
     options: Options
-    parts: tuple[Parts, ...]  # how the batch is sharded, which tracers do not show
+    place: Placement  # where it is evaluated, which tracers do not show
     filled: tuple[int, ...]  # the padded batch axes; their true lengths come last
     cut: Shape | None  # the batch shape with them
     weak: tuple[int, ...]  # the leaves of a weak type
@@ -94,9 +112,9 @@ class JitSpec(KernelSpec):
 
     def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         jitted, shown = self._jitted(frame, arrays), frame.options.progress
-        if shown is False and not frame.parts:  # to enter both contexts takes two microseconds
+        if shown is False and not frame.place:  # to enter both contexts takes two microseconds
             return jitted(*arrays)
-        with wait_for_reports(shown, self.name), committed_elsewhere(f"{self.name}()", frame.parts):
+        with wait_for_reports(shown, self.name), frame.place.around(f"{self.name}()"):
             return jitted(*arrays)
 
     def _jitted(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
@@ -126,8 +144,8 @@ class JitSpec(KernelSpec):
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lower the call with these arguments: ``jax.jit(f).lower(...)``."""
-        call = bind(self, args, kwargs, shapes_only=True, takes_ragged=True)
-        is_alone = not call.structure.ragged  # otherwise it is one program of these lengths
+        call = bind(self, args, kwargs, shapes_only=True, takes_nodes=True)
+        is_alone = not call.structure.nodes  # otherwise it is one program of these lengths
         frame, arrays, _ = self._split(call, shapes_only=True, is_alone=is_alone)
         return self._jitted(frame, arrays).lower(*arrays)
 
@@ -141,11 +159,10 @@ class JitSpec(KernelSpec):
         if filling is not None:
             weak = tuple(i for i in filling.shapes if getattr(call.leaves[i], "weak_type", False))
             call = filled(call, filling)
-        parts = () if call.structure.ragged else parts_of(call, options)
+        place = HERE if call.structure.nodes else place_of(call, options)
         (values, shell), ranks = call.split(), call.structure.ranks
-        if parts:
-            axes = cut_axes(call, options, parts)
-            values = [put(x, axes.get(i), parts[0]) for i, x in enumerate(values)]
+        if place:
+            values = place.put(values, call, options)
         inputs = [
             leaf
             if i < len(ranks) and ranks[i] is not None
@@ -156,7 +173,7 @@ class JitSpec(KernelSpec):
         arrays = [x for x in inputs if not isinstance(x, _Fixed)]
         if call.lengths:
             arrays += as_inputs([np.asarray(n, PLACE.dtype) for n in call.lengths.values()])
-        of_batch = options, parts, tuple(call.lengths), call.cut, weak
+        of_batch = options, place, tuple(call.lengths), call.cut, weak
         return _Frame(shell, static, *of_batch), arrays, filling
 
     def _as_input(self, value: Any, call: BoundKernel, place: int, shapes_only: bool) -> Any:
@@ -192,11 +209,11 @@ class JitSpec(KernelSpec):
         for i in frame.weak:
             values[i] = weakened(values[i])
         call = frame.shell.call(self, values)
-        if call.structure.ragged:
+        if call.structure.nodes:
             return call_ragged(call)
         lengths = dict(zip(frame.filled, traced, strict=True))
         call = dataclasses.replace(call, cut=frame.cut, lengths=lengths)
-        out = run(call, marked(call, frame.options), frame.parts)
+        out = run(call, marked(call, frame.options), frame.place)
         are_states = frame.options.reduce is not None and frame.options.reduce.of_run is not None
         return with_places(out, call, frame.options) if lengths and not are_states else out
 
@@ -212,3 +229,6 @@ def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
         return kernel._compiled(frame, arrays)
 
     return call
+
+
+register(bool_option("jit", False))

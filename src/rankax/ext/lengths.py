@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rankax.core.plan.shapes import bucket_of
+from rankax.ext.padding import bucket_of
 
 Array = np.ndarray[Any, Any]
 

@@ -26,13 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import rankax
-from rankax.core.base.messages import listed, plural
-from rankax.core.call.bind import flatten, is_ragged
-from rankax.core.call.kernel import Kernel
-from rankax.core.plan.levels import Shape
-from rankax.core.trace.fingerprint import checksum
+from rankax._front.kernel import Kernel
+from rankax.core.protocol import Shape, flatten, is_node, listed, plural
 from rankax.ext.blocks.backend import small_blocks
 from rankax.ext.blocks.call import call_on_blocks
+from rankax.ext.blocks.checksum import checksum
 from rankax.ext.blocks.on_streamed import STATES, Stage, Streamed
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
@@ -308,7 +306,7 @@ def prepared(
     for i in call.ranked:
         leaves[i] = streamed(leaves[i], paths[i], where)
     ragged = None
-    if call.structure.ragged:
+    if call.structure.nodes:
         ragged = RaggedCall.of(dataclasses.replace(call, leaves=leaves), None)
         call = filled_up(ragged, where)
         leaves = call.leaves
@@ -318,14 +316,14 @@ def prepared(
     options = kernel.options()
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
-    on_blocks = dataclasses.replace(options, **bounded)
+    on_blocks = options.replace(**bounded)
     tree = call_on_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
     if ragged is not None:
         tree = with_rows(ragged, tree)
     _name(tree, name, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
-    recorded = {**vars(options), "chunk_size": options.most}
+    recorded = {**options.values(), "chunk_size": options.most}
     record: dict[str, Any] = {
         "kernel": kernel.name,
         "program": [text for stage in stages for text in _programs(stage)],
@@ -359,7 +357,7 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
 
 def _name(tree: Any, name: str, where: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
-    named = jax.tree_util.tree_flatten_with_path(tree, is_ragged)
+    named = jax.tree_util.tree_flatten_with_path(tree, is_node)
     for path, leaf in named[0]:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         leaf = leaf.values if isinstance(leaf, Ragged) else leaf

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.call.bind import BoundKernel, rebind
+from rankax.core.protocol import BoundKernel, rebind
 from rankax.ext.blocks.on_streamed import Stage, Streamed
 from rankax.ext.blocks.programs import OnBlocks
 from rankax.ext.ragged.call import RaggedCall, dense_shell

@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 from filelock import Timeout
 
-from rankax.core.base.messages import check_bool, first_of
+from rankax.core.protocol import check_bool, first_of
 from rankax.ext.blocks.on_streamed import Stage
 from rankax.ext.blocks.programs import unpacked
 from rankax.ext.check.call import nonfinite

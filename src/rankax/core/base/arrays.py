@@ -113,3 +113,16 @@ def check_no_ref(value: Any, site: str, name: str) -> None:
 def has_tangent(value: Any) -> bool:
     """Whether numbers of the type of an array, or of a Python scalar, have derivatives."""
     return jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.inexact)
+
+
+def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
+    if not hasattr(value, "dtype"):
+        value = jax.eval_shape(lambda: jnp.asarray(value))
+    dtype = value.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak_type = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        tuple(value.shape) if shape is None else shape, dtype, weak_type=bool(weak_type)
+    )

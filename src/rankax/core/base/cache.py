@@ -10,11 +10,23 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
+
+_WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def switch(name: str, *, default: bool) -> bool:
+    """Return what an environment variable says."""
+    word = os.environ.get(name, str(default)).strip().lower()
+    if word not in _WORDS:
+        raise ValueError(f"{name} must be 0 or 1, got {os.environ[name]!r}")
+    return _WORDS[word]
+
 
 V = TypeVar("V")
 
@@ -87,14 +99,6 @@ class Kept(Generic[V]):
             if len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
-
-
-class KeptDict(dict[Any, Any]):
-    """A dict that is listed among the caches: `Kept` looks a key up twice."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        caches.add(self, what)
 
 
 class Members(Generic[V]):

@@ -1,20 +1,72 @@
 # SPDX-License-Identifier: MIT
-"""Where a call runs, as far as that is known when it is traced.
+"""Where a call runs: on which platform, and on which mesh of devices its arrays are.
 
 A process with a GPU also computes on its CPU, and a program may be compiled for a machine that is
 elsewhere. So what depends on the platform asks where the call runs, not for the default of the
-process.
+process. A mesh with explicit axes is part of the types of arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 from jax import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rankax.core.base.arrays import is_staged
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Return the sharding of an array; of a tracer, the one in its type."""
+    if isinstance(leaf, core.Tracer):
+        return getattr(jax.typeof(leaf), "sharding", None)
+    return getattr(leaf, "sharding", None)
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
+
+
+def mesh_of(leaves: Sequence[Any]) -> Any:
+    """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
+    shardings = [sharding_of(leaf) for leaf in leaves]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
+
+    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
+    """
+    mesh = mesh_of(leaves) if jax.sharding.get_abstract_mesh().empty else None
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    if is_staged():
+        return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    try:
+        return jax.set_mesh(mesh)
+    except (TypeError, ValueError):
+        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
+        return nullcontext()
+
+
+def on_every_device(leaf: Any) -> Any:
+    """Return an array that the types of an explicit mesh shard as one that they do not."""
+    sharding = sharding_of(leaf)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 class Target(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bind a call of a decorated kernel: its arguments become leaves, with ranks and paths.
+"""A decorated kernel, and how a call is bound: its arguments become leaves, with ranks and paths.
 
 What depends only on the structure of the arguments (`Structure`) or only on their shapes (plans) is
 computed once and kept, because loops make the same call again and again.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,20 +21,180 @@ import numpy as np
 
 from rankax._errors import BatchShapeError
 from rankax.core.base.arrays import check_no_ref
-from rankax.core.base.cache import Kept
-from rankax.core.base.messages import function_location, noted_errors
+from rankax.core.base.cache import Kept, Members
+from rankax.core.base.messages import (
+    caller_level,
+    function_location,
+    function_name,
+    listed,
+    noted_errors,
+    shortened,
+)
 from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
-from rankax.core.call.arguments import KernelSpec, arrays_of, is_array, is_number
 from rankax.core.call.bound import Bound, sizes_of
 from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import ranks_of_leaves, subtrees_with_ranks
-from rankax.core.options import Options
-from rankax.core.plan.levels import WHOLE_CHUNKS, Shape, Tiles
+from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
+from rankax.core.hooks import NODES, foreign, form_of, is_node, refusal_of_foreign
+from rankax.core.options import DEFAULTS, Options, resolve
 from rankax.core.plan.nesting import NO_ARRAY, Nesting, plan_nesting
 from rankax.core.plan.report import output_error
-from rankax.core.plan.shapes import LeafPlan, Split, leaf_plan
-from rankax.ext.blocks.arrays import blocks_of
-from rankax.ext.ragged.type import Ragged
+from rankax.core.plan.schedule import WHOLE_CHUNKS, LeafPlan, Shape, Split, Tiles, leaf_plan
+
+
+@dataclasses.dataclass(eq=False)
+class KernelSpec:
+    """What `bind` and `run` know of a decorated kernel, which has it as its ``spec``."""
+
+    fun: Callable[..., Any]
+    declaration: Declaration
+    explicit: Mapping[str, Any]  # the options set for this kernel
+    members: Members[Any]  # the kernels that differ in their options only
+
+    def __post_init__(self) -> None:
+        declaration, self.name = self.declaration, function_name(self.fun)
+        self.preset = Options(**self.explicit)
+        self.structures: Kept[Any] = Kept(1024, "structures of arguments")
+        self.silent = set(declaration.silent)  # parameters not warned about yet
+        self.defaults = {
+            name: parameter.default
+            for name, parameter in declaration.signature.parameters.items()
+            if parameter.default is not parameter.empty
+            # A positional-only argument can be passed only if all before it are, ranked or not.
+            and (name in declaration.ranks or parameter.kind is parameter.POSITIONAL_ONLY)
+        }
+
+    def options(self) -> Options:
+        """Return the options of a call made now."""
+        return resolve(self.explicit, self.preset)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Bind arguments to parameters; a default with a rank counts as passed."""
+        try:
+            bound = self.declaration.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            options = DEFAULTS.keys() - self.declaration.signature.parameters.keys()
+            option = min(options & kwargs.keys(), default=None)
+            if option is None:
+                masks = listed([*self.declaration.masks])
+                hint = f"; do not pass {masks}, which rankax fills in" if masks else ""
+                raise TypeError(f"{self.name}() {error}{hint}") from None
+            raise TypeError(
+                f"{self.name}() got {option} among its arguments, but it is an option: "
+                f"{self.name}.with_options({option}={kwargs[option]!r})(...)"
+            ) from None
+        if not self.defaults.keys() <= bound.arguments.keys():
+            bound = self.rebind({**self.defaults, **bound.arguments})
+        if self.silent:
+            self._warn_of_arrays(bound)
+        return bound
+
+    def rebind(self, arguments: dict[str, Any], *, written: bool = False) -> inspect.BoundArguments:
+        """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them.
+
+        With ``written``, they are those of the kernel as it was written, with its masks.
+        """
+        signature = self.declaration.signature
+        if written and self.declaration.written is not None:
+            signature = self.declaration.written
+        ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
+        return inspect.BoundArguments(signature, ordered)  # pyright: ignore[reportArgumentType]
+
+    def _warn_of_arrays(self, bound: inspect.BoundArguments) -> None:
+        """Warn, once per parameter, about arrays that get no rank from their annotation."""
+        for name in tuple(self.silent):
+            if arrays := arrays_of(bound.arguments.get(name), name):
+                paths = shortened([f"{path} {shape}" for path, shape in arrays])
+                warnings.warn(
+                    f"{self.name}(): the annotation of {name} declares no rank, so it goes whole "
+                    f"to every item of the batch, with its arrays {paths}; give auto_vmap a rank "
+                    f"for it, or {name}=None if that is meant",
+                    stacklevel=caller_level(),
+                )
+                self.silent.discard(name)
+
+    def converted(self, leaf: Any, path: str, *, shapes_only: bool) -> Any:
+        """Convert a leaf that is neither an array nor a number, or refuse it."""
+        check_no_ref(leaf, f"{self.name}()", path)
+        if hasattr(leaf, "__jax_array__"):
+            return jnp.asarray(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if shapes_only:
+                return leaf
+            raise TypeError(
+                f"{self.name}(): {path} is a ShapeDtypeStruct, which has no values; pass it "
+                f"through jax.eval_shape({self.name}, ...), or to {self.name}.plan(...)"
+            )
+        if (refusal := refusal_of_foreign(leaf, self.name, path)) is not None:
+            raise refusal
+        kind = type(leaf).__name__
+        if isinstance(leaf, np.ma.MaskedArray):
+            came = f"{kind}; pass {path}.filled(...), and the mask as an argument of its own"
+        elif isinstance(leaf, np.ndarray):
+            came = f"{kind} (an array of dtype {leaf.dtype}); convert it to numbers first, such as "
+            came += f"{path}.astype(float)"
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
+            # Its repr may be a table of several lines.
+            came = f"{kind}; pass jnp.asarray({path})"
+        else:
+            came = f"{kind} ({leaf!r:.60}); a parameter that takes other objects has rank None"
+        raise TypeError(
+            f"{self.name}(): {path} has a rank, so it must be an array or a number, but it is "
+            f"{came}"
+        )
+
+    def check_key(self, leaf: Any, path: str, rank: Rank | None) -> None:
+        """Refuse a raw key, whose numbers would be mistaken for a batch of keys."""
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return
+        is_split = rank is not None and rank.is_split
+        declared = "has the rank SplitKey" if is_split else "is annotated as a PRNG key"
+        if is_number(leaf):
+            raise TypeError(
+                f"{self.name}(): {path} {declared}, but it is the number {leaf!r}; make a key from "
+                f"it: jax.random.key({leaf!r})"
+            )
+        raise TypeError(
+            f"{self.name}(): {path} {declared}, but it is an array of dtype "
+            f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
+            f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
+        )
+
+
+# Leaves.
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether JAX accepts this leaf as an array without conversion."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    if isinstance(leaf, np.ma.MaskedArray):
+        return False
+    return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.type is not np.void
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python scalar, which JAX treats as a weakly typed array."""
+    return isinstance(leaf, (int, float, complex))
+
+
+def arrays_of(value: Any, path: str) -> list[tuple[str, Shape]]:
+    """Return path and shape of every array inside ``value`` that has axes."""
+    if value is None or isinstance(value, (int, float, complex, str)):
+        return []
+    try:
+        if not any(map(_has_axes, jax.tree.leaves(value))):  # much faster than making the paths
+            return []
+    except (TypeError, ValueError):  # a dict whose keys JAX cannot sort
+        return []
+    named = leaves_with_names(value, path)
+    return [(at, tuple(leaf.shape)) for at, leaf in named if _has_axes(leaf)]
+
+
+def _has_axes(leaf: Any) -> bool:
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and bool(leaf.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +205,7 @@ class Structure:
     ranks: tuple[Rank | None, ...]  # of each leaf
     lists: tuple[tuple[str, tuple[int, ...]], ...]  # each list under one rank: name, leaves
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
-    ragged: dict[int, Ragged]  # by leaf, without values
+    nodes: dict[int, Any]  # by leaf, without values, those that a wrapper replaces
     plans: Kept[Nesting]  # by shapes and options
     fillings: Kept[Any]  # how a batch is padded (`fill.py`), by the same
 
@@ -71,8 +232,8 @@ class BoundKernel(Bound):
     arguments: inspect.BoundArguments
     shell: Shell
     structure: Structure
-    masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up (`ragged.py`)
-    is_in_blocks: bool = False  # whether a leaf is an array that another package evaluates
+    masks: Mapping[str, Any] | None = None  # by dimension, if an item is filled up
+    is_foreign: bool = False  # whether a leaf is an array that another package evaluates
 
     @property
     def others(self) -> dict[str, Any]:
@@ -220,26 +381,26 @@ def bind(
     kwargs: dict[str, Any],
     *,
     shapes_only: bool = False,
-    takes_blocks: bool = False,
-    takes_ragged: bool = False,
+    takes_foreign: bool = False,
+    takes_nodes: bool = False,
 ) -> BoundKernel:
     """Bind arguments and flatten those that have a rank.
 
-    With ``takes_blocks``, a call with an array in blocks is returned as soon as one is found, and
-    marked; its leaves are then checked in `rankax.ext.blocks`. Otherwise such an array is refused.
-    With ``takes_ragged``, a call with `Ragged` arguments goes on in `rankax.ext.ragged.call`.
+    With ``takes_foreign``, a call with an array that another package evaluates is returned as soon
+    as one is found, and marked; the wrapper checks its leaves. Otherwise such an array is refused.
+    So are nodes that a wrapper replaces (`core/hooks.py`, `NODES`), without ``takes_nodes``.
     """
     bound = flatten(kernel, args, kwargs)
-    if bound.structure.ragged and not takes_ragged:
-        refuse_ragged(bound)
+    if bound.structure.nodes and not takes_nodes:
+        refuse_nodes(bound)
     leaves, structure = bound.leaves, bound.structure
     for i, rank in enumerate(structure.ranks):
         if rank is None:
             continue
         if not (is_array(leaves[i]) or is_number(leaves[i])):
-            if takes_blocks and blocks_of(leaves[i]):
-                bound.is_in_blocks = True
-                return refuse_ragged(bound)
+            if takes_foreign and foreign(leaves[i]):
+                bound.is_foreign = True
+                return refuse_nodes(bound)
             path = structure.paths[i]
             leaves[i] = kernel.converted(leaves[i], path, shapes_only=shapes_only)
         elif isinstance(leaves[i], jax.core.Tracer):  # a traced Ref passes for an array
@@ -249,14 +410,11 @@ def bind(
     return bound
 
 
-def refuse_ragged(call: BoundKernel) -> BoundKernel:
-    """Return the call; refuse a `Ragged` argument where the batch is not that of a call."""
-    for i in call.structure.ragged:
-        raise TypeError(
-            f"{call.where}: {call.structure.paths[i]} is Ragged, which goes with arrays of JAX and "
-            "NumPy only; beside an array of another package, pass a padded array, and a boolean "
-            "array that says which rows are real"
-        )
+def refuse_nodes(call: BoundKernel) -> BoundKernel:
+    """Return the call; refuse a node that no wrapper replaces here."""
+    for i, node in call.structure.nodes.items():
+        refusal = next(refusal for kind, refusal in NODES.items() if isinstance(node, kind))
+        raise refusal(call, call.structure.paths[i])
     return call
 
 
@@ -297,31 +455,27 @@ def _bound(
                 "for each.)"
             )
     call = kernel.fun, kernel.name, f"{kernel.name}()", leaves, structure.paths
-    batched = kernel.preset.batched
-    return BoundKernel(*call, kernel, arguments, shell, structure, batched=batched)
+    form = form_of(kernel.preset)
+    return BoundKernel(*call, kernel, arguments, shell, structure, form=form)
 
 
 def _new_structure(kernel: KernelSpec, values: dict[str, Any]) -> Structure:
     paths: list[str] = []
     ranks: list[Rank | None] = []
     lists: list[tuple[str, tuple[int, ...]]] = []
-    ragged: dict[int, Ragged] = {}
+    nodes: dict[int, Any] = {}
     for name, value in values.items():
         for path, subtree, rank in _with_ranks(kernel, name, value):
             if rank is not None:
                 lists += _lists(subtree, path, len(ranks))
-            for at, node in leaves_with_names(subtree, path, stops=is_ragged):
-                if rank is not None and is_ragged(node):
-                    ragged[len(paths)] = jax.tree.map(lambda _: None, node)
+            for at, node in leaves_with_names(subtree, path, stops=is_node):
+                if rank is not None and is_node(node):
+                    nodes[len(paths)] = jax.tree.map(lambda _: None, node)
                 paths.append(at)
             ranks += [rank] * (len(paths) - len(ranks))
     keys = [i for i, rank in enumerate(ranks) if rank is not None and rank.is_key]
-    of_leaves = tuple(paths), tuple(ranks), tuple(lists), tuple(keys), ragged
+    of_leaves = tuple(paths), tuple(ranks), tuple(lists), tuple(keys), nodes
     return Structure(*of_leaves, Kept(1024, "plans"), Kept(1024, "how batches are padded"))
-
-
-def is_ragged(node: Any) -> bool:
-    return isinstance(node, Ragged)
 
 
 def _with_ranks(kernel: KernelSpec, name: str, value: Any) -> list[tuple[str, Any, Rank | None]]:

@@ -18,17 +18,17 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from rankax.core.base.arrays import shape_of
 from rankax.core.base.messages import traced_as
 from rankax.core.call.nest import nest_of
+from rankax.core.hooks import Form, Placement, form_of
 from rankax.core.loop.spec import PLACE, index_without_fill, item_key
 from rankax.core.options import Options
-from rankax.core.plan.levels import WHOLE_CHUNKS, Tiles
 from rankax.core.plan.nesting import NO_ARRAY, Nesting
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Tiles
 from rankax.core.reduce.protocol import Marked
 from rankax.core.reduce.run import Reductions, trace_reduced
 from rankax.core.trace.programs import ItemProgram, trace_item, with_shape
-from rankax.ext.batched import call_for_item
-from rankax.ext.memory.limit import shape_of
 
 
 # Not frozen: one is made in each call, and a frozen one takes two microseconds more to make.
@@ -50,10 +50,8 @@ class Bound(abc.ABC):
         The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
         How many items along each padded batch axis (`fill.py`) are not copies.
-    batched : bool
-        Whether the kernel takes a batch itself.
-    in_chunks : tuple of int
-        How many items the chunks of such a kernel have, in ascending order.
+    form : Form or None
+        How the kernel is called, if it does not take one item (`core/hooks.py`).
     is_kept : bool
         Whether an eager call is one kept program, also without a loop.
     cut : tuple of int or None
@@ -70,8 +68,7 @@ class Bound(abc.ABC):
     leaves: list[Any]
     paths: Sequence[str]
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)
-    batched: bool = dataclasses.field(default=False, kw_only=True)
-    in_chunks: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    form: Form | None = dataclasses.field(default=None, kw_only=True)
     is_kept: bool = dataclasses.field(default=False, kw_only=True)
     cut: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
     out_axes: Any = dataclasses.field(default=0, kw_only=True)
@@ -86,9 +83,12 @@ class Bound(abc.ABC):
 
     @property
     def in_front(self) -> list[str]:
-        """What an error of the kernel says of the axis that a batch has."""
-        sentence = "With batched=True, it gets them with one axis in front, for the items."
-        return [sentence] if self.batched else []
+        """What an error of the kernel says of its form."""
+        return [] if self.form is None else [*self.form.in_front]
+
+    def prepared(self, options: Options, place: Placement) -> Self:
+        """Return the call before it is planned."""
+        return self if self.form is None else self.form.prepared(self, options, place)
 
     @property
     @abc.abstractmethod
@@ -101,15 +101,9 @@ class Bound(abc.ABC):
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         """Evaluate the kernel with other leaves, such as those of one item."""
-        if not self.batched:
+        if self.form is None:
             return self.call(leaves, plan)
-        ranked = self.ranked
-
-        def on_arrays(arrays: list[Any]) -> Any:
-            own = dict(zip(ranked, arrays, strict=True))
-            return self.call([own.get(i, leaf) for i, leaf in enumerate(leaves)], plan)
-
-        return call_for_item(self.fun, on_arrays, [leaves[i] for i in ranked], self.in_chunks)
+        return self.form.evaluate(self, leaves, plan)
 
     def in_one_piece(self, plan: Nesting) -> Any:
         """Evaluate a map that has no loop."""
@@ -209,7 +203,8 @@ def sizes_of(options: Options, tiles: Tiles | None) -> tuple[int | None, Tiles]:
     """Return the chunk size and the tiles of a plan; a reduction has a limit of its own."""
     chunk_size = None if tiles is None else options.most
     tiles = tiles or WHOLE_CHUNKS
-    most = options.rules.most_reduced
-    if options.reduce is None or options.batched or most is None:
+    form = form_of(options)
+    if options.reduce is None or (form is not None and form.takes_chunks):
         return chunk_size, tiles
-    return chunk_size, Tiles(min(tiles.forward or most, most))
+    most = options.rules.most_reduced
+    return chunk_size, Tiles(min(tiles.forward or most, most)) if most else tiles

@@ -12,26 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rankax.core.hooks import Observer, Pass, Walker, passes_of
 from rankax.core.loop.access import on_explicit_mesh
 from rankax.core.loop.loop import map_level
 from rankax.core.loop.rules import Rules
 from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
 from rankax.core.options import Options
-from rankax.core.plan.batch import BatchPlan
 from rankax.core.plan.nesting import Nesting
+from rankax.core.plan.schedule import Schedule
 from rankax.core.reduce.passes import RowReduction
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.derivatives import call_with_derivative_of
 from rankax.core.trace.programs import ClosedJaxpr, ItemProgram
-from rankax.ext.cpu_math import with_cpu_math
-from rankax.ext.lanes.call import map_in_lockstep, walk_in_lanes
-from rankax.ext.lanes.engine import ROUNDS
-from rankax.ext.progress.bars import Progress
-from rankax.ext.scan.while_loop import has_plain_loop, with_reverse_pass
-
-# An option with the name of a field of `LoopSpec` goes into every loop. Only one loop reports.
-_LOOP_OPTIONS = {field.name for field in dataclasses.fields(LoopSpec)} - {"progress", "reduced"}
-
 
 Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 
@@ -55,8 +47,8 @@ class Nest:
         Whether the walk may be differentiated.
     rules : Rules
         What the compiler asks for.
-    cpu_math : bool
-        Whether sines, angles and powers are evaluated by programs of our own.
+    passes : tuple of Pass
+        What changes the program of an item.
     """
 
     nesting: Nesting
@@ -65,12 +57,18 @@ class Nest:
     reductions: Reductions | None
     differentiable: bool
     rules: Rules
-    cpu_math: bool
+    passes: tuple[Pass, ...]
 
     @property
-    def plan(self) -> BatchPlan:
+    def plan(self) -> Schedule:
         """The plan that is printed."""
         return self.nesting.plan
+
+    @property
+    def walker(self) -> Walker | None:
+        """What walks all levels in place of loops."""
+        kept = [spec for spec in self.specs if not spec.reduced] if self.reductions else self.specs
+        return kept[0].walker if kept else None
 
     def walk(
         self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
@@ -135,7 +133,7 @@ class Nest:
         A level may cover more than one axis of the batch, or none where it has length 1.
         """
         sizes, shape = tuple(level.size for level in self.plan.levels), self.plan.batch_shape
-        if self.plan.lanes is not None:
+        if self.walker is not None:
             sizes = (math.prod(sizes),)
         if sizes == shape:
             return list(outs)
@@ -159,17 +157,17 @@ class _Walk:
     @functools.cached_property
     def evaluated(self) -> _Walk:
         """The walk in the pass that is evaluated."""
-        has_loops = any(spec.is_loop and not spec.lanes for spec in self.nest.specs)
+        has_loops = any(spec.is_loop and spec.walker is None for spec in self.nest.specs)
         jaxpr = self.nest.rules.evaluated(self.jaxpr, self._mapped) if has_loops else self.jaxpr
         return self._as_computed(jaxpr)
 
     def differentiated(self, operands: Operands) -> list[Any]:
         """Walk the levels in the pass that is differentiated."""
-        jaxpr = self.jaxpr
-        if self._reverses_loops:
-            jaxpr = with_reverse_pass(jaxpr, self.item.where)
-        elif any(spec.is_loop for spec in self.nest.specs):
-            jaxpr = self._kept_back
+        back = (each.back(self.jaxpr, self.item.where) for each in self.nest.passes)
+        jaxpr = next((each for each in back if each is not None), None)
+        if jaxpr is None:
+            has_loops = any(spec.is_loop for spec in self.nest.specs)
+            jaxpr = self._kept_back if has_loops else self.jaxpr
         return self._as_computed(jaxpr).values(operands, back=True)
 
     @functools.cached_property
@@ -179,7 +177,8 @@ class _Walk:
         return self.nest.rules.differentiated(self.jaxpr, mapped)
 
     def _as_computed(self, jaxpr: Any) -> _Walk:
-        jaxpr = with_cpu_math(jaxpr) if self.nest.cpu_math else jaxpr
+        for each in self.nest.passes:
+            jaxpr = each.both(jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr)
 
     @property
@@ -197,9 +196,9 @@ class _Walk:
             walk, mapped = (self, mapped) if back else self._stored(mapped)
             return walk._reduced((consts, mapped, others, begins), back=back)
         fun = self._of_items(consts, others, begins)
-        if self.nest.plan.lanes is not None:
-            by = map_in_lockstep if back else walk_in_lanes
-            return self.nest.in_batch_shape(by(fun, mapped, self.nest.specs, self.item))
+        if (walker := self.nest.walker) is not None:
+            outs = walker.walk(fun, mapped, self.nest.specs, self.item, back=back)
+            return self.nest.in_batch_shape(outs)
         if None in self.out_axes:
             self._with(consts).check_unmapped_outputs()
         for spec in reversed(self.nest.specs):
@@ -210,11 +209,6 @@ class _Walk:
         """Return the inputs of a reduction as it reads them best, and the walk over them."""
         stored, specs = self.nest.rules.stored(mapped, self.nest.specs)
         return dataclasses.replace(self, nest=dataclasses.replace(self.nest, specs=specs)), stored
-
-    @property
-    def _reverses_loops(self) -> bool:
-        is_free = not all(spec.lockstep for spec in self.nest.specs)
-        return is_free and has_plain_loop(self.jaxpr.eqns)
 
     @property
     def out_axes(self) -> tuple[int | None, ...]:
@@ -283,7 +277,8 @@ class _Walk:
 
     def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the pass that is evaluated is also the best one to differentiate."""
-        if self.nest.plan.lanes is not None or self._reverses_loops:
+        is_walked = any(spec.walker is not None for spec in self.nest.specs)
+        if is_walked or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
         if self.nest.reductions is not None:
             row = self._row({}, {})
@@ -311,17 +306,15 @@ def nest_of(
     plan: Nesting,
     inputs: tuple[int, ...],
     options: Options,
-    progress: Progress | None = None,
+    observer: Observer | None = None,
     *,
     differentiable: bool = True,
 ) -> Nest:
     """Build the nested maps of a plan; the other arguments are those of `Nest`."""
     splits = plan.splits
-    shared = {name: value for name, value in vars(options).items() if name in _LOOP_OPTIONS}
-    shared["checkpoint"] = options.checkpoint is not False
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):
-        may_report = is_loop or level.reduced or level.in_lanes  # only the outermost loop does
+        may_report = is_loop or level.reduced or level.walker  # only the outermost loop does
         spec = LoopSpec(
             level.chunks,
             # A numbered level passes on the places along the levels around it.
@@ -329,15 +322,12 @@ def nest_of(
             is_loop,
             reduced=level.reduced,
             numbered=bool(splits),
-            progress=progress if may_report else None,
+            checkpoint=options.checkpoint is not False,
+            observer=observer if may_report else None,
             derivative=level.derivative if is_loop else None,
-            lanes=plan.plan.lanes if level.in_lanes else None,
-            rounds=ROUNDS[options.on_cpu] if level.in_lanes else 1,
-            **shared,
+            walker=level.walker,
         )
         specs.append(spec)
-        progress = None if may_report else progress
+        observer = None if may_report else observer
     rules, reductions = options.rules, options.reduce
-    return Nest(
-        plan, tuple(specs), inputs, reductions, differentiable, rules, options.replaces_functions
-    )
+    return Nest(plan, tuple(specs), inputs, reductions, differentiable, rules, passes_of(options))

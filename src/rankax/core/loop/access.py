@@ -36,7 +36,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from rankax.core.base.arrays import scalar
 from rankax.core.loop.reuse import kernel_of_call
-from rankax.core.plan.levels import Chunks
+from rankax.core.plan.schedule import Chunks
 
 T = TypeVar("T")
 

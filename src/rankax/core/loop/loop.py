@@ -34,15 +34,14 @@ from jax.ad_checkpoint import checkpoint_name
 from rankax.core.base.arrays import counted, has_tangent, zeros
 from rankax.core.loop import access
 from rankax.core.loop.spec import PLACE, LoopSpec, vmap_level
-from rankax.core.plan.levels import Chunks
+from rankax.core.plan.schedule import Chunks
 from rankax.core.trace.derivatives import keep_rules
 from rankax.core.trace.programs import evaluate, with_axis
-from rankax.ext.progress.report import Reports
 
 
 @dataclasses.dataclass(frozen=True)
-class TileLanes:
-    """How the items of a tile lie in lanes: its own, and those of the levels inside, mapped whole.
+class TileSlots:
+    """How the items of a tile lie in slots: its own, and those of the levels inside, mapped whole.
 
     An output that is folded has them on its last axes, those of the tile first.
     """
@@ -53,7 +52,7 @@ class TileLanes:
 
     @property
     def count(self) -> int:
-        """The number of lanes."""
+        """The number of slots."""
         return self.size * math.prod(self.below)
 
 
@@ -64,34 +63,34 @@ class Tile:
     outs: list[Any]  # outputs of the items; of an item that is a loop itself, what that returns
     at: jax.Array  # the first item, counted along the level
     ok: jax.Array | None  # the items of the level that no earlier step had; None: all
-    lanes: TileLanes
+    slots: TileSlots
 
     @property
     def index(self) -> jax.Array:
-        """The flat index of the item in each lane."""
-        dtype = self.lanes.dtype
-        each = np.asarray(math.prod(self.lanes.below)).astype(dtype)  # may overflow if not needed
+        """The flat index of the item in each slot."""
+        dtype = self.slots.dtype
+        each = np.asarray(math.prod(self.slots.below)).astype(dtype)  # may overflow if not needed
         first = self.at.astype(dtype) * each
-        return first + counted(self.lanes.count, dtype)
+        return first + counted(self.slots.count, dtype)
 
     @property
     def new(self) -> jax.Array | None:
-        """Whether the item in each lane is one that no earlier step had; None: all are."""
+        """Whether the item in each slot is one that no earlier step had; None: all are."""
         if self.ok is None:
             return None
-        each = lax.broadcast_in_dim(self.ok, (self.lanes.size, *self.lanes.below), (0,))
-        return lax.reshape(each, (self.lanes.count,))
+        each = lax.broadcast_in_dim(self.ok, (self.slots.size, *self.slots.below), (0,))
+        return lax.reshape(each, (self.slots.count,))
 
-    def in_lanes(self, position: int) -> jax.Array:
-        """Return an output that is folded, with all lanes on the last axis."""
+    def in_slots(self, position: int) -> jax.Array:
+        """Return an output that is folded, with all slots on the last axis."""
         out = self.outs[position]
-        return lax.collapse(out, out.ndim - 1 - len(self.lanes.below))
+        return lax.collapse(out, out.ndim - 1 - len(self.slots.below))
 
 
 class Sink(Protocol):
     """What a loop asks of one output, or of several. Without a carry or rows, they are None."""
 
-    def start(self, lanes: int) -> Any:
+    def start(self, slots: int) -> Any:
         """Return the carry of the first step."""
 
     def step(self, held: Any, tile: Tile) -> tuple[Any, Any]:
@@ -122,7 +121,7 @@ class Store(Sink):
     chunk: Any  # the types of the output of a chunk
     back: bool = False
     reduced: bool = False
-    in_lanes: bool = False  # where tiles are put together out of order, there are no rows
+    scattered: bool = False  # where tiles are put together out of order, there are no rows
 
     @property
     def avals(self) -> list[Any]:
@@ -133,7 +132,7 @@ class Store(Sink):
     def as_rows(self) -> list[bool]:
         return [
             self.axis is not None
-            and not self.in_lanes
+            and not self.scattered
             and (
                 access.is_stack(aval, self.axis, self.chunks)
                 or (self.back and (self.reduced or has_tangent(aval)))
@@ -141,7 +140,7 @@ class Store(Sink):
             for aval in self.avals
         ]
 
-    def start(self, lanes: int) -> list[Any]:
+    def start(self, slots: int) -> list[Any]:
         pairs = zip(self.avals, self.as_rows, strict=True)
         return [None if is_row else self._buffer(aval) for aval, is_row in pairs]
 
@@ -303,7 +302,7 @@ def run_loop(
     back : bool
         Whether the loop is the one that is differentiated.
     below, index_dtype
-        As in `TileLanes`, of a level that is reduced.
+        As in `TileSlots`, of a level that is reduced.
     """
     chunks = (back and level.derivative) or level.chunks
     mapped = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
@@ -352,8 +351,8 @@ def run_loop(
             chunk = without_repeated(chunk, axes_in, ok)
         return tree.unflatten(run(operands.shared, chunk))
 
-    lanes = TileLanes(chunks.size, below, index_dtype)
-    return _scan_chunks(chunk_at, operands, level, chunks, folds, lanes)
+    slots = TileSlots(chunks.size, below, index_dtype)
+    return _scan_chunks(chunk_at, operands, level, chunks, folds, slots)
 
 
 def _on_chunk(
@@ -405,10 +404,11 @@ def _scan_chunks(
     level: LoopSpec,
     chunks: Chunks,
     folds: Sequence[Sink],
-    lanes: TileLanes,
+    slots: TileSlots,
 ) -> list[Any]:
     """Evaluate the chunks one after another, and pass their outputs to the folds."""
-    reports = level.progress and Reports(level.progress, chunks.length, chunks.size, chunks.steps)
+    sizes = chunks.length, chunks.size, chunks.steps
+    reports = level.observer and level.observer.reports(*sizes)
     # Inside a scan, XLA cannot merge the recomputation with the forward pass, so the barriers of
     # prevent_cse are not needed.
     checkpointed = functools.partial(jax.checkpoint, prevent_cse=False, policy=_policy)
@@ -417,7 +417,7 @@ def _scan_chunks(
 
     def one_step(held: Any, start: Any, operands: _Operands) -> Any:
         ok = new_items(start, chunks) if level.reduced else None
-        return steps_of(folds, held, Tile(chunk_at(start, operands), start, ok, lanes))
+        return steps_of(folds, held, Tile(chunk_at(start, operands), start, ok, slots))
 
     if level.checkpoint and not level.linear:
         one_step = checkpointed(one_step)
@@ -429,7 +429,7 @@ def _scan_chunks(
             reports.step(start)
         return (access.next_start(start, chunks), access.carried_with(held, operands)), rows
 
-    begin = [fold.start(lanes.count) for fold in folds]
+    begin = [fold.start(slots.count) for fold in folds]
     init = access.first_start(chunks), access.carried_with(begin, operands)
     (end, held), rows = lax.scan(step, init, operands.stacked, chunks.steps)
     outs = ends_of(folds, held, rows)

@@ -41,8 +41,7 @@ from jax import core
 from jax.sharding import AxisType
 
 from rankax.core.base.arrays import is_ref, is_staged
-from rankax.core.base.cache import Kept
-from rankax.core.base.environment import switch
+from rankax.core.base.cache import Kept, switch
 from rankax.core.base.messages import caller_level
 from rankax.core.trace import fingerprint
 from rankax.core.trace.programs import ClosedJaxpr, ItemProgram

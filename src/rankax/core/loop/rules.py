@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from rankax.core.loop.spec import LoopSpec
-from rankax.core.plan.levels import WHOLE_CHUNKS, Tiles
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Tiles
 
 
 class Rules:

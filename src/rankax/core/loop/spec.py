@@ -29,9 +29,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from rankax.core.base.arrays import counted, flat_index, places_of, scalar
-from rankax.core.plan.levels import Chunks, Level, Shape
-from rankax.core.plan.shapes import Split
-from rankax.ext.progress.bars import Progress
+from rankax.core.plan.schedule import Chunks, Level, Shape, Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +53,12 @@ class LoopSpec:
     linear : bool
         Whether a derivative needs no carry of a step. Otherwise steps are checkpointed as a whole,
         so that what they compute is not stored either.
-    progress : Progress or None
-        Where the loop reports.
+    observer : Observer or None
+        Who is told of the steps of the loop (`core/hooks.py`).
     derivative : Chunks or None
         The chunks of a derivative, if they are others.
-    lockstep : bool
-        Whether `while` loops stay as they are where the loop is differentiated. Otherwise they get
-        a reverse pass.
-    lanes : int or None
-        How many lanes walk the items of this level, whose items end by themselves (`_lockstep`).
-        None: chunks, whose items run together.
-    rounds : int
-        How many rounds lanes make between two conditions (`ext/lanes/engine.py`).
+    walker : Walker or None
+        What walks the items of this level in place of a loop over chunks (`core/hooks.py`).
     """
 
     chunks: Chunks
@@ -76,11 +68,9 @@ class LoopSpec:
     numbered: bool = False
     checkpoint: bool = True
     linear: bool = True
-    progress: Progress | None = None
+    observer: Any = None
     derivative: Chunks | None = None
-    lockstep: bool = True
-    lanes: int | None = None
-    rounds: int = 1
+    walker: Any = None
 
 
 # Keys of the same form. What the first one folds differs under `jax.vmap`, and so by chunk.

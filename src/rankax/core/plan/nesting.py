@@ -2,17 +2,25 @@
 """Plan a call: from the shapes of its leaves to levels, and how leaves enter the nested maps."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankax.core.base.messages import function_location, function_name
 from rankax.core.declare.dims import Rank
-from rankax.core.plan.batch import BatchPlan
-from rankax.core.plan.levels import WHOLE_CHUNKS, Level, Shape, Tiles, plan_levels
 from rankax.core.plan.report import call_error
-from rankax.core.plan.shapes import Split, bind_sizes, broadcast, leaf_plan, plan_splits
+from rankax.core.plan.schedule import (
+    WHOLE_CHUNKS,
+    Level,
+    Schedule,
+    Shape,
+    Split,
+    Tiles,
+    bind_sizes,
+    broadcast,
+    leaf_plan,
+    plan_levels,
+    plan_splits,
+)
 
 InAxes = tuple[int | None, ...]
 
@@ -26,7 +34,7 @@ class Nesting:
     Arrays are identified by their leaf position.
     """
 
-    plan: BatchPlan
+    plan: Schedule
     sizes: Mapping[str, int] = dataclasses.field(hash=False)  # of the named core dimensions
     mapped: tuple[int, ...]  # the arrays that some level maps
     cores: tuple[Shape, ...]  # of one item of each of them
@@ -82,7 +90,7 @@ def plan_nesting(
     batches = tuple(leaf.batch_axes for leaf in leaves)
     axes = reduced_axes(fun, reduce_axis, batch_shape)
     levels = plan_levels(batches, batch_shape, chunk_size, frozenset(axes), tiles)
-    plan = BatchPlan(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
+    plan = Schedule(function_name(fun), batch_shape, leaves, levels, reduced=axes, reduce=reduce)
     positions = [position for position, *_ in arrays]
     in_order = sorted(plan.levels, key=lambda level: level.axes)
     batch = [tuple(level.size for level in in_order if level.mapped[i]) for i in range(len(leaves))]
@@ -94,7 +102,7 @@ def plan_nesting(
         tuple(leaves[i].core_shape for i in mapped),
         tuple(_batch_axes(leaves[i].batch_axes, batch_shape) for i in mapped),
         tuple(_in_axes(plan.levels[number:], mapped) for number in range(len(plan.levels))),
-        _loops(levels, chunk_size),
+        loops_of(levels, chunk_size),
         tuple(
             (position, shape + leaf.core_shape)
             for position, shape, leaf in zip(positions, batch, leaves, strict=True)
@@ -104,57 +112,7 @@ def plan_nesting(
     )
 
 
-def plan_lanes(whole: Nesting, lanes: int, ends: Sequence[str]) -> Nesting:
-    """Plan a call whose items end by themselves, from its plan without chunks.
-
-    The axes that a reduction keeps are walked item by item.
-    """
-    plan = whole.plan
-    levels = tuple(
-        dataclasses.replace(level, in_lanes=True)
-        if level.reduced or not plan.reduced
-        else dataclasses.replace(level, tile=1)
-        for level in plan.levels
-    )
-    items = math.prod(level.size for level in levels if level.in_lanes)
-    plan = dataclasses.replace(plan, levels=levels, lanes=min(lanes, items), ends=tuple(ends))
-    return dataclasses.replace(
-        whole, plan=plan, loops=tuple(not level.in_lanes for level in levels)
-    )
-
-
-@functools.lru_cache(maxsize=4096)  # pure, and the same few shapes come again and again
-def plan_axis(
-    name: str,
-    length: int,
-    arrays: tuple[tuple[int, Shape, int], ...],
-    chunk_size: int | None,
-    tiles: Tiles = WHOLE_CHUNKS,
-    reduce: str = "",
-) -> Nesting:
-    """Plan a call of the kernel ``name`` that maps one axis of ``length`` items.
-
-    Parameters
-    ----------
-    arrays : tuple of (position, shape, axis)
-        Each array that is mapped.
-    chunk_size, tiles, reduce
-        As in `plan_nesting`; the one axis is the reduced one.
-    """
-    shape, axes = (length,), (0,) if reduce else ()
-    levels = plan_levels((shape,) * len(arrays), shape, chunk_size, frozenset(axes), tiles)
-    return Nesting(
-        BatchPlan(name, shape, (), levels, reduced=axes, reduce=reduce),
-        {},
-        tuple(position for position, *_ in arrays),
-        tuple(shape[:axis] + shape[axis + 1 :] for _, shape, axis in arrays),
-        tuple((axis,) for *_, axis in arrays),
-        (tuple(axis for *_, axis in arrays),),
-        _loops(levels, chunk_size),
-    )
-
-
-def _loops(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
+def loops_of(levels: Sequence[Level], chunk_size: int | None) -> tuple[bool, ...]:
     """Say which levels are loops.
 
     With a bound of 1 even a single item is a chunk, so that branches are always branches.

@@ -10,9 +10,7 @@ from typing import Any
 from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax.core.base.messages import function_location, listed, plural, shortened, table
 from rankax.core.declare.dims import NoSize, Rank
-from rankax.core.plan.batch import untouched_line
-from rankax.core.plan.levels import Shape
-from rankax.core.plan.shapes import Clash, LeafPlan, bind_sizes, broadcast, leaf_plan
+from rankax.core.plan.schedule import Clash, LeafPlan, Shape, bind_sizes, broadcast, leaf_plan
 
 _MOST_ROWS = 16  # of a table; with more, only the rows that clash and some context are shown
 _EXAMPLES = 4  # of each side of a clash, if not all rows are shown
@@ -295,3 +293,10 @@ def _applied(code: str, leaves: Sequence[LeafPlan], arguments: Mapping[str, Sequ
             for argument, ids in arguments.items()
         ]
     )
+
+
+def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
+    """Return a line with the arrays without a rank, which every item gets whole, if any."""
+    if not untouched:
+        return []
+    return [f"untouched: {shortened([f'{path} {shape}' for path, shape in untouched])}"]

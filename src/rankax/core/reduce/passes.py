@@ -3,7 +3,7 @@
 
 A run is some items of a row, such as one device's part or one dask block; for a reduction that
 depends on their order, they are consecutive. For `Reductions` with ``of_run``, `RowReduction`
-returns states instead of results, and `RunStates` merges the states of all runs.
+returns states instead of results, and `ext/runs.py` merges the states of all runs.
 
 With ``where``, items count for which one output of the kernel, the mask, is true. What is left out
 adds nothing and sends nothing back, even where its value or derivative is NaN:
@@ -17,9 +17,7 @@ adds nothing and sends nothing back, even where its value or derivative is NaN:
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,17 +25,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import flat_index, has_tangent, index_dtype, places_of, too_many
-from rankax.core.loop.rules import NO_RULES, Rules
+from rankax.core.base.arrays import has_tangent, index_dtype, too_many
+from rankax.core.loop.items import items_at
+from rankax.core.loop.rules import Rules
 from rankax.core.loop.spec import LoopSpec
-from rankax.core.reduce.extrema import Arg, no_index
-from rankax.core.reduce.protocol import Outputs, Place, Reduction
+from rankax.core.reduce.extrema import Arg
+from rankax.core.reduce.protocol import Outputs
 from rankax.core.reduce.row import Row
 from rankax.core.reduce.run import Reductions
 from rankax.core.reduce.states import Accumulation
-from rankax.core.trace.derivatives import call_with_derivative_of
-from rankax.core.trace.programs import ItemProgram, evaluate
-from rankax.ext.lanes.call import items_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +90,7 @@ class RowReduction:
     @property
     def is_at_once(self) -> bool:
         """Whether all items are evaluated at once, and reduced as `jax.numpy` does."""
-        has_loop = any(level.is_loop or level.lanes for level in self.levels)
+        has_loop = any(level.is_loop or level.walker for level in self.levels)
         return self.reductions.of_run is None and not (has_loop or self._is_masked)
 
     @property
@@ -164,110 +160,3 @@ class RowReduction:
                 state = reduction.finish_state(outputs, state, row.size)
             values.append(state)
         return values
-
-
-def reduce_row(
-    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
-) -> list[Any]:
-    """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
-
-    This has its derivative; `rankax.core.call.nest` has one for a whole call.
-    """
-    # Without the constants, which may be tracers: from JAX 0.12 on, a jaxpr holds them.
-    jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
-    item_of = functools.partial(functools.partial, evaluate, jaxpr)
-    row = RowReduction(item_of, tuple(levels), item.outputs, reductions, jaxpr, NO_RULES)
-    evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
-    arrays = list(item.closed.consts), list(leaves)
-    if row.is_linear:
-        return evaluated(*arrays)
-    return call_with_derivative_of(differentiated, evaluated, *arrays)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunStates:
-    """The states of several runs of items, which together are a whole row.
-
-    A state is a list with an entry for each reduction. Kept outputs are not part of it: their
-    entries are ignored, and returned as they are.
-    """
-
-    reductions: Reductions
-    outputs: tuple[Outputs, ...]
-    sizes: tuple[int, ...]  # the lengths of the reduced axes
-
-    @property
-    def size(self) -> int:
-        """The number of items in all runs."""
-        return math.prod(self.sizes)
-
-    def renumber(self, states: Sequence[Any], shape: Sequence[int], starts: Sequence[Any]) -> Any:
-        """Replace the indices of items in one run by those in the whole row.
-
-        Parameters
-        ----------
-        states : sequence
-        shape : sequence of int
-            The lengths of the run along the reduced axes.
-        starts : sequence of scalars
-            Where the run begins along them.
-        """
-
-        def place(index: jax.Array) -> jax.Array:
-            dtype = index_dtype(self.size)
-            if not math.prod(shape):  # the state of no items holds no valid index
-                return jnp.full_like(index, no_index(dtype), dtype=dtype)
-            pairs = zip(places_of(index.astype(dtype), shape), starts, strict=True)
-            return flat_index([at + jnp.asarray(start, dtype) for at, start in pairs], self.sizes)
-
-        return self.placed(states, place)
-
-    def placed(self, states: Sequence[Any], place: Place) -> list[Any]:
-        """Replace each index of an item by its ``place``."""
-        return [
-            state if reduction.is_kept else reduction.renumber(outputs, state, place)
-            for reduction, outputs, state in self.reductions.each(self.outputs, states)
-        ]
-
-    def merge(
-        self, states: Sequence[Any], batch: int = 0, gather: Callable[..., Any] | None = None
-    ) -> list[Any]:
-        """Merge states that have the runs on axis 0 and ``batch`` axes of rows after it.
-
-        ``gather`` makes arrays whose runs are on several devices available to each device.
-        """
-
-        def merge(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
-            if gather is not None and not reduction.is_sum:
-                arrays, structure = jax.tree.flatten(state)
-                state = structure.unflatten(gather(arrays))
-            return reduction.merge_states(outputs, state)
-
-        return self._mapped(merge, states, batch, 1)
-
-    def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
-        """Return the results from the state of all items, with ``batch`` axes of rows in front."""
-        size = self.size
-        return self._mapped(lambda entry, *own: entry.finish_state(*own, size), states, batch, 0)
-
-    def _mapped(
-        self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
-    ) -> list[Any]:
-        values: list[Any] = []
-        for reduction, outputs, state in self.reductions.each(self.outputs, states):
-            if reduction.is_kept:
-                values.append(state)
-                continue
-            of_row = functools.partial(fun, reduction, outputs)
-            for _ in range(batch):
-                of_row = jax.vmap(of_row, in_axes=axis)
-            values.append(of_row(state))
-        return values
-
-    def assemble(self, values: Sequence[Any], kept: Sequence[Any]) -> Any:
-        """Put results and kept outputs together; both have an entry for each reduction."""
-        arrays = [
-            whole if reduction.is_kept else value
-            for reduction, _, value, whole in self.reductions.each(self.outputs, values, kept)
-        ]
-        return self.reductions.assembled(self.outputs, arrays)

@@ -3,11 +3,11 @@
 
 One row of items is folded tile by tile (`Row.fold`)::
 
-    state = accumulator.start(lanes)
-    for begin in range(0, size, lanes):
-        tile = jax.vmap(kernel, out_axes=-1)(items[begin : begin + lanes])
-        state = accumulator.step(state, tile, begin + jnp.arange(lanes))
-    state = accumulator.join(state)  # the lanes become one
+    state = accumulator.start(slots)
+    for begin in range(0, size, slots):
+        tile = jax.vmap(kernel, out_axes=-1)(items[begin : begin + slots])
+        state = accumulator.step(state, tile, begin + jnp.arange(slots))
+    state = accumulator.join(state)  # the slots become one
     state = reduction.partial(outputs, row, [state])  # for `Best`: with the outputs of the winner
     result = reduction.finish_state(outputs, state, size)
 
@@ -41,7 +41,6 @@ reduction takes three files: `sums.py` or `winners.py` defines it, and its accum
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -54,12 +53,6 @@ from rankax.core.reduce.row import Row
 from rankax.core.reduce.states import Accumulation, Accumulator, Elementwise
 
 Place = Callable[[jax.Array], jax.Array]  # from an item's index in its run to its index in the row
-
-
-def count_dtype(total: int) -> Any:
-    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
-    dtype = index_dtype(total)
-    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32
 
 
 class Outputs(NamedTuple):
@@ -239,54 +232,7 @@ class Several:
         self.where = where
 
 
-def dtype_of(fun: Callable[..., Any], aval: Any) -> Any:
-    """Return the dtype that a function of `jax.numpy` gives to the reduction of an array."""
-    like = jax.ShapeDtypeStruct((1,), aval.dtype)
-    return jax.eval_shape(functools.partial(fun, axis=0), like).dtype
-
-
-class EachLeaf(Reduction):
-    """One result for each leaf, independent of the others."""
-
-    #: The equivalent function of `jax.numpy`.
-    function: Callable[..., Any]
-
-    def check(self, outputs: Outputs, count: int) -> None:
-        for name, aval in zip(outputs.names, outputs.avals, strict=True):
-            if reason := self.misfit(aval):
-                raise MisfitError(f"{name} has dtype {aval.dtype}, and {reason}")
-
-    def misfit(self, aval: Any) -> str:
-        """Return why numbers of this type cannot be reduced, if so."""
-        return ""
-
-    def accumulator(self, aval: Any, size: int) -> Accumulator:
-        """Return the accumulator of one leaf, for a row of ``size`` items."""
-        raise NotImplementedError
-
-    def result(self, state: Any, aval: Any, size: Any) -> Any:
-        """Return the result of one leaf."""
-
-    def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        return [type(self).function(out, axis=0) for out in outs]
-
-    def accumulations(self, outputs: Outputs, size: int) -> Sequence[Accumulation]:
-        return [
-            Accumulation(position, self.accumulator(aval, size), outputs.mask)
-            for position, aval in zip(outputs.positions, outputs.avals, strict=True)
-        ]
-
-    def finish_state(self, outputs: Outputs, state: Any, size: int) -> Any:
-        pairs = zip(state, outputs.avals, strict=True)
-        return [self.result(own, aval, size) for own, aval in pairs]
-
-    def differentiable(self, outputs: Outputs, row: Row) -> Any:
-        pairs = zip(outputs.avals, outputs.positions, strict=True)
-        states = [self.differentiable_leaf(aval, row, position) for aval, position in pairs]
-        return self.partial(outputs, row, states)
-
-    def differentiable_leaf(self, aval: Any, row: Row, position: int) -> Any:
-        """Return the state of one leaf in terms that have the right derivative."""
-        step = Accumulation(position, self.accumulator(aval, row.size))
-        (state,) = row.fold_constants([step])
-        return state
+def count_dtype(total: int) -> Any:
+    """Return the dtype of numbers up to ``total``: a float if there are no integers of 64 bits."""
+    dtype = index_dtype(total)
+    return dtype if total <= jnp.iinfo(dtype).max else jnp.float32

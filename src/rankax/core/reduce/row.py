@@ -3,7 +3,7 @@
 
 A nest of loops evaluates a row. At most one level of the nest is cut into tiles: the levels inside
 it fit a tile whole and are mapped; those around it are evaluated item by item. Each loop returns
-its states with the lanes joined, and the loop around it merges them.
+its states with the slots joined, and the loop around it merges them.
 
 The last tile overlaps the one before it if no tile divides the level. Items that were counted
 before add nothing and send nothing back (`rankax.core.loop.loop.without_repeated`). A smaller tile
@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rankax.core.base.arrays import counted, index_dtype, scalar, zeros
-from rankax.core.loop.loop import Tile, TileLanes, ends_of, run_loop, saved, sinks_of, steps_of
+from rankax.core.loop.items import items_at
+from rankax.core.loop.loop import Tile, TileSlots, ends_of, run_loop, saved, sinks_of, steps_of
 from rankax.core.loop.rules import Rules
 from rankax.core.loop.spec import LoopSpec, vmap_level
-from rankax.core.plan.levels import Chunks
-from rankax.core.reduce.states import Accumulation, Merged, Ordered
-from rankax.ext.lanes.call import in_lockstep, items_at, walk_in_lanes
+from rankax.core.plan.schedule import Chunks
+from rankax.core.reduce.states import Accumulation, Merged
 
 Steps = Sequence[Accumulation]
 _STEPS_PER_TILE_AGAIN = 8  # a row has at least so many steps for each tile that is evaluated again
@@ -119,14 +119,14 @@ class Row:
 
         levels = self.levels
         if getattr(jax.config, "jax_remat3", False):
-            # A checkpoint makes tangents of zeros there, and a maximum of lanes makes NaN of those.
+            # A checkpoint makes tangents of zeros there, and a maximum of slots makes NaN of those.
             # Elsewhere, two loops with a checkpoint share a copy of the inputs.
             levels = tuple(dataclasses.replace(level, checkpoint=False) for level in levels)
         row = dataclasses.replace(self, item=constant, levels=levels, back=False)
         return saved(row.fold(steps))
 
     def fold(self, steps: Steps, kept: Sequence[int] = (), *, linear: bool = True) -> list[Any]:
-        """Return the state of each step after all items, with its lanes joined.
+        """Return the state of each step after all items, with its slots joined.
 
         ``kept``: the outputs that are returned whole after the states. ``linear``: a derivative
         needs no state. Otherwise one is stored for each tile.
@@ -134,12 +134,10 @@ class Row:
         if self.counts is not None:
             row, steps = _that_count(self, self.counts, steps)
             return row.fold(steps, kept, linear=linear)
-        if not self.size or not any(level.is_loop or level.lanes for level in self.levels):
+        if not self.size or not any(level.is_loop or level.walker for level in self.levels):
             return self._at_once(steps, kept)
-        if self.levels[0].lanes is not None:
-            if self.back:
-                return self._in_lockstep(steps, kept, linear=linear)
-            return self._in_lanes(steps, kept, self.levels[0].lanes)
+        if (walker := self.levels[0].walker) is not None:
+            return walker.fold(self, steps, kept, linear=linear)
         at = max(i for i, level in enumerate(self.levels) if level.is_loop)
         around, below = self.levels[:at], self.levels[at + 1 :]
         level = dataclasses.replace(self.levels[at], linear=linear)
@@ -154,7 +152,7 @@ class Row:
         """Return the states of a row that is one tile, or empty."""
         outs, dtype = self.whole(), index_dtype(self.size)
         last = [jnp.moveaxis(out, 0, -1) for out in outs]
-        tile = Tile(last, scalar(0, dtype), None, TileLanes(self.size, (), dtype))
+        tile = Tile(last, scalar(0, dtype), None, TileSlots(self.size, (), dtype))
         held = [step.start(max(self.size, 1)) for step in steps]
         if self.size:
             held, _ = steps_of(steps, held, tile)
@@ -177,8 +175,8 @@ class Row:
             for place, inner in enumerate(reversed(below), start=1):
                 item = vmap_level(item, inner, axes(place))
             place, sizes = len(below) + 1, tuple(inner.chunks.length for inner in below)
-            lanes = {"below": sizes, "index_dtype": index_dtype(self.size)}
-            states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **lanes)
+            slots = {"below": sizes, "index_dtype": index_dtype(self.size)}
+            states = run_loop(item, leaves, level, axes(place), folds, back=self.back, **slots)
             row = dataclasses.replace(self, leaves=tuple(leaves), levels=(level, *below))
             pairs = zip(own, states, strict=False)
             found = [step.accumulator.found(row, step, state) for step, state in pairs]
@@ -198,22 +196,6 @@ class Row:
         return lambda *leaves: run_loop(
             fun, leaves, one_by_one, axes, folds, back=self.back, index_dtype=index_dtype(self.size)
         )
-
-    def _in_lanes(self, steps: Steps, kept: Sequence[int], lanes: int) -> list[Any]:
-        """Fold a row whose items end by themselves."""
-        folds, tile = sinks_of(steps, kept, in_lanes=True), min(lanes, self.size)
-        tile = min(tile, self.rules.most_reduced or tile)
-        states = walk_in_lanes(self.item, self.leaves, self.levels, None, folds, tile)
-        return [*states[: len(steps)], *map(self.split, states[len(steps) :])]
-
-    def _in_lockstep(self, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
-        """Fold a row whose items end by themselves, to be differentiated."""
-        is_ordered = any(isinstance(step.accumulator, Ordered) for step in steps)
-        loop = in_lockstep(self.item, self.leaves, self.levels, sort=not is_ordered)
-        item, leaves, level, stored, _ = loop
-        row = dataclasses.replace(self, item=item, leaves=tuple(leaves), levels=(level,))
-        states = row.fold(steps, kept, linear=linear)
-        return [*states[: len(steps)], *map(self.split, map(stored, states[len(steps) :]))]
 
 
 def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tuple[Row, Steps]:

@@ -19,17 +19,10 @@ from rankax.core.base.trees import (
     subtrees_with_entries,
 )
 from rankax.core.reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
-from rankax.core.reduce.sums import All, AnyOf, Gram, LogSumExp, Mean, Prod, Sum
-from rankax.core.reduce.winners import ArgMax, ArgMin, Max, Min
 from rankax.core.trace.programs import ItemProgram, trace_item
 
-BY_NAME: dict[str, Reduction] = {
-    reduction.name: reduction
-    for reduction in (
-        *(Sum(), Mean(), Prod(), Max(), Min(), ArgMax(), ArgMin()),
-        *(AnyOf(), All(), LogSumExp(), Gram()),
-    )
-}
+#: The reductions that `reduce` knows by name; extensions add theirs.
+BY_NAME: dict[str, Reduction] = {}
 
 
 _OTHER_NAMES = {

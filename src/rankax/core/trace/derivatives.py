@@ -214,7 +214,7 @@ def mapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> C
     return jax.vmap(fun, tuple(in_axes), out_axes, axis.name, axis.size, axis.spmd_name)
 
 
-def _batched(
+def _under_vmap(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Any, other: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Map the program, and the one that is differentiated, before either is differentiated."""
@@ -303,7 +303,7 @@ def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: A
     return [next(results) if ad.is_undefined_primal(x) else None for x in args]
 
 
-_call = new_primitive("rankax_call", _run, _differentiated, _transposed, _batched, _types)
+_call = new_primitive("rankax_call", _run, _differentiated, _transposed, _under_vmap, _types)
 
 
 def primitive_of_program(name: str, program_of: Any, batch: Any, types: Any) -> Any:
@@ -342,7 +342,7 @@ def _high_level_call() -> Any:
             return _run(*args, call_jaxpr=self.call_jaxpr)
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            return _batched(axis_data, args, dims, **self.params)
+            return _under_vmap(axis_data, args, dims, **self.params)
 
         def jvp(self, primals: Any, tangents: Any) -> Any:
             return _differentiated(primals, tangents, **self.params)

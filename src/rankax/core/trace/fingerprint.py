@@ -20,26 +20,16 @@ Derivative rules are left out: evaluation does not use them, and each trace make
 A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
 Rules are functions, so they cannot be compared, except those of our loops, which follow from the
 program and a key. `without_constants` is the program to keep then.
-
-A record on disk cannot keep the objects of a program, and it must describe every program:
-`checksum` has the content of a fingerprint, with the arrays of all depths in it. Functions that JAX
-does not trace, such as callbacks, are described by their code and by what they refer to, as far as
-Python shows it.
 """
 
-import contextlib
 import enum
 import functools
-import hashlib
-import re
 import struct
-import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.extend.random
-import jax.numpy as jnp
 import numpy as np
 from jax import core
 
@@ -106,9 +96,11 @@ def _of_literal(literal: Any, other: _Other) -> Hashable:
 def _of_params(eqn: Any, other: _Other) -> Hashable:
     kind, params = programs.name_and_params(eqn)
     if kind in RULES:
-        return _of_value(params["call_jaxpr"], other)
+        return key_of_value(params["call_jaxpr"], other)
     left_out = "callback" if kind == "debug_callback" else _DERIVATIVES_ONLY.get(kind)
-    kept = ((name, _of_value(value, other)) for name, value in params.items() if name != left_out)
+    kept = (
+        (name, key_of_value(value, other)) for name, value in params.items() if name != left_out
+    )
     return kind, *kept
 
 
@@ -120,11 +112,11 @@ _DERIVATIVES_ONLY = {
     **dict.fromkeys(_OWN_CALLS, "other"),
 }
 
-_PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
+PLAIN = (type(None), bool, int, str, bytes, np.dtype, enum.Enum, type)
 
 
-def _of_value(value: Any, other: _Other) -> Hashable:
-    if isinstance(value, _PLAIN):
+def key_of_value(value: Any, other: _Other) -> Hashable:
+    if isinstance(value, PLAIN):
         return type(value), value  # True is not 1
     if isinstance(value, (float, complex)):
         number = complex(value)
@@ -138,11 +130,11 @@ def _of_value(value: Any, other: _Other) -> Hashable:
     if _is_known(value):
         return type(value), value
     if _is_record(value):
-        return type(value), _of_value(vars(value), other)
+        return type(value), key_of_value(vars(value), other)
     if not programs.is_container(value):
         return other(value)
     items = value.items() if isinstance(value, dict) else value
-    return type(value), tuple(_of_value(item, other) for item in items)
+    return type(value), tuple(key_of_value(item, other) for item in items)
 
 
 def _is_known(value: Any) -> bool:
@@ -238,69 +230,3 @@ def _without_rule(eqn: Any) -> Any:
     eqn = programs.with_subprograms(eqn, without_rules)
     left_out = _DERIVATIVES_ONLY.get(programs.name_and_params(eqn)[0])
     return programs.with_params(eqn, **{left_out: None}) if left_out else eqn
-
-
-# What decides the values of functions, and what objects hold.
-_PARTS = (
-    *("__code__", "__defaults__", "__kwdefaults__", "__closure__", "cell_contents"),
-    *("__func__", "__self__", "func", "args", "keywords", "__wrapped__", "__dict__"),
-    *("co_code", "co_names", "co_consts"),
-)
-
-
-def checksum(value: Any) -> str:
-    """Return a checksum of programs, arrays, functions and objects, equal in each process."""
-    return hashlib.sha256(_text(_Description()(value)).encode()).hexdigest()[:16]
-
-
-def _text(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # without addresses
-
-
-class _Description:
-    """Describes a value by nested containers."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # numbers by id; kept so that no other object has it
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, (*_PLAIN, float, complex)):
-            return value
-        if isinstance(value, programs.ClosedJaxpr):
-            return _of_value(value, self)
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return str(jax.random.key_impl(value)), self(jax.random.key_data(value))
-        if hasattr(value, "__array__"):
-            array = np.asarray(value)
-            if not array.dtype.hasobject:
-                return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
-            value = array.tolist()
-        if id(value) in self._seen:
-            return "seen", self._seen[id(value)][0]
-        self._seen[id(value)] = len(self._seen), value
-        if isinstance(value, dict):
-            return [(self(name), self(item)) for name, item in value.items()]
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, [self(item) for item in value]
-        if isinstance(value, (set, frozenset)):
-            return sorted(_text(self(item)) for item in value)
-        return value.__name__ if isinstance(value, types.ModuleType) else self._parts(value)
-
-    def _parts(self, value: Any) -> Any:
-        """Describe a function by its code and what this refers to, and an object by its fields."""
-        kind = type(value)
-        if hasattr(kind, "rankax_parts"):  # a decorated kernel, without what its calls keep
-            return kind.__qualname__, self(value.rankax_parts)
-        slots = [name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ())]
-        parts: list[Any] = []
-        for name in (*_PARTS, *sorted({*slots} - {"__weakref__"})):
-            with contextlib.suppress(AttributeError, ValueError):  # a cell may be empty
-                parts.append((name, self(getattr(value, name))))
-        if isinstance(value, types.FunctionType):
-            used = [value.__globals__.get(name) for name in value.__code__.co_names]
-            home = value.__module__  # functions of other modules are told by their names
-            parts += [self(x) for x in used if not callable(x) or x.__module__ == home]
-        call = vars(kind).get("__call__")
-        if isinstance(call, types.FunctionType):
-            parts.append(self(call))
-        return kind.__qualname__, parts or repr(value)

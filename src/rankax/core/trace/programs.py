@@ -25,18 +25,12 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax.core.base.arrays import is_staged, scalar
 from rankax.core.base.messages import function_location, listed, table, traced_as
 from rankax.core.base.trees import check_outputs, leaves_with_names, spread_prefix
-
-# They have one operand of floats, and move its numbers.
-_MOVES = {
-    *("broadcast_in_dim", "copy", "dynamic_slice", "gather", "neg", "reshape", "rev", "slice"),
-    *("split", "squeeze", "transpose"),
-}
 
 ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as `Jaxpr`
 Jaxpr = jax.extend.core.Jaxpr
@@ -95,29 +89,6 @@ def evaluate_by(step: Step, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
             outs = step(evaluator(eqn, jaxpr, free), eqn, free, [known[v] for v in free])
         known.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))
-
-
-def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program whose arguments may be wider floats than its inputs.
-
-    What only moves or converts numbers takes them as they are, and all else rounds them before. So
-    where inputs are converted to wider floats, the transpose rounds nothing.
-    """
-    outs = evaluate_by(_wide_step, jaxpr, [*consts, *args])
-    return list(map(_narrowed, outs, jaxpr.outvars))
-
-
-def _wide_step(fun: Callable[..., Any], eqn: Any, free: list[Any], inputs: list[Any]) -> list[Any]:
-    if free and eqn.primitive.name == "convert_element_type":
-        return [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
-    if eqn.primitive.name not in _MOVES:
-        inputs = list(map(_narrowed, inputs, free))
-    return fun(*inputs)
-
-
-def _narrowed(x: Any, var: Any) -> Any:
-    is_wider = hasattr(x, "dtype") and x.dtype != var.aval.dtype
-    return lax.convert_element_type(x, var.aval.dtype) if is_wider else x
 
 
 def as_arrays(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -190,21 +161,6 @@ def with_equations(jaxpr: Any, fun: Callable[[Any], Any]) -> Any:
     eqns = [fun(eqn) for eqn in jaxpr.eqns]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
-
-
-def lengths_of_scan(eqn: Any) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants, and how many are carried; rows follow.
-
-    A row has one axis fewer inside. The parameters that count them differ between versions of JAX.
-    """
-    body = eqn.params["jaxpr"].jaxpr
-
-    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-        pairs = zip(outside, inside, strict=True)
-        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
-
-    carried = alike(eqn.outvars, body.outvars)
-    return alike(eqn.invars, body.invars) - carried, carried
 
 
 def mapped_program(fun: Callable[[Any], Any], closed: Any) -> Any:

@@ -23,17 +23,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.base.messages import listed, plural, traced_as
-from rankax.core.base.trees import leaves_with_names
-from rankax.core.call.arguments import is_array, is_number
-from rankax.core.call.bind import BoundKernel
-from rankax.core.options import DEFAULTS, Options
-from rankax.core.plan.batch import BatchPlan
-from rankax.core.reduce.passes import RunStates
-from rankax.core.reduce.run import Reductions, trace_reduced
+from rankax.core.protocol import (
+    DEFAULTS,
+    BoundKernel,
+    Options,
+    Reductions,
+    Schedule,
+    is_array,
+    is_number,
+    leaves_with_names,
+    listed,
+    plural,
+    trace_reduced,
+    traced_as,
+)
 from rankax.ext.blocks import programs
 from rankax.ext.blocks.arrays import blocks_of, in_blocks
 from rankax.ext.blocks.backend import Backend, Batch, BatchChunks, Input, small_blocks
+from rankax.ext.runs import RunStates
 
 
 def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
@@ -79,7 +86,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     ranks = zip(call.leaves, call.structure.ranks, strict=True)
     setup = programs.Setup(
         mapped,
-        dataclasses.replace(options, reduce=None, reduce_axis=None, jit=False),
+        options.replace(reduce=None, reduce_axis=None, jit=False),
         {name: getattr(jax.config, name) for name in programs.CONFIG},
         call.shell,
         call.others,
@@ -191,7 +198,7 @@ def check_dtype(dtype: Any, subject: str, path: str) -> None:
 
 
 def _batch_chunks(
-    plan: BatchPlan, arrays: Sequence[tuple[Any, Any]], where: str, storing: str | None
+    plan: Schedule, arrays: Sequence[tuple[Any, Any]], where: str, storing: str | None
 ) -> BatchChunks:
     """Return the chunks of the batch, which end wherever those of any array do.
 
@@ -242,7 +249,7 @@ class _BlockCall:
     """A call that has been checked, and its arrays as inputs of the backend."""
 
     setup: programs.Setup
-    plan: BatchPlan
+    plan: Schedule
     backend: Backend
     batch: Batch
     numbers: list[Any]

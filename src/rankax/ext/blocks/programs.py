@@ -20,16 +20,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.base.cache import Kept
-from rankax.core.base.trees import check_outputs
-from rankax.core.call.arguments import is_number
-from rankax.core.call.bind import BoundKernel, Shell, rebind
-from rankax.core.call.run import run
-from rankax.core.options import Options
-from rankax.core.reduce.passes import RunStates
-from rankax.core.reduce.protocol import FILL, Marked, Outputs
-from rankax.core.trace.fingerprint import checksum
+from rankax.core.protocol import (
+    FILL,
+    BoundKernel,
+    Kept,
+    Marked,
+    Options,
+    Outputs,
+    Shell,
+    check_outputs,
+    is_number,
+    rebind,
+    run,
+)
+from rankax.ext.blocks.checksum import checksum
 from rankax.ext.ragged.type import Ragged
+from rankax.ext.runs import RunStates
 
 Array = np.ndarray[Any, Any]
 Items = Sequence[jax.ShapeDtypeStruct]  # one item of each of several arrays
@@ -123,7 +129,7 @@ class Setup:
                 call.lengths = {len(front): count}
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
-        given = {**vars(options), "jit": True, "where": None}  # a reduction has its mask
+        given = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
         kernel = self.mapped.with_explicit(given, self.mapped.spec.name)
         return kernel(*call.arguments.args, **call.arguments.kwargs)
 
@@ -182,7 +188,7 @@ class Program:
 
     def unbounded(self) -> Self:
         """Return the same without a bound on memory."""
-        options = dataclasses.replace(self.setup.options, chunk_size=None, memory_limit=None)
+        options = self.setup.options.replace(chunk_size=None, memory_limit=None)
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, options=options))
 
 
@@ -222,7 +228,7 @@ class StateOfBlock(StateProgram):
     def traced(self, *values: Any) -> Any:
         count, reductions = len(self.setup.inputs), self.runs.reductions
         of_run = reductions.for_runs(self.runs.size)
-        options = dataclasses.replace(self.setup.options, reduce=of_run, reduce_axis=self.axes)
+        options = self.setup.options.replace(reduce=of_run, reduce_axis=self.axes)
         states = self.setup.evaluated(values[:count], options)
         states = reductions.structure.flatten_up_to(states)
         shape = [index.shape[0] for index in values[count:]]

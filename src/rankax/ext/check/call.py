@@ -18,23 +18,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.base.messages import check_bool, checked_int, positive_int
-from rankax.core.base.target import target_of
-from rankax.core.base.trees import check_outputs, leaves_with_names
-from rankax.core.call.arguments import KernelSpec
-from rankax.core.call.bind import BoundKernel, bind
-from rankax.core.call.run import run
-from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import ranks_of_leaves
-from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options
-from rankax.core.reduce.protocol import Several
-from rankax.core.reduce.run import find_mask, read_reductions
-from rankax.core.reduce.winners import TopK
+from rankax.core.protocol import (
+    PLACE,
+    BoundKernel,
+    KernelSpec,
+    Options,
+    Rank,
+    Several,
+    bind,
+    check_bool,
+    check_outputs,
+    checked_int,
+    find_mask,
+    has_tangent,
+    leaves_with_names,
+    positive_int,
+    ranks_of_leaves,
+    read_reductions,
+    run,
+    sharding_of,
+    target_of,
+)
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
-from rankax.ext.devices.mesh import sharding_of
 from rankax.ext.ragged.type import Ragged
+from rankax.ext.reductions.winners import TopK
 
 Index = tuple[int, ...]
 
@@ -195,7 +202,7 @@ def check(
     check_bool(gradient, site, "gradient")
     # The items themselves, since a reduction of some of them says nothing about that of all.
     kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
-    call = bind(kernel.spec, args, kwargs, takes_ragged=True)
+    call = bind(kernel.spec, args, kwargs, takes_nodes=True)
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]
     if any(AxisType.Explicit in getattr(mesh, "axis_types", ()) for mesh in meshes):
         raise TypeError(
@@ -203,7 +210,7 @@ def check(
             "pass jax.device_get(...) of the arguments"
         )
     target = target_of(call.leaves)
-    them = (ragged if call.structure.ragged else CallItems)(call, kernel.spec.options())
+    them = (ragged if call.structure.nodes else CallItems)(call, kernel.spec.options())
     random = np.random.default_rng(seed)
     chosen = [i for i in _chosen(them.shape, items, random) if them.has_rows(i)]
     differences: list[tuple[str, float, Index]] = []
@@ -283,7 +290,7 @@ def _gradients(
     wanted = functools.reduce(functools.partial(jax.tree.map, jnp.add), by_item)
     got, wanted = ({i: np.asarray(x) for i, x in tree.items()} for tree in (got, wanted))
     lost = {i: np.isnan(got[i]) & ~np.isnan(wanted[i]) for i in floats}
-    if any(map(np.any, lost.values())) and not call.structure.ragged:
+    if any(map(np.any, lost.values())) and not call.structure.nodes:
         args, kwargs = call.arguments.args, call.arguments.kwargs
         odd = functools.partial(nonfinite, kernel, args, kwargs, 1, ragged=type(them))
         if any(odd(gradient=g).count for g in (False, True)):
@@ -318,10 +325,10 @@ def nonfinite(
     given = spec.options()
     unreduced: dict[str, Any] = {"reduce": None, "reduce_axis": None, "where": None}
     unbatched: dict[str, Any] = {"batched": False, "jit": False, "compiler_options": None}
-    explicit = {**vars(given), **unreduced, **unbatched}
+    explicit = {**given.values(), **unreduced, **unbatched}
     options = Options(**explicit)
-    call = bind(spec, args, kwargs, takes_ragged=True)
-    them = (ragged if call.structure.ragged else CallItems)(call, options)
+    call = bind(spec, args, kwargs, takes_nodes=True)
+    them = (ragged if call.structure.nodes else CallItems)(call, options)
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)

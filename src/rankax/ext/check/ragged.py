@@ -10,11 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.base.messages import listed
-from rankax.core.base.target import target_of
-from rankax.core.call.bind import BoundKernel, rebind
-from rankax.core.options import Options
+from rankax.core.protocol import BoundKernel, Options, has_tangent, listed, rebind, target_of
 from rankax.ext.check.call import CallItems, Index
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
 from rankax.ext.ragged.call import RaggedCall, dense_shell
@@ -34,7 +30,7 @@ class RaggedItems(CallItems):
     def __init__(self, call: BoundKernel, options: Options) -> None:
         self.call, self.ragged = call, RaggedCall.of(call, None)
         self.shape = self.ragged.dense.plan.batch_shape
-        self.options = dataclasses.replace(options, batch_shape=self.shape)
+        self.options = options.replace(batch_shape=self.shape)
 
     def _number(self, index: Index) -> int:
         return index[-1] if self.ragged.count > 1 else 0
@@ -48,7 +44,7 @@ class RaggedItems(CallItems):
     def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
         """Return the rows of each ragged leaf, their numbers, and what the dense call is given."""
         number, rows = self._number(index), dict[int, Any]()
-        for i, ragged in self.call.structure.ragged.items():
+        for i, ragged in self.call.structure.nodes.items():
             start, length = int(ragged.starts[number]), int(ragged.lengths[number])
             rows[i] = jnp.asarray(leaves[i])[start : start + length]
         lengths = self._lengths(index)

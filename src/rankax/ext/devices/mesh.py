@@ -19,66 +19,16 @@ refuses to combine them with results that are on all devices, such as a sum.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rankax.core.base.arrays import is_staged
-from rankax.core.trace import programs
-
-
-def sharding_of(leaf: Any) -> Any:
-    """Return the sharding of an array; of a tracer, the one in its type."""
-    if isinstance(leaf, core.Tracer):
-        return getattr(jax.typeof(leaf), "sharding", None)
-    return getattr(leaf, "sharding", None)
-
-
-def is_spread(leaf: Any) -> bool:
-    """Whether an array is on a mesh of several devices, or on any mesh with explicit axes."""
-    sharding = sharding_of(leaf)
-    if not isinstance(sharding, NamedSharding):
-        return False
-    return sharding.mesh.size > 1 or AxisType.Explicit in sharding.mesh.axis_types
-
-
-def mesh_of(leaves: Sequence[Any]) -> Any:
-    """Return the mesh that arrays are on, or else the mesh that is set; None without one."""
-    shardings = [sharding_of(leaf) for leaf in leaves]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    return next((mesh for mesh in meshes if not mesh.empty), None)
-
-
-def on_mesh(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Enter the mesh with explicit axes that arrays are on, unless a mesh is entered already.
-
-    Without it, arrays that are made on the way (zeros, counters) would not fit those on the mesh.
-    """
-    mesh = mesh_of(leaves) if jax.sharding.get_abstract_mesh().empty else None
-    if mesh is None or AxisType.Explicit not in mesh.axis_types:
-        return nullcontext()
-    if is_staged():
-        return jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
-    try:
-        return jax.set_mesh(mesh)
-    except (TypeError, ValueError):
-        # An eager derivative, or `jax.vmap`, in which JAX lets only the caller set the mesh.
-        return nullcontext()
-
-
-def on_every_device(leaf: Any) -> Any:
-    """Return an array that the types of an explicit mesh shard as one that they do not."""
-    sharding = sharding_of(leaf)
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
-        return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+from rankax.core.protocol import is_staged, on_mesh, programs
 
 
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:

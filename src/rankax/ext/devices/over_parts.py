@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,27 +35,40 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from rankax.core.base.arrays import counted
-from rankax.core.call.nest import Begins, Nest
-from rankax.core.plan.levels import Shape
-from rankax.core.reduce.passes import RunStates
-from rankax.core.reduce.run import Reductions
-from rankax.core.trace.programs import ItemProgram
+from rankax.core.protocol import Begins, ItemProgram, Layout, Nest, Reductions, Shape, counted
 from rankax.ext.devices.mesh import Parts, divided, gathered, join, with_auto_axes, without_mesh
 from rankax.ext.devices.place import put, warn_of_hang
+from rankax.ext.runs import RunStates
 
 Leaves = list[Any]
 Places = Sequence[int | None]  # where an array has each axis of the batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class SharedLayout(Layout):
     """How a batch and its leaves are cut into parts along some batch axes."""
 
     shape: Shape
     parts: tuple[Parts, ...]
     axes: tuple[tuple[int | None, ...], ...]  # of each leaf: where it has each axis of the batch
     reduced: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def count(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return math.prod(each.count for each in self.parts)
+
+    @property
+    def shown(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {"devices": tuple((each.axis, each.count) for each in self.parts if each.count > 1)}
+
+    def placed(self, item: ItemProgram, leaves: Sequence[Any]) -> tuple[ItemProgram, Leaves]:
+        return placed(item, leaves, self)
+
+    def walk(self, nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any]) -> Any:
+        return over_parts(nests, item, leaves, self)
 
     @property
     def batch(self) -> int:
@@ -112,7 +126,9 @@ class Layout:
         return value
 
 
-def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[ItemProgram, Leaves]:
+def placed(
+    item: ItemProgram, leaves: Sequence[Any], layout: SharedLayout
+) -> tuple[ItemProgram, Leaves]:
     """Put the arrays of an eager call on its devices."""
     parts, item = layout.parts[0], without_mesh(item)
     consts = [put(x, None, parts) for x in item.closed.consts]
@@ -121,17 +137,17 @@ def placed(item: ItemProgram, leaves: Sequence[Any], layout: Layout) -> tuple[It
 
 
 def over_parts(
-    nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any], layout: Layout
+    nests: Mapping[Shape, Nest], item: ItemProgram, leaves: Sequence[Any], layout: SharedLayout
 ) -> list[Any]:
     """Evaluate an item over the whole batch: each device walks its part.
 
     Parameters
     ----------
     nests : mapping of Shape to Nest
-        One for each of `Layout.shapes`.
+        One for each of `SharedLayout.shapes`.
     item : ItemProgram
     leaves : sequence of arrays
-    layout : Layout
+    layout : SharedLayout
 
     Returns
     -------
@@ -188,7 +204,7 @@ class _Part:
 
     nests: Mapping[Shape, Nest]
     item: ItemProgram
-    layout: Layout
+    layout: SharedLayout
     states: RunStates | None  # if parts are merged
 
     def walk(self, leaves: Leaves, begins: Begins, shape: Shape = ()) -> list[Any]:

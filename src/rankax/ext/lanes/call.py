@@ -18,28 +18,41 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
-from rankax.core.base.arrays import counted, index_dtype, is_ref, places_of, scalar, zeros
-from rankax.core.loop.access import carried_with, first_start, write_chunk
-from rankax.core.loop.loop import (
+from rankax.core.protocol import (
+    Chunks,
+    ItemProgram,
+    LoopSpec,
     Sink,
     Store,
     Tile,
-    TileLanes,
+    TileSlots,
+    carried_with,
+    counted,
     ends_of,
+    first_start,
+    has_order,
+    index_dtype,
+    is_ref,
+    item_of,
+    items_at,
+    lengths_of,
     map_level,
     new_items,
+    own_places,
+    places_of,
+    scalar,
+    split_into_chunks,
     steps_of,
+    subprograms,
+    with_shape,
+    write_chunk,
+    zeros,
 )
-from rankax.core.loop.spec import PLACE, LoopSpec
-from rankax.core.plan.levels import Chunks, split_into_chunks
-from rankax.core.trace.programs import ItemProgram, has_order, subprograms, with_shape
 from rankax.ext.lanes.engine import Engine, Output
 from rankax.ext.lanes.machine import Machine, cut_program
-from rankax.ext.progress.report import Reports
 
 _WINDOW = 16  # for each lane, the outputs that may wait to be reduced
 _MOST_SORTED = 2**20  # items, if no argument has one element for each
@@ -112,61 +125,28 @@ def walk_in_lanes(
     tile : int
         How many outputs ``folds`` take at a time.
     """
-    closed, spec, count = _numbered(fun, leaves, levels), levels[0], math.prod(_sizes(levels))
-    avals, lanes = closed.out_avals, min(spec.lanes or 1, count)
+    closed, spec, count = _numbered(fun, leaves, levels), levels[0], math.prod(lengths_of(levels))
+    avals, lanes = closed.out_avals, min(spec.walker.count, count)
     output: Output = _Buffers(count, like.out_axes if like else (), avals)
     if folds is not None:
         tiles = Chunks(count, tile, -(-count // tile))
         outs = [jax.ShapeDtypeStruct((tile, *aval.shape), aval.dtype) for aval in avals]
         own = tuple(folds(outs, tiles))
-        output = _Window(tiles, lanes, own, TileLanes(tile, (), index_dtype(count)), avals)
-    reports = spec.progress and Reports(spec.progress, count, 1, 1)
-    machine, rounds = cut_program(closed), spec.rounds
+        output = _Window(tiles, lanes, own, TileSlots(tile, (), index_dtype(count)), avals)
+    reports = spec.observer and spec.observer.reports(count, 1, 1)
+    machine, rounds = cut_program(closed), spec.walker.rounds
     return Engine(machine, closed.consts, count, lanes, output, rounds, reports).run()
-
-
-def _sizes(levels: Sequence[LoopSpec]) -> list[int]:
-    return [level.chunks.length for level in levels]
 
 
 def _numbered(fun: Callable[..., Any], leaves: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
     """Trace ``fun`` as a function of the number of an item, which closes over the leaves."""
     trace = jax.make_jaxpr(lambda number: fun(*items_at(leaves, number, levels)))
-    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(math.prod(_sizes(levels)))), ())
+    number = with_shape(jax.ShapeDtypeStruct((), index_dtype(math.prod(lengths_of(levels)))), ())
     closed = trace(number)
     # In lanes, the number varies among the devices of a `jax.shard_map` as what is known does.
     same = scalar(0, number.dtype)
     varying = carried_with(same, closed.consts)
     return closed if varying is same else trace(with_shape(jax.typeof(varying), ()))
-
-
-def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
-    """Return what the item with this flat index is evaluated from."""
-    places = places_of(index, _sizes(levels))
-    items = [_item(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
-    return [*items, *_places(places, levels)]
-
-
-def _places(places: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
-    """Return the last inputs of an item."""
-    return [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
-
-
-def _item(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
-    """Return the item of leaf ``i`` at these places.
-
-    It is read along all levels at once, so that `jax.vmap` makes it one gather.
-    """
-    starts, axes = {}, list(range(jnp.ndim(leaf)))
-    for place, level in zip(places, levels, strict=True):
-        if (axis := level.in_axes[i]) is not None:
-            starts[axes.pop(axis)] = place  # axes are counted without those of the levels outside
-    if not starts:
-        return leaf
-    start = [starts.get(axis, np.zeros((), places[0].dtype)) for axis in range(leaf.ndim)]
-    sizes = [1 if axis in starts else n for axis, n in enumerate(leaf.shape)]
-    window = lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False)
-    return lax.squeeze(window, list(starts))
 
 
 def in_lockstep(
@@ -192,7 +172,7 @@ def in_lockstep(
         The outputs, without derivatives, that lanes have computed while they counted the steps:
         those with ``out_axes``. Empty if steps were not counted.
     """
-    sizes = _sizes(levels)
+    sizes = lengths_of(levels)
     count = math.prod(sizes)
     is_whole = [all(level.in_axes[i] is not None for level in levels) for i in range(len(leaves))]
     sort = sort and (any(is_whole) or count <= _MOST_SORTED)
@@ -205,18 +185,18 @@ def in_lockstep(
             number = lax.dynamic_index_in_dim(order, number, keepdims=False)
         places = places_of(number, sizes)
         pairs = enumerate(zip(leaves, is_whole, strict=True))
-        items = [x if whole else _item(x, i, places, levels) for i, (x, whole) in pairs]
-        return fun(*items, *_places(places, levels))
+        items = [x if whole else item_of(x, i, places, levels) for i, (x, whole) in pairs]
+        return fun(*items, *own_places(places, levels))
 
     def in_order(i: int, leaf: Any) -> Any:
         numbers = counted(count, index_dtype(count)) if order is None else order
-        return jax.vmap(lambda number: _item(leaf, i, places_of(number, sizes), levels))(numbers)
+        return jax.vmap(lambda number: item_of(leaf, i, places_of(number, sizes), levels))(numbers)
 
     pairs = enumerate(zip(leaves, is_whole, strict=True))
     ordered = [in_order(i, x) if whole else x for i, (x, whole) in pairs]
     axes = tuple(0 if whole else None for whole in is_whole)
-    changes = {"in_axes": axes, "is_loop": True, "lanes": None, "numbered": True}
-    chunks = split_into_chunks(count, levels[0].lanes or 1)
+    changes = {"in_axes": axes, "is_loop": True, "walker": None, "numbered": True}
+    chunks = split_into_chunks(count, levels[0].walker.count)
     level = dataclasses.replace(levels[0], chunks=chunks, **changes)
 
     def stored(x: jax.Array) -> jax.Array:
@@ -234,7 +214,7 @@ def _by_steps(
     out_axes: Sequence[int | None],
 ) -> tuple[jax.Array | None, list[Any]]:
     """Return the items in the order of their steps, which lanes count, and those outputs."""
-    closed, count = _numbered(fun, leaves, levels), math.prod(_sizes(levels))
+    closed, count = _numbered(fun, leaves, levels), math.prod(lengths_of(levels))
     machine = cut_program(closed, with_steps=True)
     if not machine.has_loop:
         return None, []
@@ -242,8 +222,9 @@ def _by_steps(
     machine = machine._replace(outputs=[*outputs[: len(out_axes)], steps])
     avals = [*closed.out_avals[: len(out_axes)], jax.ShapeDtypeStruct((), jnp.int32)]
     output = _Buffers(count, [*out_axes, 0], avals)
-    lanes = min(levels[0].lanes or 1, count)
-    *outs, steps = Engine(machine, closed.consts, count, lanes, output, levels[0].rounds).run()
+    walker: Any = levels[0].walker
+    lanes = min(walker.count, count)
+    *outs, steps = Engine(machine, closed.consts, count, lanes, output, walker.rounds).run()
     return jnp.argsort(steps).astype(index_dtype(count)), outs
 
 
@@ -321,7 +302,7 @@ class _Window(Output):
     tiles: Chunks
     lanes: int
     folds: tuple[Sink, ...]
-    in_tile: TileLanes
+    in_tile: TileSlots
     avals: Sequence[Any]
 
     @property

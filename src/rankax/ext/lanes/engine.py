@@ -31,8 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import counted, scalar, zeros
-from rankax.core.loop.access import carried_with
+from rankax.core.protocol import carried_with, counted, scalar, zeros
 from rankax.ext.lanes.machine import Env, Machine, Slot, State, differs, run_ops, value_of
 from rankax.ext.progress.report import Reports
 

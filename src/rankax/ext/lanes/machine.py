@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from rankax.core.trace import programs
-from rankax.ext.memory.work import STEPS_OF_WHILE, cost
+from rankax.core.protocol import programs
+from rankax.ext.memory.work import STEPS_OF_WHILE, cost, lengths_of_scan
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
@@ -411,7 +411,7 @@ def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], l
     if eqn.primitive.name == "while":
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     else:
-        first, second = programs.lengths_of_scan(eqn)
+        first, second = lengths_of_scan(eqn)
     end = first + second
     return list(values[:first]), list(values[first:end]), list(values[end:])
 

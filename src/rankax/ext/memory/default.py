@@ -21,8 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rankax.core.plan.batch import BatchPlan
-from rankax.core.plan.levels import even_chunk_size
+from rankax.core.protocol import Schedule, even_chunk_size
 from rankax.ext.memory.work import FUNCTIONS, LIBRARIES, bytes_of, bytes_of_item, operations
 
 _CPU_BYTES = 2**19  # of values that a reduction may have at once; half of a common cache
@@ -70,14 +69,14 @@ def default_on_gpu(jaxpr: Any, sizes: Sequence[int], row: int) -> int | None:
     return None if math.prod(sizes) <= most else even_chunk_size(sizes, most)
 
 
-def small_steps(jaxpr: Any, plan: BatchPlan) -> str:
+def small_steps(jaxpr: Any, plan: Schedule) -> str:
     """Say which chunk size a GPU needs where a call makes many small steps; nothing if it does not.
 
     A step of 2**20 numbers takes an H100 about as long as the launch of its kernels.
     """
     each = max(stored_bytes(jaxpr), sum(map(bytes_of, jaxpr.outvars))) // 4
     is_small = plan.steps > _MANY_STEPS and plan.in_flight * each < _FEW_NUMBERS
-    if plan.lanes is not None or not is_small:
+    if any(level.walker for level in plan.levels) or not is_small:
         return ""
     sizes = [level.size for level in plan.levels]
     better = min(math.prod(sizes), even_chunk_size(sizes, max(1, _GPU_BYTES // (4 * each))))

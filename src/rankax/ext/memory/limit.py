@@ -22,15 +22,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, SingleDeviceSharding
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.base.cache import Kept
-from rankax.core.base.target import Target, target_of
-from rankax.core.plan.levels import Shape
-from rankax.core.trace.derivatives import of_some
-from rankax.core.trace.fingerprint import Unknown, fingerprint
+from rankax.core.protocol import (
+    Kept,
+    Shape,
+    Target,
+    Unknown,
+    fingerprint,
+    has_tangent,
+    of_some,
+    shape_of,
+    target_of,
+)
 from rankax.ext.memory.budget import Cost, MemoryFit, fit_chunk, limit_in_bytes
 
 # From a chunk size, and whether chunks are checkpointed, to the number of items in flight, and the
@@ -137,19 +141,6 @@ def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any,
     shapes, arrays = stand_ins((list(consts), arrays), target, where)
     traced, _ = _gradient(call, shapes, arrays)
     return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
-
-
-def shape_of(value: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of an array, a number or a stand-in, or the same with ``shape``."""
-    if not hasattr(value, "dtype"):
-        value = jax.eval_shape(lambda: jnp.asarray(value))
-    dtype = value.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    weak_type = getattr(value, "weak_type", False)
-    return jax.ShapeDtypeStruct(
-        tuple(value.shape) if shape is None else shape, dtype, weak_type=bool(weak_type)
-    )
 
 
 def _temporaries(traced: Any, options: dict[str, Any] | None) -> int:

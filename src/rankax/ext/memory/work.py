@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rankax.core.trace.programs import Literal, lengths_of_scan, name_and_params, subprograms
+from rankax.core.protocol import Literal, name_and_params, subprograms
 
 STEPS_OF_WHILE = 16  # assumed
 
@@ -105,3 +105,18 @@ def cost(jaxpr: Any) -> int:
 
 def _size(variable: Any) -> int:
     return math.prod(getattr(variable.aval, "shape", ()))
+
+
+def lengths_of_scan(eqn: Any) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants, and how many are carried; rows follow.
+
+    A row has one axis fewer inside. The parameters that count them differ between versions of JAX.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+
+    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+    carried = alike(eqn.outvars, body.outvars)
+    return alike(eqn.invars, body.invars) - carried, carried

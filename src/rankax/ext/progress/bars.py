@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.base.arrays import is_staged
+from rankax.core.protocol import is_staged
 
 Target = str | Callable[[int, int], object]
 
@@ -73,6 +73,15 @@ class Progress:
     target: Target
     #: On how many devices the loop runs; each of its items counts once per device.
     parts: int = 1
+
+    def of_parts(self, count: int) -> "Progress":
+        """Return the progress of a call whose loop runs on so many devices."""
+        return dataclasses.replace(self, parts=count)
+
+    def reports(self, length: int, size: int, steps: int) -> Any:
+        """Return the reports of a loop over ``length`` items, ``size`` in each step."""
+        report = importlib.import_module("rankax.ext.progress.report")  # which imports this file
+        return report.Reports(self, length, size, steps)
 
 
 _has_progress = ContextVar("rankax_has_progress", default=False)

@@ -41,21 +41,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.base.trees import leaves_with_names
-from rankax.core.call.bind import BoundKernel, Shell, bind
-from rankax.core.call.run import run
-from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import ranks_of_leaves
-from rankax.core.loop.access import widen
-from rankax.core.loop.spec import PLACE
-from rankax.core.options import Options
-from rankax.core.plan.levels import Shape
-from rankax.core.plan.shapes import bucket_of
-from rankax.core.reduce.protocol import FILL
-from rankax.core.reduce.run import Reductions
+from rankax.core.protocol import (
+    FILL,
+    PLACE,
+    BoundKernel,
+    Options,
+    Rank,
+    Reductions,
+    Shape,
+    Shell,
+    bind,
+    has_tangent,
+    leaves_with_names,
+    ranks_of_leaves,
+    run,
+    widen,
+)
 from rankax.ext.bucket import marked, resized
 from rankax.ext.lengths import Group, groups_of, slots_for
+from rankax.ext.padding import bucket_of
 from rankax.ext.ragged.checks import check_options, dimensions
 from rankax.ext.ragged.padded import (
     ITEMS,
@@ -99,7 +103,7 @@ class RaggedCall:
         options = call.kernel.options()
         check_options(call, options)
         names = dimensions(call)
-        first = {name: call.structure.ragged[i] for i, name in reversed(names.items())}
+        first = {name: call.structure.nodes[i] for i, name in reversed(names.items())}
         dims = tuple(dict.fromkeys(names.values()))
         lengths = np.stack([first[name].lengths for name in dims], 1)
         starts = np.stack([first[name].starts for name in dims], 1)

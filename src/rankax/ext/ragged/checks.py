@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankax.core.call.bind import BoundKernel
-from rankax.core.options import Options
-from rankax.ext.devices.mesh import is_spread
+from rankax.core.protocol import BoundKernel, Options, is_spread
 
 
 def check_options(call: BoundKernel, options: Options) -> None:
     if options.batched:
-        path = call.structure.paths[next(iter(call.structure.ragged))]
+        path = call.structure.paths[next(iter(call.structure.nodes))]
         raise TypeError(
             f"{call.where}: {path} is Ragged, but with batched=True the function takes a whole "
             "chunk; write it for one item, or fill the items up and pass a boolean array"
@@ -30,7 +28,7 @@ def dimensions(call: BoundKernel) -> dict[int, str]:
     found: dict[int, str] = {}
     first: dict[str, int] = {}  # the leaf that has a dimension first
     structure, where = call.structure, call.where
-    for i in structure.ragged:
+    for i in structure.nodes:
         path, rank = structure.paths[i], structure.ranks[i]
         dims = rank.dims if rank is not None else None
         if not dims or dims[0].name is None:
@@ -51,7 +49,7 @@ def dimensions(call: BoundKernel) -> dict[int, str]:
             )
         if found:
             other = first.get(name, next(iter(found)))
-            mine, its = structure.ragged[i], structure.ragged[other]
+            mine, its = structure.nodes[i], structure.nodes[other]
             its_path = structure.paths[other]
             if len(mine) != len(its):
                 raise ValueError(

@@ -20,20 +20,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.base.arrays import is_ref, zeros
-from rankax.core.base.cache import Kept
-from rankax.core.base.messages import traced_as
-from rankax.core.call.arguments import KernelSpec
-from rankax.core.call.bind import BoundKernel, Shell, rebind
-from rankax.core.declare.dims import Rank
-from rankax.core.declare.ranks import Declaration
-from rankax.core.loop.spec import PLACE, item_key
-from rankax.core.options import Options
-from rankax.core.plan.nesting import Nesting
-from rankax.core.reduce.protocol import Marked
-from rankax.core.reduce.run import Reductions
-from rankax.core.trace import fingerprint
-from rankax.core.trace.programs import ClosedJaxpr, ItemProgram, evaluate, with_variables
+from rankax.core.protocol import (
+    PLACE,
+    BoundKernel,
+    ClosedJaxpr,
+    Declaration,
+    ItemProgram,
+    Kept,
+    KernelSpec,
+    Marked,
+    Nesting,
+    Options,
+    Rank,
+    Reductions,
+    Shell,
+    evaluate,
+    is_ref,
+    item_key,
+    opened,
+    rebind,
+    traced_as,
+    with_variables,
+    zeros,
+)
 from rankax.ext.bucket import weakened
 
 # The parameters of a derived kernel, besides those of the original that have no rank.
@@ -243,7 +252,7 @@ class PaddedCall(BoundKernel):
         item = self.trace_on(kernel, _types.find((how, plan), types), plan, reductions)
         if any(map(is_ref, item.closed.consts)):
             return super().trace(plan, reductions)
-        fields = {**vars(item), "closed": fingerprint.opened(item.closed)}
+        fields = {**vars(item), "closed": opened(item.closed)}
         return PaddedItem(**fields, read=read, how=how, reader=reader, avals=avals)
 
 

@@ -13,21 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.base.arrays import is_staged
-from rankax.core.base.messages import plural
-from rankax.core.base.trees import entries
-from rankax.core.call.bind import BoundKernel
-from rankax.core.call.run import plan_of
-from rankax.core.declare.dims import Rank
-from rankax.core.plan.batch import BatchPlan
-from rankax.core.reduce.passes import RunStates
-from rankax.core.reduce.protocol import FILL
-from rankax.core.reduce.run import Reductions
+from rankax.core.protocol import FILL, BoundKernel, Rank, Reductions, entries, is_staged, plural
 from rankax.ext.bucket import as_inputs, resized
+from rankax.ext.explain.plan import BatchPlan, plan_of, shown
 from rankax.ext.lengths import Group
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.padded import Compiled
 from rankax.ext.ragged.type import Ragged, span
+from rankax.ext.runs import RunStates
 
 
 def call_ragged(
@@ -172,7 +165,7 @@ def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> No
     if len(bounds) == 1:
         (group,) = ragged.groups
         last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
-    options = dataclasses.replace(ragged.options, batch_shape=None)
+    options = ragged.options.replace(batch_shape=None)
     pair = [dataclasses.replace(each, lengths={}) for each in (first, last)]
     items = [each.trace(each.plan(options, None)) for each in pair]
     avals = [item.closed.out_avals for item in items]
@@ -205,7 +198,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     bounds = [ragged.bound(group, reductions.for_runs(of_run)) for group in ragged.groups]
     _check_same_outputs(ragged, bounds)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
-    options = dataclasses.replace(ragged.options, batch_shape=None)
+    options = ragged.options.replace(batch_shape=None)
     item = bounds[0].trace(bounds[0].plan(options, None), reductions.for_runs(total))
     runs = RunStates(reductions, item.outputs, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
@@ -268,7 +261,7 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         notes.append(f"ragged {name}: {span(lengths)} in {different}, {share}")
     if (slots := sum(map(ragged.slots, ragged.groups))) > ragged.count:
         notes.append(f"items of a length in buckets, {slots} in all")
-    return dataclasses.replace(
+    return shown(
         ragged.dense.plan,
         levels=(),
         untouched=call.untouched(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -14,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.base.messages import plural
-from rankax.core.declare.dims import Dim, Rank
+from rankax.core.protocol import NODES, plural
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -206,49 +204,12 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.int64)  # a copy, since the caller may change theirs
 
 
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """The rank of a parameter that says which rows are real; callers do not pass it.
-
-    A parameter of rank ``Mask("n")`` is the boolean array of shape ``(n,)`` that is False for the
-    rows that pad an item of a `Ragged` argument. For dense arrays, it is True everywhere. Use it as
-    a rank, ``mask=Mask("n")``, or in an annotation,
-    ``mask: Annotated[Bool[Array, "n"], Mask("n")]``. Its name must be that of the first core
-    dimension of another parameter.
-
-    Parameters
-    ----------
-    name : str
-        The name of the dimension.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from rankax import Mask, auto_vmap
-    >>> @auto_vmap(x="n", mask=Mask("n"))
-    ... def count(x, mask):
-    ...     return mask.sum()
-    >>> count(jnp.ones((2, 5)))
-    Array([5, 5], dtype=int32)
-    """
-
-    name: str
-
-    def __post_init__(self) -> None:
-        name: Any = self.name
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise TypeError(
-                f"Mask takes the name of a dimension, as in Mask('n'), got {self.name!r}"
-            )
+def _refusal(call: Any, path: str) -> TypeError:
+    return TypeError(
+        f"{call.where}: {path} is Ragged, which goes with arrays of JAX and "
+        "NumPy only; beside an array of another package, pass a padded array, and a boolean "
+        "array that says which rows are real"
+    )
 
 
-def mask_rank(mask: Mask) -> Rank:
-    """Return the normal form of a `Mask`."""
-    return Rank(1, (Dim(mask.name, name=mask.name),), is_mask=True)
-
-
-def mask_in(hint: Any) -> Mask | None:
-    """Return the `Mask` in ``Annotated[..., Mask("n")]``."""
-    if typing.get_origin(hint) is not typing.Annotated:
-        return None
-    return next((entry for entry in hint.__metadata__ if isinstance(entry, Mask)), None)
+NODES[Ragged] = _refusal

@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from rankax.core.plan.levels import split_into_chunks
-from rankax.core.trace.programs import ClosedJaxpr
+from rankax.core.protocol import ClosedJaxpr, split_into_chunks
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
 from rankax.ext.scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call

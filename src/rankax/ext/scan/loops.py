@@ -18,12 +18,22 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base import messages
-from rankax.core.base.arrays import scalar
-from rankax.core.base.trees import check_leaves, leaves_with_names, type_name
-from rankax.core.loop.reuse import Mode, call_of_kernel, mode_of, run_kept
-from rankax.core.trace.derivatives import call_with_derivative_of, keep_rules
-from rankax.core.trace.programs import ItemProgram, evaluate, with_axis
+from rankax.core.protocol import (
+    ItemProgram,
+    Mode,
+    call_of_kernel,
+    call_with_derivative_of,
+    check_leaves,
+    evaluate,
+    keep_rules,
+    leaves_with_names,
+    messages,
+    mode_of,
+    run_kept,
+    scalar,
+    type_name,
+    with_axis,
+)
 from rankax.ext.progress.bars import checked_progress, progress_of_call
 from rankax.ext.progress.report import Reports
 

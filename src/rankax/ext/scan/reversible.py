@@ -27,10 +27,18 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.base.cache import Kept
-from rankax.core.trace.derivatives import keep_rules, mapped, new_primitive, of_some, uses_axis
-from rankax.core.trace.programs import ClosedJaxpr, Literal, evaluate
+from rankax.core.protocol import (
+    ClosedJaxpr,
+    Kept,
+    Literal,
+    evaluate,
+    has_tangent,
+    keep_rules,
+    mapped,
+    new_primitive,
+    of_some,
+    uses_axis,
+)
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> Any:

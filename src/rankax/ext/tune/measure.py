@@ -34,9 +34,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.base.messages import check_bool
-from rankax.core.call.bind import bind
-from rankax.core.options import Options
+from rankax.core.protocol import Options, bind, check_bool
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.tune.table import Candidate, Tuning, measured_for
@@ -69,8 +67,8 @@ def tuned(
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
     bound = options.most if explicit is None else None
-    call = bind(kernel.spec, args, kwargs, takes_ragged=True)
-    kind = RaggedWorkload if call.structure.ragged else Workload
+    call = bind(kernel.spec, args, kwargs, takes_nodes=True)
+    kind = RaggedWorkload if call.structure.nodes else Workload
     workload = kind(call, bound, gradient, where)
     search = _Search(workload, limit, begin, seconds)
     chosen = search.chosen()
@@ -109,7 +107,7 @@ class _Trial:
     def variant(self) -> Options:
         """What levels do not say: that includes how many lanes there are."""
         options = self.options
-        return dataclasses.replace(options, chunk_size=None) if options.lockstep else options
+        return options.replace(chunk_size=None) if options.lockstep else options
 
 
 class _Search:
@@ -158,7 +156,7 @@ class _Search:
 
     def _compiled(self, options: Options, items: int) -> tuple[Any, Callable[[], Any]]:
         before = time.perf_counter()
-        options = dataclasses.replace(options, chunk_size=self._chunk_size(options, items))
+        options = options.replace(chunk_size=self._chunk_size(options, items))
         compiled = self.workload.compiled(options, items)
         self.compile_seconds = time.perf_counter() - before
         return compiled

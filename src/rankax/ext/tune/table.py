@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.base.messages import table
-from rankax.core.base.trees import leaves_with_names
+from rankax.core.protocol import leaves_with_names, table
 from rankax.ext.memory.budget import shown_bytes
 
 _FORMAT = "rankax tunings, 1"

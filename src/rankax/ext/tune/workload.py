@@ -12,16 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.base.arrays import is_staged
-from rankax.core.call.arguments import KernelSpec, is_array
-from rankax.core.call.bind import BoundKernel, Shell, is_ragged
-from rankax.core.call.run import plan_of, run
-from rankax.core.loop.rules import NO_RULES
-from rankax.core.options import Options
-from rankax.core.plan.levels import Shape
-from rankax.core.plan.nesting import Nesting
-from rankax.core.trace.programs import ItemProgram
+from rankax.core.protocol import (
+    NO_RULES,
+    BoundKernel,
+    ItemProgram,
+    KernelSpec,
+    Nesting,
+    Options,
+    Shape,
+    Shell,
+    is_array,
+    is_node,
+    is_staged,
+    run,
+)
 from rankax.ext.bucket import filled, filling_of
+from rankax.ext.explain.plan import plan_of
 from rankax.ext.lanes.machine import cut_program
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.results import call_ragged, plan_ragged
@@ -63,7 +69,7 @@ class Workload:
                 "returns"
             )
         self.call = call = self.filled()
-        self.defaults = dataclasses.replace(options, memory_limit=None)
+        self.defaults = options.replace(memory_limit=None)
         self.values, self.shell = call.split()
         arrays = [i for i, value in enumerate(self.values) if options.jit and is_array(value)]
         self.traced = {*call.ranked, *arrays}
@@ -154,7 +160,7 @@ class Workload:
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
 
     def with_chunk(self, chunk_size: int | Literal["auto"] | None, **changes: Any) -> Options:
-        return dataclasses.replace(self.defaults, chunk_size=chunk_size, **changes)
+        return self.defaults.replace(chunk_size=chunk_size, **changes)
 
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
@@ -203,7 +209,7 @@ class Workload:
         if options.jit and not self.gradient:
             jitted = options.compiled(program, inputs)
         else:
-            jitted = jax.jit(program, compiler_options=options.flags)
+            jitted = jax.jit(program, compiler_options=dict(options.compiler_options or ()))
         compiled = jitted.lower(*inputs).compile()
         return compiled, lambda: compiled(*inputs)
 
@@ -220,7 +226,7 @@ class RaggedWorkload(Workload):
 
     def item(self) -> ItemProgram:
         bound = self.ragged.bound(self.ragged.groups[0])
-        options = dataclasses.replace(bound.kernel.options(), reduce=None, reduce_axis=None)
+        options = bound.kernel.options().replace(reduce=None, reduce_axis=None)
         return bound.trace(bound.plan(options, None)).whole
 
     def levels(self, options: Options) -> tuple[Any, int]:
@@ -233,7 +239,7 @@ class RaggedWorkload(Workload):
         chosen = np.arange(count) * total // count
         if self.ragged.count > 1:
             chosen = np.sort(order[chosen])
-        values, nodes = list(self.values), self.call.structure.ragged
+        values, nodes = list(self.values), self.call.structure.nodes
         for i, axes in zip(self.plan.mapped, self.plan.batch_axes, strict=True):
             if i not in nodes and axes[-1] is not None:
                 values[i] = jnp.take(values[i], chosen, axes[-1])
@@ -241,9 +247,9 @@ class RaggedWorkload(Workload):
             return values, self.shell
         leaves = len(self.call.leaves)
         tree = jax.tree.map(
-            lambda x: Ragged.from_list([x.to_list()[n] for n in chosen]) if is_ragged(x) else x,
+            lambda x: Ragged.from_list([x.to_list()[n] for n in chosen]) if is_node(x) else x,
             self.shell.treedef.unflatten(values[:leaves]),
-            is_leaf=is_ragged,
+            is_leaf=is_node,
         )
         values[:leaves], treedef = jax.tree.flatten(tree)
         return values, self.shell._replace(treedef=treedef)
@@ -255,7 +261,7 @@ class RaggedWorkload(Workload):
 def _with(call: BoundKernel, options: Options) -> BoundKernel:
     """Return a call with ragged items of a kernel that has other options."""
     spec, of_jit = call.kernel, {"jit": False, "bucket": False, "compiler_options": None}
-    explicit = {**vars(options), **of_jit}
+    explicit = {**options.values(), **of_jit}
     kernel = KernelSpec(spec.fun, spec.declaration, explicit, spec.members)
     return dataclasses.replace(call, kernel=kernel)
 

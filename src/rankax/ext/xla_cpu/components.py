@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rankax.core.loop.spec import LoopSpec
+from rankax.core.protocol import LoopSpec
 
 _MOST_COMPONENTS = 16  # of an item
 _MOST_BYTES = 2**19
@@ -26,7 +26,7 @@ def by_component(
 ) -> tuple[list[Any], tuple[LoopSpec, ...]]:
     """Store small vectors by component if a loop reads them again; return where the items are."""
     stored, changed = list(leaves), list(specs)
-    if any(spec.lanes for spec in specs):
+    if any(spec.walker for spec in specs):
         return stored, tuple(changed)  # items are read one by one
     for i, leaf in enumerate(leaves):
         number, *others = [n for n, spec in enumerate(specs) if spec.in_axes[i] is not None]

@@ -13,14 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import counted, scalar
-from rankax.core.plan.levels import Chunks
-from rankax.core.reduce.extrema import Arg, Top, no_index
-from rankax.core.reduce.states import Accumulation, State, concatenated
+from rankax.core.protocol import (
+    Accumulation,
+    Arg,
+    Chunks,
+    State,
+    counted,
+    no_index,
+    scalar,
+)
 from rankax.ext.memory.work import FUNCTIONS, operations
+from rankax.ext.reductions.top import Top, concatenated
 
-_MOST_IN_LANES = 8  # entries of `TopOfLanes`
-_MOST_ITEMS_OF_A_LANE = 8  # of each tile in `BlockArg`
+_MOST_IN_SLOTS = 8  # entries of `TopOfSlots`
+_MOST_ITEMS_OF_A_SLOT = 8  # of each tile in `BlockArg`
 _CALLS_OF_C = {"acos", "asin", "atan", "atan2", "cos", "pow", "sin", "tan"}  # number by number
 
 
@@ -40,8 +46,8 @@ def in_tiles(step: Accumulation, jaxpr: Any, *, again: bool) -> Accumulation:
             kind = DelayedArg
         elif again and not (names & FUNCTIONS or accumulator.core or jaxpr.effects):
             kind = BlockArg
-    elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_LANES:
-        kind = TopOfLanes
+    elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_SLOTS:
+        kind = TopOfSlots
     return dataclasses.replace(step, accumulator=kind(**vars(accumulator)))
 
 
@@ -57,9 +63,9 @@ class DelayedArg(Arg):
     Test: ``test_without_the_rule_it_is_evaluated_twice``.
     """
 
-    def start(self, lanes: int) -> State:
+    def start(self, slots: int) -> State:
         # No item is worse than those of the tile before the first.
-        best, at = super().start(lanes)
+        best, at = super().start(slots)
         return (best, at), best, scalar(0, self.index_dtype)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
@@ -76,13 +82,13 @@ class DelayedArg(Arg):
 class BlockArg(Arg):
     """`Arg` that only remembers in which tile the best item is, which is then evaluated again.
 
-    A lane takes several items of each tile, the best of which it compares once: the loop costs
+    A slot takes several items of each tile, the best of which it compares once: the loop costs
     little more than one for the value, a third of `Arg` (10,000 x 10,000 squared distances).
     """
 
-    def start(self, lanes: int) -> State:
-        items = next(n for n in range(_MOST_ITEMS_OF_A_LANE, 0, -1) if lanes % n == 0)
-        return super().start(lanes // items)
+    def start(self, slots: int) -> State:
+        items = next(n for n in range(_MOST_ITEMS_OF_A_SLOT, 0, -1) if slots % n == 0)
+        return super().start(slots // items)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         pick = jnp.max if self.largest else jnp.min
@@ -113,8 +119,8 @@ class BlockArg(Arg):
         return best, jnp.expand_dims(at + first, 0)
 
 
-class TopOfLanes(Top):
-    """`Top` for a small ``k``: each lane has ``k`` entries of its own, best first.
+class TopOfSlots(Top):
+    """`Top` for a small ``k``: each slot has ``k`` entries of its own, best first.
 
     `jax.lax.top_k` takes 130 to 300 ns an item, for any small ``k``, and these
     comparisons take 7 ns for ``k = 1``, 33 for 4 and 94 for 8. Tiles are compared in the next step,
@@ -122,8 +128,8 @@ class TopOfLanes(Top):
     `Top`.
     """
 
-    def start(self, lanes: int) -> State:
-        return [self.empty(lanes)] * self.k, self.empty(lanes)
+    def start(self, slots: int) -> State:
+        return [self.empty(slots)] * self.k, self.empty(slots)
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
         return self._compared(*state), self.entries(tile, index, counts)
@@ -140,7 +146,7 @@ class TopOfLanes(Top):
         return functools.reduce(concatenated, best)
 
     def _compared(self, entries: list[State], new: State) -> list[State]:
-        """Insert one entry in each lane.
+        """Insert one entry in each slot.
 
         Each result depends on two entries only. XLA:CPU would repeat a longer chain for each of
         them.

@@ -31,9 +31,7 @@ import jax
 import jax.extend
 from jax import lax
 
-from rankax.core.base.arrays import has_tangent
-from rankax.core.trace.derivatives import RULES
-from rankax.core.trace.programs import Literal, subprograms, with_subprograms
+from rankax.core.protocol import RULES, Literal, has_tangent, subprograms, with_subprograms
 from rankax.ext.memory.work import FUNCTIONS, LIBRARIES, operations
 
 _FUNCTION = 8.0  # operations

@@ -8,10 +8,17 @@ from typing import Any
 
 import jax
 
-from rankax.core.base.environment import switch
-from rankax.core.loop.rules import NO_RULES, Rules
-from rankax.core.loop.spec import LoopSpec
-from rankax.core.plan.levels import Tiles
+from rankax.core.protocol import (
+    COMPILER_RULES,
+    NO_RULES,
+    LoopSpec,
+    Options,
+    Rules,
+    Tiles,
+    bool_option,
+    register,
+    switch,
+)
 from rankax.ext.xla_cpu import components, extremes, kept_residuals, kept_values, library, tiles
 
 # The versions of JAX that the rules were measured with. CONTRIBUTING says how to raise the second.
@@ -72,3 +79,15 @@ def rules_of(compiler_options: Mapping[str, Any]) -> Rules:
     if not holds:
         return NO_RULES
     return _BY_HAND if library.OPTION in compiler_options else _XLA_CPU
+
+
+def _rules_of_call(options: Options) -> Rules | None:
+    return (
+        rules_of(dict(options.compiler_options or ()))
+        if options.xla_cpu and options.on_cpu
+        else None
+    )
+
+
+COMPILER_RULES.append(_rules_of_call)
+register(bool_option("xla_cpu", DEFAULT, scoped=True, for_all=True))

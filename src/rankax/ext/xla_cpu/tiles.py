@@ -28,7 +28,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rankax.core.plan.levels import Tiles
+from rankax.core.protocol import Tiles
 from rankax.ext.memory.work import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 
 MOST_REDUCED = 1024

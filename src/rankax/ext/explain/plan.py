@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The plan of one call, made from shapes alone: `plan` prints it, and the call executes it.
+"""The plan of one call: its schedule, and what else there is to say.
 
 It is shown as aligned text for a terminal, and as a small picture for a notebook. The picture is a
 table without scripts. Its colours are translucent and its text has the notebook's colour, so that
@@ -9,16 +9,24 @@ it is readable on a light and on a dark page.
 import dataclasses
 import functools
 import importlib.resources
-import math
 import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from rankax.core.base.messages import listed, plural, shortened, table
-from rankax.core.plan.levels import Level, Shape
-from rankax.core.plan.shapes import LeafPlan
-from rankax.ext.memory.budget import MemoryFit
+from rankax.core.protocol import (
+    BoundKernel,
+    LeafPlan,
+    Level,
+    Options,
+    Schedule,
+    Shape,
+    listed,
+    planned,
+    plural,
+    table,
+    untouched_line,
+)
 
 
 class Cell(NamedTuple):
@@ -29,7 +37,7 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Schedule):
     """The plan of one call of a kernel, as ``print(kernel.plan(...))`` shows it.
 
     Attributes
@@ -42,14 +50,14 @@ class BatchPlan:
         Every leaf that has a rank, in the order of the parameters.
     levels : tuple of Level
         The nested maps, outermost first.
-    untouched : tuple of (str, tuple of int)
-        Path and shape of every other array with axes. It has no rank, so every item gets all of it.
-    memory : MemoryFit or None
-        The chunk size chosen for ``memory_limit``, and the memory that it needs.
     reduced : tuple of int
         The axes of the batch shape that are reduced.
     reduce : str
         The name of the reduction.
+    untouched : tuple of (str, tuple of int)
+        Path and shape of every other array with axes. It has no rank, so every item gets all of it.
+    memory : MemoryFit or None
+        The chunk size chosen for ``memory_limit``, and the memory that it needs.
     devices : tuple of (int, int)
         The axes of the batch shape that several devices share, and the number of devices for each.
         They work side by side; the levels are those of one device's part.
@@ -69,16 +77,9 @@ class BatchPlan:
         With ragged arguments, the padded lengths and the plan of each call that is made.
     """
 
-    kernel: str
-    batch_shape: Shape
-    leaves: tuple[LeafPlan, ...]
-    levels: tuple[Level, ...]
     untouched: tuple[tuple[str, Shape], ...] = ()
-    memory: MemoryFit | None = None
-    reduced: tuple[int, ...] = ()
-    reduce: str = ""
+    memory: Any = None
     devices: tuple[tuple[int, int], ...] = ()
-    lanes: int | None = None
     ends: tuple[str, ...] | None = None
     filled: tuple[tuple[int, int], ...] = ()
     ragged: tuple[str, ...] = ()
@@ -86,16 +87,16 @@ class BatchPlan:
     parts: tuple[tuple[tuple[int, ...], Any], ...] = ()
 
     @property
-    def evaluations(self) -> int:
-        """The number of items, which is the size of the batch."""
-        return math.prod(self.batch_shape)
+    def lanes(self) -> int | None:
+        """How many items are in flight, if each of them ends by itself."""
+        return self.walked
 
     @property
     def in_flight(self) -> int:
         """The number of items evaluated at once, on each device if there are several."""
         if self.parts:
             return max(part.in_flight for _, part in self.parts)
-        return math.prod(level.tile for level in self.levels) if self.lanes is None else self.lanes
+        return super().in_flight
 
     @property
     def steps(self) -> int:
@@ -105,9 +106,7 @@ class BatchPlan:
         """
         if self.parts:
             return sum(part.steps for _, part in self.parts)
-        if self.lanes is not None:
-            return -(-self.evaluations // self.lanes)
-        return math.prod(level.steps for level in self.levels)
+        return super().steps
 
     def __str__(self) -> str:
         # A row per leaf, then a line per level and note.
@@ -161,6 +160,18 @@ class BatchPlan:
         if self.memory is not None:
             notes.append(str(self.memory))
         return [*notes, *self.notes, *untouched_line(self.untouched)]
+
+
+def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
+    """Return what a call would do; the arguments may be shapes."""
+    schedule, found = planned(bound, options)
+    return shown(schedule, **found)
+
+
+def shown(schedule: Schedule, **found: Any) -> BatchPlan:
+    """Return a plan with a schedule, and what else there is to say."""
+    own = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(Schedule)}
+    return BatchPlan(**{**own, **found})
 
 
 def _pairs_line(plan: BatchPlan) -> list[str]:
@@ -253,21 +264,14 @@ def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:
 
 def _level_how(level: Level) -> str:
     """Describe how one level is evaluated."""
-    if level.in_lanes:
-        return f"{level.size} in the lanes"
+    if level.walker:
+        return f"{level.size} {level.walker}"
     if level.tile == level.size:
         return f"vmap over {level.size}"
     word = "tile" if level.reduced else "chunk"
     other = level.derivative
     there = "" if other is None else f" ({other.tile or other.size} in derivatives)"
     return f"{plural(level.steps, word)} of {level.tile} over {level.size}{there}"
-
-
-def untouched_line(untouched: Sequence[tuple[str, Shape]]) -> list[str]:
-    """Return a line with the arrays without a rank, which every item gets whole, if any."""
-    if not untouched:
-        return []
-    return [f"untouched: {shortened([f'{path} {shape}' for path, shape in untouched])}"]
 
 
 # JupyterLab right-aligns the cells of tables, stripes rows and greys code, with selectors of up to
@@ -278,7 +282,7 @@ _ROOT = ".rankax-plan" * 3
 
 @functools.cache
 def _style() -> str:
-    text = importlib.resources.files("rankax.core.plan").joinpath("batch.css").read_text("utf-8")
+    text = importlib.resources.files("rankax.ext.explain").joinpath("plan.css").read_text("utf-8")
     return "\n" + text.replace("ROOT", _ROOT)
 
 

@@ -20,18 +20,18 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, 
 
 import jax
 
+from rankax._front.options import Given
 from rankax.core.base.messages import unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
-from rankax.core.call.arguments import KernelSpec
-from rankax.core.call.bind import BoundKernel, bind
-from rankax.core.call.run import plan_of, run
-from rankax.core.declare.binding import to_gufunc
-from rankax.core.options import Given, Options, check_together, checked_options
-from rankax.core.plan.batch import BatchPlan
+from rankax.core.call.bind import BoundKernel, KernelSpec, bind
+from rankax.core.call.run import run
+from rankax.core.declare.dims import Dim, Rank
+from rankax.core.options import Options, check_together, checked_options
 from rankax.ext.blocks.call import call_on_blocks
 from rankax.ext.bucket import fill_up, marked
 from rankax.ext.check.call import CheckReport, NonFinite, check, nonfinite
 from rankax.ext.check.ragged import RaggedItems
+from rankax.ext.explain.plan import BatchPlan, plan_of
 from rankax.ext.jit import JitSpec, compiled_part
 from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.tune.measure import tuned
@@ -77,15 +77,15 @@ class Kernel(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         kernel, arguments = self.unbound(args)
         spec = kernel.spec
-        call = bind(spec, arguments, kwargs, takes_blocks=True, takes_ragged=True)
-        if call.is_in_blocks:
+        call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
+        if call.is_foreign:
             return call_on_blocks(kernel, call, spec.options())
         return kernel.run_bound(call)
 
     def run_bound(self, call: BoundKernel) -> Any:
         """Evaluate a bound call, by a compiled program with ``jit=True``."""
         spec = self.spec
-        if call.structure.ragged:
+        if call.structure.nodes:
             return call_ragged(call, compiled_part(spec))
         return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
 
@@ -93,8 +93,8 @@ class Kernel(Generic[P, R]):
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
         options = kernel.spec.options()
-        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_ragged=True)
-        if call.structure.ragged:
+        call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
+        if call.structure.nodes:
             return plan_ragged(call, compiled_part(kernel.spec))
         call = fill_up(call, options)
         plan = plan_of(call, marked(call, options))
@@ -338,3 +338,27 @@ def _ranks(path: str, ranks: Any) -> list[str]:
     if ranks is None:
         return [path]
     return [f"{path}: {ranks.cls.__name__ if isinstance(ranks, ByKey) else ranks}"]
+
+
+# The gufunc signature.
+
+
+def to_gufunc(ranks: dict[str, Any], outputs: Any) -> str | None:
+    """Write ranks as one signature; None if a parameter or the output is not a single array.
+
+    An axis without a name gets a unique one: ``v_0``.
+    """
+    results = list(outputs) if type(outputs) in (tuple, list) else [outputs]
+    declared = [*ranks.values(), *results]
+    if not ranks or not results or not all(isinstance(rank, Rank) for rank in declared):
+        return None
+    inputs = [_group(rank, name) for name, rank in ranks.items()]
+    written = [_group(rank, f"out{i}") for i, rank in enumerate(results)]
+    return f"{','.join(inputs)}->{','.join(written)}"
+
+
+def _group(rank: Rank, name: str) -> str:
+    words: list[str] = []
+    for axis, dim in enumerate(rank.dims or (Dim("_"),) * rank.rank):
+        words.append(dim.name or (f"{name}_{axis}" if dim.size is None else str(dim.size)))
+    return f"({','.join(words)})"

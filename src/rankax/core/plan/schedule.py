@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The levels of a plan: which maps cover a batch shape, and how each is cut into chunks.
+"""The schedule of a call: shapes divided by their ranks, and the levels that cover the batch.
+
+Batch axes agree by NumPy's rules, core dimensions by name. Disagreements are returned as data;
+`rankax.core.plan.report` words them.
 
 A chunk fills the levels from the innermost outwards. A batch that fits one chunk has one level per
 axis, all plain `jax.vmap`, as if there were no bound. Otherwise, adjacent axes that all leaves map
@@ -14,9 +17,172 @@ In a reduction, items of the overlap that were counted before add nothing (`core
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rankax.core.base.messages import function_location
+from rankax.core.declare.dims import Dim, Rank
+
+Shape = tuple[int, ...]
+
+
+_MOST_KEYS = 2**32  # jax.random.fold_in takes a number of 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One ranked leaf of a call.
+
+    Attributes
+    ----------
+    path : str
+        Its name, as the caller writes it: ``pose.rotation``.
+    shape : tuple of int
+    rank : int
+        The declared number of core axes.
+    core_shape : tuple of int
+        ``shape`` without its leading batch axes.
+    batch_axes : tuple of int
+        The lengths of those axes.
+    declared : str
+        The rank as it was written; ignored in comparisons.
+    is_split : bool
+        Whether its rank is `rankax.SplitKey`.
+    """
+
+    path: str
+    shape: Shape
+    rank: int
+    core_shape: Shape
+    batch_axes: Shape
+    declared: str = dataclasses.field(compare=False)
+    is_split: bool = False
+
+
+def leaf_plan(path: str, shape: Shape, rank: Rank) -> LeafPlan:
+    """Divide a shape by its rank; one with too few axes has no batch axes."""
+    batch = max(0, len(shape) - rank.rank)
+    return LeafPlan(path, shape, rank.rank, shape[batch:], shape[:batch], str(rank), rank.is_split)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clash:
+    """An axis with several sizes, or with a size other than the declared one."""
+
+    axis: int | Dim  # a batch axis, counted from the right; or a core dimension
+    leaves: dict[int, list[int]]  # the leaves of each size, by position
+    expected: Any = None  # of a dimension without a name: its size, or a `NoSize`
+
+
+def broadcast(batches: Iterable[tuple[int, Shape]]) -> tuple[Shape, list[Clash]]:
+    """Return the batch shape, and a clash for each axis that has two lengths.
+
+    Parameters
+    ----------
+    batches : iterable of (leaf, batch axes)
+    """
+    batches = list(batches)
+    width = max((len(batch) for _, batch in batches), default=0)
+    shape: list[int] = []
+    clashes: list[Clash] = []
+    for axis in range(-width, 0):
+        leaves: dict[int, list[int]] = {}
+        for leaf, batch in batches:
+            if len(batch) >= -axis and batch[axis] != 1:
+                leaves.setdefault(batch[axis], []).append(leaf)
+        shape.append(next(iter(leaves), 1))
+        if len(leaves) > 1:
+            clashes.append(Clash(axis, leaves))
+    return tuple(shape), clashes
+
+
+def bind_sizes(cores: Iterable[tuple[int, Shape, Rank]], sizes: dict[str, int]) -> list[Clash]:
+    """Bind each named dimension in ``sizes``, and return every disagreement.
+
+    Parameters
+    ----------
+    cores : iterable of (leaf, core shape, rank)
+    sizes : dict
+        The sizes known so far, by dimension name; extended in place.
+    """
+    declared = [
+        (leaf, size, dim)
+        for leaf, core, rank in cores
+        for size, dim in zip(core, rank.dims or (), strict=bool(rank.dims))
+        if not (dim.stretches and size == 1)
+    ]
+    named: dict[str, Clash] = {}
+    for leaf, size, dim in declared:
+        if dim.name is not None:
+            named.setdefault(dim.name, Clash(dim, {})).leaves.setdefault(size, []).append(leaf)
+    for name, clash in named.items():
+        size = sizes.setdefault(name, next(iter(clash.leaves)))
+        clash.leaves.setdefault(size, [])  # the size may be known from leaves other than these
+    others: dict[tuple[str, int], Clash] = {}  # expressions need all names bound
+    for leaf, size, dim in declared:
+        if dim.name is None and not dim.fits(size, sizes):
+            clash = Clash(dim, {}, dim.expected(sizes))
+            clash = others.setdefault((dim.text.lstrip("#"), size), clash)
+            clash.leaves.setdefault(size, []).append(leaf)
+    return [*(clash for clash in named.values() if len(clash.leaves) > 1), *others.values()]
+
+
+# Split keys: how items are numbered; `core/loop/spec.py` makes the keys from these numbers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One array of keys that are split over the batch axes that it lacks.
+
+    The number of an item is the sum of index times stride over all axes of the batch.
+    """
+
+    position: int  # the leaf position of the array
+    strides: tuple[int, ...]  # one for each axis of the batch; 0 for those that the array has
+
+
+def plan_splits(
+    fun: Callable[..., Any],
+    leaves: Sequence[LeafPlan],
+    positions: Sequence[int],
+    batch_shape: Shape,
+) -> tuple[Split, ...]:
+    """Return how items are counted for each key that is split; keys without absent axes are not.
+
+    Parameters
+    ----------
+    fun : callable
+        The kernel.
+    leaves, positions : sequences of equal length
+        Every leaf that has a rank, and its leaf position.
+    batch_shape : tuple of int
+
+    Raises
+    ------
+    ValueError
+        If a key would be split into more than 2**32 keys.
+    """
+    splits: list[Split] = []
+    for leaf, position in zip(leaves, positions, strict=True):
+        if not leaf.is_split:
+            continue
+        count: Any = 1  # symbolic shapes are not ints
+        strides: list[int] = []
+        axes = itertools.zip_longest(reversed(batch_shape), reversed(leaf.batch_axes))
+        for length, size in axes:
+            strides.append(count if size != length else 0)
+            count *= length if size != length else 1
+        if isinstance(count, int) and count > _MOST_KEYS:
+            raise ValueError(
+                f"{function_location(fun)}: each key of {leaf.path} would be split into {count} "
+                f"keys, but JAX counts only {_MOST_KEYS}; pass keys that have a batch axis "
+                f"themselves, such as jax.random.split({leaf.path}, n) for an axis of length n"
+            )
+        if any(strides):
+            splits.append(Split(position, tuple(reversed(strides))))
+    return tuple(splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +266,6 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
     return dataclasses.replace(chunks, tile=split_into_chunks(chunks.size, tile).size)
 
 
-Shape = tuple[int, ...]
-
-
 class Tiles(NamedTuple):
     """How many items are best evaluated at once; None: as many as a chunk may have."""
 
@@ -133,8 +296,8 @@ class Level:
         If no good tile divides the level: how many items a chunk has, which is cut by itself.
     derivative : Chunks or None
         How a derivative walks this level, if in other tiles.
-    in_lanes : bool
-        Whether the items along this level end by themselves.
+    walker : object
+        What walks the items along this level in place of a loop; ``str`` says how (`Walker`).
     """
 
     size: int
@@ -144,7 +307,7 @@ class Level:
     reduced: bool = False
     chunk: int | None = None
     derivative: Chunks | None = None
-    in_lanes: bool = False
+    walker: Any = None
 
     @property
     def steps(self) -> int:
@@ -235,3 +398,58 @@ def _cut(levels: Sequence[Level], chunk_size: int, tile: int) -> list[Chunks]:
         chunk_size //= in_tile
         tile //= in_tile
     return cut[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the items of a call are evaluated.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the kernel.
+    batch_shape : tuple of int
+        The leading axes of every output.
+    leaves : tuple of LeafPlan
+        Every leaf that has a rank, in the order of the parameters.
+    levels : tuple of Level
+        The nested maps, outermost first.
+    reduced : tuple of int
+        The axes of the batch shape that are reduced.
+    reduce : str
+        The name of the reduction.
+    """
+
+    kernel: str
+    batch_shape: Shape
+    leaves: tuple[LeafPlan, ...]
+    levels: tuple[Level, ...]
+    reduced: tuple[int, ...] = ()
+    reduce: str = ""
+
+    @property
+    def evaluations(self) -> int:
+        """The number of items, which is the size of the batch."""
+        return math.prod(self.batch_shape)
+
+    @property
+    def walked(self) -> int | None:
+        """How many items a walker has in flight, if one walks the levels."""
+        return next((level.walker.count for level in self.levels if level.walker), None)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of items evaluated at once, on each device if there are several."""
+        if self.walked is not None:
+            return self.walked
+        return math.prod(level.tile for level in self.levels)
+
+    @property
+    def steps(self) -> int:
+        """The number of times that the batched kernel runs, one after another.
+
+        Where items end by themselves, the number of items that each lane evaluates on average.
+        """
+        if self.walked is not None:
+            return -(-self.evaluations // self.walked)
+        return math.prod(level.steps for level in self.levels)

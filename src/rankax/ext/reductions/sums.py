@@ -11,26 +11,23 @@ import numpy as np
 from jax import core, lax
 from jax.flatten_util import ravel_pytree
 
-from rankax.core.base.arrays import has_tangent, scalar
-from rankax.core.base.messages import check_callable
-from rankax.core.base.trees import check_leaves, leaves_with_names
-from rankax.core.reduce.protocol import (
-    EachLeaf,
-    MisfitError,
-    Outputs,
-    Reduction,
-    count_dtype,
-    dtype_of,
-)
-from rankax.core.reduce.row import Row
-from rankax.core.reduce.states import (
+from rankax.core.protocol import (
     Accumulation,
     Elementwise,
-    LogSumExpOf,
-    MomentsOf,
+    MisfitError,
     Ordered,
-    Outer,
+    Outputs,
+    Reduction,
+    Row,
+    check_callable,
+    check_leaves,
+    count_dtype,
+    has_tangent,
+    leaves_with_names,
+    scalar,
 )
+from rankax.ext.reductions.accumulators import LogSumExpOf, MomentsOf, Outer
+from rankax.ext.reductions.each import EachLeaf, dtype_of
 
 
 def wide(dtype: Any) -> Any:
@@ -40,7 +37,7 @@ def wide(dtype: Any) -> Any:
 
 
 def _sum_of(position: int, aval: Any, dtype: Any) -> Accumulation:
-    """Return what sums an output; its state has one lane."""
+    """Return what sums an output; its state has one slot."""
     return Accumulation(position, Elementwise(aval.shape, dtype, 0, lax.add, jnp.sum))
 
 

@@ -15,13 +15,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rankax.core.base.arrays import has_tangent, index_dtype, scalar, too_many
-from rankax.core.base.messages import check_bool, listed, positive_int
-from rankax.core.reduce.extrema import Arg, Top, first_k, if_found, no_index, sort_key, worst_value
-from rankax.core.reduce.protocol import EachLeaf, MisfitError, Outputs, Place, Reduction, dtype_of
-from rankax.core.reduce.row import Row
-from rankax.core.reduce.states import Accumulation, Accumulator, Elementwise
-from rankax.core.trace.derivatives import call_with_derivative_of
+from rankax.core.protocol import (
+    Accumulation,
+    Accumulator,
+    Arg,
+    Elementwise,
+    MisfitError,
+    Outputs,
+    Place,
+    Reduction,
+    Row,
+    call_with_derivative_of,
+    check_bool,
+    has_tangent,
+    index_dtype,
+    listed,
+    no_index,
+    positive_int,
+    scalar,
+    too_many,
+    worst_value,
+)
+from rankax.ext.reductions.each import EachLeaf, dtype_of
+from rankax.ext.reductions.top import Top, first_k, if_found, sort_key
 
 
 class _Compared(EachLeaf):

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: MIT
+"""Where extensions act on a call. `core/call/run.py` asks each of these lists, in their order.
+
+Without extensions the lists are empty, and a call is a nest of maps and loops over the program of
+one item. An extension appends to a list when it is imported. What a hook receives and returns is
+described at the list; a hook that does not apply returns None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
+
+from rankax.core.base.target import is_spread, on_every_device
+from rankax.core.plan.schedule import Shape
+
+F = TypeVar("F")
+
+
+class Placement:
+    """Where a batch is evaluated: in one piece, where its arrays are. A key of kept programs."""
+
+    key: Hashable = ()
+
+    def __bool__(self) -> bool:
+        """Whether the batch is cut into parts."""
+        return False
+
+    def inside(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the trace of the kernel."""
+        return contextlib.nullcontext()
+
+    def around(self, where: str) -> contextlib.AbstractContextManager[Any]:
+        """Enter the evaluation of a call; ``where``: the call, for errors."""
+        return contextlib.nullcontext()
+
+    def put(self, values: Sequence[Any], bound: Any, options: Any) -> list[Any]:
+        """Return the values of a call that is compiled whole, where it reads them."""
+        return list(values)
+
+    def layout(self, whole: Any, item: Any) -> Layout:
+        """Return how a batch of this plan is cut."""
+        return Layout(whole.plan.batch_shape)
+
+
+class Layout:
+    """How a batch is cut into parts: it is one."""
+
+    count = 1  # of the parts that run at the same time
+    shown: Mapping[str, Any] = MappingProxyType({})  # what the plan says of it
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __bool__(self) -> bool:
+        return False
+
+    def shapes(self) -> list[Shape]:
+        """Return the batch shapes of the pieces of a part, the main one last."""
+        return [self.shape]
+
+    def placed(self, item: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return the arrays of a call where its parts read them."""
+        return item, list(map(on_every_device, leaves))
+
+    def walk(self, nests: Any, item: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Evaluate an item over the whole batch; ``nests`` has one for each of `shapes`."""
+        return nests[self.shape].walk(item, leaves)
+
+
+HERE = Placement()
+
+
+class Pass(Protocol):
+    """What changes the program of an item before it is walked; hashable, a key of kept programs."""
+
+    def both(self, jaxpr: Any) -> Any:
+        """Return the program as every pass evaluates it."""
+
+    def differs_back(self, jaxpr: Any) -> Any:
+        """Whether `back` returns a program."""
+
+    def back(self, jaxpr: Any, where: str) -> Any:
+        """Return the program that is differentiated in place of another one, or None."""
+
+
+class Walker(Protocol):
+    """What walks the items of all levels in place of loops; hashable, a key of kept programs."""
+
+    def walk(
+        self, fun: Any, leaves: Sequence[Any], levels: Sequence[Any], item: Any, *, back: bool
+    ) -> list[Any]:
+        """Return outputs with the items of all levels on one axis."""
+        ...
+
+    def fold(self, row: Any, steps: Sequence[Any], kept: Sequence[int], *, linear: bool) -> Any:
+        """Fold a row of items (`core/reduce/row.py`)."""
+
+
+class Observer(Protocol):
+    """Who is told of the steps of the outermost loop of a call; hashable."""
+
+    def of_parts(self, count: int) -> Any:
+        """Return who is told if so many loops run at the same time."""
+
+    def reports(self, length: int, size: int, steps: int) -> Any:
+        """Return the reports of a loop: ``step(done)`` and ``end(done, outputs)``."""
+
+
+class Form:
+    """How a kernel is called for one item; hashable."""
+
+    in_front: Sequence[str] = ()  # sentences that an error of the kernel says of its arguments
+    takes_chunks = False  # whether a chunk becomes one call, so that it is not cut into tiles
+
+    def evaluate(self, bound: Any, leaves: Sequence[Any], plan: Any) -> Any:
+        """Return the output of the kernel of a bound call for the leaves of one item."""
+        return bound.call(leaves, plan)
+
+    def prepared(self, bound: Any, options: Any, place: Placement) -> Any:
+        """Return the call before it is planned."""
+        return bound
+
+    def of_lengths(self, call: Any, *lengths: int) -> Any:
+        """Return the item of a traced call for chunks of these lengths."""
+        return call.item
+
+
+class Hooks(Generic[F]):
+    """Functions of extensions, each for the calls that give an option (`Options.active`)."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, F]] = []
+
+    def add(self, option: str, hook: F) -> None:
+        """Add a function for calls that give this option."""
+        self.all.append((option, hook))
+
+    def of(self, options: Any) -> list[F]:
+        """Return those for a call with these options."""
+        active = options.active
+        return [hook for name, hook in self.all if name in active]
+
+
+#: ``(bound, options) -> Placement``; also asked where an array is on several devices
+PLACES: Hooks[Callable[[Any, Any], Placement | None]] = Hooks()
+#: ``() -> Form``
+FORMS: Hooks[Callable[[], Form]] = Hooks()
+#: ``(options, name) -> context manager``, which returns an observer or None
+OBSERVERS: Hooks[Callable[[Any, str], contextlib.AbstractContextManager[Observer | None]]] = Hooks()
+#: ``options -> Pass``, or None
+PASSES: Hooks[Callable[[Any], Pass | None]] = Hooks()
+#: ``(bound, options, plan) -> bool``: whether a call without a loop needs the program of an item
+TRACED: Hooks[Callable[[Any, Any, Any], bool]] = Hooks()
+#: ``(call, part, fitted) -> fitted``: how a call that is traced runs, see `core/call/run.py`
+CHOOSERS: Hooks[Callable[[Any, Any, Any], Any]] = Hooks()
+#: ``(call, plan)``: before a call is compiled
+WARNINGS: Hooks[Callable[[Any, Any], None]] = Hooks()
+#: ``(options, jaxpr, plan) -> sentences`` for what ``plan`` prints, of any call
+NOTES: list[Callable[[Any, Any, Any], Iterable[str]]] = []
+
+
+def place_of(bound: Any, options: Any) -> Placement:
+    """Return where a call is evaluated."""
+    is_asked = any(map(is_spread, bound.leaves))
+    hooks = [hook for _, hook in PLACES.all] if is_asked else PLACES.of(options)
+    found = (hook(bound, options) for hook in hooks)
+    return next((place for place in found if place is not None), HERE)
+
+
+def form_of(options: Any) -> Form | None:
+    """Return how a kernel with these options is called, if it does not take one item."""
+    return next((form() for form in FORMS.of(options)), None)
+
+
+def passes_of(options: Any) -> tuple[Pass, ...]:
+    """Return what changes the program of an item."""
+    return tuple(found for each in PASSES.of(options) if (found := each(options)) is not None)
+
+
+def observed(options: Any, name: str) -> contextlib.AbstractContextManager[Observer | None]:
+    """Enter a call of this name; the context returns who is told of its steps."""
+    return next((each(options, name) for each in OBSERVERS.of(options)), contextlib.nullcontext())
+
+
+#: Classes of nodes of the arguments that a wrapper replaces before a call is evaluated, each with
+#: what returns the refusal where there is none: ``(call, path) -> error``.
+NODES: dict[type, Callable[[Any, str], Exception]] = {}
+#: ``leaf -> name of the package`` of an array that another package evaluates, and
+#: ``(package, kernel, path) -> error`` where that is not possible.
+FOREIGN: list[tuple[Callable[[Any], str | None], Callable[[str, str, str], Exception]]] = []
+
+
+def is_node(node: Any) -> bool:
+    """Whether a node of the arguments is one that a wrapper replaces."""
+    return isinstance(node, tuple(NODES))
+
+
+def foreign(leaf: Any) -> str | None:
+    """Return the name of the package that evaluates a leaf, or None."""
+    return next((name for package_of, _ in FOREIGN if (name := package_of(leaf))), None)
+
+
+def refusal_of_foreign(leaf: Any, kernel: str, path: str) -> Exception | None:
+    """Return the error that says why a function cannot take a leaf of another package."""
+    found = (refusal(name, kernel, path) for of, refusal in FOREIGN if (name := of(leaf)))
+    return next(found, None)

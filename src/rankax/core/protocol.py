@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT
+# pyright: reportUnusedImport=false
+"""What extensions use of the core: the only module of the core that they import."""
+
+# Where an extension acts on a call.
+from rankax.core.hooks import (
+    CHOOSERS,
+    FOREIGN,
+    FORMS,
+    Form,
+    HERE,
+    Layout,
+    NODES,
+    NOTES,
+    OBSERVERS,
+    PASSES,
+    PLACES,
+    Placement,
+    TRACED,
+    WARNINGS,
+    is_node,
+    place_of,
+)
+
+# Options.
+from rankax.core.options import (
+    AUTO,
+    COMPILER_RULES,
+    DEFAULTS,
+    Option,
+    Options,
+    bool_option,
+    options_of,
+    register,
+)
+
+# Calls.
+from rankax.core.call.bind import (
+    BoundKernel,
+    KernelSpec,
+    Shell,
+    bind,
+    flatten,
+    is_array,
+    is_number,
+    rebind,
+)
+from rankax.core.call.bound import Bound
+from rankax.core.call.nest import Begins, Nest, nest_of
+from rankax.core.call.run import Fitted, Traced, fit, is_empty, planned, run, traced
+
+# The schedule of a call.
+from rankax.core.plan.nesting import Nesting
+from rankax.core.plan.report import untouched_line
+from rankax.core.plan.schedule import (
+    Chunks,
+    LeafPlan,
+    Level,
+    Schedule,
+    Shape,
+    Tiles,
+    even_chunk_size,
+    split_into_chunks,
+)
+
+# The program of an item.
+from rankax.core.trace import programs
+from rankax.core.trace.derivatives import (
+    RULES,
+    call_of,
+    call_with_derivative_of,
+    has_refs,
+    keep_rules,
+    mapped,
+    new_primitive,
+    of_some,
+    primitive_of_program,
+    uses_axis,
+)
+from rankax.core.trace.fingerprint import PLAIN, Unknown, fingerprint, key_of_value, opened
+from rankax.core.trace.programs import (
+    ClosedJaxpr,
+    ItemProgram,
+    Literal,
+    evaluate,
+    evaluate_by,
+    has_order,
+    name_and_params,
+    subprograms,
+    with_axis,
+    with_equations,
+    with_shape,
+    with_subprograms,
+    with_variables,
+)
+
+# Loops over levels.
+from rankax.core.loop.access import carried_with, first_start, varying_axes, widen, write_chunk
+from rankax.core.loop.items import item_of, items_at, lengths_of, own_places
+from rankax.core.loop.loop import (
+    Sink,
+    Store,
+    Tile,
+    TileSlots,
+    ends_of,
+    map_level,
+    new_items,
+    sinks_of,
+    steps_of,
+)
+from rankax.core.loop.reuse import Mode, call_of_kernel, mode_of, run_kept, warn_once
+from rankax.core.loop.rules import NO_RULES, Rules
+from rankax.core.loop.spec import LoopSpec, PLACE, index_without_fill, item_key
+
+# Reductions.
+from rankax.core.reduce.extrema import Arg, Chosen, no_index, worst_value
+from rankax.core.reduce.passes import RowReduction
+from rankax.core.reduce.protocol import (
+    FILL,
+    Keep,
+    Marked,
+    MisfitError,
+    Outputs,
+    Place,
+    Reduction,
+    Several,
+    count_dtype,
+)
+from rankax.core.reduce.row import Row, Steps
+from rankax.core.reduce.run import BY_NAME, Reductions, find_mask, read_reductions, trace_reduced
+from rankax.core.reduce.states import (
+    Accumulation,
+    Accumulator,
+    Elementwise,
+    InSlots,
+    Ordered,
+    State,
+    choose,
+    fill,
+)
+
+# Kernels and their ranks.
+from rankax.core.declare.dims import Dim, Rank, UnreadableError, parse_dims
+from rankax.core.declare.mask import Mask, mask_rank
+from rankax.core.declare.ranks import Declaration, READERS, Unpacked, ranks_of_leaves
+from rankax.core.declare.split_key import SplitKey, key_rank, marked
+
+# Words, arrays, trees and caches.
+from rankax.core.base import messages
+from rankax.core.base.arrays import (
+    counted,
+    flat_index,
+    has_tangent,
+    index_dtype,
+    is_ref,
+    is_staged,
+    places_of,
+    scalar,
+    shape_of,
+    too_many,
+    zeros,
+)
+from rankax.core.base.cache import Kept, caches, switch
+from rankax.core.base.messages import (
+    argument_names,
+    caller_level,
+    check_bool,
+    check_callable,
+    checked_int,
+    first_of,
+    function_location,
+    function_name,
+    listed,
+    noted_errors,
+    plural,
+    positive_int,
+    table,
+    traced_as,
+    unwrapped,
+)
+from rankax.core.base.target import (
+    Target,
+    is_cpu,
+    is_spread,
+    mesh_of,
+    on_mesh,
+    sharding_of,
+    target_of,
+)
+from rankax.core.base.trees import (
+    ByKey,
+    Items,
+    check_leaves,
+    check_outputs,
+    children_of,
+    entries,
+    field_names,
+    is_leaf,
+    leaves_with_names,
+    spread_prefix,
+    type_name,
+)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""How lanes take part in a call: they are chosen, planned, and walk the levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rankax.core.protocol import (
+    CHOOSERS,
+    PASSES,
+    TRACED,
+    Nesting,
+    Options,
+    Ordered,
+    Row,
+    Steps,
+    bool_option,
+    register,
+    sinks_of,
+)
+from rankax.ext.lanes.call import (
+    check_lanes,
+    in_lockstep,
+    map_in_lockstep,
+    most_lanes,
+    walk_in_lanes,
+)
+from rankax.ext.lanes.engine import ROUNDS
+from rankax.ext.lanes.machine import cut_program
+from rankax.ext.scan.while_loop import has_plain_loop, with_reverse_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneWalker:
+    """Lanes that walk the items of all levels (`core/hooks.py`, `Walker`)."""
+
+    count: int
+    rounds: int  # between two conditions, see `engine.py`
+
+    def __str__(self) -> str:
+        return "in the lanes"
+
+    def walk(
+        self, fun: Any, leaves: Sequence[Any], levels: Sequence[Any], item: Any, *, back: bool
+    ) -> list[Any]:
+        """Evaluate an item for all items of the levels."""
+        by = map_in_lockstep if back else walk_in_lanes
+        return by(fun, leaves, levels, item)
+
+    def fold(self, row: Row, steps: Steps, kept: Sequence[int], *, linear: bool) -> list[Any]:
+        """Fold a row whose items end by themselves."""
+        if row.back:
+            return _differentiated(row, steps, kept, linear)
+        folds, tile = sinks_of(steps, kept, scattered=True), min(self.count, row.size)
+        tile = min(tile, row.rules.most_reduced or tile)
+        states = walk_in_lanes(row.item, row.leaves, row.levels, None, folds, tile)
+        return [*states[: len(steps)], *map(row.split, states[len(steps) :])]
+
+
+def _differentiated(row: Row, steps: Steps, kept: Sequence[int], linear: bool) -> list[Any]:
+    """Fold a row in lockstep, to be differentiated."""
+    is_ordered = any(isinstance(step.accumulator, Ordered) for step in steps)
+    item, leaves, level, stored, _ = in_lockstep(
+        row.item, row.leaves, row.levels, sort=not is_ordered
+    )
+    own = dataclasses.replace(row, item=item, leaves=tuple(leaves), levels=(level,))
+    states = own.fold(steps, kept, linear=linear)
+    return [*states[: len(steps)], *map(row.split, map(stored, states[len(steps) :]))]
+
+
+class ReversePass:
+    """The pass that gives `while` loops a reverse pass."""
+
+    def both(self, jaxpr: Any) -> Any:
+        return jaxpr
+
+    def differs_back(self, jaxpr: Any) -> bool:
+        return has_plain_loop(jaxpr.eqns)
+
+    def back(self, jaxpr: Any, where: str) -> Any:
+        return with_reverse_pass(jaxpr, where) if has_plain_loop(jaxpr.eqns) else None
+
+
+_REVERSE = ReversePass()
+
+
+def plan_lanes(whole: Nesting, lanes: LaneWalker) -> Nesting:
+    """Plan a call whose items end by themselves, from its plan without chunks.
+
+    The axes that a reduction keeps are walked item by item.
+    """
+    plan = whole.plan
+    walked = [level.reduced or not plan.reduced for level in plan.levels]
+    items = math.prod(level.size for level, own in zip(plan.levels, walked, strict=True) if own)
+    lanes = dataclasses.replace(lanes, count=min(lanes.count, items))
+    levels = tuple(
+        dataclasses.replace(level, walker=lanes) if own else dataclasses.replace(level, tile=1)
+        for level, own in zip(plan.levels, walked, strict=True)
+    )
+    plan = dataclasses.replace(plan, levels=levels)
+    loops = tuple(level.walker is None for level in levels)
+    return dataclasses.replace(whole, plan=plan, loops=loops)
+
+
+def _choose(call: Any, part: Any, fitted: Any) -> Any:
+    """Plan in lanes if items part somewhere."""
+    machine, on_cpu = cut_program(call.item.closed), call.options.on_cpu
+    before = fitted.planner
+
+    def planner(options: Options) -> Nesting:
+        if not machine.ends:
+            return before(options)
+        lanes = LaneWalker(options.most or most_lanes(machine, on_cpu=on_cpu), ROUNDS[on_cpu])
+        return plan_lanes(part.plan(options, None), lanes)
+
+    if machine.ends:
+        check_lanes(call.item)
+    is_walked = bool(machine.ends) or has_plain_loop(call.item.closed.eqns)
+    found = {**fitted.found, "ends": machine.ends}
+    return fitted._replace(planner=planner, found=found, is_walked=fitted.is_walked or is_walked)
+
+
+def _is_traced(_: Any, __: Options, plan: Nesting) -> bool:
+    """Whether the program of an item is needed: with a batch, also of no items."""
+    return bool(plan.plan.levels)
+
+
+CHOOSERS.add("lockstep", _choose)
+PASSES.add("lockstep", lambda _: _REVERSE)
+TRACED.add("lockstep", _is_traced)
+register(bool_option("lockstep", True, scoped=True, bounds=lambda value: not value))

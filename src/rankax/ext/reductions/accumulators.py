@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: MIT
+"""The states of sums of several numbers: of exponentials, moments and outer products."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rankax.core.protocol import (
+    Accumulator,
+    InSlots,
+    State,
+    choose,
+    fill,
+    scalar,
+)
+
+
+class LogSumExpOf(InSlots):
+    """The largest real part so far, and the sum of the exponentials relative to it."""
+
+    def start(self, slots: int) -> State:
+        # The smallest number instead of -inf, because -inf - -inf is NaN.
+        real = jnp.finfo(self.dtype)
+        return self.full(real.min, real.dtype, slots), self.full(0, self.dtype, slots)
+
+    def nothing(self) -> jax.Array:
+        return scalar(-jnp.inf, self.dtype)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        x = tile.astype(self.dtype)
+        scaled = jnp.ones_like(x)  # the exponential of an item relative to its real part
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            turned = jnp.exp(lax.complex(jnp.zeros_like(x.real), x.imag))
+            scaled = jnp.where(x.real == -jnp.inf, jnp.zeros_like(x), turned)
+        return self.merge(state, (x.real, scaled))
+
+    def merge(self, first: State, second: State) -> State:
+        (m, a), (n, b) = first, second
+        # One exponential serves both cases, because that of the larger is 1.
+        ratio = jnp.exp(-jnp.abs(_difference(n, m))).astype(self.dtype)
+        return jnp.maximum(m, n), jnp.where(n > m, a * ratio + b, a + b * ratio)
+
+    def join(self, state: State) -> State:
+        largest, total = state
+        top = jnp.max(largest, axis=-1, keepdims=True)
+        scaled = total * jnp.exp(_difference(largest, top)).astype(self.dtype)
+        return top, jnp.sum(scaled, axis=-1, keepdims=True)
+
+
+def _difference(x: Any, y: Any) -> Any:
+    """Return ``x - y``, and 0 for two equal infinities."""
+    return jnp.where(x == y, jnp.zeros_like(x), x - y)
+
+
+class MomentsOf(InSlots):
+    """Count, mean, and the sum of squared distances from it.
+
+    They merge by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979). Welford's step is a special case. No large
+    numbers are subtracted from each other. An infinite mean stays infinite, and a state of no items
+    changes nothing.
+    """
+
+    def start(self, slots: int) -> State:
+        real = jnp.finfo(self.dtype).dtype
+        count = fill(0, real, (slots,))
+        return count, self.full(0, self.dtype, slots), self.full(0, real, slots)
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        count, mean, squares = state
+        x = tile.astype(self.dtype)
+        count = count + 1
+        off = x - _finite(mean)
+        mean = mean + off / self._like_items(count, mean)
+        new = count, mean, squares + jnp.real(off * jnp.conj(x - mean))
+        return new if counts is None else choose(counts, new, state)
+
+    def merge(self, first: State, second: State) -> State:
+        (n, mean, squares), (m, other, more) = first, second
+        count = n + m
+        share = m / jnp.maximum(count, 1)
+        off = other - _finite(mean)
+        mean = mean + off * self._like_items(share, mean)
+        return count, mean, squares + more + self._squares(n * share, off)
+
+    def join(self, state: State) -> State:
+        count, mean, squares = state
+        total = jnp.sum(count, axis=-1, keepdims=True)
+        # Relative to one slot, so that no large numbers are added up.
+        first = _finite(mean[..., :1])
+        off = mean - first
+        share = self._like_items(count / jnp.maximum(total, 1), mean)
+        center = jnp.sum(jnp.where(share == 0, jnp.zeros_like(off), off * share), -1, keepdims=True)
+        spread = squares + self._squares(count, off - center)
+        return total, first + center, jnp.sum(spread, axis=-1, keepdims=True)
+
+    def _squares(self, weight: Any, off: Any) -> Any:
+        """Return weighted squares; those of weight 0 count as 0 even where they are infinite."""
+        square = jnp.real(off * jnp.conj(off))
+        weight = self._like_items(weight, square)
+        return jnp.where(weight == 0, jnp.zeros_like(square), square * weight)
+
+    def _like_items(self, numbers: Any, items: Any) -> Any:
+        """Give numbers, one for each slot, the rank and the dtype of the items."""
+        rank = len(self.core)
+        return lax.expand_dims(numbers, range(rank)).astype(items.dtype)
+
+
+def _finite(x: Any) -> Any:
+    """Return 0 in place of an infinite number, from which a distance would be NaN."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Accumulator):
+    """The sum of outer products of two vectors of each item. Its state has one slot."""
+
+    length: int
+    dtype: Any
+
+    core = ()
+
+    def start(self, slots: int) -> State:
+        return fill(0, self.dtype, (self.length, self.length, 1))
+
+    def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
+        first, second = (x.astype(self.dtype) for x in tile)
+        return state + lax.expand_dims(first @ second.T, (2,))
+
+    def nothing(self) -> Any:
+        return (scalar(0, self.dtype),) * 2
+
+    def merge(self, first: State, second: State) -> State:
+        return first + second
+
+    def join(self, state: State) -> State:
+        return jnp.sum(state, axis=-1, keepdims=True)

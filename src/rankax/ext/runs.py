@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""Runs: items of a row that are folded into one state, and how the states of all runs merge."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rankax.core.protocol import (
+    NO_RULES,
+    ItemProgram,
+    LoopSpec,
+    Outputs,
+    Place,
+    Reduction,
+    Reductions,
+    RowReduction,
+    call_with_derivative_of,
+    evaluate,
+    flat_index,
+    index_dtype,
+    no_index,
+    places_of,
+)
+
+
+def reduce_row(
+    item: ItemProgram, leaves: Sequence[Any], levels: Sequence[LoopSpec], reductions: Reductions
+) -> list[Any]:
+    """Reduce the outputs of an item, as `trace_reduced` returns it, over levels without loops.
+
+    This has its derivative; `rankax.core.call.nest` has one for a whole call.
+    """
+    # Without the constants, which may be tracers: from JAX 0.12 on, a jaxpr holds them.
+    jaxpr = item.closed.jaxpr.replace(constvars=list(item.closed.jaxpr.constvars))
+    item_of = functools.partial(functools.partial, evaluate, jaxpr)
+    row = RowReduction(item_of, tuple(levels), item.outputs, reductions, jaxpr, NO_RULES)
+    evaluated, differentiated = (functools.partial(row.values, back=b) for b in (False, True))
+    arrays = list(item.closed.consts), list(leaves)
+    if row.is_linear:
+        return evaluated(*arrays)
+    return call_with_derivative_of(differentiated, evaluated, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStates:
+    """The states of several runs of items, which together are a whole row.
+
+    A state is a list with an entry for each reduction. Kept outputs are not part of it: their
+    entries are ignored, and returned as they are.
+    """
+
+    reductions: Reductions
+    outputs: tuple[Outputs, ...]
+    sizes: tuple[int, ...]  # the lengths of the reduced axes
+
+    @property
+    def size(self) -> int:
+        """The number of items in all runs."""
+        return math.prod(self.sizes)
+
+    def renumber(self, states: Sequence[Any], shape: Sequence[int], starts: Sequence[Any]) -> Any:
+        """Replace the indices of items in one run by those in the whole row.
+
+        Parameters
+        ----------
+        states : sequence
+        shape : sequence of int
+            The lengths of the run along the reduced axes.
+        starts : sequence of scalars
+            Where the run begins along them.
+        """
+
+        def place(index: jax.Array) -> jax.Array:
+            dtype = index_dtype(self.size)
+            if not math.prod(shape):  # the state of no items holds no valid index
+                return jnp.full_like(index, no_index(dtype), dtype=dtype)
+            pairs = zip(places_of(index.astype(dtype), shape), starts, strict=True)
+            return flat_index([at + jnp.asarray(start, dtype) for at, start in pairs], self.sizes)
+
+        return self.placed(states, place)
+
+    def placed(self, states: Sequence[Any], place: Place) -> list[Any]:
+        """Replace each index of an item by its ``place``."""
+        return [
+            state if reduction.is_kept else reduction.renumber(outputs, state, place)
+            for reduction, outputs, state in self.reductions.each(self.outputs, states)
+        ]
+
+    def merge(
+        self, states: Sequence[Any], batch: int = 0, gather: Callable[..., Any] | None = None
+    ) -> list[Any]:
+        """Merge states that have the runs on axis 0 and ``batch`` axes of rows after it.
+
+        ``gather`` makes arrays whose runs are on several devices available to each device.
+        """
+
+        def merge(reduction: Reduction, outputs: Outputs, state: Any) -> Any:
+            if gather is not None and not reduction.is_sum:
+                arrays, structure = jax.tree.flatten(state)
+                state = structure.unflatten(gather(arrays))
+            return reduction.merge_states(outputs, state)
+
+        return self._mapped(merge, states, batch, 1)
+
+    def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
+        """Return the results from the state of all items, with ``batch`` axes of rows in front."""
+        size = self.size
+        return self._mapped(lambda entry, *own: entry.finish_state(*own, size), states, batch, 0)
+
+    def _mapped(
+        self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
+    ) -> list[Any]:
+        values: list[Any] = []
+        for reduction, outputs, state in self.reductions.each(self.outputs, states):
+            if reduction.is_kept:
+                values.append(state)
+                continue
+            of_row = functools.partial(fun, reduction, outputs)
+            for _ in range(batch):
+                of_row = jax.vmap(of_row, in_axes=axis)
+            values.append(of_row(state))
+        return values
+
+    def assemble(self, values: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """Put results and kept outputs together; both have an entry for each reduction."""
+        arrays = [
+            whole if reduction.is_kept else value
+            for reduction, _, value, whole in self.reductions.each(self.outputs, values, kept)
+        ]
+        return self.reductions.assembled(self.outputs, arrays)

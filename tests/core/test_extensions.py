@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Extensions of strangers: what `docs/extend.md` shows, and what a form does in loops."""
+
+import dataclasses
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from helpers import assert_same
+from rankax import auto_vmap
+from rankax.core import hooks, options
+from rankax.core.protocol import FORMS, TRACED, Form, bool_option, register
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+
+
+def test_the_page_runs():
+    """In a process of its own, because it registers options."""
+    subprocess.run([sys.executable, "-m", "doctest", PAGE], check=True, timeout=120)
+    assert len(doctest.DocTestParser().get_examples(PAGE.read_text())) > 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(Form):
+    def evaluate(self, bound, leaves, plan):
+        return bound.call(leaves, plan) + bound.call(leaves, plan)
+
+
+@pytest.fixture
+def twice(monkeypatch):
+    """An option that evaluates each item twice, and adds the results."""
+    for name in ("OPTIONS", "DEFAULTS"):
+        monkeypatch.setattr(options, name, getattr(options, name))
+    before = [(x, x.copy()) for x in (options.OPTIONS, options.DEFAULTS)]
+    forms = [*hooks.FORMS.all]
+    register(bool_option("twice", False))
+    FORMS.add("twice", Twice)
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+    hooks.FORMS.all[:] = forms
+
+
+@pytest.mark.usefixtures("twice")
+@pytest.mark.parametrize(
+    "given", [{}, {"chunk_size": 2}, {"reduce": "sum"}, {"jit": True}], ids=str
+)
+def test_a_form_is_part_of_every_call(given):
+    kernel = auto_vmap(x=1, **given)(lambda x: jnp.sin(x @ x))
+    x = jnp.arange(15.0).reshape(5, 3) / 15
+    assert_same(kernel.with_options(twice=True)(x), 2 * kernel(x))
+    total = lambda kernel: jax.grad(lambda x: kernel(x).sum())(x)  # noqa: E731
+    assert_same(total(kernel.with_options(twice=True)), 2 * total(kernel))
+
+
+@pytest.mark.usefixtures("twice")
+def test_an_option_is_refused_as_others_are():
+    with pytest.raises(TypeError, match=r"auto_vmap\(.*: twice must be True or False, got 2"):
+        auto_vmap(x=1, twice=2)(lambda x: x.sum())
+
+
+def test_a_hook_is_not_asked_where_its_option_is_not_given(monkeypatch):
+    asked = []
+    monkeypatch.setattr(TRACED, "all", [("memory_limit", lambda *args: asked.append(args))])
+    kernel = auto_vmap(x=1)(lambda x: x.sum())
+    kernel(jnp.ones((5, 3)))
+    assert not asked
+    kernel.with_options(memory_limit="1 GB")(jnp.ones((5, 3)))
+    assert len(asked) == 1
