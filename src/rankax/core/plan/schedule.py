@@ -297,7 +297,7 @@ class Level:
     derivative : Chunks or None
         How a derivative walks this level, if in other tiles.
     walker : object
-        What walks the items along this level in place of a loop; ``str`` says how (`Walker`).
+        What walks the items along this level in place of a loop, such as lanes; ``str`` says how.
     """
 
     size: int
