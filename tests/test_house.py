@@ -274,6 +274,7 @@ def until_positive(a, b):
     return jax.lax.while_loop(lambda x: x < 0, lambda x: x + b[0], a @ b)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "most"),
     [
