@@ -157,6 +157,15 @@ def _caches():
         yield
 
 
+@pytest.fixture
+def unchecked():
+    """Compile no second program to compare with, as `tox -e check` does; the test counts them."""
+    import rankax  # not before coverage begins
+
+    with rankax.options(check=False):
+        yield
+
+
 # Read by type checkers (see tox.ini); some of it is wrong on purpose.
 collect_ignore = ["tests/typing"]
 

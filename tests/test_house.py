@@ -228,10 +228,10 @@ def until_positive(a, b):
 
 
 FIRST_CALLS = {
-    "plain": (24, {}),
-    "chunked": (35, {"chunk_size": 10}),
-    "reduced": (44, {"chunk_size": 10, "reduce": "sum"}),
-    "lanes": (39, {"chunk_size": 10, "lockstep": False}),
+    "plain": (18, {}),
+    "chunked": (28, {"chunk_size": 10}),
+    "reduced": (37, {"chunk_size": 10, "reduce": "sum"}),
+    "lanes": (32, {"chunk_size": 10, "lockstep": False}),
 }
 
 

@@ -199,6 +199,7 @@ def test_sines_of_ours_on_several_devices(mesh):
                 same(got, jax.jit(value_and_gradients(plain))(*sharded))
 
 
+@pytest.mark.usefixtures("unchecked")
 @on("Auto-4")
 def test_eager_calls_see_how_arrays_are_sharded(mesh):
     programs = []

@@ -115,7 +115,7 @@ def collision(monkeypatch):
     rankax.clear_caches()
 
 
-@pytest.mark.usefixtures("collision")
+@pytest.mark.usefixtures("collision", "unchecked")
 def test_a_wrong_program_is_noticed():
     def mapped(factor):
         def scaled(x):

@@ -124,6 +124,7 @@ def test_a_second_derivative_in_tiles_compiles_nothing(monkeypatch):
     assert more == 0
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize("reduce", [None, "sum", "argmax", "logsumexp"])
 @pytest.mark.quick("None-True", "sum-False", "logsumexp-False")

@@ -17,6 +17,8 @@ from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_reduce, chunked_vmap, sliced_scan
 from rankax.ext.progress import bars as host
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # a program to compare with reports as well
+
 X = jnp.asarray(np.linspace(0.1, 0.9, 30, dtype="float32").reshape(10, 3))
 W = jnp.asarray(np.ones(3, "float32"))
 RATES = np.linspace(0.5, 1, 10, dtype="float32")

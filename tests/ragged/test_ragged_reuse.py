@@ -20,6 +20,7 @@ def total(x, mask):
     return jnp.sum(jnp.tanh(x).sum(-1) ** 2, where=mask)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "others"), [({}, 0), ({"chunk_size": 2}, 0), ({"reduce": "sum"}, 3)]
 )

@@ -125,6 +125,12 @@ def test_reductions_number_the_items(reduce, tmp_path):
     assert_same(values(stored), want, rtol=1e-5)
 
 
+def test_more_winners_than_a_block_has_items(tmp_path):
+    kernel = total.with_options(reduce=TopK(20))
+    stored = run(kernel, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out")
+    assert_same(values(stored), kernel(Ragged(ROWS, LENGTHS), S))
+
+
 def test_where_beside_outputs_that_are_kept(tmp_path):
     @auto_vmap(x="n 3", mask=Mask("n"), reduce={"r": "min", "own": None, "ok": "sum"}, where="ok")
     def far(x, mask):

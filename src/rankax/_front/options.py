@@ -64,8 +64,9 @@ def options(**values: Unpack[Entered]) -> contextlib.AbstractContextManager[None
     check
         Whether an eager call that reuses the compiled program of an earlier call also evaluates a
         new one, and compares the results bit for bit. A difference is a ``RuntimeError`` that names
-        the kernel: a fault of rankax. Calls take as long as first calls. The environment variable
-        ``RANKAX_CHECK=1``, set before rankax is imported, makes that the default.
+        the kernel: a fault of rankax. Calls take as long as first calls, and report their progress
+        twice. The environment variable ``RANKAX_CHECK=1``, set before rankax is imported, makes
+        that the default.
 
     Returns
     -------

@@ -199,7 +199,8 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     _check_same_outputs(ragged, bounds)
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
     options = ragged.options.replace(batch_shape=None)
-    item = bounds[0].trace(bounds[0].plan(options, None), reductions.for_runs(total))
+    of_item = reductions.for_runs(reductions.of_run or total)
+    item = bounds[0].trace(bounds[0].plan(options, None), of_item)
     runs = RunStates(reductions, item.outputs, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
     states, kept = list[list[Any]](), list[list[Any]]()
