@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Imported, NetKet sets a mesh for the whole process, in which other tests would run.
+os.environ.setdefault("NETKET_SHARDING", "0")
 
 import jax
 import pytest
