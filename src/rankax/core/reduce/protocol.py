@@ -35,8 +35,9 @@ A reduction must define `name`, `plain` (of a row that is evaluated at once), `a
 Most reductions work on each leaf by itself (`EachLeaf`): they define `function`, `accumulator` and
 `result`. They also set `is_linear` or define `differentiable_leaf`, unless their result has no
 derivative: the default returns constants, so gradients in chunks are zero. The code of a new
-reduction takes three files: `sums.py` or `winners.py` defines it, and its accumulator unless one of
-`states.py` or `extrema.py` fits; ``BY_NAME`` in `run.py` names it; `rankax.reductions` exports it.
+reduction is in `ext/reductions`: `sums.py` or `winners.py` defines it, and its accumulator unless
+one of `states.py`, `extrema.py` or `accumulators.py` fits; `__init__.py` names it; and
+`rankax.reductions` exports it.
 """
 
 import copy
