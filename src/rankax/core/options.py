@@ -61,6 +61,7 @@ class Option:
 
 OPTIONS: dict[str, Option] = {}
 DEFAULTS: dict[str, Any] = {}
+_KINDS: dict[str, list[tuple[str, Callable[[Any], bool]]]] = {"bounds": [], "cuts": []}
 _TOGETHER: dict[str, Callable[[Options, str], None]] = {}
 
 
@@ -69,6 +70,8 @@ def register(*options: Option, together: Callable[[Options, str], None] | None =
     for option in options:
         OPTIONS[option.name] = option
         DEFAULTS[option.name] = option.default
+        for kind, holds in (("bounds", option.bounds), ("cuts", option.cuts)):
+            _KINDS[kind] += [] if holds is None else [(option.name, holds)]
         if together is not None:
             _TOGETHER[option.name] = together
 
@@ -170,8 +173,7 @@ COMPILER_RULES: list[Callable[[Options], Rules | None]] = []  # the first that a
 
 def _any(values: Mapping[str, Any], kind: str) -> bool:
     """Whether a value of some option is of this kind, ``"bounds"`` or ``"cuts"``."""
-    pairs = ((getattr(option, kind), values[name]) for name, option in OPTIONS.items())
-    return any(holds is not None and holds(value) for holds, value in pairs)
+    return any(holds(values[name]) for name, holds in _KINDS[kind])
 
 
 def checked_options(values: Mapping[str, Any], site: str) -> dict[str, Any]:
