@@ -23,12 +23,15 @@ import numpy as np
 from rankax.core.base.cache import Kept
 from rankax.core.base.trees import check_outputs
 from rankax.core.call.arguments import is_number
-from rankax.core.call.bind import BoundKernel, Shell, rebind
+from rankax.core.call.bind import BoundKernel, Shell, bind, rebind
 from rankax.core.call.run import run
 from rankax.core.options import Options
 from rankax.core.reduce.passes import RunStates
 from rankax.core.reduce.protocol import FILL, Marked, Outputs
 from rankax.core.trace.fingerprint import checksum
+from rankax.ext.jit import compiled_part
+from rankax.ext.lengths import Shared
+from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
 
 Array = np.ndarray[Any, Any]
@@ -93,6 +96,7 @@ class Setup:
     others: Mapping[str, Any]
     static: tuple[Any, ...]  # the leaves without a rank; None in place of the others
     inputs: tuple[Leaf, ...]  # first the numbers, then the arrays
+    shared: Shared | None = None  # the shapes of blocks with ragged items
 
     @property
     def is_ragged(self) -> bool:
@@ -124,8 +128,10 @@ class Setup:
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
         given = {**vars(options), "jit": True, "where": None}  # a reduction has its mask
-        kernel = self.mapped.with_explicit(given, self.mapped.spec.name)
-        return kernel(*call.arguments.args, **call.arguments.kwargs)
+        spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
+        arguments = call.arguments
+        call = bind(spec, arguments.args, arguments.kwargs, takes_ragged=True)
+        return call_ragged(call, compiled_part(spec), shared=self.shared)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""

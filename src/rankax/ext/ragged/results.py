@@ -24,17 +24,20 @@ from rankax.core.reduce.passes import RunStates
 from rankax.core.reduce.protocol import FILL
 from rankax.core.reduce.run import Reductions
 from rankax.ext.bucket import as_inputs, resized
-from rankax.ext.lengths import Group
+from rankax.ext.lengths import Group, Shared
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.padded import Compiled
 from rankax.ext.ragged.type import Ragged, span
 
 
 def call_ragged(
-    call: BoundKernel, compiled: Compiled | None = None, of_item: Compiled | None = None
+    call: BoundKernel,
+    compiled: Compiled | None = None,
+    of_item: Compiled | None = None,
+    shared: Shared | None = None,
 ) -> Any:
     """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
-    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item)
+    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item, shared=shared)
     reductions = ragged.options.reduce
     check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
@@ -81,7 +84,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
         elif any(part.shape[axis + 1 :] != core for part in own):
             raise _depends_on_length(ragged, path, core)
         total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
-        places.append(_Place(axis, dim, max(1, ragged.size(total))))
+        places.append(_Place(axis, dim, max(1, ragged.size(total, dim))))
         shapes.append((*own[0].shape[:axis], total, *core))
     if not places or (ragged.is_direct and all(place.dim is None for place in places)):
         return outs[0]
