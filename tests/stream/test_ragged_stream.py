@@ -233,6 +233,33 @@ def test_few_programs_for_all_blocks(tmp_path):
     assert second <= 5
 
 
+@auto_vmap("(n,3),(m),()->()", n_mask=Mask("n"), m_mask=Mask("m"))
+def bonds(x, y, s, n_mask, m_mask):
+    return (jnp.sum(x.sum(-1), where=n_mask) + jnp.sum(y**2, where=m_mask)) * s
+
+
+# For each of four lengths and two or three numbers of items, one program measures memory and one
+# evaluates. Of `centred`, the rows have blocks of their own, and are put in order by a third one.
+@pytest.mark.quick("bonds")
+@pytest.mark.parametrize(
+    ("kernel", "most"),
+    [(total, 25), (bonds, 25), (centred, 50), (total.with_options(reduce="sum"), 27)],
+    ids=["total", "bonds", "centred", "sum"],
+)
+def test_blocks_share_their_shapes(kernel, most, tmp_path):
+    rng = np.random.default_rng(1)
+    lengths = rng.choice([3, 7, 12, 30], 240)
+    rows = rng.normal(size=(lengths.sum(), 3)).astype("float32")
+    args = [Ragged(rows, lengths), np.linspace(-1, 1, 240, dtype="float32")]
+    if kernel is bonds:
+        others = rng.integers(0, 3, 240)
+        args.insert(1, Ragged(rows[: others.sum(), 0], others))
+    kernel = kernel.with_options(chunk_size=5)  # other tests compiled nothing of it
+    stored, count = compilations(lambda: run(kernel, *args, out=tmp_path / "out"))
+    assert count <= most
+    assert_same(values(stored), kernel(*args), rtol=1e-4)
+
+
 def test_what_is_refused(tmp_path):
     keys = jax.random.split(jax.random.key(0), 5)
     noise = auto_vmap(key="n")(lambda key: jax.random.normal(key[0]))

@@ -97,8 +97,7 @@ class Options:
 
     def __init__(self, *, target: Target | None = None, **given: Any) -> None:
         values = {**DEFAULTS, **given}
-        if len(values) > len(DEFAULTS):
-            unknown = given.keys() - DEFAULTS.keys()
+        if unknown := given.keys() - DEFAULTS.keys():
             raise TypeError(f"no option is called {', '.join(map(repr, sorted(unknown)))}")
         if values["where"] is not None and values["reduce"] is not None:
             values["reduce"] = values["reduce"].of_items(values["where"])

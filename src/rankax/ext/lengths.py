@@ -10,6 +10,9 @@ choice, and so the programs, would differ from batch to batch.
 
 Items may be ragged in several dimensions, such as the atoms and the bonds of molecules. They are
 then sorted by all their rows together.
+
+The blocks of a stream are known before the first one is evaluated. They share the runs of all
+items, and a few numbers of items for each run (`Shared`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,7 @@ Array = np.ndarray[Any, Any]
 
 MOST_LENGTHS = 12
 _ENOUGH = 1 / 0.9  # of the rows that there are, the rows that are evaluated
+_ENOUGH_ITEMS = 1.25  # of the items of blocks, the items that are evaluated
 _RATIO = 1.5  # of one length of the series to the next, which fills a fifth in on average
 _FEW = 64
 _MOST_CANDIDATES = 400  # distinct lengths at which a run may end
@@ -40,7 +45,46 @@ class Group:
     lengths: tuple[int, ...]  # of each ragged dimension
 
 
-def groups_of(lengths: Array, *, in_series: bool) -> list[Group]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """The shapes that blocks share, and so their programs."""
+
+    ends: Array  # how many rows the largest item of each group has, in all dimensions together
+    slots: dict[tuple[int, ...], list[int]]  # numbers of items, by the lengths of each group
+    rows: tuple[int, ...]  # those of a block in each dimension, at most
+    items: int  # those of a block, at most
+
+    @classmethod
+    def of(cls, lengths: Array, blocks: Sequence[tuple[int, int]]) -> Shared:
+        """Choose shapes for blocks, given by the first item of each and the end of its items."""
+        groups, number = groups_of(lengths, in_series=False), np.zeros(len(lengths), int)
+        for i, group in enumerate(groups):
+            number[group.items] = i
+        counts = np.array([np.bincount(number[a:b], minlength=len(groups)) for a, b in blocks])
+        slots: dict[tuple[int, ...], list[int]] = {}
+        for group, own in zip(groups, counts.T, strict=True):
+            sizes = groups_of(own[own > 0, None], in_series=False, enough=_ENOUGH_ITEMS)
+            slots[group.lengths] = [n for size in sizes for n in size.lengths]
+        rows = np.maximum(lengths, 1).sum(1)
+        return cls(
+            np.array([rows[group.items].max() for group in groups]),
+            slots,
+            tuple(np.max([lengths[a:b].sum(0) for a, b in blocks], 0).tolist()),
+            max(b - a for a, b in blocks),
+        )
+
+    def groups(self, lengths: Array) -> list[Group]:
+        """Sort the items of a block into groups."""
+        number, every = np.searchsorted(self.ends, np.maximum(lengths, 1).sum(1)), [*self.slots]
+        return [Group(np.flatnonzero(number == i), every[i]) for i in np.unique(number)]
+
+    def slots_of(self, group: Group, count: int) -> int:
+        """Return how many items a group is padded to, which has so many at least."""
+        sizes = [*self.slots.get(group.lengths, ()), slots_for(count)]
+        return next(size for size in sizes if size >= count)
+
+
+def groups_of(lengths: Array, *, in_series: bool, enough: float = _ENOUGH) -> list[Group]:
     """Sort items into groups.
 
     Parameters
@@ -48,11 +92,10 @@ def groups_of(lengths: Array, *, in_series: bool) -> list[Group]:
     lengths : array of shape (items, dimensions)
     in_series : bool
         Whether lengths come from the geometric series.
+    enough : float
+        Otherwise, how many rows may be evaluated for each of those that there are.
     """
-    filled = np.maximum(lengths, 1)
-    if in_series:
-        series = series_to(int(filled.max(initial=1)))
-        filled = series[np.searchsorted(series, filled)]
+    filled = rounded_up(lengths) if in_series else np.maximum(lengths, 1)
     rows = filled.sum(1)
     order = np.argsort(rows, kind="stable")
     filled, rows = filled[order], rows[order]
@@ -60,8 +103,8 @@ def groups_of(lengths: Array, *, in_series: bool) -> list[Group]:
     if len(ends) > _MOST_CANDIDATES:
         ends = ends[np.linspace(0, len(ends) - 1, _MOST_CANDIDATES).astype(int)]
     most = np.maximum.reduceat(filled, np.append(0, ends[:-1]))
-    enough = 0 if in_series else int(np.maximum(lengths, 1).sum() * _ENOUGH)
-    bounds = [0, *(ends[i] for i in _cuts(ends, most, enough))]
+    most_rows = 0 if in_series else int(filled.sum() * enough)
+    bounds = [0, *(ends[i] for i in _cuts(ends, most, most_rows))]
     return [
         Group(np.sort(order[begin:end]), tuple(filled[begin:end].max(0).tolist()))
         for begin, end in itertools.pairwise(bounds)
@@ -77,6 +120,12 @@ def slots_for(count: int) -> int:
         return bucket_of(count, True) or count
     step = 2 ** (count.bit_length() - 4)
     return -(-count // step) * step
+
+
+def rounded_up(lengths: Array) -> Array:
+    """Return lengths of the geometric series."""
+    series = series_to(int(lengths.max(initial=1)))
+    return series[np.searchsorted(series, lengths)]
 
 
 def series_to(longest: int) -> Array:

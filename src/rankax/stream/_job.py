@@ -36,7 +36,7 @@ from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.type import Ragged
-from rankax.stream._ragged import filled_up, with_rows
+from rankax.stream._ragged import filled_up, share_shapes, with_rows
 
 # How the kernel is compiled, and shows its progress; the memory limit is that of the run.
 _NOT_RECORDED = ("jit", "progress", "checkpoint", "bucket", "memory_limit", "xla_cpu", "target")
@@ -94,6 +94,12 @@ class Cuts:
         """Return each axis of an array that the blocks cut, and that of the batch."""
         return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.batch[a]]
 
+    def items(self, axis: int) -> tuple[Any, Any]:
+        """Return the first item of each block along an axis, and the end of its items."""
+        size, length = self.stage.shape[axis], self.block[axis]
+        starts = np.arange(0, size, length)
+        return self.stage.items(starts, np.minimum(starts + length, size))
+
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
         read, stage = 0, self.stage
@@ -111,13 +117,10 @@ class Cuts:
         """Return how many items, or rows of ragged items, a block reads along an axis at most."""
         if array.lengths is None and self.stage.rows is None:
             return max(self.block[axis], grain(array)[i])
-        size, length = self.stage.shape[axis], self.block[axis]
-        starts = np.arange(0, size, length)
-        spans = self.stage.items(starts, np.minimum(starts + length, size))
         source, bounds = array, np.arange(self.stage.batch[axis] + 1)
         if array.lengths is not None:
             source, bounds = array.value, row_bounds(array.lengths)
-        first, after = (bounds[span] for span in spans)
+        first, after = (bounds[span] for span in self.items(axis))
         return int((after - first).max(initial=0)) + grain(source)[i] - 1
 
     def halved(self, axis: int) -> Self:
@@ -323,6 +326,9 @@ def prepared(
     _name(tree, name, where)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
     cuts = [cut(stage, limit, where) for stage in stages]
+    for each in cuts:
+        if ragged is not None and ragged.count > 1 and not each.stage.reads_states:
+            share_shapes(ragged, each.stage, list(zip(*each.items(-1), strict=True)))
     recorded = {**options.values(), "chunk_size": options.most}
     record: dict[str, Any] = {
         "kernel": kernel.name,

@@ -7,6 +7,7 @@ and the programs that merge states are those of dense arrays. A block is read as
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax
 from rankax.core.protocol import BoundKernel, rebind
 from rankax.ext.blocks.on_streamed import Stage, Streamed
 from rankax.ext.blocks.programs import OnBlocks
+from rankax.ext.lengths import Shared
 from rankax.ext.ragged.call import RaggedCall, dense_shell
 from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
 from rankax.ext.ragged.type import Ragged
@@ -34,6 +36,15 @@ def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:
         shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]
         leaves[i] = Streamed(shape, rows.dtype, rows, path=rows.path, lengths=lengths)
     return rebind(call.kernel, dense_shell(call), leaves, call.others)
+
+
+def share_shapes(ragged: RaggedCall, stage: Stage, blocks: Sequence[tuple[int, int]]) -> None:
+    """Let the blocks of a stage share shapes, and so programs; see `Shared`."""
+    if not blocks:  # as where no item has a row
+        return
+    program = stage.fun.program
+    setup = dataclasses.replace(program.setup, shared=Shared.of(ragged.lengths, blocks))
+    stage.fun = OnBlocks.of(dataclasses.replace(program, setup=setup), stage.fun.numbers)
 
 
 def with_rows(ragged: RaggedCall, tree: Any) -> Any:

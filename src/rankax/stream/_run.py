@@ -113,8 +113,9 @@ def run(
     *Reductions.* The states of blocks are stored and merged in the order of the blocks. Outputs
     that are kept beside a reduction are evaluated in a separate pass.
 
-    *Ragged items.* A block is a number of items, evaluated as with ``jit=True``. Outputs with a row
-    for each row are evaluated in a separate pass, in blocks of equal numbers of rows.
+    *Ragged items.* A block is a number of items. In all blocks, these are padded to the same few
+    lengths, and to a few numbers of items of each length, so blocks share their programs. Outputs
+    with a row for each row are evaluated in a separate pass, in blocks of equal numbers of rows.
 
     *Random numbers.* A key for each item is an array like others. The rank `rankax.SplitKey` is
     refused. The option ``bucket`` has no effect, because blocks have few shapes.

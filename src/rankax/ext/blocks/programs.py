@@ -28,12 +28,16 @@ from rankax.core.protocol import (
     Options,
     Outputs,
     Shell,
+    bind,
     check_outputs,
     is_number,
     rebind,
     run,
 )
 from rankax.ext.blocks.checksum import checksum
+from rankax.ext.jit import compiled_part
+from rankax.ext.lengths import Shared
+from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
 from rankax.ext.runs import RunStates
 
@@ -99,6 +103,7 @@ class Setup:
     others: Mapping[str, Any]
     static: tuple[Any, ...]  # the leaves without a rank; None in place of the others
     inputs: tuple[Leaf, ...]  # first the numbers, then the arrays
+    shared: Shared | None = None  # the shapes of blocks with ragged items
 
     @property
     def is_ragged(self) -> bool:
@@ -130,8 +135,10 @@ class Setup:
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
         given = {**options.values(), "jit": True, "where": None}  # a reduction has its mask
-        kernel = self.mapped.with_explicit(given, self.mapped.spec.name)
-        return kernel(*call.arguments.args, **call.arguments.kwargs)
+        spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
+        arguments = call.arguments
+        call = bind(spec, arguments.args, arguments.kwargs, takes_nodes=True)
+        return call_ragged(call, compiled_part(spec), shared=self.shared)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""

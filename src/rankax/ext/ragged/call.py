@@ -25,7 +25,8 @@ chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside
 
 With ``jit=True`` all shapes are in buckets: of the values, of the items of a group and of all
 items. What fills a group up is dropped, or not counted in a reduction (`FILL`), so a stream of
-batches needs few programs.
+batches needs few programs. Blocks of `rankax.stream`, which are all known, have the shapes that
+`Shared` chooses for them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from rankax.core.protocol import (
     widen,
 )
 from rankax.ext.bucket import marked, resized
-from rankax.ext.lengths import Group, groups_of, slots_for
+from rankax.ext.lengths import Group, Shared, groups_of, rounded_up, slots_for
 from rankax.ext.padding import bucket_of
 from rankax.ext.ragged.checks import check_options, dimensions
 from rankax.ext.ragged.padded import (
@@ -89,6 +90,7 @@ class RaggedCall:
     compiled: Compiled | None
     is_staged: bool  # whether it is evaluated as part of a program that is being traced
     of_item: Compiled | None  # evaluates an item that is filled up
+    shared: Shared | None  # the shapes of the batch, if it is one of several blocks
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class RaggedCall:
         *,
         is_staged: bool = False,
         of_item: Compiled | None = None,
+        shared: Shared | None = None,
     ) -> RaggedCall:
         """Check a call; with ``compiled``, its parts are called by compiled programs."""
         options = call.kernel.options()
@@ -113,13 +116,18 @@ class RaggedCall:
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
         dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
-        how = compiled, is_staged, of_item
+        how = compiled, is_staged, of_item, shared
         return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
 
     @property
     def count(self) -> int:
         """The number of ragged items."""
         return len(self.lengths)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one ragged item only, which may go with several of the others."""
+        return self.count < 2 and self.shared is None
 
     @property
     def is_last_reduced(self) -> bool:
@@ -131,24 +139,28 @@ class RaggedCall:
         """The items by padded length; all of them together if their order matters."""
         reductions = self.options.reduce
         is_ordered = reductions is not None and reductions.are_ordered and self.is_last_reduced
-        # One item may go with several of the other arguments.
-        if self.count < 2 or is_ordered:
-            longest = tuple(self.lengths.max(0, initial=1).tolist())
-            return [Group(np.arange(self.count), longest)]
+        if self.is_single or is_ordered:
+            longest = self.lengths.max(0, initial=1)
+            longest = longest if self.shared is None else rounded_up(longest)
+            return [Group(np.arange(self.count), tuple(longest.tolist()))]
+        if self.shared is not None:
+            return self.shared.groups(self.lengths)
         return groups_of(self.lengths, in_series=self.compiled is not None)
 
     @functools.cached_property
     def is_direct(self) -> bool:
         """Whether a single group is evaluated as an ordinary call, in the order given."""
-        return self.count < 2 or (len(self.groups) == 1 and self.compiled is None)
+        return self.is_single or (len(self.groups) == 1 and self.compiled is None)
 
     @property
     def is_filled(self) -> bool:
         """Whether groups may be filled up by items that do not count."""
         return self.compiled is not None or bool(self.options.devices)
 
-    def size(self, count: int) -> int:
-        """Return a number of items or rows, in its bucket if programs are to be reused."""
+    def size(self, count: int, dim: int | None = None) -> int:
+        """Return a number of items, or of rows, in its bucket if programs are to be reused."""
+        if self.shared is not None:
+            return self.shared.items if dim is None else self.shared.rows[dim]
         bucket = None if self.compiled is None else bucket_of(count, True)
         return bucket or count
 
@@ -161,6 +173,8 @@ class RaggedCall:
             count = max(count, jax.device_count())
         if self.compiled is None:
             return count
+        if self.shared is not None:
+            return self.shared.slots_of(group, count)
         if not isinstance(bucket, tuple):
             return slots_for(count)
         if (size := bucket_of(count, bucket)) is None:
@@ -193,7 +207,7 @@ class RaggedCall:
         splits = {split.position: split.strides for split in self.dense.splits}
         for i, (leaf, rank) in enumerate(zip(call.leaves, call.structure.ranks, strict=True)):
             role, leaf = self._role(i, leaf, rank, axes.get(i, (None,)))
-            if self.count > 1 and i in splits:
+            if not self.is_single and i in splits:
                 *front, last = splits[i]
                 role = role._replace(split=last)
                 counts.append(_numbers_in_front(self.dense.plan.batch_shape, front))
@@ -212,9 +226,10 @@ class RaggedCall:
         slope = bare if has_slope else None
         if i in self.dim_of:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            leaf = self._sized(widen(leaf) if isinstance(leaf, core.Tracer) else leaf, 0)
+            leaf = widen(leaf) if isinstance(leaf, core.Tracer) else leaf
+            leaf = self._sized(leaf, 0, self.dim_of[i])
             return Role(None, self.dim_of[i], slope=slope, dtype=dtype, weak=weak), leaf
-        if self.count < 2:
+        if self.is_single:
             return Role(rank), leaf
         if axes[-1] is None:
             return Role(bare), leaf
@@ -226,9 +241,9 @@ class RaggedCall:
         rank = Rank(rank.rank + 1, is_key=rank.is_key)
         return Role(rank, by_number=True, slope=slope, weak=weak), leaf
 
-    def _sized(self, leaf: Any, axis: int) -> Any:
+    def _sized(self, leaf: Any, axis: int, dim: int | None = None) -> Any:
         """Return an array with an axis of a length in its bucket, and of at least one row."""
-        size = max(1, self.size(leaf.shape[axis]))
+        size = max(1, self.size(leaf.shape[axis], dim))
         if self.compiled is None and not isinstance(leaf, jax.ShapeDtypeStruct):
             leaf = jnp.asarray(leaf)
         return _reshaped(leaf, (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]))
@@ -246,7 +261,9 @@ class RaggedCall:
                 places = functools.partial(places_of, most=group.lengths[role.rows])
                 at = jax.vmap(places)(start, length)
                 leaf, axis = widen(leaf), 0
-            slopes.append(read_at(self._sized(leaf, axis), None, (slice(None),) * axis + (at,)))
+            slopes.append(
+                read_at(self._sized(leaf, axis, role.rows), None, (slice(None),) * axis + (at,))
+            )
         return slopes
 
     def dims_of(self, out: Any) -> list[tuple[str, int | None]]:
@@ -266,7 +283,7 @@ class RaggedCall:
         explicit = {name: x for name, x in call.kernel.explicit.items() if name != "bucket"}
         if reduce is not None:
             explicit["reduce"] = reduce
-        if self.count > 1 and (shape := self.options.batch_shape):
+        if not self.is_single and (shape := self.options.batch_shape):
             explicit["batch_shape"] = (*shape[:-1], 1)
         of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
         padded = Padded(*of_call, roles, self.dims, group.lengths, self.of_item)

@@ -16,7 +16,7 @@ import numpy as np
 from rankax.core.protocol import FILL, BoundKernel, Rank, Reductions, entries, is_staged, plural
 from rankax.ext.bucket import as_inputs, resized
 from rankax.ext.explain.plan import BatchPlan, plan_of, shown
-from rankax.ext.lengths import Group
+from rankax.ext.lengths import Group, Shared
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.padded import Compiled
 from rankax.ext.ragged.type import Ragged, span
@@ -24,10 +24,13 @@ from rankax.ext.runs import RunStates
 
 
 def call_ragged(
-    call: BoundKernel, compiled: Compiled | None = None, of_item: Compiled | None = None
+    call: BoundKernel,
+    compiled: Compiled | None = None,
+    of_item: Compiled | None = None,
+    shared: Shared | None = None,
 ) -> Any:
     """Evaluate a call with ragged arguments; each item by ``of_item``, if that is given."""
-    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item)
+    ragged = RaggedCall.of(call, compiled, is_staged=is_staged(), of_item=of_item, shared=shared)
     reductions = ragged.options.reduce
     check_declared_outputs(ragged)
     if reductions is not None and ragged.is_last_reduced and not ragged.is_direct:
@@ -74,7 +77,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
         elif any(part.shape[axis + 1 :] != core for part in own):
             raise _depends_on_length(ragged, path, core)
         total = ragged.count if dim is None else int(ragged.lengths[:, dim].sum())
-        places.append(_Place(axis, dim, max(1, ragged.size(total))))
+        places.append(_Place(axis, dim, max(1, ragged.size(total, dim))))
         shapes.append((*own[0].shape[:axis], total, *core))
     if not places or (ragged.is_direct and all(place.dim is None for place in places)):
         return outs[0]
