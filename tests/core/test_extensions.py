@@ -3,6 +3,7 @@
 
 import dataclasses
 import doctest
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,27 @@ def test_a_hook_is_not_asked_where_its_option_is_not_given(monkeypatch):
     assert not asked
     kernel.with_options(memory_limit="1 GB")(jnp.ones((5, 3)))
     assert len(asked) == 1
+
+
+DECORATED = """
+import jax
+from rankax import auto_vmap, chunked_reduce, chunked_vmap, options, sliced_scan
+given = [{}, {"chunk_size": 4}, {"reduce": "sum"}, {"lockstep": False}, {"devices": "all"}]
+given += [{"jit": True, "bucket": True}, {"memory_limit": "1 GB"}, {"cpu_math": True}]
+given += [{"batched": True}, {"progress": max}, {"xla_cpu": False}]
+for each in given:
+    kernel = auto_vmap(x=1, **each)(lambda x: x)
+    kernel.with_options(checkpoint=True)
+    chunked = {k: v for k, v in each.items() if k not in ("jit", "bucket", "reduce", "xla_cpu")}
+    chunked_vmap(lambda x: x, **{"chunk_size": 4, **chunked})
+    chunked_reduce(lambda x: x, "sum", **{"chunk_size": 4, **chunked})
+with options(chunk_size=4):
+    pass
+jax.config.update("jax_num_cpu_devices", 2)
+"""
+
+
+def test_to_decorate_starts_no_backend():
+    """What asks for devices comes after `jax.distributed.initialize`, and this setting."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", DECORATED], check=True, timeout=120, env=env)

@@ -129,7 +129,10 @@ class Form:
 
 
 class Hooks(Generic[F]):
-    """Functions of extensions, each for the calls that give an option (`Options.active`)."""
+    """Functions of extensions, each for the calls that give an option (`Options.given`).
+
+    Those of ``off_cpu`` are for calls that do not run on a CPU; only they ask where a call runs.
+    """
 
     def __init__(self) -> None:
         self.all: list[tuple[str, F]] = []
@@ -140,8 +143,10 @@ class Hooks(Generic[F]):
 
     def of(self, options: Any) -> list[F]:
         """Return those for a call with these options."""
-        active = options.active
-        return [hook for name, hook in self.all if name in active]
+        names = options.given
+        if any(name == "off_cpu" for name, _ in self.all) and not options.on_cpu:
+            names = {*names, "off_cpu"}
+        return [hook for name, hook in self.all if name in names]
 
 
 #: ``(bound, options) -> Placement``; also asked where an array is on several devices

@@ -115,11 +115,10 @@ class Options:
         return (*(vars(self)[name] for name in DEFAULTS), self.target)
 
     @functools.cached_property
-    def active(self) -> frozenset[str]:
-        """The options that are not the default; ``auto`` and ``off_cpu`` if those hold."""
+    def given(self) -> frozenset[str]:
+        """The options that are not the default; ``auto`` if a default chooses the chunk size."""
         given = {name for name, value in DEFAULTS.items() if vars(self)[name] != value}
-        given |= {"auto"} if self.chunk_size == AUTO else set()
-        return frozenset(given if self.on_cpu else {*given, "off_cpu"})
+        return frozenset(given | {"auto"} if self.chunk_size == AUTO else given)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -208,7 +207,7 @@ def options_of(site: str, /, **values: Any) -> Options:
 
 def check_together(options: Options, site: str) -> None:
     """Refuse options that exclude each other, and those that do nothing without another one."""
-    for name in _TOGETHER.keys() & options.active:
+    for name in _TOGETHER.keys() & options.given:
         _TOGETHER[name](options, site)
     for name, option in OPTIONS.items():
         if option.needs is None:
@@ -228,8 +227,7 @@ def resolve(explicit: Mapping[str, Any], preset: Options) -> Options:
 
     ``preset`` is returned without a scope; it has the same explicit options, and defaults.
     """
-    given = scope.get()
-    return preset if given is None else Options(**{**given, **explicit})
+    return preset if (given := scope.get()) is None else Options(**{**given, **explicit})
 
 
 @contextlib.contextmanager
