@@ -105,6 +105,18 @@ def test_outputs_of_any_dtype():
 
 
 @pytest.mark.one_version
+def test_a_gradient_through_a_narrow_float():
+    """Compiled, as that of the call; an operation at a time, each result would be rounded."""
+
+    @auto_vmap(x=1, chunk_size=4)
+    def kernel(x):
+        x = x.astype(jnp.bfloat16)
+        return jnp.sum(jnp.tanh(x * 3) ** 2 * jnp.exp(x))
+
+    assert kernel.check(DRAW(size=(20, 13)).astype(np.float32), gradient=True).items
+
+
+@pytest.mark.one_version
 def test_few_programs_are_compiled():
     """An operation outside of a program is one more to compile: there were 107."""
     x, w = (DRAW(size=shape).astype(np.float32) for shape in ((2, 11, 13), 13))

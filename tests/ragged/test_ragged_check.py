@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import compilations
 from rankax import Mask, Ragged, SplitKey, auto_vmap
 
 X = Ragged(np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32), [6, 0, 6, 1])
@@ -44,6 +45,28 @@ def test_other_padding_than_copies():
     text = "the items depend on the rows that fill x up: by large numbers and NaN"
     assert report.padding == (text,)
     assert f"  {text}" in str(report)
+
+
+@pytest.mark.one_version
+def test_one_program_for_each_length():
+    """An operation outside of a program is one more to compile: there were 111, and then 15."""
+    kernel = auto_vmap(x="n 13", mask=Mask("n"))(
+        lambda x, mask: jnp.sum(jnp.cos(x).sum(-1), where=mask)
+    )
+    lengths = [6, 2, 6, 1, 4, 2, 4, 6, 1, 3]
+    x = Ragged(np.random.default_rng(0).normal(size=(35, 13)).astype(np.float32), lengths)
+    _, first = compilations(lambda: kernel.check(x, gradient=True))
+    _, again = compilations(lambda: kernel.check(x, gradient=True))
+    assert first < 40
+    # Of five lengths, the value and the gradient; the value of items that are filled up; and the
+    # random sum of the call, and its derivative.
+    assert again == 5 + 5 + 1 + 2
+
+
+def test_rows_of_a_narrow_float():
+    kernel = auto_vmap(x="n 3", mask=Mask("n"))(lambda x, mask: jnp.sum(x.sum(-1), where=mask))
+    x = Ragged(X.values.astype(np.float16), X.lengths)
+    assert kernel.check(x, gradient=True).padding == ()
 
 
 def test_padding_that_leaks():

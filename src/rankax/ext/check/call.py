@@ -25,6 +25,7 @@ from rankax.core.protocol import (
     Options,
     Rank,
     Several,
+    Shape,
     bind,
     check_bool,
     check_outputs,
@@ -123,8 +124,15 @@ class CallItems:
         self.call, self.plan = call, call.plan(options, None)
         self.shape = self.plan.plan.batch_shape
 
-    def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
-        """Return the item of each mapped leaf, then its numbers for keys that are split."""
+    def lengths(self, index: Index) -> Shape:  # noqa: ARG002
+        """Return the numbers of rows of a ragged item, on which its shapes depend."""
+        return ()
+
+    def inputs(self, index: Index, leaves: Sequence[Any], lengths: Shape) -> list[Any]:  # noqa: ARG002
+        """Return the item of each mapped leaf, then its numbers for keys that are split.
+
+        The index and the leaves may be traced.
+        """
         plan, items = self.plan, list[Any]()
         for i, axes, core in zip(plan.mapped, plan.batch_axes, plan.cores, strict=True):
             window: list[Any] = [slice(None)] * np.ndim(leaves[i])
@@ -138,12 +146,17 @@ class CallItems:
     def arguments(self, index: Index) -> dict[str, Any]:
         """Return what an item is evaluated from, by path."""
         leaves = self.call.leaves
-        own = dict(zip(self.plan.mapped, self.inputs(index, leaves), strict=False))
+        own = dict(zip(self.plan.mapped, self.inputs(index, leaves, ()), strict=False))
         return {path: own.get(i, leaves[i]) for i, path in enumerate(self.call.structure.paths)}
 
     def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
         """Evaluate one item."""
         return jax.tree.leaves(self.output(inputs, leaves))
+
+    @functools.cached_property
+    def alone(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """The compiled function that evaluates one item of the call, from its inputs."""
+        return jax.jit(lambda inputs: self.evaluate(inputs, self.call.leaves))
 
     def output(self, inputs: Sequence[Any], leaves: list[Any]) -> Any:
         return dataclasses.replace(self.call, leaves=leaves).on_item(self.plan)(*inputs)
@@ -215,8 +228,9 @@ def check(
     chosen = [i for i in _chosen(them.shape, items, random) if them.has_rows(i)]
     differences: list[tuple[str, float, Index]] = []
     if chosen:
-        alone = jax.jit(lambda inputs: them.evaluate(inputs, call.leaves))
-        by_item = [alone(them.inputs(index, call.leaves)) for index in chosen]
+        by_item = [
+            them.alone(them.inputs(index, call.leaves, them.lengths(index))) for index in chosen
+        ]
         wanted = [
             np.stack([numbers_of(jnp.asarray(out)) for out in outs])
             for outs in zip(*by_item, strict=True)
@@ -262,13 +276,14 @@ def _gradients(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the gradient of a random sum of the chosen items: of themselves, and of the call."""
     call = them.call
-    floats = {i: jnp.asarray(leaf) for i, leaf in enumerate(call.leaves) if has_tangent(leaf)}
+    leaves, ranked = enumerate(call.leaves), {*call.ranked}
+    arrays = {i: jnp.asarray(x) for i, x in leaves if i in ranked or has_tangent(x)}
+    floats = {i: x for i, x in arrays.items() if has_tangent(x)}
+    others = {i: x for i, x in arrays.items() if i not in floats}
 
     def merged(values: Mapping[int, Any]) -> list[Any]:
         return [values.get(i, leaf) for i, leaf in enumerate(call.leaves)]
 
-    # Compiled, because each eager operation would be a program of its own. The kernel may look at
-    # the values of what items share, so it is not.
     @jax.jit
     def weighed(outs: Sequence[Any], weights: Sequence[Any]) -> Any:
         pairs = zip(outs, weights, strict=True)
@@ -280,13 +295,26 @@ def _gradients(
         outs = kernel.run_bound(dataclasses.replace(call, leaves=merged(values)))
         return weighed(them.gathered(outs, chosen), draws)
 
-    def of_item(values: Mapping[int, Any], number: int) -> Any:
-        leaves = merged(values)
-        outs = them.evaluate(them.inputs(chosen[number], leaves), leaves)
-        return weighed(outs, [draw[number] for draw in draws])
+    @jax.grad
+    def of_item(
+        values: Mapping[int, Any], others: Any, index: Index, weights: Any, lengths: Shape
+    ) -> Any:
+        leaves = merged({**others, **values})
+        return weighed(them.evaluate(them.inputs(index, leaves, lengths), leaves), weights)
+
+    compiled = jax.jit(of_item, static_argnums=4)
+
+    def gradient(number: int) -> Any:
+        index, weights = chosen[number], [draw[number] for draw in draws]
+        arguments = floats, others, index, weights, them.lengths(index)
+        # Each eager operation would be a program of its own, and round what a program need not.
+        try:
+            return compiled(*arguments)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            return of_item(*arguments)  # the kernel looks at the values of what items share
 
     got = jax.grad(of_call)(floats)
-    by_item = (jax.grad(of_item)(floats, number) for number in range(len(chosen)))
+    by_item = map(gradient, range(len(chosen)))
     wanted = functools.reduce(functools.partial(jax.tree.map, jnp.add), by_item)
     got, wanted = ({i: np.asarray(x) for i, x in tree.items()} for tree in (got, wanted))
     lost = {i: np.isnan(got[i]) & ~np.isnan(wanted[i]) for i in floats}

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
-from rankax.core.protocol import BoundKernel, Options, has_tangent, listed, rebind, target_of
+from rankax.core.protocol import BoundKernel, Options, Shape, has_tangent, listed, rebind, target_of
 from rankax.ext.check.call import CallItems, Index
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
 from rankax.ext.ragged.call import RaggedCall, dense_shell
@@ -32,24 +33,24 @@ class RaggedItems(CallItems):
         self.shape = self.ragged.dense.plan.batch_shape
         self.options = options.replace(batch_shape=self.shape)
 
-    def _number(self, index: Index) -> int:
+    def _number(self, index: Index) -> Any:
         return index[-1] if self.ragged.count > 1 else 0
 
-    def _lengths(self, index: Index) -> Any:
-        return self.ragged.lengths[self._number(index)]
+    def lengths(self, index: Index) -> Shape:
+        return tuple(self.ragged.lengths[self._number(index)].tolist())
 
     def has_rows(self, index: Index) -> bool:
-        return bool(self._lengths(index).all())
+        return all(self.lengths(index))
 
-    def inputs(self, index: Index, leaves: Sequence[Any]) -> list[Any]:
+    def inputs(self, index: Index, leaves: Sequence[Any], lengths: Shape) -> list[Any]:
         """Return the rows of each ragged leaf, their numbers, and what the dense call is given."""
         number, rows = self._number(index), dict[int, Any]()
-        for i, ragged in self.call.structure.nodes.items():
-            start, length = int(ragged.starts[number]), int(ragged.lengths[number])
-            rows[i] = jnp.asarray(leaves[i])[start : start + length]
-        lengths = self._lengths(index)
+        for i, dim in self.ragged.dim_of.items():
+            starts = self.ragged.starts[:, dim]
+            start = starts[number] if isinstance(number, int) else jnp.asarray(starts)[number]
+            rows[i] = _rows(leaves[i], start, lengths[dim])
         leaves = self._with(rows, leaves)
-        return [rows, lengths, self._dense(leaves, lengths).inputs(index, leaves)]
+        return [rows, [*lengths], self._dense(leaves, lengths).inputs(index, leaves, ())]
 
     def evaluate(self, inputs: Sequence[Any], leaves: list[Any]) -> list[Any]:
         rows, lengths, others = inputs
@@ -87,8 +88,10 @@ class RaggedItems(CallItems):
         raise ValueError(f"{self.call.name}.check: {'; '.join([first, *lines, advice])}")
 
     def arguments(self, index: Index) -> dict[str, Any]:
-        rows, lengths, _ = self.inputs(index, self.call.leaves)
-        return self._dense(self._with(rows, self.call.leaves), lengths).arguments(index)
+        lengths = self.lengths(index)
+        rows, *_ = self.inputs(index, self.call.leaves, lengths)
+        leaves = self._with(jax.tree.map(jnp.asarray, rows), self.call.leaves)
+        return self._dense(leaves, lengths).arguments(index)
 
     def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
         spec = self.call.kernel
@@ -100,12 +103,11 @@ class RaggedItems(CallItems):
 
     def _leaks(self, chosen: Sequence[Index]) -> tuple[bool, list[str]]:
         """Say whether items change if copies fill them up, and which change if other rows do."""
-        leaves, paths = self.call.leaves, self.call.structure.paths
-        evaluate = jax.jit(lambda inputs: self.evaluate(inputs, leaves))
-        most = np.max([self._lengths(index) for index in chosen], 0, initial=0) + 3
+        evaluate, paths = self.alone, self.call.structure.paths
+        most = np.max([self.lengths(index) for index in chosen], 0, initial=0) + 3
         differs, found = False, set[tuple[int, str]]()
         for index in chosen:
-            inputs = self.inputs(index, leaves)
+            inputs = self.inputs(index, self.call.leaves, self.lengths(index))
             copies = evaluate(self._filled(inputs, most, {}))
             differs |= not _agree(evaluate(inputs), copies)
             for i, (fill, number) in itertools.product(self.ragged.dim_of, _FILLS.items()):
@@ -123,11 +125,12 @@ class RaggedItems(CallItems):
         rows, *others = inputs
         filled: dict[int, Any] = {}
         for i, x in rows.items():
-            last = x[-1:]
+            package: Any = np if isinstance(x, np.ndarray) else jnp
+            last, more = x[-1:], most[self.ragged.dim_of[i]] - len(x)
             if i in fills and has_tangent(x):
-                last = jnp.full_like(last, fills[i])
-            more = most[self.ragged.dim_of[i]] - len(x)
-            filled[i] = jnp.concatenate([x, jnp.repeat(last, more, axis=0)])
+                with np.errstate(over="ignore"):  # of narrow floats
+                    last = package.full_like(last, fills[i])
+            filled[i] = package.concatenate([x, package.repeat(last, more, axis=0)])
         return [filled, *others]
 
     # The dense call.
@@ -139,8 +142,16 @@ class RaggedItems(CallItems):
         call, dims = self.call, self.ragged.dims
         dense = rebind(call.kernel, dense_shell(call), leaves, call.others)
         most = {dims[dim]: len(leaves[i]) for i, dim in self.ragged.dim_of.items()}
-        masks = {name: jnp.arange(most[name]) < n for name, n in zip(dims, lengths, strict=True)}
+        masks = {name: n > np.arange(most[name]) for name, n in zip(dims, lengths, strict=True)}
         return CallItems(dataclasses.replace(dense, masks=masks), self.options)
+
+
+def _rows(values: Any, start: Any, length: int) -> Any:
+    """Return the rows of an item; from NumPy, because JAX would compile each length."""
+    own = getattr(values, "weak_type", False) or jnp.issubdtype(values.dtype, jax.dtypes.extended)
+    if own or any(isinstance(x, core.Tracer) for x in (values, start)):
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(values), start, length)
+    return np.asarray(values)[start : start + length]
 
 
 def _to_longest(x: Any, length: Any, lengths: Any) -> Any:
