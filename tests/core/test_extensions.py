@@ -33,10 +33,8 @@ class Twice(Form):
 
 
 @pytest.fixture
-def twice(monkeypatch):
+def twice():
     """An option that evaluates each item twice, and adds the results."""
-    for name in ("OPTIONS", "DEFAULTS"):
-        monkeypatch.setattr(options, name, getattr(options, name))
     before = [(x, x.copy()) for x in (options.OPTIONS, options.DEFAULTS)]
     forms = [*hooks.FORMS.all]
     register(bool_option("twice", False))

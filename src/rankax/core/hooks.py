@@ -49,7 +49,7 @@ class Layout:
     """How a batch is cut into parts: it is one."""
 
     count = 1  # of the parts that run at the same time
-    shown: Mapping[str, Any] = MappingProxyType({})  # what the plan says of it
+    shown: Mapping[str, Any] = MappingProxyType({})  # fields of the plan, by name
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -112,7 +112,7 @@ class Observer(Protocol):
 class Form:
     """How a kernel is called for one item; hashable."""
 
-    in_front: Sequence[str] = ()  # sentences that an error of the kernel says of its arguments
+    in_front: Sequence[str] = ()  # sentences that are added to an error of the kernel
     takes_chunks = False  # whether a chunk becomes one call, so that it is not cut into tiles
 
     def evaluate(self, bound: Any, leaves: Sequence[Any], plan: Any) -> Any:

@@ -83,7 +83,7 @@ class Bound(abc.ABC):
 
     @property
     def in_front(self) -> list[str]:
-        """What an error of the kernel says of its form."""
+        """The sentences that the form adds to an error of the kernel."""
         return [] if self.form is None else [*self.form.in_front]
 
     def prepared(self, options: Options, place: Placement) -> Self:
