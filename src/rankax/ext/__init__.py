@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # pyright: reportUnusedImport=false
-"""What surrounds the core, a folder or a file each. A line less here, and it is not there."""
+"""What surrounds the core, a folder or a file each; to import it registers it."""
 
 import rankax.ext.annotations
 import rankax.ext.batched
