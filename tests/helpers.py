@@ -146,10 +146,9 @@ def python_calls(fun: Any) -> int:
         count += event == "call"
 
     before = sys.getprofile()
-    with rankax.options(check=False):
-        sys.setprofile(profile)
-        try:
-            fun()
-        finally:
-            sys.setprofile(before)
+    sys.setprofile(profile)
+    try:
+        fun()
+    finally:
+        sys.setprofile(before)
     return count
