@@ -58,6 +58,14 @@ def test_a_form_is_part_of_every_call(given):
     assert_same(total(kernel.with_options(twice=True)), 2 * total(kernel))
 
 
+def test_kernels_that_were_made_before_an_extension_have_its_default(request):
+    kernel = auto_vmap(x=1, chunk_size=2)(lambda x: jnp.sin(x @ x))
+    request.getfixturevalue("twice")
+    x = jnp.arange(15.0).reshape(5, 3) / 15
+    assert_same(kernel(x), jnp.sin(jax.vmap(jnp.dot)(x, x)))
+    assert_same(kernel.with_options(twice=True)(x), 2 * kernel(x))
+
+
 @pytest.mark.usefixtures("twice")
 def test_an_option_is_refused_as_others_are():
     with pytest.raises(TypeError, match=r"auto_vmap\(.*: twice must be True or False, got 2"):

@@ -93,8 +93,6 @@ class Options:
         #: Where the call runs: no option, the arrays say so. None: where JAX runs by default.
         target: Target | None
 
-        def __getattr__(self, name: str) -> Any: ...
-
     def __init__(self, *, target: Target | None = None, **given: Any) -> None:
         values = {**DEFAULTS, **given}
         if unknown := given.keys() - DEFAULTS.keys():
@@ -105,6 +103,13 @@ class Options:
             values["chunk_size"] = None
         self.__dict__ = {**values, "target": target}
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the default of an option that was registered after these were made."""
+        try:
+            return DEFAULTS[name]
+        except KeyError:
+            raise AttributeError(f"no option is called {name!r}") from None
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__dict__":
             raise AttributeError(f"options cannot be set; replace({name}=...) returns others")
@@ -112,12 +117,12 @@ class Options:
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (*(vars(self)[name] for name in DEFAULTS), self.target)
+        return (*self.values().values(), self.target)
 
     @functools.cached_property
     def given(self) -> frozenset[str]:
         """The options that are not the default; ``auto`` if a default chooses the chunk size."""
-        given = {name for name, value in DEFAULTS.items() if vars(self)[name] != value}
+        given = {name for name, value in self.values().items() if value != DEFAULTS[name]}
         return frozenset(given | {"auto"} if self.chunk_size == AUTO else given)
 
     @functools.cached_property
@@ -132,7 +137,7 @@ class Options:
 
     def values(self) -> dict[str, Any]:
         """Return the options by name."""
-        return {name: vars(self)[name] for name in DEFAULTS}
+        return {name: getattr(self, name) for name in DEFAULTS}
 
     def replace(self, **changes: Any) -> Self:
         """Return other options."""
@@ -161,7 +166,7 @@ class Options:
 
     def compiled(self, fun: Any, args: Sequence[Any]) -> Any:
         """Return `jax.jit` of a function, to be called with arguments like ``args``."""
-        is_cut = self.most is not None or _any(vars(self), "bounds") or _any(vars(self), "cuts")
+        is_cut = self.most is not None or any(_any(self.values(), kind) for kind in _KINDS)
         rules = NO_RULES if is_cut else self.rules
         return rules.compiled(fun, args, dict(self.compiler_options or ()))
 
