@@ -58,7 +58,7 @@ def test_a_form_is_part_of_every_call(given):
     assert_same(total(kernel.with_options(twice=True)), 2 * total(kernel))
 
 
-def test_kernels_that_were_made_before_an_extension_have_its_default(request):
+def test_older_kernels_have_the_default_of_an_option(request):
     kernel = auto_vmap(x=1, chunk_size=2)(lambda x: jnp.sin(x @ x))
     request.getfixturevalue("twice")
     x = jnp.arange(15.0).reshape(5, 3) / 15

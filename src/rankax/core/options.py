@@ -105,10 +105,9 @@ class Options:
 
     def __getattr__(self, name: str) -> Any:
         """Return the default of an option that was registered after these were made."""
-        try:
-            return DEFAULTS[name]
-        except KeyError:
-            raise AttributeError(f"no option is called {name!r}") from None
+        if name not in DEFAULTS:
+            raise AttributeError(f"no option is called {name!r}")
+        return DEFAULTS[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__dict__":
