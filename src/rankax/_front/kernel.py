@@ -16,27 +16,32 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 
 from rankax._front.options import Given
 from rankax.core.base.messages import unwrapped
 from rankax.core.base.trees import ByKey, Items, Node
-from rankax.core.call.bind import BoundKernel, KernelSpec, bind
-from rankax.core.call.run import run
+from rankax.core.call.bind import SPECS, BoundKernel, KernelSpec, bind
 from rankax.core.declare.dims import Dim, Rank
+from rankax.core.hooks import METHODS
 from rankax.core.options import Options, check_together, checked_options
-from rankax.ext.blocks.call import call_on_blocks
-from rankax.ext.bucket import fill_up, marked
-from rankax.ext.check.call import CheckReport, NonFinite, check, nonfinite
-from rankax.ext.check.ragged import RaggedItems
-from rankax.ext.explain.plan import BatchPlan, plan_of
-from rankax.ext.jit import JitSpec, compiled_part
-from rankax.ext.ragged.results import call_ragged, plan_ragged
-from rankax.ext.tune.measure import tuned
-from rankax.ext.tune.table import Tuning
-from rankax.ext.xla_cpu.slow_chunks import warn_of_small_chunks
+
+if TYPE_CHECKING:  # the types of what extensions return
+    from rankax.ext.check.call import CheckReport, NonFinite
+    from rankax.ext.explain.plan import BatchPlan
+    from rankax.ext.tune.table import Tuning
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -79,27 +84,18 @@ class Kernel(Generic[P, R]):
         spec = kernel.spec
         call = bind(spec, arguments, kwargs, takes_foreign=True, takes_nodes=True)
         if call.is_foreign:
-            return call_on_blocks(kernel, call, spec.options())
+            return METHODS["foreign"](kernel, call, spec.options())
         return kernel.run_bound(call)
 
     def run_bound(self, call: BoundKernel) -> Any:
-        """Evaluate a bound call, by a compiled program with ``jit=True``."""
-        spec = self.spec
-        if call.structure.nodes:
-            return call_ragged(call, compiled_part(spec))
-        return spec.call(call) if isinstance(spec, JitSpec) else run(call, spec.options())
+        """Evaluate a bound call."""
+        return METHODS["nodes"](call) if call.structure.nodes else self.spec.call(call)
 
     def plan(self, /, *args: Any, **kwargs: Any) -> BatchPlan:
         """Return what a call with these arguments, or their `jax.ShapeDtypeStruct`, would do."""
         kernel, args = self.unbound(args)
-        options = kernel.spec.options()
         call = bind(kernel.spec, args, kwargs, shapes_only=True, takes_nodes=True)
-        if call.structure.nodes:
-            return plan_ragged(call, compiled_part(kernel.spec))
-        call = fill_up(call, options)
-        plan = plan_of(call, marked(call, options))
-        warn_of_small_chunks(plan, on_cpu=options.at(call.leaves).on_cpu)
-        return plan
+        return METHODS["plan_nodes" if call.structure.nodes else "plan"](call)
 
     @property
     def lower(self) -> Callable[..., Any]:
@@ -121,7 +117,7 @@ class Kernel(Generic[P, R]):
 
         def make() -> Kernel[P, R]:
             check_together(Options(**explicit), where)
-            kind = JitSpec if explicit.get("jit") else KernelSpec
+            kind = next((SPECS[name] for name in SPECS if explicit.get(name)), KernelSpec)
             return Kernel(kind(spec.fun, spec.declaration, explicit, spec.members))
 
         return spec.members.find(frozenset(explicit.items()), make)
@@ -137,7 +133,7 @@ class Kernel(Generic[P, R]):
     ) -> Self:
         """Return the kernel with the fastest options that were found on this machine."""
         kernel, args = self.unbound(args)
-        result = tuned(kernel, args, kwargs, memory_limit, gradient, seconds)
+        result = METHODS["tune"](kernel, args, kwargs, memory_limit, gradient, seconds)
         # A new object, because `with_options` shares its own with callers who did not tune.
         return self._bound(Kernel(kernel.with_options(**result.options).spec, result))
 
@@ -146,14 +142,14 @@ class Kernel(Generic[P, R]):
     ) -> CheckReport:
         """Compare some items of a call with single evaluations; raise if they differ."""
         kernel, args = self.unbound(args)
-        return check(kernel, args, kwargs, items, seed, gradient=gradient, ragged=RaggedItems)
+        return METHODS["check"](kernel, args, kwargs, items, seed, gradient=gradient)
 
     def nonfinite(
         self, /, *args: Any, gradient: bool = False, most: int = 10, **kwargs: Any
     ) -> NonFinite:
         """Count the items whose value, or gradient, is not finite, and name the first ones."""
         kernel, args = self.unbound(args)
-        return nonfinite(kernel, args, kwargs, most, gradient=gradient, ragged=RaggedItems)
+        return METHODS["nonfinite"](kernel, args, kwargs, most, gradient=gradient)
 
     @property
     def signature(self) -> str | None:

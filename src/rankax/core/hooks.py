@@ -198,6 +198,13 @@ NODES: dict[type, Callable[[Any, str], Exception]] = {}
 FOREIGN: list[tuple[Callable[[Any], str | None], Callable[[str, str, str], Exception]]] = []
 
 
+#: What the methods of a kernel do, by name, and how a call is made that has foreign arrays
+#: (``foreign``) or nodes (``nodes``); each has the parameters of the caller in `_front/kernel.py`.
+METHODS: dict[str, Callable[..., Any]] = {}
+#: ``(plan, on_cpu)``: what else is told to who asks for a plan
+PLANNED: list[Callable[[Any, bool], None]] = []
+
+
 def is_node(node: Any) -> bool:
     """Whether a node of the arguments is one that a wrapper replaces."""
     return isinstance(node, tuple(NODES))

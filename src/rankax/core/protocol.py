@@ -10,15 +10,18 @@ from rankax.core.hooks import (
     Form,
     HERE,
     Layout,
+    METHODS,
     NODES,
     NOTES,
     OBSERVERS,
     PASSES,
     PLACES,
+    PLANNED,
     Placement,
     TRACED,
     WARNINGS,
     is_node,
+    observed,
     place_of,
 )
 
@@ -38,6 +41,7 @@ from rankax.core.options import (
 from rankax.core.call.bind import (
     BoundKernel,
     KernelSpec,
+    SPECS,
     Shell,
     bind,
     flatten,
@@ -47,7 +51,7 @@ from rankax.core.call.bind import (
 )
 from rankax.core.call.bound import Bound
 from rankax.core.call.nest import Begins, Nest, nest_of
-from rankax.core.call.run import Fitted, Traced, fit, is_empty, planned, run, traced
+from rankax.core.call.run import Fitted, Traced, fit, is_empty, run, traced, untraced
 
 # The schedule of a call.
 from rankax.core.plan.nesting import Nesting
@@ -180,6 +184,7 @@ from rankax.core.base.messages import (
 )
 from rankax.core.base.target import (
     Target,
+    inside_call,
     is_cpu,
     is_spread,
     mesh_of,

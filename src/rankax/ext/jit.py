@@ -21,6 +21,7 @@ from rankax._errors import BatchShapeError, CoreDimensionError, RankError
 from rankax.core.protocol import (
     HERE,
     PLACE,
+    SPECS,
     BoundKernel,
     KernelSpec,
     Options,
@@ -109,6 +110,16 @@ class JitSpec(KernelSpec):
         except (BatchShapeError, CoreDimensionError, RankError) as error:
             vars(error).pop("__notes__", None)  # JAX's, about hidden frames
             raise
+
+    def part(self) -> Callable[[BoundKernel], Any] | None:
+        """Return what evaluates a part of a call by its compiled program."""
+
+        def call(part: BoundKernel) -> Any:
+            kernel: Any = part.kernel
+            frame, arrays, _ = kernel._split(part)
+            return kernel._compiled(frame, arrays)
+
+        return None if is_staged() else call
 
     def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         jitted, shown = self._jitted(frame, arrays), frame.options.progress
@@ -218,17 +229,5 @@ class JitSpec(KernelSpec):
         return with_places(out, call, frame.options) if lengths and not are_states else out
 
 
-def compiled_part(spec: KernelSpec) -> Callable[[BoundKernel], Any] | None:
-    """Return what calls a part of a ragged call by its compiled program, if there is one."""
-    if not isinstance(spec, JitSpec) or is_staged():
-        return None
-
-    def call(part: BoundKernel) -> Any:
-        kernel: Any = part.kernel
-        frame, arrays, _ = kernel._split(part)
-        return kernel._compiled(frame, arrays)
-
-    return call
-
-
+SPECS["jit"] = JitSpec
 register(bool_option("jit", False))

@@ -32,6 +32,7 @@ from rankax.core.base.messages import (
 )
 from rankax.core.base.trees import check_outputs, check_returned, leaves_with_names
 from rankax.core.call.bound import Bound, sizes_of
+from rankax.core.call.run import run
 from rankax.core.declare.dims import Rank
 from rankax.core.declare.ranks import Declaration, ranks_of_leaves, subtrees_with_ranks
 from rankax.core.hooks import NODES, foreign, form_of, is_node, refusal_of_foreign
@@ -66,6 +67,13 @@ class KernelSpec:
     def options(self) -> Options:
         """Return the options of a call made now."""
         return resolve(self.explicit, self.preset)
+
+    def call(self, call: BoundKernel) -> Any:
+        """Evaluate a bound call."""
+        return run(call, self.options())
+
+    def part(self) -> Callable[[BoundKernel], Any] | None:
+        """Return what evaluates a part of a call, if `run` does not."""
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind arguments to parameters; a default with a rank counts as passed."""
@@ -159,6 +167,10 @@ class KernelSpec:
             f"{dtype} and shape {leaf.shape}; make keys with jax.random.key, not "
             f"jax.random.PRNGKey, or pass jax.random.wrap_key_data({path})"
         )
+
+
+#: Which class a kernel has by an option that is given; otherwise `KernelSpec`.
+SPECS: dict[str, type[KernelSpec]] = {}
 
 
 # Leaves.

@@ -4,8 +4,8 @@
 A call without a loop nests maps around the kernel itself, so its program is the one that nesting by
 hand gives (without ``cpu_math``). Otherwise the kernel is traced once, for one item, and all later
 steps (the memory limit, the tile, the loops, the devices) work on the program of that item.
-`planned` returns what ``plan`` prints; `run` takes the same steps, but an eager call that is known
-skips those after the trace.
+What ``plan`` prints is found by the same steps (`ext/explain`); an eager call that is known skips
+those after the trace.
 
 Words used throughout:
 
@@ -28,14 +28,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rankax.core.base.arrays import shape_of
 from rankax.core.base.target import inside_call, on_mesh
-from rankax.core.call.bind import BoundKernel
 from rankax.core.call.bound import Bound
 from rankax.core.call.nest import Nest, nest_of
 from rankax.core.hooks import (
     CHOOSERS,
-    NOTES,
     TRACED,
     WARNINGS,
     Layout,
@@ -45,9 +42,9 @@ from rankax.core.hooks import (
     place_of,
 )
 from rankax.core.loop.reuse import Mode, Program, call_of_kernel, mode_of, run_kept
-from rankax.core.options import AUTO, Options
+from rankax.core.options import Options
 from rankax.core.plan.nesting import Nesting
-from rankax.core.plan.schedule import WHOLE_CHUNKS, Schedule, Tiles
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Tiles
 from rankax.core.trace.programs import ItemProgram
 
 
@@ -83,7 +80,7 @@ def run(bound: Bound, options: Options, place: Placement | None = None) -> Any:
     with on_mesh(bound.leaves), inside_call(options.target):
         place = place_of(bound, options) if place is None else place
         bound = bound.prepared(options, place)
-        if (plan := _untraced(bound, options, place)) is not None:
+        if (plan := untraced(bound, options, place)) is not None:
             return bound.in_one_piece(plan)
         with observed(options, bound.name) as observer:
             return _run(traced(bound, options, place), observer)
@@ -138,58 +135,7 @@ def _program(call: Traced, observer: Observer | None, *, is_now: bool) -> Progra
     return functools.partial(layout.walk, nests)
 
 
-Found = tuple[Schedule, dict[str, Any]]  # the schedule of a call, and what else there is to say
-
-
-def planned(bound: BoundKernel, options: Options) -> Found:
-    """Return what `run` would do; the arguments may be shapes, for which tracers stand in."""
-    values, shell = bound.split()
-    at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
-    # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
-    shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
-    found: list[Found] = []
-    options = options.at(bound.leaves)
-    with on_mesh(bound.leaves), inside_call(options.target):
-        place = place_of(bound, options)
-        if not shapes:
-            return _planned(bound, options, place)
-
-        def plan(arrays: list[Any]) -> None:
-            given = dict(zip(at, arrays, strict=True))
-            own = shell.call(bound.kernel, [given.get(i, x) for i, x in enumerate(values)])
-            call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
-            found.append(_planned(call, options, place))
-
-        jax.eval_shape(plan, shapes)
-    return found[0]
-
-
-def _planned(bound: BoundKernel, options: Options, place: Placement) -> Found:
-    call = bound.prepared(options, place)
-    found = {"untouched": bound.untouched(), "filled": tuple(bound.lengths.items())}
-    if (plan := _untraced(call, options, place)) is not None:
-        return plan.plan, found
-    with observed(options, bound.name):
-        own = traced(call, options, place)
-    own = own._replace(item=own.item.whole)
-    fitted, whole = fit(own), own.whole.plan
-    schedule = fitted.plan.plan
-    found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves, **fitted.found}
-    return schedule, {**found, **own.layout.shown, "notes": _notes(own, schedule)}
-
-
-def _notes(call: Traced, plan: Schedule) -> tuple[str, ...]:
-    """Return what else there is to say about a call."""
-    options, jaxpr = call.options, call.item.closed.jaxpr
-    notes: list[str] = []
-    if options.chunk_size == AUTO and plan.steps > 1:
-        notes.append("bounded by default; chunk_size=None evaluates all items at once")
-    for hook in NOTES:
-        notes += hook(options, jaxpr, plan)
-    return tuple(notes)
-
-
-def _untraced(bound: Bound, options: Options, place: Placement) -> Nesting | None:
+def untraced(bound: Bound, options: Options, place: Placement) -> Nesting | None:
     """Return the plan of a call that is evaluated without tracing its kernel first."""
     if options.reduce is not None:
         return None

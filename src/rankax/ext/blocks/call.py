@@ -25,6 +25,7 @@ import numpy as np
 
 from rankax.core.protocol import (
     DEFAULTS,
+    METHODS,
     BoundKernel,
     Options,
     Reductions,
@@ -340,3 +341,6 @@ class _BlockCall:
                     f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )
+
+
+METHODS["foreign"] = call_on_blocks

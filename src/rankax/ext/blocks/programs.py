@@ -35,7 +35,6 @@ from rankax.core.protocol import (
     run,
 )
 from rankax.ext.blocks.checksum import checksum
-from rankax.ext.jit import compiled_part
 from rankax.ext.lengths import Shared
 from rankax.ext.ragged.results import call_ragged
 from rankax.ext.ragged.type import Ragged
@@ -138,7 +137,7 @@ class Setup:
         spec = self.mapped.with_explicit(given, self.mapped.spec.name).spec
         arguments = call.arguments
         call = bind(spec, arguments.args, arguments.kwargs, takes_nodes=True)
-        return call_ragged(call, compiled_part(spec), shared=self.shared)
+        return call_ragged(call, spec.part(), shared=self.shared)
 
     def on_item(self, *values: Any) -> Any:
         """Call the kernel for one item."""

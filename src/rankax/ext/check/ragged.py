@@ -2,6 +2,7 @@
 """``kernel.check`` of ragged items: by themselves, with their own rows, and filled up otherwise."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from rankax.core.protocol import BoundKernel, Options, Shape, has_tangent, listed, rebind, target_of
-from rankax.ext.check.call import CallItems, Index
+from rankax.core.protocol import (
+    METHODS,
+    BoundKernel,
+    Options,
+    Shape,
+    has_tangent,
+    listed,
+    rebind,
+    target_of,
+)
+from rankax.ext.check.call import CallItems, Index, check, nonfinite
 from rankax.ext.check.ulps import difference, most_ulps, numbers_of
 from rankax.ext.ragged.call import RaggedCall, dense_shell
 from rankax.ext.ragged.results import call_ragged
@@ -166,3 +176,7 @@ def _agree(wanted: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether outputs are equal up to rounding."""
     target, pairs = target_of(found), zip(wanted, found, strict=True)
     return all(difference(x, y, target)[0] <= most_ulps(x.dtype, target) for x, y in pairs)
+
+
+METHODS["check"] = functools.partial(check, ragged=RaggedItems)
+METHODS["nonfinite"] = functools.partial(nonfinite, ragged=RaggedItems)

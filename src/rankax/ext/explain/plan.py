@@ -15,14 +15,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 from rankax.core.protocol import (
-    BoundKernel,
     LeafPlan,
     Level,
-    Options,
     Schedule,
     Shape,
     listed,
-    planned,
     plural,
     table,
     untouched_line,
@@ -160,12 +157,6 @@ class BatchPlan(Schedule):
         if self.memory is not None:
             notes.append(str(self.memory))
         return [*notes, *self.notes, *untouched_line(self.untouched)]
-
-
-def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
-    """Return what a call would do; the arguments may be shapes."""
-    schedule, found = planned(bound, options)
-    return shown(schedule, **found)
 
 
 def shown(schedule: Schedule, **found: Any) -> BatchPlan:

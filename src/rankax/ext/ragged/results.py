@@ -13,9 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rankax.core.protocol import FILL, BoundKernel, Rank, Reductions, entries, is_staged, plural
+from rankax.core.protocol import (
+    FILL,
+    METHODS,
+    BoundKernel,
+    Rank,
+    Reductions,
+    entries,
+    is_staged,
+    plural,
+)
 from rankax.ext.bucket import as_inputs, resized
-from rankax.ext.explain.plan import BatchPlan, plan_of, shown
+from rankax.ext.explain.call import plan_of
+from rankax.ext.explain.plan import BatchPlan, shown
 from rankax.ext.lengths import Group, Shared
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.padded import Compiled
@@ -247,9 +257,9 @@ def _merged(
 # What `plan` prints.
 
 
-def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPlan:
+def plan_ragged(call: BoundKernel) -> BatchPlan:
     """Return what `call_ragged` would do."""
-    ragged = RaggedCall.of(call, compiled)
+    ragged = RaggedCall.of(call, call.kernel.part())
     parts = [
         plan_of(bound, bound.kernel.options())
         for bound in (ragged.bound(group) for group in ragged.groups)
@@ -272,3 +282,7 @@ def plan_ragged(call: BoundKernel, compiled: Compiled | None = None) -> BatchPla
         ragged=tuple(notes),
         parts=tuple((longest, part) for (_, longest), part in zip(groups, parts, strict=True)),
     )
+
+
+METHODS["nodes"] = lambda call: call_ragged(call, call.kernel.part())
+METHODS["plan_nodes"] = plan_ragged

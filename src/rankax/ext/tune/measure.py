@@ -34,7 +34,7 @@ from typing import Any
 
 import jax
 
-from rankax.core.protocol import Options, bind, check_bool
+from rankax.core.protocol import METHODS, Options, bind, check_bool
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
 from rankax.ext.tune.table import Candidate, Tuning, measured_for
@@ -284,3 +284,6 @@ def _timed(run: Callable[[], Any], patience: float = 0) -> float:
     jax.block_until_ready(run())
     seconds = time.perf_counter() - begin
     return _timed(run) if seconds < patience else seconds
+
+
+METHODS["tune"] = tuned

@@ -27,7 +27,7 @@ from rankax.core.protocol import (
     run,
 )
 from rankax.ext.bucket import filled, filling_of
-from rankax.ext.explain.plan import plan_of
+from rankax.ext.explain.call import plan_of
 from rankax.ext.lanes.machine import cut_program
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.results import call_ragged, plan_ragged

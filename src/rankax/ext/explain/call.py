@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT
+"""What a call would do: the steps of `core/call/run.py`, up to the first program."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from rankax.core.protocol import (
+    AUTO,
+    METHODS,
+    NOTES,
+    PLANNED,
+    BoundKernel,
+    Options,
+    Placement,
+    Schedule,
+    Traced,
+    fit,
+    inside_call,
+    observed,
+    on_mesh,
+    place_of,
+    shape_of,
+    traced,
+    untraced,
+)
+from rankax.ext.bucket import fill_up, marked
+from rankax.ext.explain.plan import BatchPlan, shown
+
+
+def _plan(call: BoundKernel) -> BatchPlan:
+    options = call.kernel.options()
+    call = fill_up(call, options)
+    plan = plan_of(call, marked(call, options))
+    for tell in PLANNED:
+        tell(plan, options.at(call.leaves).on_cpu)
+    return plan
+
+
+METHODS["plan"] = _plan
+
+
+def plan_of(bound: BoundKernel, options: Options) -> BatchPlan:
+    """Return what a call would do; the arguments may be shapes, for which tracers stand in."""
+    values, shell = bound.split()
+    at = [i for i, value in enumerate(values) if isinstance(value, jax.ShapeDtypeStruct)]
+    # A dtype of 64 bits that JAX narrows is a warning in `jax.eval_shape` of JAX 0.12.
+    shapes = [values[i] if values[i].sharding else shape_of(values[i]) for i in at]
+    found: list[BatchPlan] = []
+    options = options.at(bound.leaves)
+    with on_mesh(bound.leaves), inside_call(options.target):
+        place = place_of(bound, options)
+        if not shapes:
+            return _planned(bound, options, place)
+
+        def plan(arrays: list[Any]) -> None:
+            given = dict(zip(at, arrays, strict=True))
+            own = shell.call(bound.kernel, [given.get(i, x) for i, x in enumerate(values)])
+            call = dataclasses.replace(bound, leaves=own.leaves, arguments=own.arguments)
+            found.append(_planned(call, options, place))
+
+        jax.eval_shape(plan, shapes)
+    return found[0]
+
+
+def _planned(bound: BoundKernel, options: Options, place: Placement) -> BatchPlan:
+    call = bound.prepared(options, place)
+    found = {"untouched": bound.untouched(), "filled": tuple(bound.lengths.items())}
+    if (plan := untraced(call, options, place)) is not None:
+        return shown(plan.plan, **found)
+    with observed(options, bound.name):
+        own = traced(call, options, place)
+    own = own._replace(item=own.item.whole)
+    fitted, whole = fit(own), own.whole.plan
+    schedule = fitted.plan.plan
+    found |= {"batch_shape": whole.batch_shape, "leaves": whole.leaves, **fitted.found}
+    found |= {**own.layout.shown, "notes": _notes(own, schedule)}
+    return shown(schedule, **found)
+
+
+def _notes(call: Traced, plan: Schedule) -> tuple[str, ...]:
+    """Return what else there is to say about a call."""
+    options, jaxpr = call.options, call.item.closed.jaxpr
+    notes: list[str] = []
+    if options.chunk_size == AUTO and plan.steps > 1:
+        notes.append("bounded by default; chunk_size=None evaluates all items at once")
+    for hook in NOTES:
+        notes += hook(options, jaxpr, plan)
+    return tuple(notes)
