@@ -125,7 +125,8 @@ def test_cpu_math_is_compared_only_if_the_kernel_allows_it(clock):
 
 @needs_library
 def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
-    monkeypatch.setattr(workload, "PRODUCTS_ONLY", {"xla_no_such_option": True})
+    changes = {"compiler_options": (("xla_no_such_option", True),)}
+    monkeypatch.setattr(workload, "TRIED", [lambda call: [((call.bound, 16), changes)]])
     tuning = kernel.with_options(jit=True, xla_cpu=True).tune(X, seconds=ENOUGH).tuning
     notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
     assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}

@@ -204,6 +204,10 @@ METHODS: dict[str, Callable[..., Any]] = {}
 #: ``(plan, on_cpu)``: what else is told to who asks for a plan
 PLANNED: list[Callable[[Any, bool], None]] = []
 
+#: ``call -> pairs of chunk sizes and changes``: what else is tried where the fastest options of a
+#: call are searched; ``call`` has ``defaults``, ``bound``, ``gradient``, ``values``, ``item()``
+TRIED: list[Callable[[Any], Iterable[tuple[Sequence[int | None], dict[str, Any]]]]] = []
+
 
 def is_node(node: Any) -> bool:
     """Whether a node of the arguments is one that a wrapper replaces."""

@@ -19,6 +19,7 @@ from rankax.core.hooks import (
     PLANNED,
     Placement,
     TRACED,
+    TRIED,
     WARNINGS,
     is_node,
     observed,

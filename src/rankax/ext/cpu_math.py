@@ -40,6 +40,7 @@ from rankax.core.protocol import (
     NOTES,
     PASSES,
     TRACED,
+    TRIED,
     Literal,
     Options,
     bool_option,
@@ -54,7 +55,7 @@ from rankax.core.protocol import (
     with_shape,
     with_subprograms,
 )
-from rankax.ext.memory.work import operations
+from rankax.ext.equations import operations
 
 _LARGEST = 4  # exponent; more products would round more often
 _SINES = ("cos", "sin", "tan")
@@ -347,7 +348,13 @@ def _choose(call: Any, part: Any, fitted: Any) -> Any:  # noqa: ARG001
     return fitted._replace(is_walked=True) if _pass_of(call.options) else None
 
 
+def _tried(call: Any) -> list[Any]:
+    """Without it, too; only a kernel that allows other rounding has it."""
+    return [((call.bound, 256, 16), {"cpu_math": False})] if call.defaults.cpu_math else []
+
+
 PASSES.add("cpu_math", _pass_of)
+TRIED.append(_tried)
 NOTES.append(_notes)
 TRACED.add("cpu_math", _is_traced)
 CHOOSERS.add("cpu_math", _choose)

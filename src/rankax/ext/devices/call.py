@@ -9,8 +9,11 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+
 from rankax.core.protocol import (
     PLACES,
+    TRIED,
     Bound,
     ItemProgram,
     Layout,
@@ -99,5 +102,14 @@ def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[i
     return {i: axes[axis] for i, axes in zip(whole.mapped, whole.batch_axes, strict=True)}
 
 
+def _tried(call: Any) -> list[Any]:
+    # What is committed to one device is meant to stay there.
+    is_free = not any(getattr(x, "committed", False) for x in call.values)
+    if call.defaults.devices is not None or jax.local_device_count() == 1 or not is_free:
+        return []
+    return [((call.bound, 256, 4096, 1024), {"devices": "all"})]
+
+
+TRIED.append(_tried)
 PLACES.add("devices", _place_of)
 register(Option("devices", None, checked_devices, scoped=True, cuts=bool))

@@ -38,16 +38,12 @@ from rankax.core.protocol import (
     sharding_of,
 )
 from rankax.ext.devices.mesh import Parts, is_inside, overlapped
-from rankax.ext.memory.work import operations
+from rankax.ext.equations import LAPACK, operations
 
 Devices = int | str | tuple[Any, ...] | PartitionSpec | None
 
 # With as many CPU devices as threads, LAPACK waits for a thread that waits for it.
 _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)
-_LAPACK = {
-    *("cholesky", "triangular_solve", "lu", "geqrf", "geqp3", "householder_product", "ormqr"),
-    *("eig", "eigh", "svd", "schur", "hessenberg", "tridiagonal"),
-}
 
 _overlapped = jax.jit(overlapped, static_argnums=(1, 2))
 
@@ -138,7 +134,7 @@ def warn_of_hang(item: ItemProgram) -> None:
     if not _HANGS or jax.default_backend() != "cpu" or not 1 < devices >= int(threads):
         return
     names = (operation.name for operation in operations(item.closed.jaxpr))
-    if found := next((name for name in names if name in _LAPACK), None):
+    if found := next((name for name in names if name in LAPACK), None):
         warnings.warn(
             f"{item.where}: with JAX 0.10, LAPACK (here {found}) can hang forever on {devices} "
             f"CPU devices that have {threads} threads; set the environment variable PJRT_NPROC to "

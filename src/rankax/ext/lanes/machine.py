@@ -32,11 +32,10 @@ from jax import lax
 from jax.extend import source_info_util
 
 from rankax.core.protocol import programs
-from rankax.ext.memory.work import STEPS_OF_WHILE, cost, lengths_of_scan
+from rankax.ext.equations import CALLS, STEPS_OF_WHILE, WITH_RULE, cost, has_rule, split_loop
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "rankax_call"}
-RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve"}
+_CALLS = {*CALLS, "rankax_call"}
 
 _REVERSED = {"while": "from stored carries", "scan": "from all its carries", "cond": ""}
 
@@ -214,7 +213,7 @@ class _Cutter:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
             if name not in _CALLS and not self._is_cut(eqn, values):
                 outs = self._equation(eqn, jaxpr, values)
-            elif name in _CALLS | RULES:
+            elif name in _CALLS | WITH_RULE:
                 outside, self.has_rule = self.has_rule, self.has_rule or has_rule(eqn)
                 outs = self._call(*called(eqn, values))
                 self.has_rule = outside
@@ -267,7 +266,7 @@ class _Cutter:
         if name == "scan":
             is_cut = self._settled(eqn.params["jaxpr"], *split_loop(eqn, flags))[1]
             return is_cut and eqn.params["length"] > 0
-        if name in RULES:
+        if name in WITH_RULE:
             return self._flow(*called(eqn, flags), self.around)[1]
         return False
 
@@ -385,12 +384,6 @@ class _Cutter:
 # Single equations of a program: what they call, how they run.
 
 
-def has_rule(eqn: Any) -> bool:
-    """Whether an equation calls a function with its own derivative rule."""
-    name, params = programs.name_and_params(eqn)
-    return name in RULES or params.get("other") is not None
-
-
 def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the program that an equation calls, and its inputs among those of the equation."""
     if eqn.primitive.name == "custom_linear_solve":
@@ -400,20 +393,6 @@ def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
     held = [value for value in eqn.params.values() if isinstance(value, programs.ClosedJaxpr)]
     closed = held[0] if held else programs.ClosedJaxpr(next(programs.subprograms(eqn)), ())
     return closed, list(values)
-
-
-def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split the inputs of a loop.
-
-    For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
-    constants, the carry, the rows.
-    """
-    if eqn.primitive.name == "while":
-        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    else:
-        first, second = lengths_of_scan(eqn)
-    end = first + second
-    return list(values[:first]), list(values[first:end]), list(values[end:])
 
 
 def is_minor(eqn: Any, around: int | None) -> bool:

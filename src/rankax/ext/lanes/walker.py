@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rankax.core.protocol import (
     CHOOSERS,
     PASSES,
     TRACED,
+    TRIED,
     Nesting,
     Options,
     Ordered,
@@ -128,6 +129,17 @@ def _is_traced(_: Any, __: Options, plan: Nesting) -> bool:
     return bool(plan.plan.levels)
 
 
+def _tried(call: Any) -> Iterator[Any]:
+    # Where items differ in cost, a loop or an expensive branch depends on the item.
+    options = call.defaults
+    is_mapped = not call.gradient and "batched" not in options.given
+    if is_mapped and cut_program(call.item().closed).ends:
+        yield (256, 64, 1024, call.bound or 0), {"lockstep": False}
+    if not options.lockstep:
+        yield (call.bound, 1, 256, 4096, 1024), {"lockstep": True}
+
+
+TRIED.append(_tried)
 CHOOSERS.add("lockstep", _choose)
 PASSES.add("lockstep", lambda _: _REVERSE)
 TRACED.add("lockstep", _is_traced)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankax.core.protocol import Schedule, even_chunk_size
-from rankax.ext.memory.work import FUNCTIONS, LIBRARIES, bytes_of, bytes_of_item, operations
+from rankax.ext.equations import FUNCTIONS, LIBRARIES, bytes_of, bytes_of_item, operations
 
 _CPU_BYTES = 2**19  # of values that a reduction may have at once; half of a common cache
 _CPU_ITEMS = 512  # the most in a tile without rules: larger ones are slow before JAX 0.12

@@ -26,7 +26,7 @@ from rankax.core.protocol import (
     varying_axes,
     with_subprograms,
 )
-from rankax.ext.lanes.machine import has_rule, split_loop
+from rankax.ext.equations import has_rule, split_loop
 from rankax.ext.scan.loops import check_carry, trace_step
 from rankax.ext.scan.reversible import is_zero, program_of, pushed_through
 

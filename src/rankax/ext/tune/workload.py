@@ -13,7 +13,7 @@ import numpy as np
 from jax import core
 
 from rankax.core.protocol import (
-    NO_RULES,
+    TRIED,
     BoundKernel,
     ItemProgram,
     KernelSpec,
@@ -28,16 +28,13 @@ from rankax.core.protocol import (
 )
 from rankax.ext.bucket import filled, filling_of
 from rankax.ext.explain.call import plan_of
-from rankax.ext.lanes.machine import cut_program
 from rankax.ext.ragged.call import RaggedCall
 from rankax.ext.ragged.results import call_ragged, plan_ragged
 from rankax.ext.ragged.type import Ragged
-from rankax.ext.xla_cpu.library import OPTION, PRODUCTS_ONLY
 
 # Chunk sizes, the most promising first: small ones and large ones in turn.
 _SIZES = (256, 16, 4096, 4, 64, 1, 1024, 8, 2, 16384)
 _LARGE = (256, 4096, 1024)  # of chunks that a gradient stores, or on several devices
-_LANES = (256, 64, 1024)  # where items end by themselves
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,27 +132,11 @@ class Workload:
             return [self.with_chunk(size, **changes) for size in tried]
 
         kinds = [chunks(*_SIZES)]
-        compiler_options = dict(given.compiler_options or ())
-        is_free = given.rules is not NO_RULES and OPTION not in compiler_options
-        if given.jit and is_free:
-            pairs = {**compiler_options, **PRODUCTS_ONLY}.items()
-            kinds.append(chunks(bound, 256, 16, compiler_options=tuple(sorted(pairs))))
         # What chunks store grows with the batch, which a bound on chunks is meant to prevent.
         if self.gradient and given.checkpoint is not False and bound is None:
             kinds.append(chunks(*_LARGE, checkpoint=False))
-        # What is committed to one device is meant to stay there.
-        is_free = not any(getattr(x, "committed", False) for x in self.values)
-        if given.devices is None and jax.local_device_count() > 1 and is_free:
-            kinds.append(chunks(bound, *_LARGE, devices="all"))
-        # Where items differ in cost, a loop or an expensive branch depends on the item.
-        is_lanes = not self.gradient and not given.batched
-        if is_lanes and cut_program(self.item().closed).ends:
-            kinds.append(chunks(*_LANES, bound or 0, lockstep=False))
-        if not given.lockstep:
-            kinds.append(chunks(bound, 1, *_LARGE, lockstep=True))
-        # Only a kernel that allows other rounding has it.
-        if given.cpu_math:
-            kinds.append(chunks(bound, *_SIZES[:2], cpu_math=False))
+        for tried in TRIED:
+            kinds += [chunks(*sizes, **changes) for sizes, changes in tried(self)]
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
         return list(dict.fromkeys([given, *chunks(bound), *filter(None, in_turn)]))
 
@@ -164,11 +145,11 @@ class Workload:
 
     def changes(self, options: Options) -> dict[str, Any]:
         """Return the options in which a candidate may differ, as `with_options` takes them."""
-        changes: dict[str, Any] = {"chunk_size": options.chunk_size}
-        for name in ("checkpoint", "devices", "lockstep", "compiler_options", "cpu_math"):
-            if (value := getattr(options, name)) != getattr(self.defaults, name):
-                changes[name] = dict(value) if name == "compiler_options" else value
-        return changes
+        given = self.defaults.values()
+        changes = {name: x for name, x in options.values().items() if x != given[name]}
+        if "compiler_options" in changes:
+            changes["compiler_options"] = dict(changes["compiler_options"])
+        return {**changes, "chunk_size": options.chunk_size}
 
     def rounded(self, items: int) -> int:
         """Return the number of items of a slice, which has at least ``items`` if possible.

@@ -22,7 +22,7 @@ from rankax.core.protocol import (
     no_index,
     scalar,
 )
-from rankax.ext.memory.work import FUNCTIONS, operations
+from rankax.ext.equations import FUNCTIONS, operations
 from rankax.ext.reductions.top import Top, concatenated
 
 _MOST_IN_SLOTS = 8  # entries of `TopOfSlots`

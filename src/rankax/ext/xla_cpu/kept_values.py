@@ -32,7 +32,7 @@ import jax.extend
 from jax import lax
 
 from rankax.core.protocol import RULES, Literal, has_tangent, subprograms, with_subprograms
-from rankax.ext.memory.work import FUNCTIONS, LIBRARIES, operations
+from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, operations
 
 _FUNCTION = 8.0  # operations
 _SIZES = range(4096)  # of values; larger ones are stored for the library that sums them
@@ -44,7 +44,7 @@ _OPAQUE = {"erf", "expm1", "log1p", "rsqrt", "tanh"}
 _READS = 8
 
 _BODIES = ("cond", "scan", "while")
-_CALLS = {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2", *RULES}
+_CALLS = {*CALLS, *RULES}
 _SLOW = {*FUNCTIONS, "div", "rsqrt", "sqrt"}
 _REDUCTIONS = {
     *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or"),

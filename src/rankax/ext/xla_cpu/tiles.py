@@ -29,7 +29,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rankax.core.protocol import Tiles
-from rankax.ext.memory.work import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
+from rankax.ext.equations import LIBRARIES, SUMS, Operation, bytes_of_item, of_item
 
 MOST_REDUCED = 1024
 LIBRARY_FROM = 4096  # numbers of an operand; found by compiling

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""What one item costs: the only traversal of all operations of a program.
+"""What extensions know of the equations of a program: what they call, what they cost.
 
 `operations` yields each equation, also those of loops, branches and called functions, with how
-often one evaluation of the program runs it, and which of its inputs depend on the item. The rules
-for XLA on a CPU (`rankax.ext.xla_cpu`) read it, the default bound of a reduction
-(`rankax.ext.memory.default`), and `cost`, which decides which branches are cut
-(`rankax.ext.lanes.machine`).
+often one evaluation of the program runs it, and which of its inputs depend on the item.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rankax.core.protocol import Literal, name_and_params, subprograms
+from rankax.core.protocol import RULES, Literal, name_and_params, subprograms
 
 STEPS_OF_WHILE = 16  # assumed
 
@@ -25,11 +22,13 @@ FUNCTIONS = {
 }
 
 SUMS = ("reduce_sum", "reduce_max", "reduce_min")
-LIBRARIES = {
-    *("cholesky", "eig", "eigh", "fft", "householder_product", "lu", "lu_pivots_to_permutation"),
-    *("qr", "schur", "sort", "svd", "top_k", "triangular_solve", "tridiagonal"),
-    "tridiagonal_solve",
+LAPACK = {
+    *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu"),
+    *("ormqr", "qr", "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
 }
+LIBRARIES = {*LAPACK, "fft", "lu_pivots_to_permutation", "sort", "top_k"}
+CALLS = {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2"}
+WITH_RULE = {*RULES, "custom_linear_solve"}  # with a derivative rule of its own
 
 
 class Operation(NamedTuple):
@@ -120,3 +119,23 @@ def lengths_of_scan(eqn: Any) -> tuple[int, int]:
 
     carried = alike(eqn.outvars, body.outvars)
     return alike(eqn.invars, body.invars) - carried, carried
+
+
+def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the inputs of a loop.
+
+    For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
+    constants, the carry, the rows.
+    """
+    if eqn.primitive.name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    else:
+        first, second = lengths_of_scan(eqn)
+    end = first + second
+    return list(values[:first]), list(values[first:end]), list(values[end:])
+
+
+def has_rule(eqn: Any) -> bool:
+    """Whether an equation calls a function with its own derivative rule."""
+    name, params = name_and_params(eqn)
+    return name in WITH_RULE or params.get("other") is not None
