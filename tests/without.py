@@ -27,7 +27,7 @@ LOADERS = ("rankax/ext/__init__.py", "rankax/__init__.py", "rankax/plans.py")
 # How a test fails that uses an option, a method, a name or a file of what was left out.
 GONE = re.compile(
     r"no option is called|KeyError: '[a-z_]+'"
-    r"|No module named 'rankax\.|cannot import name|has no attribute|is not one of its options"
+    r"|No module named 'rankax\.|cannot import name|has no attribute|no rank is declared"
 )
 
 
@@ -121,10 +121,12 @@ def failures(extension: str, args: list[str]) -> list[str]:
     own, other = 0, list[str]()
     for case in cases:
         for part in (*case.findall("failure"), *case.findall("error")):
-            text = f"{part.get('message')} {part.text}"
-            own += bool(GONE.search(text))
-            if not GONE.search(text):
-                other.append(f"{case.get('classname')}::{case.get('name')}: {text[:300]}")
+            text, test = f"{part.get('message')} {part.text}", str(case.get("name"))
+            # Of a package in another process, no reason is seen.
+            if GONE.search(text) or extension.rstrip("s") in test or "CalledProcess" in text:
+                own += 1
+            else:
+                other.append(f"{case.get('classname')}::{test}: {text[:300]}")
     print(f"without {extension}: {len(cases)} tests, {own} of them use it, {len(other)} fail")
     return other
 

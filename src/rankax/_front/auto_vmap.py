@@ -359,10 +359,10 @@ def _decorate(fun: Any, positional: tuple[Any, ...], ranks: Any, named: dict[str
         return kind(_decorate(fun.__func__, positional, ranks, named))
     if not callable(fun):
         raise TypeError(f"auto_vmap(...) decorates a function, got {type(fun).__name__}")
-    where = f"auto_vmap({function_name(fun)})"
+    site = f"auto_vmap({function_name(fun)})"
     given = {name: value for name, value in named.items() if name in DEFAULTS}
     named_ranks = {name: rank for name, rank in named.items() if name not in DEFAULTS}
     # First, because an option that is refused may be meant as the rank of a parameter.
     declaration = declare(fun, positional, named_ranks, ranks, given, DEFAULTS)
     plain: Kernel[..., Any] = Kernel(KernelSpec(fun, declaration, {}, Members("kernels")))
-    return plain.with_explicit(checked_options(given, where), where)
+    return plain.with_explicit(checked_options(given, site), site)

@@ -170,9 +170,9 @@ def chunked_vmap(
     (10, 4, 3)
     """
     check_callable(fun, "chunked_vmap", "fun")
-    where = f"chunked_vmap({function_name(fun)})"
+    site = f"chunked_vmap({function_name(fun)})"
     options = options_of(
-        where,
+        site,
         chunk_size=chunk_size,
         checkpoint=checkpoint,
         memory_limit=memory_limit,
@@ -182,7 +182,7 @@ def chunked_vmap(
         batched=batched,
         **_given(cpu_math=cpu_math),
     )
-    axes = AxisMap(fun, where, in_axes, axis_size, out_axes, axis_name)
+    axes = AxisMap(fun, site, in_axes, axis_size, out_axes, axis_name)
     return mapped(axes, options, _given(cpu_math=cpu_math))
 
 
@@ -327,7 +327,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 def mapped(axes: AxisMap, options: Options, given: Collection[str] = ()) -> Callable[..., Any]:
     """Return a function as it is mapped; a scope does not decide the options in ``given``."""
-    check_together(options, axes.where)
+    check_together(options, axes.site)
     axes.form = form_of(options)
 
     @functools.wraps(axes.fun)
@@ -417,7 +417,7 @@ class AxisMap:
     """A function and the parameters with which `jax.vmap` maps it; they are checked here."""
 
     fun: Callable[..., Any]
-    where: str  # how an error message begins
+    site: str  # how an error message begins
     in_axes: Any = 0
     axis_size: int | None = None
     out_axes: Any = 0
@@ -427,7 +427,7 @@ class AxisMap:
     def __post_init__(self) -> None:
         """Check what `jax.vmap` would check at the call; a list of ``in_axes`` becomes a tuple."""
         if self.axis_size is not None:
-            refusal = f"{self.where}: axis_size must be a positive int, got"
+            refusal = f"{self.site}: axis_size must be a positive int, got"
             self.axis_size = checked_int(self.axis_size, refusal, least=0)
         if isinstance(self.in_axes, list):
             self.in_axes = tuple(self.in_axes)
@@ -435,17 +435,17 @@ class AxisMap:
             for path, entry in jax.tree_util.tree_flatten_with_path(axes)[0]:
                 if not is_axis(entry):
                     raise TypeError(
-                        f"{self.where}: {parameter} must hold ints and None, got "
+                        f"{self.site}: {parameter} must hold ints and None, got "
                         f"{type(entry).__name__} {entry!r} at "
                         f"{parameter}{jax.tree_util.keystr(path)}"
                     )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundAxes:
         """Give every leaf its axis and find the common length, or say which leaf does not fit."""
-        in_axes, axis_size, where = self.in_axes, self.axis_size, self.where
+        in_axes, axis_size, site = self.in_axes, self.axis_size, self.site
         if isinstance(in_axes, tuple) and len(in_axes) != len(args):
             raise ValueError(
-                f"{where}: in_axes has {plural(len(in_axes), 'entry')} for "
+                f"{site}: in_axes has {plural(len(in_axes), 'entry')} for "
                 f"{plural(len(args), 'positional argument')}"
             )
         prefixes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
@@ -461,36 +461,36 @@ class AxisMap:
             try:
                 places += spread_prefix(prefix, arg, name, is_entry=is_axis, what="in_axes")
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-            _refuse_rows(arg, name, places[len(places) - len(found) :], where)
+                raise ValueError(f"{site}: {error}") from None
+            _refuse_rows(arg, name, places[len(places) - len(found) :], site)
         pairs = list(zip(named, places, strict=True))
         table = [(name, x, axis) for (name, x), axis in pairs if axis is not None]
         if not table and axis_size is None:
             raise ValueError(
-                f"{where}: nothing is mapped; map at least one array through in_axes, or give "
+                f"{site}: nothing is mapped; map at least one array through in_axes, or give "
                 "axis_size"
             )
         if axis_size is not None:
             table.append(("axis_size", np.broadcast_to(0, axis_size), 0))
         for name, x, _ in table:
-            check_no_ref(x, where, name)
-        length = common_length(table, where)
+            check_no_ref(x, site, name)
+        length = common_length(table, site)
         leaves = [x if axis is None else jnp.asarray(x) for (_, x), axis in pairs]
         places = [None if axis is None else axis % jnp.ndim(x) for (_, x), axis in pairs]
-        call = self.fun, function_name(self.fun), where, leaves, [name for name, _ in named]
+        call = self.fun, function_name(self.fun), site, leaves, [name for name, _ in named]
         own = args, kwargs, in_axes, places, length
         out, name = self.out_axes, self.axis_name
         return BoundAxes(*call, *own, form=self.form, out_axes=out, axis_name=name)
 
 
-def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], where: str) -> None:
+def _refuse_rows(arg: Any, name: str, places: Sequence[int | None], site: str) -> None:
     """Refuse to map the rows of ragged items as if they were items."""
     nodes = leaves_with_names(arg, name, stops=lambda node: isinstance(node, Ragged))
     for (path, node), place in zip(nodes, places, strict=True):
         is_whole = isinstance(node, Ragged) and node.values.shape[:1] == (node.lengths.sum(),)
         if is_whole and place is not None:
             raise TypeError(
-                f"{where}: {path} is Ragged, and its rows are not items of a batch; use "
+                f"{site}: {path} is Ragged, and its rows are not items of a batch; use "
                 'rankax.auto_vmap with a rank such as "n 3", or map only other arguments'
             )
 

@@ -107,20 +107,20 @@ class Kernel(Generic[P, R]):
 
     def with_options(self, **options: Unpack[Given]) -> Self:
         """Return the kernel with these options; always the same one, with what it compiled."""
-        where = f"{self.spec.name}.with_options"
-        explicit = {**self.spec.explicit, **checked_options(options, where)}
-        return self._bound(self.with_explicit(explicit, where))
+        site = f"{self.spec.name}.with_options"
+        explicit = {**self.spec.explicit, **checked_options(options, site)}
+        return self._bound(self.with_explicit(explicit, site))
 
-    def with_explicit(self, explicit: dict[str, Any], where: str) -> Kernel[P, R]:
+    def with_explicit(self, explicit: dict[str, Any], site: str) -> Kernel[P, R]:
         """Return the kernel with these options only, which are checked."""
         spec = self.spec
 
         def make() -> Kernel[P, R]:
-            check_together(Options(**explicit), where)
+            check_together(Options(**explicit), site)
             kind = next((SPECS[name] for name in SPECS if explicit.get(name)), KernelSpec)
             return Kernel(kind(spec.fun, spec.declaration, explicit, spec.members))
 
-        return spec.members.find(frozenset(explicit.items()), make)
+        return spec.members.get_or_make(frozenset(explicit.items()), make)
 
     def tune(
         self,
@@ -216,7 +216,7 @@ class Kernel(Generic[P, R]):
         vars(self).update(attributes)
         self.spec, self.tuning = slots["spec"], slots["tuning"]
         if self.tuning is None:
-            self.spec.members.find(frozenset(self.spec.explicit.items()), lambda: self)
+            self.spec.members.get_or_make(frozenset(self.spec.explicit.items()), lambda: self)
 
 
 class Method(Kernel[P, R]):

@@ -32,8 +32,8 @@ class Placement:
         """Enter the trace of the kernel."""
         return contextlib.nullcontext()
 
-    def around(self, where: str) -> contextlib.AbstractContextManager[Any]:
-        """Enter the evaluation of a call; ``where``: the call, for errors."""
+    def around(self, site: str) -> contextlib.AbstractContextManager[Any]:
+        """Enter the evaluation of a call; ``site``: the call, for errors."""
         return contextlib.nullcontext()
 
     def put(self, values: Sequence[Any], bound: Any, options: Any) -> list[Any]:
@@ -82,7 +82,7 @@ class Pass(Protocol):
     def differs_back(self, jaxpr: Any) -> Any:
         """Whether `back` returns a program."""
 
-    def back(self, jaxpr: Any, where: str) -> Any:
+    def back(self, jaxpr: Any, site: str) -> Any:
         """Return the program that is differentiated in place of another one, or None."""
 
 

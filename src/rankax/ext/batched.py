@@ -134,10 +134,10 @@ def _types(arrays: Sequence[Any], length: int) -> list[Any]:
 
 def _check_alike(fun: Callable[..., Any], one: _TracedFor, longer: _TracedFor) -> None:
     """Refuse outputs of which more than the first axis depends on the number of items."""
-    where, count = function_location(fun), plural(longer.length, "item")
+    site, count = function_location(fun), plural(longer.length, "item")
     if one.tree != longer.tree:
         raise ValueError(
-            f"{where}: with batched=True, it must return the same outputs for any number of "
+            f"{site}: with batched=True, it must return the same outputs for any number of "
             f"items, but for {count} it returns {listed(longer.names)}, and for 1 item "
             f"{listed(one.names)}"
         )
@@ -150,7 +150,7 @@ def _check_alike(fun: Callable[..., Any], one: _TracedFor, longer: _TracedFor) -
             odd.append(i)
     if odd:
         raise ValueError(
-            f"{where}: with batched=True, only the first axis of an output may depend on the "
+            f"{site}: with batched=True, only the first axis of an output may depend on the "
             "number of items\n\n" + table(("output", "for 1 item", f"for {count}"), rows, odd)
         )
 
@@ -281,7 +281,7 @@ class Batched(Form):
 
     def prepared(self, bound: Bound, options: Options, place: Placement) -> Bound:
         """Return a call whose kernel knows the lengths of its chunks."""
-        check_batched(options.replace(batched=True), bound.where)  # a scope may ask for it
+        check_batched(options.replace(batched=True), bound.site)  # a scope may ask for it
         whole = bound.plan(options, None)
         is_chosen = getattr(options, "memory_limit", None) is not None
         if (is_chosen or options.chunk_size == AUTO) and not is_empty(whole):

@@ -65,11 +65,11 @@ def filling_of(call: BoundKernel, options: Options) -> Filling | None:
         return None
     shapes = tuple([getattr(x, "shape", None) for x in call.leaves])
     key = shapes, options.bucket, options.batch_shape, options.reduce, options.reduce_axis
-    filling = call.structure.fillings.find(key, lambda: _filling_of(call, options))
+    filling = call.structure.fillings.get_or_make(key, lambda: _filling_of(call, options))
     for i in filling.shapes if filling and options.devices is None else ():
         if is_spread(call.leaves[i]):
             raise ValueError(
-                f"{call.where}: {call.structure.paths[i]} is sharded over devices, but bucket= "
+                f"{call.site}: {call.structure.paths[i]} is sharded over devices, but bucket= "
                 "pads it on the host; with devices=, the devices share the padded batch"
             )
     return filling
@@ -92,7 +92,7 @@ def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
             if size is None:
                 most = options.bucket[-1] if isinstance(options.bucket, tuple) else ""
                 raise ValueError(
-                    f"{call.where}: {call.structure.paths[i]} has {length} items along batch axis "
+                    f"{call.site}: {call.structure.paths[i]} has {length} items along batch axis "
                     f"{axis}, but the largest bucket is {most}; add a larger one, or use "
                     "bucket=True, which has no end"
                 )
@@ -177,7 +177,7 @@ def resized(arrays: Sequence[Any], shapes: Sequence[Shape], *, copies: bool = Fa
     changed = {i: x for i, (x, shape) in enumerate(pairs) if x.shape != shape}
     is_free = bool(changed) and not any(getattr(x, "committed", 0) for x in changed.values())
     key = tuple([(x.shape, shape) for x, shape in pairs])
-    if is_free and not copies and next(_times.find(key, itertools.count)) >= _OFTEN:
+    if is_free and not copies and next(_times.get_or_make(key, itertools.count)) >= _OFTEN:
         return _on_device(as_inputs([*arrays]), tuple(shapes))
     on_host = zip(changed, _on_host([*changed.values()]), strict=True)
     resized = {i: _by(np, x, shape=shapes[i], copies=copies) for i, x in on_host}

@@ -323,7 +323,7 @@ class CpuMath:
     def differs_back(self, jaxpr: Any) -> bool:  # noqa: ARG002
         return False
 
-    def back(self, jaxpr: Any, where: str) -> None:
+    def back(self, jaxpr: Any, site: str) -> None:
         """Return None: derivatives are those of the program that is evaluated."""
 
 

@@ -59,13 +59,13 @@ def _jacobian(
     JAX checks the arguments and says what the Jacobian is like: it transforms functions that return
     constants, and only shapes are traced.
     """
-    where = f"{caller}({function_name(fun)})"
-    options = options_of(where, **dict(zip(_OPTIONS, given, strict=False)))
+    site = f"{caller}({function_name(fun)})"
+    options = options_of(site, **dict(zip(_OPTIONS, given, strict=False)))
     transform(fun)
     if reduce is not None and not (isinstance(reduce, str) and reduce in ("diagonal", "trace")):
-        found = read_reductions(reduce, where)
+        found = read_reductions(reduce, site)
         if not jax.tree_util.treedef_is_leaf(found.structure):
-            raise TypeError(f"{where}: reduce must be one reduction, which all inputs share")
+            raise TypeError(f"{site}: reduce must be one reduction, which all inputs share")
         (reduce,) = found.entries
     columns = transform.func is jax.jacfwd
     argnums, holomorphic = transform.keywords["argnums"], transform.keywords["holomorphic"]
@@ -92,7 +92,7 @@ def _jacobian(
         y_leaves, y_tree = jax.tree.flatten(y)
         shapes = [*map(shape_of, x)], [*map(shape_of, y_leaves)]
         x_tree = jax.tree.structure(args[argnums]) if isinstance(argnums, int) else tree
-        at_x = _Jacobian(fun, where, options, columns, *shapes, x_tree, y_tree, linear)
+        at_x = _Jacobian(fun, site, options, columns, *shapes, x_tree, y_tree, linear)
         result = at_x.whole(like(lambda: y)) if reduce is None else at_x.reduced(reduce)
         return (result, *aux) if has_aux else result
 
@@ -111,7 +111,7 @@ class _Jacobian:
     """A function, linearized at a point: its ``columns`` from tangents, or else rows."""
 
     fun: Callable[..., Any]
-    where: str
+    site: str
     options: Options
     columns: bool
     x: Leaves  # shapes
@@ -138,9 +138,9 @@ class _Jacobian:
         count = _size(self.basis)
         numbers = counted(count, index_dtype(count))
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
-        reductions = None if reduce is None else read_reductions(reduce, self.where)
+        reductions = None if reduce is None else read_reductions(reduce, self.site)
         options = self.options.replace(reduce=reductions)
-        return mapped(AxisMap(named, self.where, out_axes=axis), options)(numbers)
+        return mapped(AxisMap(named, self.site, out_axes=axis), options)(numbers)
 
     def whole(self, like: Any) -> Any:
         """Return the Jacobian, with the structure and the types of ``like``."""
@@ -160,7 +160,7 @@ class _Jacobian:
     def reduced(self, reduce: str | Reduction) -> Any:
         """Return a reduction of the rows; there is no Jacobian."""
         if not all(map(has_tangent, [*self.x, *self.y])):
-            raise TypeError(f"{self.where}: reduce needs inputs and outputs of floats")
+            raise TypeError(f"{self.site}: reduce needs inputs and outputs of floats")
         if isinstance(reduce, str):
             return self.diagonal(reduce)
         if isinstance(reduce, Gram):
@@ -169,7 +169,7 @@ class _Jacobian:
             return self.mapped(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)
         if not isinstance(reduce, EachLeaf):
             raise TypeError(
-                f"{self.where}: {reduce.name} takes whole rows, but forward mode has columns; use "
+                f"{self.site}: {reduce.name} takes whole rows, but forward mode has columns; use "
                 "chunked_jacrev"
             )
         of_column = chunked_reduce(lambda out: out, reduce, None)
@@ -183,7 +183,7 @@ class _Jacobian:
         x, y = ([leaf.shape for leaf in leaves] for leaves in (self.x, self.y))
         if (x, self.x_tree) != (y, self.y_tree):
             raise ValueError(
-                f"{self.where}: {reduce!r} needs outputs with the structure and the shapes of the "
+                f"{self.site}: {reduce!r} needs outputs with the structure and the shapes of the "
                 f"inputs, got {listed([*map(str, y)])} for {listed([*map(str, x)])}"
             )
 
@@ -200,7 +200,7 @@ class _Jacobian:
         weights = fill(1, jnp.float32, (count,)) if weights is None else _flat(weights)
         if weights.size != count:
             given = plural(weights.size, "weight")
-            raise ValueError(f"{self.where}: Gram has {given} for {plural(count, 'output')}")
+            raise ValueError(f"{self.site}: Gram has {given} for {plural(count, 'output')}")
         dtype = jax.eval_shape(_flat, self.y if self.columns else self.x).dtype
         if not any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in self.x):
             dtype = jnp.finfo(dtype).dtype

@@ -13,16 +13,16 @@ Bucket = bool | tuple[int, ...]
 _RATIO = 1.25  # of one length to the next, so that at most a fifth of the items are copies
 
 
-def checked_bucket(value: Any, where: str) -> Bucket:
+def checked_bucket(value: Any, site: str) -> Bucket:
     """Return a valid value of the option ``bucket``, or raise."""
     if isinstance(value, bool):
         return value
-    refusal = f"{where}: bucket must be True, False or lengths such as (128, 1024, 8192), got"
+    refusal = f"{site}: bucket must be True, False or lengths such as (128, 1024, 8192), got"
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{refusal} {type(value).__name__} {value!r}")
     if not value:
         raise ValueError(f"{refusal} no length")
-    refusal = f"{where}: the lengths of bucket must be positive ints, got"
+    refusal = f"{site}: the lengths of bucket must be positive ints, got"
     return tuple(sorted({checked_int(length, refusal, least=1) for length in value}))  # pyright: ignore
 
 

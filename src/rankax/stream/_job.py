@@ -135,7 +135,7 @@ class Cuts:
         return dataclasses.replace(self, block=block)
 
 
-def cut(stage: Stage, limit: int, where: str) -> Cuts:
+def cut(stage: Stage, limit: int, site: str) -> Cuts:
     """Return blocks that stay within a limit, and read as little as possible more than once.
 
     Of equal choices the outermost axis is cut, along which arrays are stored one after another.
@@ -151,7 +151,7 @@ def cut(stage: Stage, limit: int, where: str) -> Cuts:
         cuts = min(map(cuts.halved, axes), key=lambda c: math.prod(c.grid) * c.sizes()[0])
     if held > limit // 2:
         raise ValueError(
-            f"{where}: the smallest block, of shape {cuts.block}, needs {shown_bytes(held)} in "
+            f"{site}: the smallest block, of shape {cuts.block}, needs {shown_bytes(held)} in "
             f"flight, more than half of memory_limit={shown_bytes(limit)}; raise it to at least "
             f"{2 * held} bytes"
         )
@@ -161,11 +161,11 @@ def cut(stage: Stage, limit: int, where: str) -> Cuts:
 # Reading.
 
 
-def streamed(value: Any, path: str, where: str) -> Any:
+def streamed(value: Any, path: str, site: str) -> Any:
     """Return an array as one to be read in blocks, and any other value as it is."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{where}: {path} is a masked array, whose mask would be lost; pass {path}.filled(...) "
+            f"{site}: {path} is a masked array, whose mask would be lost; pass {path}.filled(...) "
             "and the mask as an argument of its own"
         )
     shape: Any = getattr(value, "shape", None) if hasattr(value, "__getitem__") else None
@@ -291,31 +291,31 @@ class Job:
 
 
 def prepared(
-    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, where: str, found: Any, name: str = ""
+    mapped: Any, args: Any, kwargs: Any, memory_limit: Any, site: str, found: Any, name: str = ""
 ) -> Job:
     """Check a call; ``found`` is the record of a store that it is to go on with, or empty.
 
     ``name`` is that of the only output, or of the group of several.
     """
     if not isinstance(mapped, Kernel):
-        raise TypeError(f"{where}: kernel must be decorated with rankax.auto_vmap")
+        raise TypeError(f"{site}: kernel must be decorated with rankax.auto_vmap")
     mapped, args = mapped.unbound(tuple(args))
     kernel = mapped.spec
-    if (given := checked_limit(memory_limit, where)) is None:
-        raise TypeError(f"{where}: memory_limit must not be None; it sets the size of blocks")
+    if (given := checked_limit(memory_limit, site)) is None:
+        raise TypeError(f"{site}: memory_limit must not be None; it sets the size of blocks")
     limit = found.get("limit") or limit_in_bytes(given, free_bytes)
     call = flatten(kernel, args, dict(kwargs))
     leaves, paths = list(call.leaves), call.structure.paths
     for i in call.ranked:
-        leaves[i] = streamed(leaves[i], paths[i], where)
+        leaves[i] = streamed(leaves[i], paths[i], site)
     ragged = None
     if call.structure.nodes:
         ragged = RaggedCall.of(dataclasses.replace(call, leaves=leaves), None)
-        call = filled_up(ragged, where)
+        call = filled_up(ragged, site)
         leaves = call.leaves
     if not any(isinstance(leaf, Streamed) and leaf.shape for leaf in leaves):
         got = listed([f"{paths[i]} is {type(leaves[i]).__name__}" for i in call.ranked])
-        raise TypeError(f"{where}: no argument with a rank is an array with axes; {got}")
+        raise TypeError(f"{site}: no argument with a rank is an array with axes; {got}")
     options = kernel.options()
     half = min(limit // 2, limit_in_bytes(options.memory_limit or limit, free_bytes))
     bounded = {"memory_limit": half, "progress": False, "checkpoint": False, "bucket": False}
@@ -323,9 +323,9 @@ def prepared(
     tree = call_on_blocks(mapped, dataclasses.replace(call, leaves=leaves), on_blocks)
     if ragged is not None:
         tree = with_rows(ragged, tree)
-    _name(tree, name, where)
+    _name(tree, name, site)
     stages = list(dict.fromkeys(_stages(jax.tree.leaves(tree))))
-    cuts = [cut(stage, limit, where) for stage in stages]
+    cuts = [cut(stage, limit, site) for stage in stages]
     for each in cuts:
         if ragged is not None and ragged.count > 1 and not each.stage.reads_states:
             share_shapes(ragged, each.stage, list(zip(*each.items(-1), strict=True)))
@@ -347,7 +347,7 @@ def prepared(
     if found and keys:
         different = [f"{key} was {found.get(key)} and is {record.get(key)}" for key in keys]
         raise ValueError(
-            f"{where}: out was written by another call: {'; '.join(different)}; repeat that call, "
+            f"{site}: out was written by another call: {'; '.join(different)}; repeat that call, "
             "or give another out"
         )
     return Job(kernel.name, tree, cuts, record)
@@ -361,7 +361,7 @@ def _stages(arrays: Iterable[Streamed]) -> Iterator[Stage]:
             yield stage
 
 
-def _name(tree: Any, name: str, where: str) -> None:
+def _name(tree: Any, name: str, site: str) -> None:
     """Give the arrays of the results their paths in the store, such as ``pose/rotation``."""
     named = jax.tree_util.tree_flatten_with_path(tree, is_node)
     for path, leaf in named[0]:
@@ -370,12 +370,12 @@ def _name(tree: Any, name: str, where: str) -> None:
         leaf.path = "/".join(filter(None, (name, key))) or "output"
         if leaf.dtype.kind not in "biufc":
             raise TypeError(
-                f"{where}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "
+                f"{site}: {leaf.path} has dtype {leaf.dtype}, which zarr does not store; return "
                 "another one, such as .astype(jnp.float32)"
             )
     paths = [STATES, *(leaf.path for leaf in jax.tree.leaves(tree))]
     if len({*paths}) < len(paths):
-        raise ValueError(f"{where}: two outputs would be stored as one array; rename their keys")
+        raise ValueError(f"{site}: two outputs would be stored as one array; rename their keys")
 
 
 def _programs(stage: Stage) -> list[str]:

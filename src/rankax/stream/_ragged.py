@@ -21,7 +21,7 @@ from rankax.ext.ragged.results import check_declared_outputs, check_one_axis
 from rankax.ext.ragged.type import Ragged
 
 
-def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:
+def filled_up(ragged: RaggedCall, site: str) -> BoundKernel:
     """Return the call with items of one length, whose shapes are checked."""
     check_declared_outputs(ragged)
     call, leaves = ragged.call, list(ragged.call.leaves)
@@ -30,7 +30,7 @@ def filled_up(ragged: RaggedCall, where: str) -> BoundKernel:
         if not isinstance(rows, Streamed):
             path = call.structure.paths[i]
             raise TypeError(
-                f"{where}: {path} is Ragged with PRNG keys, which are not read in blocks; pass "
+                f"{site}: {path} is Ragged with PRNG keys, which are not read in blocks; pass "
                 "their data, jax.random.key_data, and wrap them in the kernel"
             )
         shape = len(lengths), int(lengths.max(initial=1)), *rows.shape[1:]

@@ -133,14 +133,14 @@ def run(
     ((1000,), 2.0)
     >>> folder.cleanup()
     """
-    where = f"rankax.stream.run({getattr(kernel, '__name__', type(kernel).__name__)})"
-    check_bool(resume, where, "resume")
-    progress = checked_progress(progress, where)
+    site = f"rankax.stream.run({getattr(kernel, '__name__', type(kernel).__name__)})"
+    check_bool(resume, site, "resume")
+    progress = checked_progress(progress, site)
     if on_nan not in ("keep", "raise"):
-        raise ValueError(f"{where}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
+        raise ValueError(f"{site}: on_nan must be 'keep' or 'raise', got {on_nan!r}")
     if re.match(r"[a-zA-Z][\w+.-]+:/", text := os.fspath(out)):
         raise ValueError(
-            f"{where}: out must be a folder on a local disk, but it is {text!r}; write to a local "
+            f"{site}: out must be a folder on a local disk, but it is {text!r}; write to a local "
             "folder, and copy the finished store there"
         )
     store, ending, name = text.partition(".zarr/")
@@ -150,14 +150,14 @@ def run(
     found = recorded(path)
     if not (resume if found else is_free(path)):
         why = "resume=False" if found else "it is not a store of rankax.stream"
-        raise FileExistsError(f"{where}: {path} exists, and {why}; give another out")
-    job = prepared(kernel, args, kwargs, memory_limit, where, found, name.strip("/"))
+        raise FileExistsError(f"{site}: {path} exists, and {why}; give another out")
+    job = prepared(kernel, args, kwargs, memory_limit, site, found, name.strip("/"))
     try:
         with opened(path, job.record, job.stages), progress_of_call(progress, job.name) as shown:
-            _run(job, shown, where if on_nan == "raise" else None)
+            _run(job, shown, site if on_nan == "raise" else None)
     except Timeout:
         raise BlockingIOError(
-            f"{where}: another process is writing to {path}; wait for it, or give another out"
+            f"{site}: another process is writing to {path}; wait for it, or give another out"
         ) from None
     except KeyboardInterrupt as stop:  # without the traceback of JAX
         raise KeyboardInterrupt(*getattr(stop, "__notes__", ())[-1:]) from None

@@ -96,16 +96,16 @@ def apply(
         )
     kernel, args = kernel.unbound(args)
     declared = kernel.spec
-    where = f"rankax.xarray.apply({declared.name})"
+    site = f"rankax.xarray.apply({declared.name})"
     if declared.preset.batch_shape is not None:
         raise TypeError(
-            f"{where}: the axes of batch_shape={declared.preset.batch_shape} have no names; pass a "
+            f"{site}: the axes of batch_shape={declared.preset.batch_shape} have no names; pass a "
             "DataArray that has these dimensions, and kernel.with_options(batch_shape=None)"
         )
     call = flatten(declared, args, kwargs)
-    leaves = _named.named_leaves(call, core_dims, where)
-    batch = _named.batch_dims(leaves, where)
-    reduced = _named.reduced_dims(declared, reduce_dims, batch, where)
+    leaves = _named.named_leaves(call, core_dims, site)
+    batch = _named.batch_dims(leaves, site)
+    reduced = _named.reduced_dims(declared, reduce_dims, batch, site)
     axes = tuple(range(-len(reduced), 0)) if declared.preset.reduce else None
     mapped = kernel.with_options(reduce_axis=axes) if axes is not None else kernel
 
@@ -117,7 +117,7 @@ def apply(
 
     def on_data(*data: Any) -> Any:  # bare arrays, core axes last
         pairs = zip(named, data, strict=True)
-        given = arguments({i: leaf.aligned(x, reduced, where) for (i, leaf), x in pairs})
+        given = arguments({i: leaf.aligned(x, reduced, site) for (i, leaf), x in pairs})
         outs = jax.tree.leaves(mapped(*given.args, **given.kwargs))
         if not any(isinstance(x, jax.Array) for x in data):
             outs = [np.array(x) if isinstance(x, jax.Array) else x for x in outs]
@@ -132,12 +132,12 @@ def apply(
     out = jax.eval_shape(on_shapes, shapes)
     treedef = jax.tree.structure(out)
     if not treedef.num_leaves:
-        raise TypeError(f"{where}: the kernel returns no array")
-    dims = _named.dims_of_outputs(declared, leaves, out, output_dims, batch, reduced, where)
+        raise TypeError(f"{site}: the kernel returns no array")
+    dims = _named.dims_of_outputs(declared, leaves, out, output_dims, batch, reduced, site)
     results = _named.xr.apply_ufunc(
         on_data,
         *(leaf.value for _, leaf in named),
-        input_core_dims=[leaf.dims(reduced, where) for _, leaf in named],
+        input_core_dims=[leaf.dims(reduced, site) for _, leaf in named],
         output_core_dims=dims,
         dask="allowed",
     )

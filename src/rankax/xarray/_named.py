@@ -54,22 +54,22 @@ class NamedLeaf:
             return [(f"{self.path}[{name!r}]", v) for name, v in self.value.data_vars.items()]
         return [] if self.core is None else [(self.path, self.value)]
 
-    def dims(self, reduced: Dims, where: str) -> Dims:
+    def dims(self, reduced: Dims, site: str) -> Dims:
         """Return the reduced dimensions that all variables have, the same in all, and the core."""
         every = [tuple(d for d in reduced if d in v.dims) for _, v in self.variables]
         for dims, (path, _) in zip(every, self.variables, strict=True):
             if dims != every[0]:
                 raise ValueError(
-                    f"{where}: the reduced dimensions of {path} are {listed(dims) or 'none'}, but "
+                    f"{site}: the reduced dimensions of {path} are {listed(dims) or 'none'}, but "
                     f"those of the other variables are {listed(every[0]) or 'none'}"
                 )
         return *(every[0] if every else ()), *(self.core or ())
 
-    def aligned(self, data: Any, reduced: Dims, where: str) -> Any:
+    def aligned(self, data: Any, reduced: Dims, site: str) -> Any:
         """Return the data of a named array with an axis for each reduced dimension it lacks."""
         if isinstance(data, np.ndarray):
             data = in_native_order(data)
-        dims, core = self.dims(reduced, where), self.core or ()
+        dims, core = self.dims(reduced, site), self.core or ()
         return data[(..., *(slice(None) if dim in dims else None for dim in (*reduced, *core)))]
 
     def shape(self, reduced: Dims) -> jax.ShapeDtypeStruct | None:
@@ -84,49 +84,49 @@ class NamedLeaf:
         return jax.ShapeDtypeStruct(self.value.shape, dtype)
 
 
-def named_leaves(call: BoundKernel, core_dims: Any, where: str) -> list[NamedLeaf]:
+def named_leaves(call: BoundKernel, core_dims: Any, site: str) -> list[NamedLeaf]:
     """Return the leaves of a call, with the core dimensions of the named arrays."""
     structure = call.structure
     triples = zip(call.leaves, structure.paths, structure.ranks, strict=True)
     for name, value in call.others.items():
-        _leaf(value, name, None, core_dims, where)
-    leaves = [_leaf(*triple, core_dims, where) for triple in triples]
+        _leaf(value, name, None, core_dims, site)
+    leaves = [_leaf(*triple, core_dims, site) for triple in triples]
     if all(leaf.core is None for leaf in leaves):
         raise TypeError(
-            f"{where}: no argument with a rank is a DataArray or a Dataset; call {call.name} itself"
+            f"{site}: no argument with a rank is a DataArray or a Dataset; call {call.name} itself"
         )
     return leaves
 
 
-def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, where: str) -> NamedLeaf:
+def _leaf(value: Any, path: str, rank: Rank | None, core_dims: Any, site: str) -> NamedLeaf:
     is_named = blocks_of(value) == "xarray"
     if rank is None and is_named:
         raise TypeError(
-            f"{where}: {path} is an xarray object, but it has no rank; give it one, or pass "
+            f"{site}: {path} is an xarray object, but it has no rank; give it one, or pass "
             "its values"
         )
     if rank is None or not is_named:
         if rank is not None and not is_number(value) and jnp.ndim(value) != rank.rank:
             raise TypeError(
-                f"{where}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
+                f"{site}: {path} has shape {jnp.shape(value)} and rank {rank}, so it has batch "
                 "axes, but they have no names; pass an xarray.DataArray"
             )
         return NamedLeaf(value, path, rank)
-    explicit = _explicit_core(core_dims, path, where)
+    explicit = _explicit_core(core_dims, path, site)
     core: Dims = ()
     for at, variable in NamedLeaf(value, path, rank, core).variables:
-        core = _core_dims(rank, explicit, variable.dims, at, path, where)
-        check_dtype(variable.dtype, f"{where}: {at} is an array", at)
+        core = _core_dims(rank, explicit, variable.dims, at, path, site)
+        check_dtype(variable.dtype, f"{site}: {at} is an array", at)
         for dim in core:
             if (number := len(variable.chunksizes.get(dim, ()))) > 1:
                 raise ValueError(
-                    f"{where}: {at} is cut into {plural(number, 'chunk')} along its core dimension "
+                    f"{site}: {at} is cut into {plural(number, 'chunk')} along its core dimension "
                     f"{dim!r}, and one item needs all of it; pass {at}.chunk({{{dim!r}: -1}})"
                 )
     return NamedLeaf(value, path, rank, core)
 
 
-def _explicit_core(core_dims: Any, path: str, where: str) -> Dims | None:
+def _explicit_core(core_dims: Any, path: str, site: str) -> Dims | None:
     """Return the entry of ``core_dims`` for one leaf, by its path or by that of a node above.
 
     A name is the entry for every leaf.
@@ -137,20 +137,20 @@ def _explicit_core(core_dims: Any, path: str, where: str) -> Dims | None:
         return (core_dims,)
     if not isinstance(core_dims, Mapping):
         raise TypeError(
-            f"{where}: core_dims must be a name, or a dict from parameters to names, as in "
+            f"{site}: core_dims must be a name, or a dict from parameters to names, as in "
             f"{{{path!r}: ('level',)}}, got {type(core_dims).__name__} {core_dims!r}"
         )
     # For example ``pose['R'][0]``, then ``pose['R']``, then ``pose``.
     ends = [len(path), *(i for i, letter in reversed([*enumerate(path)]) if letter in "[.")]
     entry = next((core_dims[path[:end]] for end in ends if path[:end] in core_dims), None)
-    return None if entry is None else read_dims(entry, f"{where}: core_dims[{path!r}]")
+    return None if entry is None else read_dims(entry, f"{site}: core_dims[{path!r}]")
 
 
-def read_dims(value: Any, where: str) -> Dims:
+def read_dims(value: Any, site: str) -> Dims:
     """Return names of dimensions as a tuple."""
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
-        raise TypeError(f"{where} must be a name or a tuple of names, got {value!r}")
+        raise TypeError(f"{site} must be a name or a tuple of names, got {value!r}")
     return tuple(names)
 
 
@@ -164,7 +164,7 @@ def declared_names(rank: Rank) -> tuple[str | None, ...]:
 
 
 def _core_dims(
-    rank: Rank, explicit: Dims | None, dims: Sequence[Any], at: str, path: str, where: str
+    rank: Rank, explicit: Dims | None, dims: Sequence[Any], at: str, path: str, site: str
 ) -> Dims:
     """Return the core dimensions of a named array that has ``dims``, in the order of its rank."""
     last = list(dims)[-rank.rank :] if rank.rank else []
@@ -174,14 +174,14 @@ def _core_dims(
     present = f"{at} has the dimensions {listed([repr(d) for d in dims]) or 'of a scalar'}"
     if explicit is not None and len(explicit) != rank.rank:
         raise ValueError(
-            f"{where}: {at} has rank {rank}, that is {plural(rank.rank, 'core axis')}, but "
+            f"{site}: {at} has rank {rank}, that is {plural(rank.rank, 'core axis')}, but "
             f"core_dims names {plural(len(explicit), 'dimension')}: {listed(list(explicit))}"
         )
     names = declared_names(rank) if explicit is None else explicit
     core = tuple(name for name in names if name is not None)
     if len(core) < len(names):
         raise ValueError(
-            f"{where}: {at} has rank {rank}, which does not name its core axes, and {present}; "
+            f"{site}: {at} has rank {rank}, which does not name its core axes, and {present}; "
             f"name the core dimensions in order: {advice}"
         )
     if absent := [name for name in core if name not in dims]:
@@ -191,18 +191,18 @@ def _core_dims(
             advice = f"core_dims={{{parameter!r}: {tuple(close)!r}}}"
         declares = "core_dims names" if explicit is not None else f"rank {rank} declares"
         raise ValueError(
-            f"{where}: for {at}, {declares} the core dimension {absent[0]!r}, which is absent: "
+            f"{site}: for {at}, {declares} the core dimension {absent[0]!r}, which is absent: "
             f"{present}; rename one, or write {advice}"
         )
     if len(set(core)) < len(core):
         raise ValueError(
-            f"{where}: {at} has rank {rank}, but no xarray object has two dimensions of one "
+            f"{site}: {at} has rank {rank}, but no xarray object has two dimensions of one "
             f"name; name the core dimensions: {advice}"
         )
     return core
 
 
-def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
+def batch_dims(leaves: Sequence[NamedLeaf], site: str) -> Dims:
     """Return all batch dimensions; refuse one that is a core dimension of another array."""
     first: dict[str, NamedLeaf] = {}  # the first leaf with each batch dimension
     for leaf in leaves:
@@ -214,33 +214,33 @@ def batch_dims(leaves: Sequence[NamedLeaf], where: str) -> Dims:
         for dim in leaf.core or ():
             if dim in first:
                 raise ValueError(
-                    f"{where}: {dim!r} is a core dimension of {leaf.path}, but a batch dimension "
+                    f"{site}: {dim!r} is a core dimension of {leaf.path}, but a batch dimension "
                     f"of {first[dim].path}, whose rank is {first[dim].rank}; rename it in one of "
                     "them, or declare it as core in both"
                 )
     return tuple(first)
 
 
-def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, where: str) -> Dims:
+def reduced_dims(kernel: KernelSpec, reduce_dims: Any, batch: Dims, site: str) -> Dims:
     """Return the dimensions that are reduced, which follow the other batch dimensions."""
     options = kernel.preset
     if options.reduce is None:
         if reduce_dims is not None:
             raise TypeError(
-                f"{where}: reduce_dims={reduce_dims!r} needs a kernel with the option reduce"
+                f"{site}: reduce_dims={reduce_dims!r} needs a kernel with the option reduce"
             )
         return ()
     if reduce_dims is None:
         if options.reduce_axis is not None:
             raise ValueError(
-                f"{where}: {kernel.name} has reduce_axis={options.reduce_axis}, but the batch "
+                f"{site}: {kernel.name} has reduce_axis={options.reduce_axis}, but the batch "
                 f"dimensions have names; name those to reduce: reduce_dims={batch[-1:]}"
             )
         return batch
-    names = read_dims(reduce_dims, f"{where}: reduce_dims")
+    names = read_dims(reduce_dims, f"{site}: reduce_dims")
     if absent := [name for name in names if name not in batch]:
         raise ValueError(
-            f"{where}: reduce_dims names {absent[0]!r}, which is not a batch dimension; these are "
+            f"{site}: reduce_dims names {absent[0]!r}, which is not a batch dimension; these are "
             f"{listed([repr(dim) for dim in batch]) or 'none'}"
         )
     return names
@@ -256,7 +256,7 @@ def dims_of_outputs(
     output_dims: Any,
     batch: Dims,
     reduced: Dims,
-    where: str,
+    site: str,
 ) -> list[list[str]]:
     """Return the names of the axes of each output: the explicit ones, or those declared.
 
@@ -266,14 +266,14 @@ def dims_of_outputs(
     kept: list[int] = []
     if reductions is not None and any(entry.is_kept for entry in reductions.entries):
         kept = [i for i, entry in enumerate(reductions.of_outputs(out)) if entry.is_kept]
-    explicit = _explicit_dims(output_dims, out, where)
+    explicit = _explicit_dims(output_dims, out, site)
     declared = _declared_dims(kernel, leaves, out)
     all_dims: list[list[str]] = []
     for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
         front = reduced if i in kept else ()
         count = len(leaf.shape) - len(front)
         dims = declared[i] if explicit[i] is None else explicit[i]
-        axes = f"{where}: {path} has {plural(count, 'core axis')}"
+        axes = f"{site}: {path} has {plural(count, 'core axis')}"
         if dims is None or (explicit[i] is None and len(dims) != count):
             example = tuple(f"dim{axis}" for axis in range(count))
             raise ValueError(f"{axes}, but no names; write output_dims={example}")
@@ -283,19 +283,19 @@ def dims_of_outputs(
             )
         if taken := [name for name in dims if name in batch]:
             raise ValueError(
-                f"{where}: {path} has the core dimension {taken[0]!r}, which is a batch dimension "
+                f"{site}: {path} has the core dimension {taken[0]!r}, which is a batch dimension "
                 "of the arguments; give it another name by output_dims"
             )
         all_dims.append([*front, *dims])
     return all_dims
 
 
-def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
+def _explicit_dims(output_dims: Any, out: Any, site: str) -> list[Dims | None]:
     """Return the entry of ``output_dims`` for each output."""
     if output_dims is None:
         return [None] * len(jax.tree.leaves(out))
     if is_leaf(out):
-        return [read_dims(output_dims, f"{where}: output_dims")]
+        return [read_dims(output_dims, f"{site}: output_dims")]
 
     def is_entry(node: Any) -> bool:
         is_tuple = type(node) in (tuple, list) and all(isinstance(name, str) for name in node)
@@ -304,9 +304,9 @@ def _explicit_dims(output_dims: Any, out: Any, where: str) -> list[Dims | None]:
     try:
         entries = spread_prefix(output_dims, out, "output", is_entry=is_entry, what="output_dims")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{site}: {error}") from None
     return [
-        None if entry is None else read_dims(entry, f"{where}: output_dims for {path}")
+        None if entry is None else read_dims(entry, f"{site}: output_dims for {path}")
         for entry, (path, _) in zip(entries, leaves_with_names(out, "output"), strict=True)
     ]
 

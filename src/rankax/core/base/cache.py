@@ -86,7 +86,7 @@ class Kept(Generic[V]):
         with self._lock:
             self._values.clear()
 
-    def find(self, key: Hashable, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if it is missing; two threads may both make it."""
         try:  # without the lock, because each of these is one step; another thread may come between
             self._values.move_to_end(key)
@@ -123,7 +123,7 @@ class Members(Generic[V]):
     def clear(self) -> None:
         self._last.clear()
 
-    def find(self, key: Hashable, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if nobody has it any more."""
         value = self._values.get(key)
         if value is None:

@@ -278,7 +278,7 @@ class BoundKernel(Bound):
         of_options = options.chunk_size, options.reduce, options.reduce_axis, options.rules
         key = shapes, tiles, batch_shape, *of_options
         try:
-            plan = self.structure.plans.find(key, make)
+            plan = self.structure.plans.get_or_make(key, make)
         except BatchShapeError as error:
             for sentence in self._raw_keys():
                 error.add_note(sentence)
@@ -307,7 +307,7 @@ class BoundKernel(Bound):
         for name, dim in self.kernel.declaration.masks.items():
             if dim not in masks and dim not in plan.sizes:
                 raise ValueError(
-                    f"{self.where}: {name} is the mask of {dim!r}, but no argument of this call "
+                    f"{self.site}: {name} is the mask of {dim!r}, but no argument of this call "
                     "has that dimension"
                 )
             found[name] = masks[dim] if dim in masks else jnp.ones(plan.sizes[dim], bool)
@@ -458,7 +458,7 @@ def _bound(
     def make() -> Structure:
         return _new_structure(kernel, {name: arguments.arguments[name] for name in shell.names})
 
-    structure = kernel.structures.find(shell, make)
+    structure = kernel.structures.get_or_make(shell, make)
     for name, group in structure.lists:
         if all(is_number(leaves[i]) or isinstance(leaves[i], np.generic) for i in group):
             raise TypeError(

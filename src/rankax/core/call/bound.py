@@ -42,7 +42,7 @@ class Bound(abc.ABC):
         The kernel; errors show its name and source line.
     name : str
         The kernel's name.
-    where : str
+    site : str
         The call as errors name it: ``energy()``, ``chunked_vmap(energy)``.
     leaves : list
         Arrays, numbers, other objects; `jax.ShapeDtypeStruct` if only a plan is needed.
@@ -64,7 +64,7 @@ class Bound(abc.ABC):
 
     fun: Callable[..., Any]
     name: str
-    where: str
+    site: str
     leaves: list[Any]
     paths: Sequence[str]
     lengths: Mapping[int, Any] = dataclasses.field(default_factory=dict, kw_only=True)

@@ -163,7 +163,7 @@ class _Walk:
 
     def differentiated(self, operands: Operands) -> list[Any]:
         """Walk the levels in the pass that is differentiated."""
-        back = (each.back(self.jaxpr, self.item.where) for each in self.nest.passes)
+        back = (each.back(self.jaxpr, self.item.site) for each in self.nest.passes)
         jaxpr = next((each for each in back if each is not None), None)
         if jaxpr is None:
             has_loops = any(spec.is_loop for spec in self.nest.specs)

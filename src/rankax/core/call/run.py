@@ -96,7 +96,7 @@ def _run(call: Traced, observer: Observer | None) -> Any:
     is_ordered = reductions is not None and reductions.are_ordered
     of_call = whole, call.place.key, options, options.rules, observer
     key = None if is_ordered else (*of_call, tuple(bound.lengths), bound.cut)
-    with call_of_kernel(item.where), call.place.around(bound.where):
+    with call_of_kernel(item.site), call.place.around(bound.site):
         try:
             out = run_kept(make, item, leaves, key, mode, options.compiled)
         except jax.errors.KeyReuseError as error:  # only with jax_debug_key_reuse

@@ -101,7 +101,7 @@ def run_kept(
     consts = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in consts]
     args = consts, list(leaves)
     try:
-        whole = _key_of(closed, (item.where, item.out_axes, item.how, key), leaves, mode)
+        whole = _key_of(closed, (item.site, item.out_axes, item.how, key), leaves, mode)
     except fingerprint.Unknown:
         run = _compiled(make(), item, _same, args, compiled)
     else:
@@ -111,7 +111,7 @@ def run_kept(
             return _compiled(make(), item, bare, args, compiled)
 
         made: list[Any] = []
-        run = _kept.find(whole, lambda: made.append(new()) or made[0])
+        run = _kept.get_or_make(whole, lambda: made.append(new()) or made[0])
         if run and not made and mode is Mode.EAGER and _checks.get():
             return _checked(run(*args), new()(*args), item)
     return run and run(*args)
@@ -139,7 +139,7 @@ def _checked(kept: Any, new: Any, item: ItemProgram) -> Any:
             names = item.out_names
             name = names[place] if place < len(names) else f"output {place}"
             raise RuntimeError(
-                f"{item.where}: the compiled program of an earlier call was taken for that of this "
+                f"{item.site}: the compiled program of an earlier call was taken for that of this "
                 f"one, but its {name}, {jax.typeof(x)}, differs from that of a new program, "
                 f"{jax.typeof(y)}; please report it with the kernel. rankax.clear_caches() forgets "
                 "the earlier program"
@@ -215,9 +215,9 @@ _kernel = ContextVar("rankax_kernel", default="a kernel")
 
 
 @contextlib.contextmanager
-def call_of_kernel(where: str) -> Generator[None]:
-    """Enter a call of the kernel at ``where``, whose loops belong to functions of this library."""
-    token = _kernel.set(where)
+def call_of_kernel(site: str) -> Generator[None]:
+    """Enter a call of the kernel at ``site``, whose loops belong to functions of this library."""
+    token = _kernel.set(site)
     try:
         yield
     finally:
@@ -231,9 +231,9 @@ def kernel_of_call() -> str:
 
 def warn_once(kind: str, text: str) -> None:
     """Warn of the kernel that is called, once for each kind of warning."""
-    where = kernel_of_call()
-    if not next(_warnings.find((kind, where), itertools.count)):
-        warnings.warn(f"{where}: {text}", stacklevel=caller_level())
+    site = kernel_of_call()
+    if not next(_warnings.get_or_make((kind, site), itertools.count)):
+        warnings.warn(f"{site}: {text}", stacklevel=caller_level())
 
 
 def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
@@ -242,7 +242,7 @@ def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
     if config.jax_compilation_cache_dir or config.jax_disable_jit:
         return  # JAX finds it in a file, or compiles nothing
     kinds = tuple((jax.typeof(x), *_transforms(x)) for x in arrays)
-    if next(_compilations.find((key, kinds), itertools.count)):
+    if next(_compilations.get_or_make((key, kinds), itertools.count)):
         warn_once(
             "compiled again",
             "outside jax.jit, its derivative (or vmap) in chunks is compiled at every call, "

@@ -95,64 +95,64 @@ class Reductions:
         return listed(list(dict.fromkeys(entry.label for entry in self.entries)))
 
 
-def read_reductions(value: Any, where: str) -> Reductions:
+def read_reductions(value: Any, site: str) -> Reductions:
     """Read names and objects; refuse anything else.
 
     Parameters
     ----------
     value : str, Reduction, None, or a pytree of those
-    where : str
+    site : str
         The name of the called function, for errors.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda node: node is None)
-    parts = [_parts(leaf, where) for leaf in leaves]
+    parts = [_parts(leaf, site) for leaf in leaves]
     entries, structure = jax.tree.flatten(tree.unflatten(parts))
     if all(entry.is_kept for entry in entries):
-        raise ValueError(f"{where}: reduce names no reduction, got {value!r}")
+        raise ValueError(f"{site}: reduce names no reduction, got {value!r}")
     ends = list(itertools.accumulate(len(jax.tree.leaves(part)) for part in parts))
     places = tuple(map(range, [0, *ends], ends))
     return Reductions(tuple(entries), structure, tree, places)
 
 
-def _parts(leaf: Any, where: str) -> Any:
+def _parts(leaf: Any, site: str) -> Any:
     """Return a reduction, or a tuple or dict of several."""
     if not isinstance(leaf, Several):
-        return _reduction(leaf, where)
-    mask = checked_where(leaf.where, where)
-    return jax.tree.map(lambda part: _reduction(part, where).of_items(mask), leaf.reductions)
+        return _reduction(leaf, site)
+    mask = checked_where(leaf.where, site)
+    return jax.tree.map(lambda part: _reduction(part, site).of_items(mask), leaf.reductions)
 
 
-def _reduction(leaf: Any, where: str) -> Reduction:
+def _reduction(leaf: Any, site: str) -> Reduction:
     if leaf is None:
         return Keep()
     if isinstance(leaf, Reduction):
-        checked_where(leaf.where, where)
+        checked_where(leaf.where, site)
         return leaf
     if isinstance(leaf, type) and issubclass(leaf, Reduction):
         raise TypeError(
-            f"{where}: reduce got the class {leaf.__name__}; call it: {leaf.__name__}(...)"
+            f"{site}: reduce got the class {leaf.__name__}; call it: {leaf.__name__}(...)"
         )
     known = listed(list(BY_NAME), "or")
     if not isinstance(leaf, str):
         name = getattr(leaf, "__name__", None)  # as that of jnp.sum
         hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
         raise TypeError(
-            f"{where}: reduce must hold names ({known}), objects of rankax.reductions and None, "
+            f"{site}: reduce must hold names ({known}), objects of rankax.reductions and None, "
             f"got {type(leaf).__name__} {name or repr(leaf)}{hint}"
         )
     if leaf not in BY_NAME:
         close = difflib.get_close_matches(leaf, BY_NAME, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(list(BY_NAME))}"
         hint = _OTHER_NAMES.get(leaf, hint)
-        raise ValueError(f"{where}: no reduction is called {leaf!r}; {hint}")
+        raise ValueError(f"{site}: no reduction is called {leaf!r}; {hint}")
     return BY_NAME[leaf]
 
 
-def checked_where(value: Any, where: str) -> str | int | None:
+def checked_where(value: Any, site: str) -> str | int | None:
     """Return the name of a mask; refuse anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
         raise TypeError(
-            f"{where}: where must be the key, field or index of an output, got "
+            f"{site}: where must be the key, field or index of an output, got "
             f"{type(value).__name__} {value!r}"
             + ("; pass the array to the kernel, and return it" if hasattr(value, "shape") else "")
         )
@@ -171,7 +171,7 @@ def trace_reduced(
     avals: Sequence[Any],
     reductions: Reductions,
     total: int,
-    where: str | None = None,
+    site: str | None = None,
 ) -> ItemProgram:
     """Trace a kernel for one item; its outputs are those that the reductions take, then the masks.
 
@@ -184,10 +184,10 @@ def trace_reduced(
     reductions : Reductions
     total : int
         The number of items of a row.
-    where : str, optional
+    site : str, optional
         The kernel and its source line, for errors, if they are not those of ``fun``.
     """
-    where = where or function_location(fun)
+    site = site or function_location(fun)
     keys = [entry.where for entry in reductions.entries if entry.where is not None]
     masks = list(dict.fromkeys(keys))
 
@@ -195,7 +195,7 @@ def trace_reduced(
     def lifted(*items: Any) -> Any:
         out = fun(*items)
         check_outputs(fun, out)
-        return _by_reduction(where, out, reductions, masks)
+        return _by_reduction(site, out, reductions, masks)
 
     item = trace_item(lifted, lambda *items: (items, {}), avals, 0)
     # Without the mesh of what the kernel closes over: each device reduces its own part.
@@ -210,26 +210,26 @@ def trace_reduced(
         positions = tuple(range(first, end))
         mask = None if entry.where is None else masks.index(entry.where) - len(masks) + len(types)
         own = Outputs(path, names, structure, tuple(leaves), positions, mask, total)
-        _check(entry, own, where)
+        _check(entry, own, site)
         outputs.append(own)
-    return dataclasses.replace(item, where=where, outputs=tuple(outputs))
+    return dataclasses.replace(item, site=site, outputs=tuple(outputs))
 
 
-def _check(reduction: Reduction, outputs: Outputs, where: str) -> None:
+def _check(reduction: Reduction, outputs: Outputs, site: str) -> None:
     """Refuse outputs that cannot be reduced."""
     try:
         _check_fit(reduction, outputs)
     except MisfitError as error:
-        raise ValueError(f"{where}: it cannot be reduced by {reduction.label}: {error}") from None
+        raise ValueError(f"{site}: it cannot be reduced by {reduction.label}: {error}") from None
     if outputs.total < reduction.least_items:
         raise ValueError(
-            f"{where}: {reduction.label} needs at least "
+            f"{site}: {reduction.label} needs at least "
             f"{plural(reduction.least_items, 'item')}; the reduced axes have {outputs.total}"
         )
 
 
 def _by_reduction(
-    where: str, out: Any, reductions: Reductions, keys: Sequence[str | int]
+    site: str, out: Any, reductions: Reductions, keys: Sequence[str | int]
 ) -> tuple[list[tuple[_Path, Any]], list[Any]]:
     """Split the output of an item by reduction, and lift it; return the masks, too."""
     out, counts = out if isinstance(out, Marked) else (out, True)
@@ -239,7 +239,7 @@ def _by_reduction(
     except ValueError as error:
         hint = "; for more than one reduction of an output, use rankax.reductions.Several"
         hint = hint if isinstance(error, TooDeepError) else ""
-        raise ValueError(f"{where}: {error}{hint}") from None
+        raise ValueError(f"{site}: {error}{hint}") from None
     pairs: list[tuple[_Path, Any]] = []
     for path, tree, place in subtrees:
         for entry in reductions.entries[place.start : place.stop]:

@@ -184,7 +184,7 @@ def _is_leaf(value: Any) -> bool:
 class ItemProgram:
     """The traced kernel, from the mapped leaves of one item to its outputs."""
 
-    where: str  # the kernel and its source line, for errors
+    site: str  # the kernel and its source line, for errors
     closed: Any  # the traced program
     out_tree: Any
     out_names: tuple[str, ...]
@@ -212,7 +212,7 @@ class ItemProgram:
         try:
             return evaluate(self.closed.jaxpr, self.closed.consts, *leaves)
         except NotImplementedError as error:  # such as a callback that `jax.vmap` cannot map
-            error.add_note(f"This error comes from {self.where}")
+            error.add_note(f"This error comes from {self.site}")
             raise
 
     def with_constants(self, consts: Sequence[Any]) -> Self:
@@ -221,7 +221,7 @@ class ItemProgram:
 
     def reuses_key(self) -> jax.errors.KeyReuseError:
         return jax.errors.KeyReuseError(
-            f"{self.where}: it uses one PRNG key in every chunk, either an "
+            f"{self.site}: it uses one PRNG key in every chunk, either an "
             "argument that is not mapped or a key from outside, or two chunks overlap; map over "
             "jax.random.split(key, n) with a chunk_size that divides n, or use "
             "jax.random.clone(key) in the kernel where all items are meant to draw the same"
@@ -231,7 +231,7 @@ class ItemProgram:
         """Refuse to map a program with an ordered effect, which JAX cannot."""
         if has_order(self.closed):
             raise ValueError(
-                f"{self.where}: it has an ordered effect, such as a callback with ordered=True, "
+                f"{self.site}: it has an ordered effect, such as a callback with ordered=True, "
                 "which JAX cannot map; with chunk_size=1 the items run one after another in order, "
                 "and with ordered=False the order is left open"
             )
@@ -248,7 +248,7 @@ class ItemProgram:
         ]
         if odd:
             raise ValueError(
-                f"{self.where}: out_axes is None for {listed(odd)}, which says "
+                f"{self.site}: out_axes is None for {listed(odd)}, which says "
                 f"that {'it is' if len(odd) == 1 else 'they are'} the same for all items, but "
                 f"{'it depends' if len(odd) == 1 else 'they depend'} on the item; give an axis"
             )

@@ -47,7 +47,7 @@ from rankax.ext.runs import RunStates
 def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     """Evaluate a call of the kernel ``mapped`` of which some leaves are arrays in blocks."""
     kernel = call.kernel
-    where = f"{kernel.name}()"
+    site = f"{kernel.name}()"
     package, leaves = _checked_leaves(call)
     evaluator = "rankax.stream" if package == "streamed" else package
     refused = {
@@ -61,7 +61,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     for name, why in refused.items():
         if (value := getattr(options, name)) != DEFAULTS[name]:
             raise TypeError(
-                f"{where}: {name}={value!r} {why}, and "
+                f"{site}: {name}={value!r} {why}, and "
                 f"{kernel.name}.with_options({name}={DEFAULTS[name]})"
             )
     call = dataclasses.replace(call, leaves=leaves)
@@ -70,7 +70,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     if nesting.splits:
         path = call.structure.paths[nesting.splits[0].position]
         raise TypeError(
-            f"{where}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
+            f"{site}: {path} has the rank SplitKey, but {evaluator} evaluates block by block, and "
             "each block would count its items from 0 and draw the same numbers; pass a key for "
             f"each item: jax.random.split({path}, {plan.batch_shape})"
         )
@@ -80,7 +80,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
     ]
     backend: Backend = importlib.import_module(f"rankax.ext.blocks.on_{package}").BACKEND
     lazy = [(planned, value) for planned, _, value in inputs if blocks_of(value)]
-    chunks = _batch_chunks(plan, lazy, where, None if backend.can_rechunk else package)
+    chunks = _batch_chunks(plan, lazy, site, None if backend.can_rechunk else package)
     # Numbers first. Of the arrays, those with core axes: cubed 0.27 unwraps blocks along axes that
     # the output lacks only if the first array has such axes.
     inputs.sort(key=lambda each: (not is_number(each[2]), not each[1].item.shape))
@@ -99,7 +99,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         _input(backend, chunks, planned, leaf.item, value, like=lazy[0][1])
         for planned, leaf, value in inputs[len(numbers) :]
     ]
-    on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, where)
+    on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, site)
     return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.mapped()
 
 
@@ -199,7 +199,7 @@ def check_dtype(dtype: Any, subject: str, path: str) -> None:
 
 
 def _batch_chunks(
-    plan: Schedule, arrays: Sequence[tuple[Any, Any]], where: str, storing: str | None
+    plan: Schedule, arrays: Sequence[tuple[Any, Any]], site: str, storing: str | None
 ) -> BatchChunks:
     """Return the chunks of the batch, which end wherever those of any array do.
 
@@ -209,7 +209,7 @@ def _batch_chunks(
         for axis in range(len(leaf.batch_axes), len(leaf.shape)):
             if (number := len(value.chunks[axis])) > 1:
                 raise ValueError(
-                    f"{where}: {leaf.path} has shape {leaf.shape} and rank {leaf.declared}, but "
+                    f"{site}: {leaf.path} has shape {leaf.shape} and rank {leaf.declared}, but "
                     f"its core axis {axis} is cut into {plural(number, 'chunk')}, and one item "
                     f"needs all of it; pass {leaf.path}.rechunk({{{axis}: {value.shape[axis]}}})"
                 )
@@ -223,7 +223,7 @@ def _batch_chunks(
         if len(cuts) > 1 and storing:
             (one, first), (other, second), *_ = cuts.items()
             raise ValueError(
-                f"{where}: along batch axis {axis + len(plan.batch_shape)}, {first} has chunks of "
+                f"{site}: along batch axis {axis + len(plan.batch_shape)}, {first} has chunks of "
                 f"{one[0]} and {second} of {other[0]}, and {storing} would have to store one of "
                 "them again; rechunk one of them"
             )
@@ -254,7 +254,7 @@ class _BlockCall:
     backend: Backend
     batch: Batch
     numbers: list[Any]
-    where: str  # how an error message begins
+    site: str  # how an error message begins
 
     def mapped(self) -> Any:
         """Return the outputs of all items."""
@@ -267,7 +267,7 @@ class _BlockCall:
         for path, leaf in leaves_with_names(out, "output"):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise TypeError(
-                    f"{self.where}: {path} is a PRNG key, which no array in blocks can hold; "
+                    f"{self.site}: {path} is a PRNG key, which no array in blocks can hold; "
                     "return jax.random.key_data of it"
                 )
         return out
@@ -337,7 +337,7 @@ class _BlockCall:
         for axis in axes:
             if len(chunks := self.batch.chunks[axis]) > 1 and axis != first:
                 raise ValueError(
-                    f"{self.where}: Fold merges items in order, so only the first of the reduced "
+                    f"{self.site}: Fold merges items in order, so only the first of the reduced "
                     f"axes can be cut, but batch axis {axis} has chunks {chunks}; rechunk it "
                     "to one chunk"
                 )

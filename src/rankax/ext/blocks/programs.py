@@ -296,7 +296,7 @@ class OnBlocks:
             payload = _pickled(program)
         except Exception:  # whatever a class raises; it matters only where it leaves this process
             return cls(program, tuple(numbers), None)
-        return cls(_programs.find(payload, lambda: program), tuple(numbers), payload)
+        return cls(_programs.get_or_make(payload, lambda: program), tuple(numbers), payload)
 
     @property
     def limit(self) -> int:
@@ -341,7 +341,7 @@ class OnBlocks:
 
 
 def _from_payload(payload: bytes, numbers: tuple[Any, ...]) -> OnBlocks:
-    return OnBlocks(_programs.find(payload, lambda: pickle.loads(payload)), numbers, payload)
+    return OnBlocks(_programs.get_or_make(payload, lambda: pickle.loads(payload)), numbers, payload)
 
 
 def _pickled(program: Program) -> bytes:

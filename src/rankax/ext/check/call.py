@@ -360,7 +360,7 @@ def nonfinite(
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
-        is_odd = _is_odd(spec, given.where, gradient)
+        is_odd = _is_odd(spec, given.site, gradient)
         found, first = them.reduced(is_odd, {**explicit, "reduce": reduce})
         count = int(found)
         flat = np.asarray(first.indices)[:count]

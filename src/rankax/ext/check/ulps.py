@@ -34,8 +34,8 @@ def difference(want: Any, got: Any, target: Target | None) -> tuple[float, tuple
             ulps = np.abs(want - got) / (_eps(dtype, target) * largest)
         ulps = np.nan_to_num(ulps, nan=np.inf, posinf=np.inf)
         apart = np.where(np.isnan(want) & np.isnan(got), 0, np.minimum(apart, ulps))
-    where = np.unravel_index(np.argmax(apart), want.shape)
-    return float(np.max(apart)), tuple(map(int, where))
+    at = np.unravel_index(np.argmax(apart), want.shape)
+    return float(np.max(apart)), tuple(map(int, at))
 
 
 def most_ulps(dtype: Any, target: Target | None) -> float:

@@ -46,8 +46,8 @@ class OnDevices(Placement):
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         return inside(self.parts)
 
-    def around(self, where: str) -> contextlib.AbstractContextManager[Any]:
-        return committed_elsewhere(where, self.parts)
+    def around(self, site: str) -> contextlib.AbstractContextManager[Any]:
+        return committed_elsewhere(site, self.parts)
 
     def put(self, values: Sequence[Any], bound: Bound, options: Options) -> list[Any]:
         axes = cut_axes(bound, options, self.parts)
@@ -83,11 +83,11 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     serves = list(filter(is_mergeable, range(len(shape))))
     # The longest axis first; of equals one that is kept, because its parts need not be merged.
     serves.sort(key=lambda axis: (-shape[axis], axis in reduced))
-    parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.where, serves)
+    parts = find_parts(devices, leaves, whole.batch_axes, shape, bound.site, serves)
     odd = [each.axis for each in parts if each.axis not in serves]
     if odd and devices is not None:
         raise ValueError(
-            f"{bound.where}: {options.reduce} takes items in order, so only the first of the "
+            f"{bound.site}: {options.reduce} takes items in order, so only the first of the "
             f"reduced axes {reduced} can be sharded, but axis {odd[0]} is"
         )
     return () if 0 in shape else tuple(each for each in parts if each.axis in serves)

@@ -48,7 +48,7 @@ _HANGS = (0, 10) <= jax.__version_info__ < (0, 11)
 _overlapped = jax.jit(overlapped, static_argnums=(1, 2))
 
 
-def checked_devices(value: Any, where: str) -> Devices:
+def checked_devices(value: Any, site: str) -> Devices:
     """Return a valid value of the option ``devices``, or raise."""
     is_name = isinstance(value, str)
     if value is None or value is False or isinstance(value, PartitionSpec):
@@ -56,14 +56,14 @@ def checked_devices(value: Any, where: str) -> Devices:
     if is_name and value == "all":
         return value
     if isinstance(value, (int, np.integer)):
-        return positive_int(value, where, "devices")
+        return positive_int(value, site, "devices")
     listed = [] if is_name or not isinstance(value, Iterable) else np.ravel(np.array(value, object))
     if len(listed) and all(isinstance(device, jax.Device) for device in listed):
         if len({*listed}) < len(listed):
-            raise ValueError(f"{where}: devices names a device twice, got {value!r}")
+            raise ValueError(f"{site}: devices names a device twice, got {value!r}")
         return tuple(listed)
     raise TypeError(
-        f"{where}: devices must be 'all', a positive int, a sequence of jax.Device, a "
+        f"{site}: devices must be 'all', a positive int, a sequence of jax.Device, a "
         f"jax.sharding.PartitionSpec, False, or None, got {value!r}"
         + (_hint(value) if is_name else "")
     )
@@ -75,7 +75,7 @@ def _hint(name: str) -> str:
     return f"; the axes of a mesh are named by PartitionSpec({name!r})"
 
 
-def named(devices: int | str | tuple[Any, ...], where: str) -> tuple[Any, ...]:
+def named(devices: int | str | tuple[Any, ...], site: str) -> tuple[Any, ...]:
     """Return the devices that the option names, or say how to get so many."""
     if isinstance(devices, tuple):
         return devices
@@ -85,7 +85,7 @@ def named(devices: int | str | tuple[Any, ...], where: str) -> tuple[Any, ...]:
         return tuple(local[:wanted])
     count = os.cpu_count() if devices == "all" else wanted
     raise ValueError(
-        f"{where}: devices={devices!r}, but JAX has {plural(len(local), f'{kind} device')}; for "
+        f"{site}: devices={devices!r}, but JAX has {plural(len(local), f'{kind} device')}; for "
         f'more CPU devices, one for each core, call jax.config.update("jax_num_cpu_devices", '
         f"{count}) before JAX is first used"
     )
@@ -108,7 +108,7 @@ def put(x: Any, axis: int | None, parts: Parts) -> Any:
 
 
 @contextlib.contextmanager
-def committed_elsewhere(where: str, parts: tuple[Parts, ...]) -> Generator[None]:
+def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
     """Say what to do where JAX refuses arrays that are committed to other devices.
 
     JAX has no class for this error, and the arrays, inside `jax.grad`, do not tell their devices.
@@ -120,7 +120,7 @@ def committed_elsewhere(where: str, parts: tuple[Parts, ...]) -> Generator[None]
         if not parts or "incompatible devices" not in str(error):
             raise
         raise ValueError(
-            f"{where}: inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
+            f"{site}: inside jax.grad, jax.jvp or jax.vmap, an argument is committed to other "
             "devices than those of devices=; put it on them first, with jax.device_put"
         ) from error
 
@@ -136,7 +136,7 @@ def warn_of_hang(item: ItemProgram) -> None:
     names = (operation.name for operation in operations(item.closed.jaxpr))
     if found := next((name for name in names if name in LAPACK), None):
         warnings.warn(
-            f"{item.where}: with JAX 0.10, LAPACK (here {found}) can hang forever on {devices} "
+            f"{item.site}: with JAX 0.10, LAPACK (here {found}) can hang forever on {devices} "
             f"CPU devices that have {threads} threads; set the environment variable PJRT_NPROC to "
             f"{2 * devices} before JAX is first used, or use JAX 0.12",
             stacklevel=caller_level(),
@@ -148,7 +148,7 @@ def find_parts(
     leaves: Sequence[Any],
     axes: Sequence[Sequence[int | None]],
     shape: Sequence[int],
-    where: str,
+    site: str,
     serves: Sequence[int],
 ) -> tuple[Parts, ...]:
     """Return the parts of each batch axis that devices share.
@@ -163,7 +163,7 @@ def find_parts(
         For each leaf, its axis for each axis of the batch.
     shape : sequence of int
         The batch shape.
-    where : str
+    site : str
         The called function, for errors.
     serves : sequence of int
         The axes of the batch that may be cut, the best one first.
@@ -173,7 +173,7 @@ def find_parts(
     if devices is not None and is_inside():
         return ()
     if isinstance(devices, PartitionSpec):
-        return _named_parts(devices, leaves, shape, where)
+        return _named_parts(devices, leaves, shape, site)
     found: tuple[Parts, ...] = ()
     for axis, size in enumerate(shape):
         parts = _sharded_parts(leaves, axes, axis, size)
@@ -184,7 +184,7 @@ def find_parts(
     axis = next((axis for axis in serves if shape[axis]), None)
     if axis is None:
         return ()
-    return _spread_parts(devices, found, leaves, axis, shape[axis], where)
+    return _spread_parts(devices, found, leaves, axis, shape[axis], site)
 
 
 def _sharded_parts(
@@ -203,10 +203,10 @@ def _sharded_parts(
 
 
 def _spread_parts(
-    devices: Any, found: tuple[Parts, ...], leaves: Sequence[Any], axis: int, size: int, where: str
+    devices: Any, found: tuple[Parts, ...], leaves: Sequence[Any], axis: int, size: int, site: str
 ) -> tuple[Parts, ...]:
     """Return one part of an axis for each device, on the mesh of the caller if there is one."""
-    wanted, mesh = named(devices, where), mesh_of(leaves)
+    wanted, mesh = named(devices, site), mesh_of(leaves)
     known = mesh.devices.flat if isinstance(mesh, Mesh) else wanted  # an abstract mesh hides them
     is_theirs = mesh is not None and mesh.size == len(wanted) and set(known) == set(wanted)
     if is_theirs and math.prod(parts.count for parts in found) == len(wanted):
@@ -219,32 +219,32 @@ def _spread_parts(
         mesh = Mesh(own, ("rankax_devices",), axis_types=(AxisType.Auto,))
     elif not is_theirs:
         raise ValueError(
-            f"{where}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
+            f"{site}: devices={devices!r} names {plural(len(wanted), 'device')}, but the call is "
             f"on another mesh, of {plural(mesh.size, 'device')}; leave out devices= to use it"
         )
     return (Parts(axis, mesh.size, mesh.axis_names, mesh),) if size >= mesh.size else ()
 
 
 def _named_parts(
-    spec: PartitionSpec, leaves: Sequence[Any], shape: Sequence[int], where: str
+    spec: PartitionSpec, leaves: Sequence[Any], shape: Sequence[int], site: str
 ) -> tuple[Parts, ...]:
     """Return the parts that a spec names, one entry for each axis of the batch."""
     mesh = mesh_of(leaves)
     if mesh is None:
         raise ValueError(
-            f"{where}: devices={spec} names axes of a mesh, but no argument is on one here; give "
+            f"{site}: devices={spec} names axes of a mesh, but no argument is on one here; give "
             "the number of devices, or call it with jax.set_mesh(mesh)"
         )
     if len(spec) > len(shape):
         raise ValueError(
-            f"{where}: devices={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
+            f"{site}: devices={spec} has {len(spec)} entries for the batch shape {tuple(shape)}"
         )
     parts: list[Parts] = []
     for axis, (entry, size) in enumerate(zip(spec, shape, strict=False)):
         names = _entry_names(entry)
         if unknown := [name for name in names if name not in mesh.shape]:
             raise ValueError(
-                f"{where}: devices={spec} names {unknown[0]!r}, but the mesh has the axes "
+                f"{site}: devices={spec} names {unknown[0]!r}, but the mesh has the axes "
                 f"{listed([repr(name) for name in mesh.shape])}"
             )
         count = math.prod(mesh.shape[name] for name in names)

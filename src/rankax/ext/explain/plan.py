@@ -238,9 +238,9 @@ def _level_sentence(level: Level, leaves: Sequence[LeafPlan]) -> str:
     paths = [leaf.path for leaf, mapped in zip(leaves, level.mapped, strict=True) if mapped]
     shown = paths if len(paths) <= 6 else [*paths[:4], f"{len(paths) - 4} more"]
     axes = ", ".join(str(axis) for axis in level.axes)
-    where = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
+    which = f"axis {axes}" if len(level.axes) == 1 else f"axes {axes} as one"
     reduced = ", reduced" if level.reduced else ""
-    return f"{where}: {_level_how(level)}, mapping {', '.join(shown)}{reduced}"
+    return f"{which}: {_level_how(level)}, mapping {', '.join(shown)}{reduced}"
 
 
 def _part_sentence(lengths_and_part: tuple[tuple[int, ...], BatchPlan]) -> str:

@@ -90,7 +90,7 @@ def check_lanes(item: ItemProgram) -> None:
     else:
         return
     cause += f", but with lockstep=False {clash}"
-    raise ValueError(f"{item.where}: it {cause}; use lockstep=True, or {instead}")
+    raise ValueError(f"{item.site}: it {cause}; use lockstep=True, or {instead}")
 
 
 def _loop_in_order(jaxpr: Any) -> str:

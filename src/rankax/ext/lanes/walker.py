@@ -81,8 +81,8 @@ class ReversePass:
     def differs_back(self, jaxpr: Any) -> bool:
         return has_plain_loop(jaxpr.eqns)
 
-    def back(self, jaxpr: Any, where: str) -> Any:
-        return with_reverse_pass(jaxpr, where) if has_plain_loop(jaxpr.eqns) else None
+    def back(self, jaxpr: Any, site: str) -> Any:
+        return with_reverse_pass(jaxpr, site) if has_plain_loop(jaxpr.eqns) else None
 
 
 _REVERSE = ReversePass()

@@ -26,9 +26,9 @@ _UNDERSTOOD = (
 )
 
 
-def checked_limit(value: Any, where: str) -> int | str | None:
+def checked_limit(value: Any, site: str) -> int | str | None:
     """Return a limit in normal form: a number of bytes, or a share such as ``"50%"``."""
-    refusal = f"{where}: memory_limit must be {_UNDERSTOOD}, got"
+    refusal = f"{site}: memory_limit must be {_UNDERSTOOD}, got"
     if value is None:
         return None
     if not isinstance(value, str):
@@ -118,7 +118,7 @@ _AIM = 0.97  # the share of the limit that a guess aims at
 
 
 def fit_chunk(
-    measure: Callable[[int], Cost], sizes: Sequence[int], most: int, limit: int, where: str
+    measure: Callable[[int], Cost], sizes: Sequence[int], most: int, limit: int, site: str
 ) -> MemoryFit:
     """Return a chunk size of at most ``most`` that was measured to be within ``limit``.
 
@@ -155,7 +155,7 @@ def fit_chunk(
     if cost.most > limit:
         # Both are always measured. A chunk that the compiler fuses may need less than one item.
         least = min(cost.most, measured[first].most)
-        raise ValueError(_too_much(cost, least, limit, where))
+        raise ValueError(_too_much(cost, least, limit, site))
     return MemoryFit(limit, low, cost.forward, cost.gradient, no_gradient=cost.no_gradient)
 
 
@@ -176,7 +176,7 @@ def _guess(measured: dict[int, Cost], low: int, high: int, limit: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-def _too_much(cost: Cost, least: int, limit: int, where: str) -> str:
+def _too_much(cost: Cost, least: int, limit: int, site: str) -> str:
     needs = f"{shown_bytes(cost.forward)} forward"
     if cost.gradient is not None:
         needs += f" and {shown_bytes(cost.gradient)} in the gradient"
@@ -184,6 +184,6 @@ def _too_much(cost: Cost, least: int, limit: int, where: str) -> str:
     if cost.forward <= limit:
         step = "pass checkpoint=False if you need no gradient"
     return (
-        f"{where}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
+        f"{site}: one item alone needs {needs} beyond inputs and outputs, and memory_limit is "
         f"{shown_bytes(limit)}; raise it to at least {least} bytes, or {step}"
     )

@@ -74,7 +74,7 @@ def _fit(call: Traced, part: Bound, fitted: Fitted) -> MemoryFit:
 
     sizes = tuple(level.size for level in plan(1).plan.levels)
     leaves, key = [part.leaves[i] for i in inputs], (part.plan(options, None), item.out_axes)
-    return fit_to_limit(part.where, options, sizes, item.closed, leaves, program, key)
+    return fit_to_limit(part.site, options, sizes, item.closed, leaves, program, key)
 
 
 def _of_lengths(call: Traced, *lengths: int) -> ItemProgram:

@@ -47,13 +47,13 @@ _kept: Kept[Any] = Kept(1024, "chunk sizes by memory limit")
 
 
 def fit_to_limit(
-    where: str, options: Any, sizes: Shape, item: Any, arrays: Any, program: Program, key: Hashable
+    site: str, options: Any, sizes: Shape, item: Any, arrays: Any, program: Program, key: Hashable
 ) -> MemoryFit:
     """Return the chunk size that stays within a limit, measured once for each kind of call.
 
     Parameters
     ----------
-    where : str
+    site : str
         The call, for errors.
     options : Options
         Those of the call. A share as limit counts what is free at the first such call; with
@@ -69,7 +69,7 @@ def fit_to_limit(
     key : hashable
         Everything else that the call depends on.
     """
-    shapes = stand_ins((item.consts, arrays), options.target, where)
+    shapes = stand_ins((item.consts, arrays), options.target, site)
     compiler, total = dict(options.compiler_options or ()) or None, math.prod(sizes)
 
     def measure(chunk_size: int) -> Cost:
@@ -82,7 +82,7 @@ def fit_to_limit(
 
     def fit() -> MemoryFit:
         limit = limit_in_bytes(options.memory_limit, lambda: free_bytes(options.target))
-        found = fit_chunk(measure, sizes, min(options.most or total, total), limit, where)
+        found = fit_chunk(measure, sizes, min(options.most or total, total), limit, site)
         may_store = options.checkpoint is None and options.rules.pays_to_store(item.jaxpr)
         if not may_store or found.gradient is None or found.chunk_size >= total:
             return found
@@ -92,21 +92,19 @@ def fit_to_limit(
             return found
         return dataclasses.replace(found, gradient=gradient, stored=True)
 
-    return fit_once(where, item, shapes, (options, options.rules, sizes, key), fit)
+    return fit_once(site, item, shapes, (options, options.rules, sizes, key), fit)
 
 
-def fit_once(
-    where: str, item: Any, arrays: Any, key: Hashable, fit: Callable[[], Answer]
-) -> Answer:
+def fit_once(site: str, item: Any, arrays: Any, key: Hashable, fit: Callable[[], Answer]) -> Answer:
     """Return ``fit()``, or what it returned for an equal program, arrays of equal types and key."""
     if any(hasattr(effect, "name") for effect in item.effects):
         raise ValueError(
-            f"{where}: memory_limit cannot measure a kernel with a collective over an outer axis; "
+            f"{site}: memory_limit cannot measure a kernel with a collective over an outer axis; "
             "give chunk_size"
         )
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         raise ValueError(
-            f"{where}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
+            f"{site}: memory_limit cannot measure a kernel inside jax.shard_map, where the types "
             "of arrays name its mesh; give chunk_size"
         )
     leaves, treedef = jax.tree.flatten(arrays)
@@ -116,10 +114,10 @@ def fit_once(
     except Unknown:
         # If the program cannot be compared, its structure will do, because only memory matters.
         program = tuple((eqn.primitive, tuple(v.aval for v in eqn.outvars)) for eqn in item.eqns)
-    return _kept.find((key, program, treedef, types, jax.default_backend()), fit)
+    return _kept.get_or_make((key, program, treedef, types, jax.default_backend()), fit)
 
 
-def stand_ins(arrays: Any, target: Target | None, where: str) -> Any:
+def stand_ins(arrays: Any, target: Target | None, site: str) -> Any:
     """Return the shapes of arrays, on a device to compile for if that is not one of the default."""
     shapes = jax.tree.map(shape_of, arrays)
     if target is None or target.platform == jax.default_backend():
@@ -128,17 +126,17 @@ def stand_ins(arrays: Any, target: Target | None, where: str) -> Any:
         device = target.device or jax.local_devices(backend=target.platform)[0]
     except RuntimeError:
         raise ValueError(
-            f"{where}: memory_limit cannot measure a call compiled for a {target.platform}, "
+            f"{site}: memory_limit cannot measure a call compiled for a {target.platform}, "
             "because this process has none; give chunk_size"
         ) from None
     sharding = SingleDeviceSharding(device)
     return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
 
 
-def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any, where: str) -> int:
+def gradient_bytes(call: Callable[..., Any], consts: Sequence[Any], arrays: Any, site: str) -> int:
     """Return the temporaries of the gradient of a call, or of the call if it has no gradient."""
     target = target_of(jax.tree.leaves((consts, arrays)))
-    shapes, arrays = stand_ins((list(consts), arrays), target, where)
+    shapes, arrays = stand_ins((list(consts), arrays), target, site)
     traced, _ = _gradient(call, shapes, arrays)
     return _temporaries(traced or jax.jit(call).trace(shapes, arrays), None)
 

@@ -179,7 +179,7 @@ class RaggedCall:
             return slots_for(count)
         if (size := bucket_of(count, bucket)) is None:
             raise ValueError(
-                f"{self.call.where}: {count} items have the same length, but the largest bucket is "
+                f"{self.call.site}: {count} items have the same length, but the largest bucket is "
                 f"{bucket[-1]}; add a larger one, or use bucket=True, which has no end"
             )
         return size
@@ -287,7 +287,7 @@ class RaggedCall:
             explicit["batch_shape"] = (*shape[:-1], 1)
         of_call = call.kernel, dense_shell(call), (*call.others,), frozenset(explicit.items())
         padded = Padded(*of_call, roles, self.dims, group.lengths, self.of_item)
-        derived = call.kernel.structures.find(padded, padded.kernel)
+        derived = call.kernel.structures.get_or_make(padded, padded.kernel)
         items = self.items_of(group)
         arrays = (*mapped, *self._slopes(group, items), *counts)
         given = {ITEMS: items, MAPPED: arrays, WHOLE: tuple(whole), **call.others}

@@ -12,13 +12,13 @@ def check_options(call: BoundKernel, options: Options) -> None:
     if options.batched:
         path = call.structure.paths[next(iter(call.structure.nodes))]
         raise TypeError(
-            f"{call.where}: {path} is Ragged, but with batched=True the function takes a whole "
+            f"{call.site}: {path} is Ragged, but with batched=True the function takes a whole "
             "chunk; write it for one item, or fill the items up and pass a boolean array"
         )
     for i, leaf in enumerate(call.leaves):
         if options.devices is None and call.structure.ranks[i] is not None and is_spread(leaf):
             raise ValueError(
-                f"{call.where}: {call.structure.paths[i]} is sharded over devices, but ragged "
+                f"{call.site}: {call.structure.paths[i]} is sharded over devices, but ragged "
                 "items are read by index from all of it; with devices=, the devices share the items"
             )
 
@@ -27,24 +27,24 @@ def dimensions(call: BoundKernel) -> dict[int, str]:
     """Return the first dimension of each ragged leaf; refuse what does not go together."""
     found: dict[int, str] = {}
     first: dict[str, int] = {}  # the leaf that has a dimension first
-    structure, where = call.structure, call.where
+    structure, site = call.structure, call.site
     for i in structure.nodes:
         path, rank = structure.paths[i], structure.ranks[i]
         dims = rank.dims if rank is not None else None
         if not dims or dims[0].name is None:
             raise TypeError(
-                f"{where}: {path} is Ragged, so its first core dimension needs a name, as in "
+                f"{site}: {path} is Ragged, so its first core dimension needs a name, as in "
                 f'{path}="n 3", but its rank is {rank}'
             )
         name = dims[0].name
         if any(name in (dim.name, *dim.names) for dim in dims[1:]):
             raise TypeError(
-                f"{where}: {path} is Ragged, but its rank {rank} has {name!r} more than once; only "
+                f"{site}: {path} is Ragged, but its rank {rank} has {name!r} more than once; only "
                 "the first axis of an item may differ"
             )
         if len(shape := np.shape(call.leaves[i])) != len(dims):
             raise ValueError(
-                f"{where}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
+                f"{site}: {path} is Ragged with values of shape {shape}, but its rank {rank} asks "
                 f"for {len(dims)}: the rows, and {len(dims) - 1} for one row"
             )
         if found:
@@ -53,12 +53,12 @@ def dimensions(call: BoundKernel) -> dict[int, str]:
             its_path = structure.paths[other]
             if len(mine) != len(its):
                 raise ValueError(
-                    f"{where}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
+                    f"{site}: {path} has {len(mine)} items, but {its_path} has {len(its)}"
                 )
             if name in first and (differs := mine.lengths != its.lengths).any():
                 at = int(np.argmax(differs))
                 raise ValueError(
-                    f"{where}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
+                    f"{site}: item {at} of {path} has {mine.lengths[at]} rows, but that of "
                     f"{its_path} has {its.lengths[at]}"
                 )
         found[i] = name
@@ -68,7 +68,7 @@ def dimensions(call: BoundKernel) -> dict[int, str]:
             name = next((name for name in (dim.name, *dim.names) if name in first), None)
             if name is not None:
                 raise TypeError(
-                    f"{where}: {structure.paths[i]} has the dimension {name!r}, in which "
+                    f"{site}: {structure.paths[i]} has the dimension {name!r}, in which "
                     f"{structure.paths[first[name]]} is Ragged; pass it as Ragged of the same "
                     "lengths, if that is its first core dimension, or give the dimension another "
                     "name"

@@ -249,7 +249,7 @@ class PaddedCall(BoundKernel):
             counts = list(iterator)
             return Marked(out, *counts) if counts else out
 
-        item = self.trace_on(kernel, _types.find((how, plan), types), plan, reductions)
+        item = self.trace_on(kernel, _types.get_or_make((how, plan), types), plan, reductions)
         if any(map(is_ref, item.closed.consts)):
             return super().trace(plan, reductions)
         fields = {**vars(item), "closed": opened(item.closed)}

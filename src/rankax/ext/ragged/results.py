@@ -105,7 +105,7 @@ def _in_order(ragged: RaggedCall, outs: Sequence[Any], axis: int) -> Any:
 def check_one_axis(ragged: RaggedCall, path: str, dim: int) -> None:
     if (batch := ragged.dense.plan.batch_shape) != (ragged.count,):
         raise ValueError(
-            f"{ragged.call.where}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
+            f"{ragged.call.site}: {path} begins with the ragged dimension {ragged.dims[dim]!r}, "
             f"so it would be Ragged, which has one batch axis, but the batch shape is {batch}; use "
             "jax.vmap over the other axes"
         )
@@ -166,7 +166,7 @@ def check_declared_outputs(ragged: RaggedCall) -> None:
                 continue
             reduced = "with reduce=, " if place == 0 and dim.name == name else ""
             raise TypeError(
-                f"{call.where}: {reduced}an output of rank {rank} has the ragged dimension "
+                f"{call.site}: {reduced}an output of rank {rank} has the ragged dimension "
                 f"{name!r}, but only the first core dimension of an output that is not reduced may "
                 "be ragged; reduce that axis in the kernel, or return its rows in front"
             )
@@ -191,7 +191,7 @@ def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> No
 def _depends_on_length(ragged: RaggedCall, path: str, shape: tuple[int, ...]) -> ValueError:
     name = ragged.dims[0]
     return ValueError(
-        f"{ragged.call.where}: {path} has the shape {shape} for one item, which depends on how "
+        f"{ragged.call.site}: {path} has the shape {shape} for one item, which depends on how "
         f"many rows the item is filled up to; declare the output, as in -> "
         f'Float[Array, "{name} 3"], if it has a row for each row, or reduce that axis in the kernel'
     )

@@ -206,7 +206,7 @@ def _checked_lengths(lengths: Any) -> np.ndarray[Any, Any]:
 
 def _refusal(call: Any, path: str) -> TypeError:
     return TypeError(
-        f"{call.where}: {path} is Ragged, which goes with arrays of JAX and "
+        f"{call.site}: {path} is Ragged, which goes with arrays of JAX and "
         "NumPy only; beside an array of another package, pass a padded array, and a boolean "
         "array that says which rows are real"
     )

@@ -155,7 +155,7 @@ def trace_body(call: ScanCall) -> tuple[ItemProgram, list[Any], list[Any]]:
     items, x_tree = jax.tree.flatten(call.xs)
     x = [with_axis(leaf, 0) for leaf in items]
     location = messages.function_location(call.f)
-    where = f"{call.site}: the scan body {location}"
+    site = f"{call.site}: the scan body {location}"
     out_trees: list[Any] = []
 
     def described() -> tuple[Any, ...]:
@@ -170,18 +170,18 @@ def trace_body(call: ScanCall) -> tuple[ItemProgram, list[Any], list[Any]]:
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             is_sequence = isinstance(out, (tuple, list))
             came = f"{type(out).__name__} of {len(out)}" if is_sequence else type_name(out)
-            raise TypeError(f"{where} must return a pair (carry, y), got {came}")
-        check_carry(call.site, where, "init", call.init, out[0])
+            raise TypeError(f"{site} must return a pair (carry, y), got {came}")
+        check_carry(call.site, site, "init", call.init, out[0])
         check_leaves(call.site, out[1], "y")
         leaves, out_tree = jax.tree.flatten(tuple(out))
         out_trees.append(out_tree)
         return leaves
 
-    closed, init = trace_step(where, "init", call.init, on_leaves, x)
+    closed, init = trace_step(site, "init", call.init, on_leaves, x)
     return ItemProgram(location, keep_rules(closed), out_trees[-1], (), ()), init, items
 
 
-def check_carry(site: str, where: str, name: str, init: Any, carry: Any) -> None:
+def check_carry(site: str, body: str, name: str, init: Any, carry: Any) -> None:
     """Refuse a returned carry of another structure than the first one, which is called ``name``."""
     check_leaves(site, carry, "the returned carry")
     before, after = jax.tree.structure(init), jax.tree.structure(carry)
@@ -193,7 +193,7 @@ def check_carry(site: str, where: str, name: str, init: Any, carry: Any) -> None
     details = [f"it lacks {messages.listed(missing)}"] if missing else []
     details += [f"it adds {messages.listed(extra)}"] if extra else []
     raise TypeError(
-        f"{where} must return a carry with the structure of {name}; "
+        f"{body} must return a carry with the structure of {name}; "
         f"{' and '.join(details) or 'its containers differ'}\n\n"
         + messages.table(
             ("carry", "structure"), [(name, str(before)), ("returned", str(after))], [1]
@@ -202,7 +202,7 @@ def check_carry(site: str, where: str, name: str, init: Any, carry: Any) -> None
 
 
 def trace_step(
-    where: str, name: str, init: Any, step: Callable[..., list[Any]], *x: Any
+    site: str, name: str, init: Any, step: Callable[..., list[Any]], *x: Any
 ) -> tuple[Any, list[jax.Array]]:
     """Trace a step from the leaves of a carry, and of ``x``, to those of the next carry and more.
 
@@ -220,7 +220,7 @@ def trace_step(
     rows = [(path, type_name(leaf), type_name(new)) for (path, _), leaf, new in triples]
     if odd := [i for i, (_, before, after) in enumerate(rows) if before != after]:
         raise TypeError(
-            f"{where} must return a carry with the shapes and dtypes of {name}; "
+            f"{site} must return a carry with the shapes and dtypes of {name}; "
             f"{messages.listed([rows[i][0] for i in odd])} "
             f"{'differs' if len(odd) == 1 else 'differ'}\n\n"
             + messages.table(("leaf", "carry in", "carry out"), rows, odd)
@@ -346,7 +346,7 @@ def run_scan(
         if reports is not None or body.closed.effects:
             mode = Mode.STAGED
         key = None if key is None else (key, bare)
-        with call_of_kernel(body.where):
+        with call_of_kernel(body.site):
             arrays = [*init, *xs]
             carry, ys = run_kept(lambda: program, body, arrays, key, mode, lambda f, _: jax.jit(f))
         return bare.carry_tree.unflatten(carry), ys

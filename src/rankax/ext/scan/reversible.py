@@ -207,7 +207,7 @@ _reached: Kept[Any] = Kept(64, "schedules of reverse passes")
 
 def _reach(stored: int) -> Any:
     """Return how many steps ``s`` carries reverse, each step evaluated at most ``r`` times more."""
-    return _reached.find(stored, functools.partial(_new_reach, stored))
+    return _reached.get_or_make(stored, functools.partial(_new_reach, stored))
 
 
 def _new_reach(stored: int) -> Any:

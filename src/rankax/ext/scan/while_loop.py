@@ -134,11 +134,11 @@ def checkpoint_while_loop(
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
     tree = jax.tree.structure(init_val)
-    where = f"{site}: body_fun {messages.function_location(body_fun)}"
+    site = f"{site}: body_fun {messages.function_location(body_fun)}"
 
     def body(carry: Sequence[Any]) -> list[Any]:
         out = body_fun(tree.unflatten(carry))
-        check_carry(site, where, "init_val", init_val, out)
+        check_carry(site, site, "init_val", init_val, out)
         return jax.tree.leaves(out)
 
     def cond(carry: Sequence[Any]) -> Any:
@@ -150,7 +150,7 @@ def checkpoint_while_loop(
             )
         return out
 
-    step, init = trace_step(where, "init_val", init_val, body)
+    step, init = trace_step(site, "init_val", init_val, body)
     programs = jax.make_jaxpr(cond)(init), step
     refusal = _refusal(site, (cond_fun, body_fun), programs)
     arrays = [list(closed.consts) for closed in programs], init
@@ -197,12 +197,12 @@ def _loop(
     return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
 
 
-def with_reverse_pass(jaxpr: Any, where: str) -> Any:
+def with_reverse_pass(jaxpr: Any, site: str) -> Any:
     """Return a program whose `while` loops have a reverse pass, at any depth.
 
-    A loop inside a function with its own derivative rule stays. ``where``: the program, for errors.
+    A loop inside a function with its own derivative rule stays. ``site``: the program, for errors.
     """
-    eqns = [_with_reverse_pass(eqn, where) for eqn in jaxpr.eqns]
+    eqns = [_with_reverse_pass(eqn, site) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if has_plain_loop(jaxpr.eqns) else jaxpr
 
 
@@ -218,13 +218,13 @@ def has_plain_loop(eqns: Sequence[Any]) -> bool:
     return any(map(has_one, eqns))
 
 
-def _with_reverse_pass(eqn: Any, where: str) -> Any:
+def _with_reverse_pass(eqn: Any, site: str) -> Any:
     if not has_plain_loop([eqn]):
         return eqn
-    eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, where=where))
+    eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, site=site))
     if eqn.primitive.name != "while":
         return eqn
-    site = f"{where}: while at {source_info_util.summarize(eqn.source_info)}"
+    site = f"{site}: while at {source_info_util.summarize(eqn.source_info)}"
 
     def program(closed: Any) -> Callable[..., list[Any]]:
         return lambda consts, *carry: evaluate(closed.jaxpr, closed.consts, *consts, *carry)

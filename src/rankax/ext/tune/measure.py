@@ -59,23 +59,23 @@ def tuned(
 ) -> Tuning:
     """Measure the candidates for a decorated kernel; ``kernel.tune`` says what the others are."""
     begin = time.perf_counter()
-    where, options = f"{kernel.spec.name}.tune", kernel.spec.options()
-    explicit = checked_limit(memory_limit, where)
-    check_bool(gradient, where, "gradient")
+    site, options = f"{kernel.spec.name}.tune", kernel.spec.options()
+    explicit = checked_limit(memory_limit, site)
+    check_bool(gradient, site, "gradient")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"{where}: seconds must be a positive number, got {seconds!r}")
+        raise ValueError(f"{site}: seconds must be a positive number, got {seconds!r}")
     # The argument replaces the kernel's chunk size; the option memory_limit stands beside it.
     limit = limit_in_bytes(explicit or options.memory_limit or "100%", free_bytes)
     bound = options.most if explicit is None else None
     call = bind(kernel.spec, args, kwargs, takes_nodes=True)
     kind = RaggedWorkload if call.structure.nodes else Workload
-    workload = kind(call, bound, gradient, where)
+    workload = kind(call, bound, gradient, site)
     search = _Search(workload, limit, begin, seconds)
     chosen = search.chosen()
     if chosen is None:
         least = min((t.temporaries for t in search.trials if t.temporaries is not None), default=0)
         raise ValueError(
-            f"{where}: no chunk size keeps to the memory_limit of {shown_bytes(limit)}; the "
+            f"{site}: no chunk size keeps to the memory_limit of {shown_bytes(limit)}; the "
             f"smallest one tried needs {shown_bytes(least)} besides arguments and results"
         )
     candidates = tuple(

@@ -48,20 +48,20 @@ class Workload:
         The largest chunk that may be used.
     gradient : bool
         Whether the value is differentiated.
-    where : str
+    site : str
         How an error message begins.
     """
 
     call: BoundKernel
     bound: int | None
     gradient: bool
-    where: str
+    site: str
 
     def __post_init__(self) -> None:
         call, options = self.call, self.call.kernel.options()
         if is_staged() or any(isinstance(x, core.Tracer) for x in call.split()[0]):
             raise TypeError(
-                f"{self.where}: it runs the kernel to time it, so it cannot be called inside "
+                f"{self.site}: it runs the kernel to time it, so it cannot be called inside "
                 "jax.jit, jax.vmap, jax.grad or a scan; call it before, and use the kernel that it "
                 "returns"
             )
@@ -77,12 +77,12 @@ class Workload:
         if not self.items or not self.batch:
             what = "no batch axes" if not self.batch else "an empty batch"
             raise ValueError(
-                f"{self.where}: the arguments have {what}, so there is nothing to tune; pass "
+                f"{self.site}: the arguments have {what}, so there is nothing to tune; pass "
                 "arguments as large as those of the calls that should be fast"
             )
         if self.gradient and not self.floating:
             raise TypeError(
-                f"{self.where}: gradient=True, but no argument with a rank holds floating-point "
+                f"{self.site}: gradient=True, but no argument with a rank holds floating-point "
                 "numbers"
             )
 

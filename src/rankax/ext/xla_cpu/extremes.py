@@ -155,7 +155,7 @@ class TopOfSlots(Top):
         before = new
         for old in entries:
             wins = (new[0] > old[0]) | ((new[0] == old[0]) & (new[1] < old[1]))
-            where = functools.partial(jnp.where, wins)
-            chosen.append(jax.tree.map(where, before, old))
-            before = jax.tree.map(where, old, new)
+            pick = functools.partial(jnp.where, wins)
+            chosen.append(jax.tree.map(pick, before, old))
+            before = jax.tree.map(pick, old, new)
         return chosen
