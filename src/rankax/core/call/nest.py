@@ -322,7 +322,8 @@ def nest_of(
             is_loop,
             reduced=level.reduced,
             numbered=bool(splits),
-            checkpoint=options.checkpoint is not False,
+            # Of what is not differentiated, nothing is ever recomputed.
+            checkpoint=differentiable and options.checkpoint is not False,
             observer=observer if may_report else None,
             derivative=level.derivative if is_loop else None,
             walker=level.walker,

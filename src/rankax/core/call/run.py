@@ -121,8 +121,6 @@ def _program(call: Traced, observer: Observer | None, *, is_now: bool) -> Progra
     if observer is not None:
         is_shown = layout or plan.plan.steps > 1
         observer = observer.of_parts(layout.count) if is_shown else None
-    if is_now:  # not differentiated, so nothing is ever recomputed
-        options = options.replace(checkpoint=False)
 
     def nest(plan: Nesting, observer: Observer | None = None) -> Nest:
         plan = dataclasses.replace(plan, splits=whole.splits)  # numbered within the whole batch
