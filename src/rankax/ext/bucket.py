@@ -10,8 +10,8 @@ A padded axis has copies of its last item at its end. The program gets the true 
 
 If XLA padded and cut, it would need a program for each length. So `_resize` is a primitive that
 NumPy evaluates on the host, even where it is differentiated or mapped. Where JAX adds it to a
-program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered; and results of a length
-that occurs often are cut by such a program.
+program after all, as in ``jax.jit(jax.vjp(kernel, x)[1])``, it is lowered. Frequent lengths get a
+compiled program that cuts the result.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _on_host(arrays: list[Any]) -> list[Any]:
 
 
 # To cut results takes NumPy, and JAX to transfer them, longer than a program of a few microseconds.
-# It is compiled where it is sure to save as much time.
+# It is compiled after so many repeats, when compiling has paid for itself.
 _times: Kept[Iterator[int]] = Kept(1024, "how often a result was cut")
 _OFTEN = 32
 

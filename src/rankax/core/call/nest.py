@@ -39,8 +39,8 @@ class Nest:
     specs : tuple of LoopSpec
         One for each level of the plan, outermost first.
     inputs : tuple of int
-        The leaves that an item takes. Levels map not all of them if a part has only one item along
-        an axis.
+        The leaves that an item takes. Some are mapped by no level: those with one item along an
+        axis of this part.
     reductions : Reductions or None
         What the reduced levels fold.
     differentiable : bool

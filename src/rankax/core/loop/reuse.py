@@ -252,7 +252,7 @@ def _warn_if_compiled_again(key: _Key, arrays: Sequence[Any]) -> None:
 
 
 def _transforms(x: Any) -> Iterator[type]:
-    """Yield the kinds of the tracers around an array, so that a second derivative is another."""
+    """Yield the kinds of the tracers around an array, so that derivatives of two orders differ."""
     while isinstance(x, core.Tracer):
         yield type(x)
         x = getattr(x, "primal", getattr(x, "val", None))

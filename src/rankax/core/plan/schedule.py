@@ -354,7 +354,7 @@ def plan_levels(
         return tuple(levels)
     tile, other = (min(chunk_size, best or chunk_size) for best in tiles)
     merged = _merged(levels, batch_shape)
-    if reduced:  # what is left over is a tile of its own, so no derivative copies more
+    if reduced:  # the remainder is a tile of its own, so derivatives copy nothing extra
         cut = derivative = _cut(merged, tile, tile)
     else:
         cut, derivative = _cut(merged, chunk_size, tile), _cut(merged, chunk_size, other)

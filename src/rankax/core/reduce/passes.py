@@ -5,8 +5,8 @@ A run is some items of a row, such as one device's part or one dask block; for a
 depends on their order, they are consecutive. For `Reductions` with ``of_run``, `RowReduction`
 returns states instead of results, and `ext/runs.py` merges the states of all runs.
 
-With ``where``, items count for which one output of the kernel, the mask, is true. What is left out
-adds nothing and sends nothing back, even where its value or derivative is NaN:
+With ``where``, an item counts if its mask, one of the outputs of the kernel, is true. Others add
+nothing and send nothing back, even where their value or derivative is NaN:
 
 * Forward, it is replaced by the identity of the reduction, or the accumulator passes over it.
 * In the derivative, a cotangent of 0 is not enough, because 0 times an infinite derivative is NaN.

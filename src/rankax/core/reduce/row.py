@@ -43,7 +43,8 @@ class Row:
     rules: Rules
     count_of_outputs: int
     back: bool = False  # whether it is differentiated
-    # Whether an item counts, if one that does not is differentiated as if it did; how many do.
+    # Set only if items that are left out are differentiated as a stand-in: which ones count, and
+    # how many do.
     counts: Callable[..., jax.Array] | None = None
     number: Any = None
 
@@ -68,7 +69,7 @@ class Row:
         return dataclasses.replace(self, item=then, count_of_outputs=len(funs))
 
     def at(self, index: Any) -> list[jax.Array]:
-        """Evaluate the item with this flat index; zeros stand for one of none."""
+        """Evaluate the item with this flat index; return zeros if the row is empty."""
         if not self.size:
             return [zeros(v.aval.shape, v.aval.dtype) for v in self.jaxpr.outvars]
         return self.item(*items_at(self.leaves, index, self.levels))
@@ -208,7 +209,7 @@ def _that_count(row: Row, counts: Callable[..., jax.Array], steps: Steps) -> tup
             taken = step.taken(outs.__getitem__, is_counted)
             for position, out in zip(*map(jax.tree.leaves, (step.outputs, taken)), strict=True):
                 outs[position] = out
-        # In place of the mask of the item that may have been evaluated instead.
+        # Overwrites the mask: a left-out item was evaluated on the inputs of another one.
         return [*outs, is_counted]
 
     own = row.count_of_outputs

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Checksums of programs, arrays, functions and objects, for a record on disk.
 
-A record on disk cannot keep the objects of a program, and it must describe every program:
+A record on disk cannot hold the objects of a program, so it stores a description of every program:
 `checksum` has the content of a fingerprint, with the arrays of all depths in it. Functions that JAX
 does not trace, such as callbacks, are described by their code and by what they refer to, as far as
 Python shows it.

@@ -166,7 +166,7 @@ class CallItems:
         places = tuple(np.array(chosen).T) if self.shape else None
         return _items(jax.tree.leaves(outs), places)
 
-    # What ragged items do otherwise (`ragged_check.py`).
+    # `RaggedItems` overrides these.
 
     def reduced(self, fun: Callable[[BoundKernel], Any], explicit: dict[str, Any]) -> Any:
         """Reduce what a function returns for each item, which it gets as a call."""
@@ -213,7 +213,7 @@ def check(
     positive_int(items, site, "items")
     checked_int(seed, f"{site}: seed must be an int, got")
     check_bool(gradient, site, "gradient")
-    # The items themselves, since a reduction of some of them says nothing about that of all.
+    # Compare items: the reduction of a sample says nothing about the reduction of all.
     kernel = kernel.with_options(reduce=None, reduce_axis=None, where=None)
     call = bind(kernel.spec, args, kwargs, takes_nodes=True)
     meshes = [getattr(sharding_of(leaf), "mesh", None) for leaf in call.leaves]

@@ -6,7 +6,7 @@ shows its sharding; a tracer shows it only on a mesh with explicit axes, where s
 types. So inside a caller's own ``jit``, a `PartitionSpec` names the sharded axes. Any other value
 of the option names the devices, and the longest axis that serves is cut.
 
-Axes of a mesh with one device count if they are explicit, because JAX refuses to loop over them.
+Explicit axes of a mesh count even with one device, because JAX refuses to loop over them.
 Axes of type ``Manual`` never count: inside `jax.shard_map`, each device maps its items as they are.
 
 A call over devices of its own choice puts its inputs there first: one copy, in which each device

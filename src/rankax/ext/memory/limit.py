@@ -56,7 +56,7 @@ def fit_to_limit(
     site : str
         The call, for errors.
     options : Options
-        Those of the call. A share as limit counts what is free at the first such call; with
+        Those of the call. ``"50%"`` refers to the memory that is free at the first such call; with
         ``checkpoint=False``, the gradient need not stay within it.
     sizes : tuple of int
         Of the levels, outermost first.

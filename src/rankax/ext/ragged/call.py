@@ -7,8 +7,8 @@ where its rows begin and how many they are. It gets the flat values whole, reads
 item by index, and calls the user's kernel. So whatever an ordinary call does, a ragged one does:
 chunks, memory limits, devices, lanes, derivatives. Nothing is filled up outside a chunk.
 
-* Other arguments with an item for each item are read by the number as well, and never sorted, which
-  would be a copy and, in an eager call, a program for each number of items.
+* Other arguments with one entry for each item are read by the number of the item as well. To sort
+  them would copy them and, in an eager call, compile a program for each number of items.
 * Rows beyond the last one are copies of it. So the derivative of what is evaluated is that of the
   items themselves wherever the values are equal, also for a maximum that does not look at the mask.
   An item without rows gets zeros, to which no derivative flows back.

@@ -86,7 +86,7 @@ class Workload:
                 "numbers"
             )
 
-    # What ragged items do otherwise.
+    # `RaggedWorkload` overrides these.
 
     def filled(self) -> BoundKernel:
         """Return the call with its arrays as they are evaluated."""
@@ -120,7 +120,7 @@ class Workload:
         """Evaluate a call with other options."""
         return run(call, options)
 
-    # The same for all.
+    # These hold for both.
 
     def candidates(self) -> list[Options]:
         """Return the options to compare, the most promising first; the kernel's own come first."""

@@ -12,8 +12,8 @@ they fuse.) `keep_values` adds one to each value that several loops read, if it 
 recompute than to store. Derivatives have barriers in the same places. Programs with effects are
 left alone.
 
-With JAX 0.12, a loop that evaluates one of the functions `_OPAQUE` looks up for every number where
-its tile begins, and reads number by number. `keep_inputs` copies the tile before: maps of such
+With JAX 0.12, a loop that evaluates one of the functions `_OPAQUE` computes the offset of its tile
+for each number, so its reads are not vectorised. `keep_inputs` copies the tile before: maps of such
 functions are up to twice as fast, and sums over pairs up to three times.
 
 Test: ``tests/xla_cpu/test_kept_values.py``, whose last tests fail when XLA:CPU needs neither.
