@@ -282,7 +282,7 @@ class Batched(Form):
     def prepared(self, bound: Bound, options: Options, place: Placement) -> Bound:
         """Return a call whose kernel knows the lengths of its chunks."""
         check_batched(options.replace(batched=True), bound.site)  # a scope may ask for it
-        whole = bound.plan(options, None)
+        whole = bound.plan_whole(options)
         is_chosen = getattr(options, "memory_limit", None) is not None
         if (is_chosen or options.chunk_size == AUTO) and not is_empty(whole):
             options = fit(traced(bound, options, place)).options

@@ -80,7 +80,7 @@ def _filling_of(call: BoundKernel, options: Options) -> Filling | None:
 
     An axis of length 1 broadcasts, and an empty batch has no item to copy.
     """
-    planned = call.plan(options, None)
+    planned = call.plan_whole(options)
     plan = planned.plan
     shape, lengths = list(plan.batch_shape), dict[int, int]()
     for i, axes in zip(planned.mapped, planned.batch_axes, strict=True):

@@ -107,6 +107,14 @@ class RunStates:
 
         return self._mapped(merge, states, batch, 1)
 
+    def merge_two(self, one: Sequence[Any], other: Sequence[Any], batch: int = 0) -> list[Any]:
+        """Merge two states; kept outputs are those of the first one."""
+        pairs = list(zip(self.reductions.entries, one, other, strict=True))
+        both = [a if entry.is_kept else _stacked(a, b) for entry, a, b in pairs]
+        # Some merge tuples to lists, which `jax.tree.map` tells apart.
+        leaves = jax.tree.leaves(self.merge(both, batch))
+        return jax.tree.unflatten(jax.tree.structure(list(one)), leaves)
+
     def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
         """Return the results from the state of all items, with ``batch`` axes of rows in front."""
         size = self.size
@@ -133,3 +141,7 @@ class RunStates:
             for reduction, _, value, whole in self.reductions.each(self.outputs, values, kept)
         ]
         return self.reductions.assembled(self.outputs, arrays)
+
+
+def _stacked(one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda *pair: jnp.stack(pair), one, other)

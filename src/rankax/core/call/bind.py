@@ -219,7 +219,7 @@ class Structure:
     keys: tuple[int, ...]  # the leaves that are typed PRNG keys
     nodes: dict[int, Any]  # by leaf, without values, those that a wrapper replaces
     plans: Kept[Nesting]  # by shapes and options
-    fillings: Kept[Any]  # how a batch is padded (`fill.py`), by the same
+    fillings: Kept[Any]  # how a batch is padded (`ext/bucket.py`), by the same
 
 
 class Shell(NamedTuple):

@@ -49,7 +49,7 @@ class Bound(abc.ABC):
     paths : sequence of str
         The name of each leaf, in the caller's words.
     lengths : mapping of int to uint32
-        How many items along each padded batch axis (`fill.py`) are not copies.
+        How many items along each padded batch axis (`ext/bucket.py`) are not copies.
     form : Form or None
         How the kernel is called, if it does not take one item (`core/hooks.py`).
     is_kept : bool
@@ -76,10 +76,11 @@ class Bound(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, options: Options, tiles: Tiles | None = WHOLE_CHUNKS) -> Nesting:
-        """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight.
+        """Plan the call from shapes alone, with at most ``options.chunk_size`` items in flight."""
 
-        Without tiles, plan the whole batch at once.
-        """
+    def plan_whole(self, options: Options) -> Nesting:
+        """Plan the call without chunks, whatever the options say."""
+        return self.plan(options, None)
 
     @property
     def in_front(self) -> list[str]:

@@ -101,7 +101,7 @@ class Nest:
         walk = _Walk(self, dataclasses.replace(item, closed=None), jaxpr, consts)
         operands = list(item.closed.consts), mapped, arrays, begins or {}
         evaluated = walk.evaluated
-        if not self.differentiable or evaluated.is_linear(mapped):
+        if not self.differentiable or evaluated.serves_both(mapped):
             return evaluated.values(operands, back=False)
         # A user-defined function may change between calls and stay the same object.
         is_ordered = self.reductions is not None and self.reductions.are_ordered
@@ -162,7 +162,7 @@ class _Walk:
         return self._as_computed(jaxpr)
 
     def differentiated(self, operands: Operands) -> list[Any]:
-        """Walk the levels in the pass that is differentiated."""
+        """Walk the levels, forward, in the way that is differentiated."""
         back = (each.back(self.jaxpr, self.item.site) for each in self.nest.passes)
         jaxpr = next((each for each in back if each is not None), None)
         if jaxpr is None:
@@ -190,7 +190,7 @@ class _Walk:
         return [self.consts + nest.inputs.index(i) for i in mapped]
 
     def values(self, operands: Operands, *, back: bool) -> list[Any]:
-        """Walk the levels, in the pass that is evaluated or in the one that is differentiated."""
+        """Walk the levels, in the way that is evaluated or in the one that is differentiated."""
         consts, mapped, others, begins = operands
         if self.nest.reductions is not None:
             walk, mapped = (self, mapped) if back else self._stored(mapped)
@@ -275,10 +275,14 @@ class _Walk:
         plan = nesting.plan
         return number_items(fun, nesting.splits, plan.levels, plan.batch_shape, begins)
 
-    def is_linear(self, mapped: Sequence[jax.Array]) -> bool:
-        """Whether the pass that is evaluated is also the best one to differentiate."""
-        is_walked = any(spec.walker is not None for spec in self.nest.specs)
-        if is_walked or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
+    def serves_both(self, mapped: Sequence[jax.Array]) -> bool:
+        """Whether the walk that is evaluated is also the best one to differentiate.
+
+        It is not if a derivative walks other chunks, or would copy what chunks overlap or read by
+        index.
+        """
+        has_walker = any(spec.walker is not None for spec in self.nest.specs)
+        if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
         if self.nest.reductions is not None:
             row = self._row({}, {})

@@ -10,10 +10,10 @@ those after the trace.
 Words used throughout:
 
 * chunk: the items of a map that one step of a loop evaluates at once, at most ``chunk_size``
-* tile: the items of a reduction that one step evaluates at once; in a plan, also the chunk size
-  that was chosen for a level (`Level.tile`)
+* tile: the items of a reduction that one step evaluates at once; in a plan, also the items that a
+  step of a map does (`Level.tile`)
 * slot: the place of an item in a tile; a running state has one value for each slot
-* row: the items along the reduced axes, for one item of the kept axes; in `_loop`, also one entry
+* row: the items along the reduced axes, for one item of the kept axes; in a loop, also one entry
   of the ``xs`` or ``ys`` of a scan
 * run: items of a row that are folded into one state, such as one device's part or one dask block
 * part: the contiguous items of a batch axis that one of several devices evaluates
@@ -140,7 +140,7 @@ def untraced(bound: Bound, options: Options, place: Placement) -> Nesting | None
     plan = bound.plan(options)
     is_asked = any(hook(bound, options, plan) for hook in TRACED.of(options))
     if is_empty(plan):
-        return None if is_asked else bound.plan(options, None)
+        return None if is_asked else bound.plan_whole(options)
     is_traced = is_asked or place or any(plan.loops) or bound.is_kept
     return None if is_traced else plan
 
@@ -152,7 +152,7 @@ def is_empty(plan: Nesting) -> bool:
 
 def traced(bound: Bound, options: Options, place: Placement) -> Traced:
     """Trace the kernel of a call for one item."""
-    whole = bound.plan(options, None)
+    whole = bound.plan_whole(options)
     with place.inside():
         item = bound.trace(whole, options.reduce)
         item = item.whole if place else item

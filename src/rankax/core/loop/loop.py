@@ -88,7 +88,7 @@ class Tile:
 
 
 class Sink(Protocol):
-    """What a loop asks of one output, or of several. Without a carry or rows, they are None."""
+    """What a loop asks of one output, or of several; a carry or rows that it lacks are None."""
 
     def start(self, slots: int) -> Any:
         """Return the carry of the first step."""

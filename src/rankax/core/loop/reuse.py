@@ -9,8 +9,8 @@ by the fingerprint of the traced program of one item (`core/trace/fingerprint.py
 the call: its plan without chunks, its options and its parts (`core/call/run.py`). Arrays that the
 kernel closes over are inputs of that program: they may change, and are not kept alive.
 
-Scans are kept here, too. ``jit=True`` (`ext/jit.py`) and blocks (`ext/blocks/programs.py`) keep
-their programs in their own ways.
+The scans of `ext/scan` keep their programs here, too. ``jit=True`` (`ext/jit.py`) and blocks
+(`ext/blocks/programs.py`) keep theirs in their own ways.
 
 Under tracers of `jax.grad`, `jax.jvp` or `jax.vmap`, a kept program is called as well: JAX looks up
 the derivatives of a compiled function by its identity. The kernel must then use no derivative rules
@@ -84,7 +84,7 @@ def run_kept(
     mode: Mode,
     compiled: Callable[[Any, Sequence[Any]], Any],
 ) -> Any:
-    """Return ``make()(item, leaves)``; unless the call is staged, compiled and kept.
+    """Return ``make()(item, leaves)``, which is compiled and kept unless the call is staged.
 
     What ``make`` returns holds no object of the caller, and follows from the item, the key and the
     mode; None stands for a call that has no such program, and so do the results. With a key of

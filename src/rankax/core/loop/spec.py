@@ -2,8 +2,8 @@
 """One level of a nest as data, and how its items are numbered: a split key for each of them.
 
 A nest has one `LoopSpec` for each level, outermost level first: everything that its program depends
-on except the item. They are part of the key of memory measurements (`core/call/run.py`), so the key
-has every new option of loops.
+on except the item. They are part of the key of memory measurements (`ext/memory/choose.py`), so the
+key has every new option of loops.
 
 ``jax.random.split(key, n)[i]`` is ``jax.random.fold_in(key, i)`` (`SplitKey` says for which
 generators). So there is no array of keys: `item_key` makes the key where the item is evaluated

@@ -27,7 +27,7 @@ from rankax.core.loop.loop import Sink, Tile
 
 State = Any  # a pytree of arrays, each with the slots on the last axis
 
-_MOST_PER_LANE = 16  # numbers; larger slots would not fit the cache together
+_MOST_PER_SLOT = 16  # numbers; larger slots would not fit the cache together
 
 
 class Accumulator(Protocol):
@@ -84,7 +84,7 @@ class Accumulation(Sink):
     @property
     def is_wide(self) -> bool:
         """Whether the slots of each tile are joined at once because their states are large."""
-        return math.prod(self.accumulator.core) > _MOST_PER_LANE
+        return math.prod(self.accumulator.core) > _MOST_PER_SLOT
 
     def taken(self, outs: Callable[[int], Any], counts: jax.Array | None) -> Any:
         """Return the outputs that it takes of an item or a tile, or `nothing` in their place."""

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Keep derivative rules correct, at every order and inside loops: a kernel's rules and our own.
+"""Give a loop the derivative of another loop, and keep derivative rules correct inside loops.
 
-`jax.custom_jvp` has two faults, which give wrong numbers or make programs fail:
+The loop that evaluates best is not the one whose derivative needs least memory, so a call is
+``call_with_derivative_of(other, fun, ...)``: JAX evaluates ``fun``, and differentiates ``other``.
+That is what `jax.custom_jvp` is for, but it has two faults, which give wrong numbers or make
+programs fail:
 
 * When JAX before 0.12 linearizes a `jax.lax.scan`, it looks for values that are the same in every
   step, and evaluates part of the body again with the body of each `jax.custom_jvp` function in

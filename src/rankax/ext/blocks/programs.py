@@ -129,7 +129,7 @@ class Setup:
         call = self.call(values)
         if not any(isinstance(value, Ragged) for value in values):
             if self.is_ragged and options.reduce is not None:
-                *front, count = call.plan(options, None).plan.batch_shape
+                *front, count = call.plan_whole(options).plan.batch_shape
                 call.lengths = {len(front): count}
             return run(call, options)
         # Later blocks have other lengths, and reuse what `jit=True` compiles.
@@ -252,9 +252,8 @@ class MergeStates(StateProgram):
 
     def traced(self, *values: Any) -> Any:
         count = len(values) // 2
-        pairs = zip(values[:count], values[count:], strict=True)
-        both = self.treedef.unflatten([jnp.stack(pair) for pair in pairs])
-        return self.runs.merge(both, values[0].ndim - len(self.items[0].shape))
+        one, other = map(self.treedef.unflatten, (values[:count], values[count:]))
+        return self.runs.merge_two(one, other, values[0].ndim - len(self.items[0].shape))
 
     def __call__(self, *values: Any, axis: Sequence[int] = (), keepdims: bool = True) -> Any:
         axes = tuple(axis)

@@ -121,7 +121,7 @@ class CallItems:
     """The items of a bound call."""
 
     def __init__(self, call: BoundKernel, options: Options) -> None:
-        self.call, self.plan = call, call.plan(options, None)
+        self.call, self.plan = call, call.plan_whole(options)
         self.shape = self.plan.plan.batch_shape
 
     def lengths(self, index: Index) -> Shape:  # noqa: ARG002
@@ -360,7 +360,7 @@ def nonfinite(
     total, count, flat = math.prod(them.shape), 0, np.zeros(0, int)
     if total:
         reduce = read_reductions(Several("sum", TopK(min(most, total))), site)
-        is_odd = _is_odd(spec, given.site, gradient)
+        is_odd = _is_odd(spec, given.where, gradient)
         found, first = them.reduced(is_odd, {**explicit, "reduce": reduce})
         count = int(found)
         flat = np.asarray(first.indices)[:count]

@@ -70,7 +70,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
     devices = options.devices
     if devices is False or (devices is None and not any(map(is_spread, bound.leaves))):
         return ()
-    whole = bound.plan(options, None)
+    whole = bound.plan_whole(options)
     leaves = [bound.leaves[i] for i in whole.mapped]
     shape, reduced = whole.plan.batch_shape, whole.plan.reduced
     is_ordered = options.reduce is not None and options.reduce.are_ordered
@@ -95,7 +95,7 @@ def parts_of(bound: Bound, options: Options) -> tuple[Parts, ...]:
 
 def cut_axes(bound: Bound, options: Options, parts: tuple[Parts, ...]) -> dict[int, int | None]:
     """Return the axis of each leaf that the devices divide; a compiled call cuts all others."""
-    whole = bound.plan(options, None)
+    whole = bound.plan_whole(options)
     axis = parts[0].axis
     if whole.plan.batch_shape[axis] % parts[0].count:
         return {}

@@ -238,15 +238,14 @@ class _Part:
         (parts,) = (parts for parts in layout.parts if parts.axis == axis)
         counts = parts.has_first(layout.shape[axis], begin)
 
-        def concatenated(*pair: Any) -> Any:
+        def concatenated(_: Any, *pair: Any) -> Any:
             return jnp.concatenate(pair, axis)
 
-        both = _mapped(states, concatenated, lambda *pair: jnp.stack(pair), *runs)
-        # Some merge tuples to lists, which `jax.tree.map` tells apart.
-        flat = jax.tree.leaves(states.merge(both, layout.batch))
-        merged = jax.tree.unflatten(jax.tree.structure(both), flat)
-        choose = functools.partial(jnp.where, counts)
-        return _mapped(states, lambda kept, _: kept, choose, merged, runs[1])
+        def chosen(merged: Any, _: Any, last: Any) -> Any:
+            return jnp.where(counts, merged, last)
+
+        merged = states.merge_two(runs[0], runs[1], layout.batch)
+        return _mapped(states, concatenated, chosen, merged, *runs)
 
 
 def _mapped(

@@ -115,7 +115,7 @@ def _choose(call: Any, part: Any, fitted: Any) -> Any:
         if not machine.ends:
             return before(options)
         lanes = LaneWalker(options.most or most_lanes(machine, on_cpu=on_cpu), ROUNDS[on_cpu])
-        return plan_lanes(part.plan(options, None), lanes)
+        return plan_lanes(part.plan_whole(options), lanes)
 
     if machine.ends:
         check_lanes(call.item)

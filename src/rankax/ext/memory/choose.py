@@ -34,7 +34,7 @@ from rankax.ext.memory.limit import fit_to_limit
 def _choose_default(call: Traced, part: Bound, fitted: Fitted) -> Fitted:
     """Bound a reduction that nothing bounds."""
     options = call.options
-    jaxpr, levels = call.item.closed.jaxpr, part.plan(options, None).plan.levels
+    jaxpr, levels = call.item.closed.jaxpr, part.plan_whole(options).plan.levels
     sizes = tuple(level.size for level in levels)
     if options.on_cpu:
         tile, most = fitted.tiles.forward, options.rules.most_reduced
@@ -73,7 +73,7 @@ def _fit(call: Traced, part: Bound, fitted: Fitted) -> MemoryFit:
         return planned.plan.in_flight, measured
 
     sizes = tuple(level.size for level in plan(1).plan.levels)
-    leaves, key = [part.leaves[i] for i in inputs], (part.plan(options, None), item.out_axes)
+    leaves, key = [part.leaves[i] for i in inputs], (part.plan_whole(options), item.out_axes)
     return fit_to_limit(part.site, options, sizes, item.closed, leaves, program, key)
 
 

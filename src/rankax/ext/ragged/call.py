@@ -115,7 +115,7 @@ class RaggedCall:
         for i, dim in dim_of.items():
             shape = (len(lengths), longest[dim], *leaves[i].shape[1:])
             leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
-        dense = dataclasses.replace(call, leaves=leaves).plan(options, None)
+        dense = dataclasses.replace(call, leaves=leaves).plan_whole(options)
         how = compiled, is_staged, of_item, shared
         return cls(call, options, dims, dim_of, lengths, starts, dense, *how)
 

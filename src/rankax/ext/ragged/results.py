@@ -180,7 +180,7 @@ def _check_same_outputs(ragged: RaggedCall, bounds: Sequence[BoundKernel]) -> No
         last = ragged.bound(Group(group.items, tuple(n + 1 for n in group.lengths)))
     options = ragged.options.replace(batch_shape=None)
     pair = [dataclasses.replace(each, lengths={}) for each in (first, last)]
-    items = [each.trace(each.plan(options, None)) for each in pair]
+    items = [each.trace(each.plan_whole(options)) for each in pair]
     avals = [item.closed.out_avals for item in items]
     named = ragged.dims_of(items[0].out_tree.unflatten(avals[0]))
     for (path, dim), one, other in zip(named, *avals, strict=True):
@@ -213,7 +213,7 @@ def _reduced(ragged: RaggedCall, reductions: Reductions) -> Any:
     reductions = reductions.of_items(FILL) if ragged.is_filled else reductions
     options = ragged.options.replace(batch_shape=None)
     of_item = reductions.for_runs(reductions.of_run or total)
-    item = bounds[0].trace(bounds[0].plan(options, None), of_item)
+    item = bounds[0].trace(bounds[0].plan_whole(options), of_item)
     runs = RunStates(reductions, item.outputs, ())
     batch = len(plan.batch_shape) - len(plan.reduced)
     states, kept = list[list[Any]](), list[list[Any]]()
@@ -244,13 +244,7 @@ def _merged(
             return index // size * count.astype(index.dtype) + own
 
         states = runs.placed(states, place)
-        if held is None:
-            held = states
-            continue
-        both = jax.tree.map(lambda *pair: jnp.stack(pair), held, states)
-        # Some merge tuples to lists.
-        leaves = jax.tree.leaves(runs.merge(both, batch))
-        held = jax.tree.unflatten(jax.tree.structure(states), leaves)
+        held = states if held is None else runs.merge_two(held, states, batch)
     return held
 
 

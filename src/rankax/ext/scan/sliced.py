@@ -386,9 +386,9 @@ class _WindowFold:
         outputs, new = self.state(ys)
         runs = RunStates(self.reductions, outputs, (max(self.windows.sizes),))
         values = runs.renumber(new, (1,), (place,))
-        arrays, structure = jax.tree.flatten(values)
-        both = structure.unflatten(map(jnp.stack, zip(state, arrays, strict=True)))
-        triples = zip(self.reductions.entries, values, runs.merge(both), strict=True)
+        before = jax.tree.unflatten(jax.tree.structure(values), state)
+        merged = runs.merge_two(before, values)
+        triples = zip(self.reductions.entries, values, merged, strict=True)
         return jax.tree.leaves([value if entry.is_kept else own for entry, value, own in triples])
 
     def results(self, outputs: tuple[Outputs, ...], states: Any) -> Any:
