@@ -269,7 +269,7 @@ def split_into_tiles(length: int, chunk_size: int, tile: int) -> Chunks:
 class Tiles(NamedTuple):
     """How many items are best evaluated at once; None: as many as a chunk may have.
 
-    With ``chunk_size=103`` and tiles of 8, 1,000 items are 125 steps of 8 (``Chunks(1000, 8, 125)``,
+    With ``chunk_size=103`` and tiles of 8, 1,000 items are 125 steps of 8 (`Chunks(1000, 8, 125)`,
     `Level.tile` is 8). No number near 8 divides 10,403, so as many items are 101 chunks of 103,
     each cut into tiles of 8 (``Chunks(10403, 103, 101, tile=8)``, `Level.chunk` is 103).
     """
