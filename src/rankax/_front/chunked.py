@@ -183,7 +183,7 @@ def chunked_vmap(
         **_given(cpu_math=cpu_math),
     )
     axes = AxisMap(fun, site, in_axes, axis_size, out_axes, axis_name)
-    return mapped(axes, options, _given(cpu_math=cpu_math))
+    return function_of_batches(axes, options, _given(cpu_math=cpu_math))
 
 
 def chunked_reduce(
@@ -317,7 +317,7 @@ def chunked_reduce(
     )
     options = options.replace(reduce=read_reductions(reduce, caller))
     axes = AxisMap(fun, caller, in_axes, axis_size)
-    return mapped(axes, options, _given(cpu_math=cpu_math))
+    return function_of_batches(axes, options, _given(cpu_math=cpu_math))
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -325,7 +325,9 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def mapped(axes: AxisMap, options: Options, given: Collection[str] = ()) -> Callable[..., Any]:
+def function_of_batches(
+    axes: AxisMap, options: Options, given: Collection[str] = ()
+) -> Callable[..., Any]:
     """Return a function as it is mapped; a scope does not decide the options in ``given``."""
     check_together(options, axes.site)
     axes.form = form_of(options)

@@ -76,11 +76,11 @@ from rankax.core.trace.derivatives import (
     call_with_derivative_of,
     has_refs,
     keep_rules,
-    mapped,
     new_primitive,
     of_some,
     primitive_of_program,
     uses_axis,
+    vmapped,
 )
 from rankax.core.trace.fingerprint import PLAIN, Unknown, fingerprint, key_of_value, opened
 from rankax.core.trace.programs import (

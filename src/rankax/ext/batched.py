@@ -228,7 +228,7 @@ def _types_of_outputs(*_: Any, programs: Any, size: int, **params: Any) -> tuple
     return [x.update(shape=(size, *x.shape[1:])) for x in closed.out_avals], closed.effects
 
 
-def _mapped(
+def _batching_rule(
     axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, items: int, size: int, **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Make one call of all mapped items; but `jax.vmap` of it if what they share is mapped."""
@@ -257,7 +257,7 @@ def _mapped(
     return [parted(out) for out in outs], [0] * len(outs)
 
 
-_batch = primitive_of_program("rankax_batch", _program_of, _mapped, _types_of_outputs)
+_batch = primitive_of_program("rankax_batch", _program_of, _batching_rule, _types_of_outputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -285,14 +285,14 @@ def _transposed(cotangent: Any, x: Any, **_: Any) -> Any:
     return [_resized_one(cotangent, x.aval.shape)]
 
 
-def _mapped(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:
+def _batching_rule(args: Sequence[Any], dims: Sequence[int], *, shape: Shape, **params: Any) -> Any:
     (x,), (dim,) = args, dims
     shape = (*shape[:dim], x.shape[dim], *shape[dim:])
     return _resize.bind(x, shape=shape, **params), dim
 
 
 ad.deflinear2(_resize, _transposed)  # which drops the cotangents of copies
-batching.primitive_batchers[_resize] = _mapped
+batching.primitive_batchers[_resize] = _batching_rule
 mlir.register_lowering(_resize, mlir.lower_fun(functools.partial(_by, jnp), multiple_results=False))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from rankax._front.chunked import AxisMap, chunked_reduce, mapped
+from rankax._front.chunked import AxisMap, chunked_reduce, function_of_batches
 from rankax.core.protocol import (
     Options,
     Reduction,
@@ -133,20 +133,20 @@ class _Jacobian:
         pairs = zip(jax.tree.leaves(image), self.others, strict=True)
         return [leaf for leaf, other in pairs if has_tangent(other)]
 
-    def mapped(self, item: Callable[..., Any], axis: int = 0, reduce: Any = None) -> Any:
+    def over_basis(self, item: Callable[..., Any], axis: int = 0, reduce: Any = None) -> Any:
         """Map a function of a number over all basis vectors."""
         count = _size(self.basis)
         numbers = counted(count, index_dtype(count))
         named = functools.wraps(self.fun, updated=())(lambda number: item(number))  # for errors
         reductions = None if reduce is None else read_reductions(reduce, self.site)
         options = self.options.replace(reduce=reductions)
-        return mapped(AxisMap(named, self.site, out_axes=axis), options)(numbers)
+        return function_of_batches(AxisMap(named, self.site, out_axes=axis), options)(numbers)
 
     def whole(self, like: Any) -> Any:
         """Return the Jacobian, with the structure and the types of ``like``."""
         avals, structure = jax.tree.flatten(like)
         axis = -1 if self.columns else 0
-        images = iter(self.mapped(self.image, axis))
+        images = iter(self.over_basis(self.image, axis))
         blocks = [
             _split(next(images), axis, self.basis)
             if has_tangent(other)
@@ -166,14 +166,14 @@ class _Jacobian:
         if isinstance(reduce, Gram):
             return self.gram(reduce.weights)
         if not self.columns:
-            return self.mapped(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)
+            return self.over_basis(lambda i: self.x_tree.unflatten(self.image(i)), reduce=reduce)
         if not isinstance(reduce, EachLeaf):
             raise TypeError(
                 f"{self.site}: {reduce.name} takes whole rows, but forward mode has columns; use "
                 "chunked_jacrev"
             )
         of_column = chunked_reduce(lambda out: out, reduce, None)
-        of_x = self.mapped(lambda i: of_column(_flat(self.image(i))), -1)
+        of_x = self.over_basis(lambda i: of_column(_flat(self.image(i))), -1)
         pieces = jax.tree.map(lambda array: _split(array, -1, self.x), of_x)
         trees = jax.tree.transpose(jax.tree.structure(of_x), jax.tree.structure(self.x), pieces)
         return self.x_tree.unflatten(trees)
@@ -191,8 +191,8 @@ class _Jacobian:
             return lax.dynamic_index_in_dim(_flat(self.image(number)), number, keepdims=False)
 
         if reduce == "trace":
-            return self.mapped(entry, reduce="sum")
-        return self.x_tree.unflatten(_split(self.mapped(entry), 0, self.x))
+            return self.over_basis(entry, reduce="sum")
+        return self.x_tree.unflatten(_split(self.over_basis(entry), 0, self.x))
 
     def gram(self, weights: Any) -> Any:
         """Return the Gram matrix of the columns: the sum over the rows of their outer products."""
@@ -207,7 +207,7 @@ class _Jacobian:
         if not count:
             return fill(0, dtype, (_size(self.x),) * 2)
         if not self.columns:
-            return self.mapped(lambda i: (self.image(i), weights[i]), reduce=WeightedGram())
+            return self.over_basis(lambda i: (self.image(i), weights[i]), reduce=WeightedGram())
         wide = [jax.ShapeDtypeStruct(x.shape, _wider(x.dtype, dtype)) for x in self.x]
         linear = jax.make_jaxpr(self.linear)(*self.x)
         transposed = jax.linear_transpose(
@@ -219,7 +219,7 @@ class _Jacobian:
             column = [jnp.conj(leaf) * weight.astype(leaf.dtype) for leaf, weight in pairs]
             return _flat(transposed(self.y_tree.unflatten(column))).astype(dtype)
 
-        return self.mapped(product)
+        return self.over_basis(product)
 
 
 def _wider(first: Any, second: Any) -> Any:

@@ -105,7 +105,7 @@ class RunStates:
                 state = structure.unflatten(gather(arrays))
             return reduction.merge_states(outputs, state)
 
-        return self._mapped(merge, states, batch, 1)
+        return self._of_rows(merge, states, batch, 1)
 
     def merge_two(self, one: Sequence[Any], other: Sequence[Any], batch: int = 0) -> list[Any]:
         """Merge two states; kept outputs are those of the first one."""
@@ -118,9 +118,9 @@ class RunStates:
     def finish(self, states: Sequence[Any], batch: int = 0) -> list[Any]:
         """Return the results from the state of all items, with ``batch`` axes of rows in front."""
         size = self.size
-        return self._mapped(lambda entry, *own: entry.finish_state(*own, size), states, batch, 0)
+        return self._of_rows(lambda entry, *own: entry.finish_state(*own, size), states, batch, 0)
 
-    def _mapped(
+    def _of_rows(
         self, fun: Callable[..., Any], states: Sequence[Any], batch: int, axis: int
     ) -> list[Any]:
         values: list[Any] = []

@@ -85,12 +85,12 @@ class Cuts:
         regions = [[slice(0, n) for n in array.shape] for array, *_ in self.stage.inputs]
         of_batch = [slice(*self.stage.items(part.start, part.stop)) for part in block.region]
         for region, (array, axes, _) in zip(regions, self.stage.inputs, strict=True):
-            for i, axis in self._mapped(array, axes):
+            for i, axis in self._mapped_axes(array, axes):
                 region[i] = of_batch[axis]
         pairs = zip(self.stage.inputs, regions, strict=True)
         return [read(array, tuple(region)) for (array, *_), region in pairs]
 
-    def _mapped(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
+    def _mapped_axes(self, array: Streamed, axes: Shape) -> list[tuple[int, int]]:
         """Return each axis of an array that the blocks cut, and that of the batch."""
         return [(i, a) for i, a in enumerate(axes) if array.shape[i] == self.stage.batch[a]]
 
@@ -104,7 +104,7 @@ class Cuts:
         """Return the bytes that a block reads (whole chunks of sources), writes, and holds."""
         read, stage = 0, self.stage
         for array, axes, item in stage.inputs:
-            mapped, core = self._mapped(array, axes), item.shape
+            mapped, core = self._mapped_axes(array, axes), item.shape
             items = [self._most(array, i, axis) for i, axis in mapped]
             core = core[1:] if mapped and array.lengths is not None else core
             read += math.prod(items) * math.prod(core) * array.dtype.itemsize
@@ -127,7 +127,7 @@ class Cuts:
         """Return twice as many blocks along an axis, of whole chunks of the sources."""
         inputs = self.stage.inputs
         steps = [
-            grain(x)[i] for x, axes, _ in inputs for i, a in self._mapped(x, axes) if a == axis
+            grain(x)[i] for x, axes, _ in inputs for i, a in self._mapped_axes(x, axes) if a == axis
         ]
         length, step = -(-self.block[axis] // 2), max(steps, default=1)
         length -= length % step if step < length else 0

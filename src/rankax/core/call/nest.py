@@ -158,7 +158,9 @@ class _Walk:
     def evaluated(self) -> _Walk:
         """The walk in the pass that is evaluated."""
         has_loops = any(spec.is_loop and spec.walker is None for spec in self.nest.specs)
-        jaxpr = self.nest.rules.evaluated(self.jaxpr, self._mapped) if has_loops else self.jaxpr
+        jaxpr = (
+            self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs) if has_loops else self.jaxpr
+        )
         return self._as_computed(jaxpr)
 
     def differentiated(self, operands: Operands) -> list[Any]:
@@ -173,7 +175,7 @@ class _Walk:
     @functools.cached_property
     def _kept_back(self) -> Any:
         # Derivatives of reductions read another layout of the inputs, so no copy pays there.
-        mapped = self._mapped if self.nest.reductions is None else []
+        mapped = self._mapped_inputs if self.nest.reductions is None else []
         return self.nest.rules.differentiated(self.jaxpr, mapped)
 
     def _as_computed(self, jaxpr: Any) -> _Walk:
@@ -182,7 +184,7 @@ class _Walk:
         return dataclasses.replace(self, jaxpr=jaxpr)
 
     @property
-    def _mapped(self) -> list[int]:
+    def _mapped_inputs(self) -> list[int]:
         """The inputs of the program that levels map."""
         nest = self.nest
         in_axes = zip(nest.nesting.mapped, *(spec.in_axes for spec in nest.specs), strict=False)

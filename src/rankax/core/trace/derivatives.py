@@ -212,7 +212,7 @@ def uses_axis(axis: Any, *programs: Any) -> bool:
     return any(getattr(effect, "name", None) == axis.name for effect in effects)
 
 
-def mapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def vmapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """Return a function mapped along this axis of a `jax.vmap`."""
     return jax.vmap(fun, tuple(in_axes), out_axes, axis.name, axis.size, axis.spmd_name)
 
@@ -233,13 +233,13 @@ def _under_vmap(
         out_dims[:] = [None if getattr(out, "batch_dim", None) is None else 0 for out in outs]
         return outs
 
-    closed = jax.make_jaxpr(mapped(axis, run, dims, 0))(*args)
+    closed = jax.make_jaxpr(vmapped(axis, run, dims, 0))(*args)
     if None in out_dims:
-        closed = jax.make_jaxpr(mapped(axis, run, dims, out_dims[:]))(*args)
+        closed = jax.make_jaxpr(vmapped(axis, run, dims, out_dims[:]))(*args)
     if other is None:
         return _run(*args, call_jaxpr=keep_rules(closed)), out_dims
     key = other.rankax_key and (other.rankax_key, *dims, axis.size, axis.name, axis.spmd_name)
-    of_all = _Other(mapped(axis, other, dims, out_dims), key, len(args))
+    of_all = _Other(vmapped(axis, other, dims, out_dims), key, len(args))
     return _bind(args, closed, of_all), out_dims
 
 

@@ -100,7 +100,7 @@ def call_on_blocks(mapped: Any, call: BoundKernel, options: Options) -> Any:
         for planned, leaf, value in inputs[len(numbers) :]
     ]
     on_blocks = _BlockCall(setup, plan, backend, Batch(arrays, chunks), numbers, site)
-    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.mapped()
+    return on_blocks.reduced(setup.reductions) if setup.reductions else on_blocks.maps()
 
 
 def _checked_leaves(call: BoundKernel) -> tuple[str, list[Any]]:
@@ -256,7 +256,7 @@ class _BlockCall:
     numbers: list[Any]
     site: str  # how an error message begins
 
-    def mapped(self) -> Any:
+    def maps(self) -> Any:
         """Return the outputs of all items."""
         outs, treedef = jax.tree.flatten(self.outputs_of_item())
         return treedef.unflatten(self.map(outs, tuple(range(len(outs)))))

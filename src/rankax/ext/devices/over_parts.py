@@ -171,7 +171,7 @@ def over_parts(
         values = part.walk(leaves, layout.begins([lax.squeeze(n, (0,)) for n in numbers]))
         if states is None:
             return values
-        return _mapped(states, lambda x: x, lambda x: lax.expand_dims(x, (0,)), values)
+        return _by_kind(states, lambda x: x, lambda x: lax.expand_dims(x, (0,)), values)
 
     def on_all(consts: Leaves, leaves: Leaves) -> list[Any]:
         numbers = [counted(each.count, jnp.uint32) for each in parts]
@@ -245,10 +245,10 @@ class _Part:
             return jnp.where(counts, merged, last)
 
         merged = states.merge_two(runs[0], runs[1], layout.batch)
-        return _mapped(states, concatenated, chosen, merged, *runs)
+        return _by_kind(states, concatenated, chosen, merged, *runs)
 
 
-def _mapped(
+def _by_kind(
     states: RunStates,
     of_kept: Callable[..., Any],
     of_state: Callable[..., Any],

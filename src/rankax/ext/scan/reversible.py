@@ -34,10 +34,10 @@ from rankax.core.protocol import (
     evaluate,
     has_tangent,
     keep_rules,
-    mapped,
     new_primitive,
     of_some,
     uses_axis,
+    vmapped,
 )
 
 
@@ -333,12 +333,12 @@ def _transpose_reverse(*_: Any, site: str, **__: Any) -> Any:
 # values after some steps depends on it: in front if the number of steps does, else after the lanes.
 
 
-def _mapped(axis: Any, program: Any, groups: Any, dims: Any, out_dims: Any) -> Any:
+def _vmapped_program(axis: Any, program: Any, groups: Any, dims: Any, out_dims: Any) -> Any:
     flat = [*itertools.chain(*dims)]
     if all(dim is None for dim in flat) and not uses_axis(axis, program):
         return program
     run = functools.partial(evaluate, program.jaxpr, program.consts)
-    return program_of(mapped(axis, run, flat, out_dims), *itertools.chain(*groups))
+    return program_of(vmapped(axis, run, flat, out_dims), *itertools.chain(*groups))
 
 
 def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
@@ -348,7 +348,7 @@ def _dims(mask: Sequence[bool], at: int) -> list[int | None]:
 def _moved(axis: Any, groups: Any, dims: Any, to: Any) -> list[list[Any]]:
     """Return groups of values whose mapped axis is at ``to``; those without one are repeated."""
     triples = zip(groups, dims, to, strict=True)
-    return [mapped(axis, lambda *xs: list(xs), at, [*out])(*values) for values, at, out in triples]
+    return [vmapped(axis, lambda *xs: list(xs), at, [*out])(*values) for values, at, out in triples]
 
 
 def _batch_tangent(
@@ -365,7 +365,7 @@ def _batch_tangent(
     to = [_dims([stops], 0), _dims(on[0], 0), _dims(of_carry, 0 if stops else groups[0][0].ndim)]
     to += map(_some, to[1:], live)
     groups = _moved(axis, groups, of_groups, to)
-    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
+    forward = _vmapped_program(axis, forward, groups[1:3], to[1:3], to[2])
     return _bind(_tangent, groups, forward=forward, live=live, **options), to[4]
 
 
@@ -383,8 +383,8 @@ def _batch_reverse(
     triples = zip(groups[3], of_groups[3], to[3], strict=True)
     to[3] = [end and min(end, jnp.ndim(x) - (dim is not None)) for x, dim, end in triples]
     groups = _moved(axis, groups, of_groups, to)
-    forward = _mapped(axis, forward, groups[1:3], to[1:3], to[2])
-    backward = _mapped(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3])
+    forward = _vmapped_program(axis, forward, groups[1:3], to[1:3], to[2])
+    backward = _vmapped_program(axis, backward, [[groups[0][0] > 0], *groups[1:]], to, to[3])
     return _bind(_reverse, groups, forward=forward, backward=backward, **options), to[3]
 
 
