@@ -84,7 +84,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
         any Python object through. An argument that is ``None`` passes through, too. `SplitKey`
         splits a random key, and `Mask` says which rows of a `Ragged` item are real. A tree of ranks
         spreads over a pytree; `ranks_like` makes one from an example. Parameters without a rank get
-        that of their jaxtyping annotation. See :doc:`/declaring`.
+        one from their jaxtyping annotation. See :doc:`/declaring`.
     ranks : dict, optional
         Ranks by parameter name, also for parameters that share their name with an option.
     **named_ranks : int, None, str, or a pytree prefix of these
@@ -152,7 +152,7 @@ def auto_vmap(*positional_ranks: Any, ranks: Mapping[str, Any] | None = None, **
     Items
     -----
     batch_shape : int or tuple of int, optional
-        Batch axes besides those of the arguments, with which they broadcast, as ``axis_size`` of
+        More batch axes, which broadcast with the batch axes of the arguments, as ``axis_size`` of
         `jax.vmap`. With ``key=SplitKey, batch_shape=2000``, one key gives 2000 draws.
     lockstep : bool, default True
         ``False``: each item stops when it is done, if a loop in the kernel depends on the item.

@@ -134,7 +134,7 @@ def _reduction(leaf: Any, where: str) -> Reduction:
         )
     known = listed(list(BY_NAME), "or")
     if not isinstance(leaf, str):
-        name = getattr(leaf, "__name__", None)  # as that of jnp.sum
+        name = getattr(leaf, "__name__", None)  # such as jnp.sum
         hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
         raise TypeError(
             f"{where}: reduce must hold names ({known}), objects of rankax.reductions and None, "
@@ -185,7 +185,7 @@ def trace_reduced(
     total : int
         The number of items of a row.
     where : str, optional
-        The kernel and its source line, for errors, if they are not those of ``fun``.
+        The kernel and its source line, for errors; None: ``fun`` and its line.
     """
     where = where or function_location(fun)
     keys = [entry.where for entry in reductions.entries if entry.where is not None]
