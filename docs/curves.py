@@ -35,7 +35,7 @@ DASHES = {"powerpax": (0, (2, 2)), "adv-jax-math": (2, (2, 2))}  # both on top o
 DASHED = (0, (2, 2))
 DEVICES = "#e07a7a"
 
-# What the page calls the colours above and those of docs/matplotlibrc: rankax.css has their values.
+# What the page calls the colours above and in docs/matplotlibrc: rankax.css has their values.
 VARIABLES = {
     **{colour: f"--series-{number}" for number, colour in enumerate(COLOURS.values(), 1)},
     DEVICES: "--series-6",
