@@ -185,7 +185,7 @@ def trace_reduced(
     total : int
         The number of items of a row.
     where : str, optional
-        The kernel and its source line, for errors; None: ``fun`` and its line.
+        The kernel and its source line, for errors, if they are not those of ``fun``.
     """
     where = where or function_location(fun)
     keys = [entry.where for entry in reductions.entries if entry.where is not None]
