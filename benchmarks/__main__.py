@@ -2,7 +2,7 @@
 """Compare rankax with its peers: time, temporaries, traces and compile time.
 
 ``tox -e bench`` (or ``python benchmarks``) writes ``benchmarks/results/<platform>.{md,json}``, and
-on a CPU also the marked parts and the figure of the README. ``--quick`` runs two small cases and
+on a CPU also the figures of the README and the pages. ``--quick`` runs two small cases and
 writes nothing. ``--memory`` only compiles: it measures all memory anew and keeps the times.
 """
 

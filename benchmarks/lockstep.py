@@ -6,20 +6,43 @@ need the packages of the dependency group ``clients``, and run only if they are 
 is the oscillator's, beside `jax.vmap` of a `rankax.checkpoint_while_loop`. Every program is
 compiled first; then all take turns, so that a slow moment of the machine falls on each of them. It
 prints medians of the time, and in brackets of the processor time, in milliseconds, and how many
-times as long as the best number of lanes the others take.
+times as long as the best number of lanes the others take. Without names of cases, it writes
+``results/lockstep.md``.
 """
 
+import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import stamp
 from rankax import checkpoint_while_loop, chunked_vmap
 
+RESULT = Path(__file__).parent / "results" / "lockstep.md"
+HEAD = """\
+# Items that differ in cost
+
+Written by `python benchmarks/lockstep.py`. {machine}, JAX {jax}.
+Medians of {rounds} rounds in turns, of the processor time in ms, which other programs on the
+machine do not change much.
+
+| kernel | items | `jax.vmap` | best `lax.map(batch_size=)` | `lockstep=False`, 256 lanes |
+|---|---:|---:|---:|---:|
+"""
+TITLES = {
+    "escape": "escape times of a picture",
+    "oscillator": "Van der Pol's oscillator, adaptive steps, stiffness from 0.1 to 100",
+    "gradient": "its gradient; `jax.vmap` of a `checkpoint_while_loop`",
+    "sampler": "a sampler: a scan around a loop of geometric length",
+    "equal": "200 cheap steps for each item",
+    "branch": "a branch that is expensive for one item in eight",
+}
 ROUNDS = 7
 BATCHES = (16, 64, 256, 1024)  # of `jax.lax.map`
 LANES = (64, 256, 512)
@@ -188,9 +211,17 @@ def measured(compiled, arrays):
     }
 
 
+def row(name, items, rows):
+    """Return the row of one case in the table of results."""
+    maps = [took for way, (_, took) in rows.items() if way.startswith("map")]
+    best = f"{min(maps):.1f}" if maps else ""
+    (_, whole), (_, lanes) = rows["vmap"], rows["256 lanes"]
+    return f"| {TITLES[name]} | {items:,} | {whole:.1f} | {best} | {lanes:.1f} |\n"
+
+
 def main():
-    found = cases()
-    for name in sys.argv[1:] or [name for name in found if name not in ("diffrax", "nuts")]:
+    found, lines = cases(), []
+    for name in sys.argv[1:] or TITLES:
         kernel, arrays = found[name]
         ways = gradients(kernel) if name == "gradient" else programs(kernel)
         compiled = {way: jax.jit(program).lower(*arrays).compile() for way, program in ways}
@@ -207,6 +238,11 @@ def main():
             print(
                 f"  {way:14} {wall:8.1f} ({took:8.1f}) {took / ours:6.1f} {temporaries:12,} bytes"
             )
+        if name in TITLES:
+            lines.append(row(name, len(arrays[0]), rows))
+    if not sys.argv[1:]:
+        head = HEAD.format(machine=platform.machine(), jax=jax.__version__, rounds=ROUNDS)
+        stamp.write(RESULT, head + "".join(lines))
 
 
 if __name__ == "__main__":

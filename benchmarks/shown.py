@@ -3,9 +3,9 @@
 
     python benchmarks/shown.py
 
-writes the marked parts of README.md and the figure beside them. ``python -m tox -e bench`` ends
-with it, and a test fails where the README and the results differ. Only the standard library is
-needed, so that the build of the documentation can use it.
+writes the marked part of README.md, the picture of memory and tables in ``docs/_parts``.
+``python -m tox -e bench`` ends with it, and a test fails if one of them differs from the results.
+Only the standard library is needed, so that the build of the documentation can use it.
 """
 
 import json
@@ -20,9 +20,11 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
 FIGURE = HERE.parent / "docs" / "_static" / "memory.svg"
-ON_GPU = HERE.parent / "docs" / "_parts" / "h100.md"
+DOCS_PARTS = HERE.parent / "docs" / "_parts"
+BEGIN, END = "<!-- results: figures -->", "<!-- end -->"
+MEMORY = "python -m tox -e bench -- benchmarks --memory"
 
-# The rows of the README: gradients, at lengths that no chunk divides.
+# The rows of the summary: gradients, at lengths that no chunk divides.
 ROWS = [
     ("pairwise distances", "distances of 8 points", 400_003, 1000),
     ("eigh 8x8", "eigenvalues of 8 × 8 matrices", 20_003, 500),
@@ -94,49 +96,42 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB" if size < 1e7 else f"{size / 1e6:.0f} MB"
 
 
-# The parts of the README.
+# The part of the README.
 
 
-def bullets() -> str:
-    """What rankax is for, with a number for each claim."""
-    items, needed = curve("rankax")[-1]
-    (_, whole), (_, mapped) = curve("jax.vmap")[-1], curve("lax.map")[-1]
-    _, uneven = curve("rankax", divided=False)[-1]
+def figures() -> str:
+    """What rankax saves, in four figures, each with the command that found it."""
+    items, _ = curve("rankax")[-1]
+    own, whole, mapped = (
+        megabytes(curve(peer)[-1][1]) for peer in ("rankax", "jax.vmap", "lax.map")
+    )
     pairs = {
-        (row["task"], row["contestant"]): float(row["ms"])
+        row["contestant"]: row["ms"]
         for row in table("reductions")
-        if row["points on each side"] == "10000" and row["times rankax"]
+        if (row["task"], row["points on each side"]) == ("sum", "10000")
     }
-    own = 'rankax, devices="all"'
-    longer = {task: pairs[task, "KeOps"] / pairs[task, own] for task in ("sum", "argmin")}
-    one = {task: pairs[task, "KeOps"] / pairs[task, "rankax"] for task in ("sum", "argmin")}
-    case = ("distances 8x3", "gradient")
-    (tiles,) = (row for row in table("tiles-one-core") if (row["kernel"], row[""]) == case)
-    times = {name: float(tiles[name]) for name in ("default", "jax.vmap", "lax.map, best")}
-    faster = {name: f"{time / times['default']:.1f}" for name, time in times.items()}
+    both, keops = pairs['rankax, devices="all"'], pairs["KeOps"]
     gpu = {
         row["way"].strip("`"): _temporaries(row)
         for row in table("h100-compiled")
         if (row["reduction"], row["mode"]) == ("sum", "gradient")
     }
+    (loops,) = (row for row in table("lockstep") if row["kernel"].startswith("Van der Pol"))
+    lanes, best, at_once = (f"{float(ms):,.0f} ms" for ms in [*loops.values()][:1:-1])
     return f"""\
-* **Any batch, from one kernel.** The batch axes follow from the shapes, by NumPy's rules.
-  Arguments that broadcast are never expanded.
-* **Memory bounded by one chunk, even for gradients.** The gradient of {items:,} eigenvalue
-  problems (8 × 8 matrices), 1000 at once, needs **{megabytes(needed)}** besides its inputs and
-  outputs. `jax.vmap` needs {megabytes(whole)}, `lax.map` {megabytes(mapped)}. If no chunk size
-  divides the number of items, the gradient also copies the outputs: {megabytes(uneven)}.
-* **Sums that never store the batch.** A sum of Gaussians over 10,000 × 10,000 pairs takes
-  {pairs["sum", own]:.0f} ms on two CPU cores, with `devices="all"`. KeOps, the library for such
-  sums, takes **{longer["sum"]:.1f} times** as long on the same cores ({longer["argmin"]:.1f} times
-  for an argmin). Without `devices`, rankax uses one core: KeOps on two then takes
-  {one["sum"]:.1f} times as long ({one["argmin"]:.1f} times for an argmin). Compiled for an H100,
-  the gradient over 100,000 × 100,000 pairs needs **{gpu["rankax"]}**; by `jax.vmap`,
-  {gpu["jax.vmap"]}.
-* **Fast chunks.** On a CPU, chunks are evaluated in tiles that stay in the cache (JAX 0.12). On one
-  core, the gradient of distances of 8 points is **{faster["jax.vmap"]} times** as fast as with
-  `jax.vmap`, and {faster["lax.map, best"]} times as fast as with `lax.map` at its best chunk size,
-  if the allocator keeps the memory that is freed. Other kernels gain less."""
+* **Gradients.** The gradient of {items:,} eigenvalue problems, 1000 at once, needs **{own}** of
+  temporary memory. `jax.vmap` needs {whole}, `lax.map` {mapped}. `{MEMORY}`
+* **Pairs on a CPU.** A sum over 10,000 × 10,000 pairs takes **{both} ms** on two cores, with
+  `devices="all"`. KeOps takes {keops} ms. `{command("reductions")}`
+* **Pairs on a GPU.** Compiled for an H100, the gradient of a sum over 100,000 × 100,000 pairs needs
+  **{gpu["rankax"]}** of temporary memory. `jax.vmap` needs {gpu["jax.vmap"]}.
+  `{command("h100-compiled")}`
+* **Loops of different lengths.** {loops["items"]} oscillators with adaptive steps take **{lanes}**
+  of processor time, with `lockstep=False`. `jax.vmap` takes {at_once}, `lax.map` {best}.
+  `{command("lockstep")}`"""
+
+
+# Other parts of the pages.
 
 
 def benchmark() -> str:
@@ -153,7 +148,7 @@ def benchmark() -> str:
             cells.append(f"{time}, {megabytes(one['temporary_bytes']).replace(' ', _SPACE)}")
         lines.append(f"| {words} | {length:,} | " + " | ".join(cells) + " |")
     stamp = stamps()["cpu.json, cases"]
-    return "\n".join([*lines, "", f"{document()['machine']['processor']}. {stamp}"])
+    return "\n".join([*lines, "", f"{document()['machine']['processor']}. {stamp}"]) + "\n"
 
 
 def curve(peer: str, *, divided: bool = True) -> list[tuple[int, int]]:
@@ -166,7 +161,7 @@ def curve(peer: str, *, divided: bool = True) -> list[tuple[int, int]]:
 
 
 def description() -> str:
-    """The figure of the README, in words that its numbers bear out."""
+    """The figure of memory, in words that its numbers bear out."""
     (length, own), (_, other) = curve("rankax")[-1], curve("jax.vmap")[-1]
     uneven, rest = curve("rankax", divided=False)[-1]
     if {size for _, size in curve("rankax")} != {own}:
@@ -178,14 +173,6 @@ def description() -> str:
         f"batch, to {megabytes(other)} for {length:,} items. rankax needs {megabytes(own)} if a "
         f"chunk size divides the number of items; otherwise up to {megabytes(rest)}."
     )
-
-
-def figure() -> str:
-    """The figure of the README."""
-    return f"![{description()}](docs/_static/memory.svg)"
-
-
-PARTS = {"bullets": bullets, "benchmark": benchmark, "figure": figure}
 
 
 def on_gpu() -> str:
@@ -206,20 +193,20 @@ def on_gpu() -> str:
     return "\n".join(lines) + "\n"
 
 
+FILES = {"benchmark": benchmark, "h100": on_gpu}
+
+
 def _temporaries(row: dict[str, str]) -> str:
     words = row["temporaries, MB"].replace(",", "")
     return words if words == "—" else megabytes(1e6 * float(words))
 
 
-def with_parts(readme: str) -> str:
-    """The README with its marked parts as the results have them."""
-    for name, part in PARTS.items():
-        marked = re.compile(rf"<!-- results: {name} -->\n.*?<!-- end -->", re.DOTALL)
-        if len(marked.findall(readme)) != 1:
-            raise LookupError(f"README.md needs one part that is marked <!-- results: {name} -->")
-        begin, end = marked.search(readme).span()
-        text = f"<!-- results: {name} -->\n{part()}\n<!-- end -->"
-        readme = readme[:begin] + text + readme[end:]
+def with_figures(readme: str) -> str:
+    """The README with the figures that the results have."""
+    text = f"{BEGIN}\n{figures()}\n{END}"
+    readme, count = re.subn(f"{BEGIN}\n.*?{END}", lambda _: text, readme, flags=re.DOTALL)
+    if count != 1:
+        raise LookupError(f"README.md needs one part that is marked {BEGIN}")
     return readme
 
 
@@ -298,21 +285,23 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, opacity: str)
 
 
 def check() -> None:
-    """Refuse a README or a figure that is not what the results say."""
+    """Refuse a README, a picture or a table that is not what the results say."""
     readme = README.read_text(encoding="utf-8")
-    if with_parts(readme) != readme or memory_svg() != FIGURE.read_text(encoding="utf-8"):
+    if memory_svg() != FIGURE.read_text(encoding="utf-8") or with_figures(readme) != readme:
         raise ValueError("README.md or docs/_static/memory.svg is old: python benchmarks/shown.py")
-    if on_gpu() != ON_GPU.read_text(encoding="utf-8"):
-        raise ValueError("docs/_parts/h100.md is old: python benchmarks/shown.py")
+    for name, part in FILES.items():
+        if part() != (DOCS_PARTS / f"{name}.md").read_text(encoding="utf-8"):
+            raise ValueError(f"docs/_parts/{name}.md is old: python benchmarks/shown.py")
 
 
 def main() -> None:
-    """Write the marked parts of the README, and the figure."""
+    """Write what this module shows."""
     readme = README.read_text(encoding="utf-8")
-    README.write_text(with_parts(readme), encoding="utf-8")
+    README.write_text(with_figures(readme), encoding="utf-8")
     FIGURE.write_text(memory_svg(), encoding="utf-8")
-    ON_GPU.write_text(on_gpu(), encoding="utf-8")
-    print("wrote README.md, docs/_static/memory.svg and docs/_parts/h100.md")
+    for name, part in FILES.items():
+        (DOCS_PARTS / f"{name}.md").write_text(part(), encoding="utf-8")
+    print("wrote README.md, docs/_static/memory.svg and docs/_parts")
     print(*(f"older than the code: {words}" for words in older()), sep="\n")
 
 

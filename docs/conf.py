@@ -99,6 +99,10 @@ default_role = "py:obj"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [  # the parameters of `auto_vmap`, by group
+    (group, "params_style")
+    for group in ("Ranks", "Memory", "Reductions", "Programs", "Devices", "Items")
+]
 
 # References into rankax must resolve. Those into JAX and NumPy do where the list of their names can
 # be had; elsewhere they stay plain text, so that the site builds without a network.

@@ -35,7 +35,7 @@ DASHES = {"powerpax": (0, (2, 2)), "adv-jax-math": (2, (2, 2))}  # both on top o
 DASHED = (0, (2, 2))
 DEVICES = "#e07a7a"
 
-# What the page calls the colours above and those of docs/matplotlibrc: rankax.css has their values.
+# What the page calls the colours above and in docs/matplotlibrc: rankax.css has their values.
 VARIABLES = {
     **{colour: f"--series-{number}" for number, colour in enumerate(COLOURS.values(), 1)},
     DEVICES: "--series-6",
@@ -103,14 +103,20 @@ def _sentence(stamp):
 def ages():
     """When each result was measured, and whether the code has changed since."""
     lines = [
-        "| result | measured on | commit | JAX | code has changed since |",
-        "|---|---|---|---|---|",
+        "| result | command | measured on | commit | JAX | code has changed since |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, stamp in shown.stamps().items():
+    for name, stamp in _newest_first(shown.stamps().items(), lambda item: item[1]):
         changed = "yes" if stamp.is_older() else "no"
-        cells = [f"`{name}`", stamp.date, f"`{stamp.commit}`", stamp.jax, changed]
+        command = shown.command(re.split(r"\.", name)[0])
+        cells = [f"`{name}`", f"`{command}`", stamp.date, f"`{stamp.commit}`", stamp.jax, changed]
         lines.append(f"| {' | '.join(cells)} |")
     return Markdown("\n".join(lines))
+
+
+def _newest_first(results, stamp):
+    """Results by the JAX they were measured with, and in their order with the same one."""
+    return sorted(results, key=lambda x: [-int(n) for n in stamp(x).jax.split(".")[:2]])
 
 
 def chunk_sizes(kernel="pairwise distances", length=400_003):
@@ -307,8 +313,8 @@ def _without_sections(text):
 
 
 SECTIONS = (
-    *("blocks", "cpu", "cpu-math", "flags", "h100-compiled", "ragged", "reductions", "tiles"),
-    "tiles-one-core",
+    *("cpu", "cpu-math", "flags", "h100-compiled", "jacobians", "lockstep", "ragged"),
+    *("reductions", "scan_levels", "tiles", "tiles-one-core"),
 )
 UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
 

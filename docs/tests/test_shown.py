@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README shows what benchmarks/results has, and the citation is that of this version."""
+"""The pages show what benchmarks/results has, and the citation names this version."""
 
 import re
 import sys
@@ -25,20 +25,21 @@ def shown(monkeypatch):
 def test_the_readme_and_its_figure_are_what_the_results_say(shown):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     hint = "run python benchmarks/shown.py"
-    assert shown.with_parts(readme) == readme, hint
+    assert shown.with_figures(readme) == readme, hint
     assert shown.memory_svg() == shown.FIGURE.read_text(encoding="utf-8"), hint
-    assert shown.on_gpu() == shown.ON_GPU.read_text(encoding="utf-8"), hint
+    for name, part in shown.FILES.items():
+        assert part() == (shown.DOCS_PARTS / f"{name}.md").read_text(encoding="utf-8"), hint
 
 
 def test_other_results_make_another_readme(shown, monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     document = shown.document()
-    for row in document["cases"]:
-        row["temporary_bytes"] += 5e9
+    for row in document["memory"]:
+        row["length_and_bytes"] = [(n, size + 5e9) for n, size in row["length_and_bytes"]]
     monkeypatch.setattr(shown, "document", lambda *platform: document)
-    changed = shown.with_parts(readme)
-    assert changed != readme
-    assert "5.4\N{NO-BREAK SPACE}GB" in changed
+    changed = shown.with_figures(readme)
+    assert "at once, needs **1.1 MB** of" in readme
+    assert "at once, needs **5.0 GB** of" in changed
 
 
 def test_a_figure_that_contradicts_its_caption_is_refused(shown, monkeypatch):
@@ -64,8 +65,8 @@ def test_a_figure_that_contradicts_its_caption_is_refused(shown, monkeypatch):
 def test_a_missing_row_and_a_missing_mark_are_named(shown):
     with pytest.raises(LookupError, match=r"has no row .*'peer': 'nobody'"):
         shown.measured("eigh 8x8", 20_003, 500, "gradient", "nobody")
-    with pytest.raises(LookupError, match=r"<!-- results: bullets -->"):
-        shown.with_parts("# rankax\n")
+    with pytest.raises(LookupError, match=r"<!-- results: figures -->"):
+        shown.with_figures("# rankax\n")
 
 
 def test_tables_of_results_are_read(shown):
@@ -102,8 +103,7 @@ def test_every_result_says_when_it_was_measured(shown):
     tables = {path.name for path in shown.RESULTS.glob("*.md")} - {"cpu.md"}
     assert stamps.keys() == tables | {"cpu.json, cases", "cpu.json, memory"}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", stamp.date) for stamp in stamps.values())
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert str(stamps["cpu.json, cases"]) in readme
+    assert str(stamps["cpu.json, cases"]) in shown.benchmark()
     assert set(shown.older()) == {
         f"{name}: {stamp}" for name, stamp in stamps.items() if stamp.is_older()
     }
@@ -143,18 +143,11 @@ def test_a_result_is_older_once_the_code_is_another(shown, monkeypatch, tmp_path
 def test_every_link_of_the_readme_leads_to_a_rendered_file():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", readme)
-    assert len(links) > 6
+    assert len(links) >= 5
     assert [link for link in links if not (ROOT / link).is_file()] == []
     assert [link for link in links if link.startswith("docs/") and link.endswith(".md")] == []
     anchors = {re.sub(r"[^\w ]", "", head).lower() for head in re.findall(r"(?m)^## (.*)$", readme)}
     assert {link.replace("-", " ") for link in re.findall(r"\]\(#([^)]+)", readme)} <= anchors
-
-
-def test_every_table_of_the_readme_has_a_head():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    tables = re.findall(r"(?m)(?:^\|.*\|\n)+", readme)
-    assert len(tables) >= 4
-    assert [table for table in tables if not re.match(r".*\n\|[-:|]+\|\n", table)] == []
 
 
 def test_the_citation_is_that_of_this_version():
@@ -226,8 +219,8 @@ def test_the_tables_of_the_benchmarks_have_all_cases(curves, shown):
 def test_results_of_other_devices_are_shown_as_they_are(curves, shown, monkeypatch, tmp_path):
     monkeypatch.setattr(shown, "RESULTS", tmp_path)
     assert curves.others().startswith("None were measured")
-    (tmp_path / "blocks.md").write_text("# Blocks\n\nOf dask.\n")
-    assert curves.file("blocks") == "Of dask."
+    (tmp_path / "ragged.md").write_text("# Ragged\n\nOf lengths.\n")
+    assert curves.file("ragged") == "Of lengths."
     (tmp_path / "gpu.md").write_text("# Benchmark on 1 x gpu\n\n## Time\n\n| a |\n|---|\n| 1 |\n")
     assert curves.others() == "**Benchmark on 1 x gpu**\n\n**Time**\n\n| a |\n|---|\n| 1 |"
 

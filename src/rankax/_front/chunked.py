@@ -112,7 +112,7 @@ def chunked_vmap(
     -------
     callable
         Takes the arguments of ``fun`` with the mapped axis added, and returns its outputs with the
-        axis at ``out_axes``. Shapes and dtypes are those of `jax.vmap`.
+        axis at ``out_axes``. Shapes and dtypes are as with `jax.vmap`.
 
     Raises
     ------
@@ -154,8 +154,8 @@ def chunked_vmap(
     ``devices``, sharding is read from concrete arrays in an eager call, and always on a mesh with
     explicit axes. The axis of a kernel with ordered effects is not divided.
 
-    *Classes.* A pytree class is rebuilt with the values of one item, or of all, never with those of
-    a chunk, so it may check or convert its fields.
+    *Classes.* A pytree class is rebuilt with the values of one item, or of all, never with the
+    values of a chunk, so it may check or convert its fields.
 
     Examples
     --------

@@ -4,8 +4,8 @@
 Tools treat it as they treat a function, because it has ``__get__`` and no ``__set__``: it is a
 routine to `inspect`, `help`, doctest and Sphinx, and binds to an object as a function does. What
 rankax itself needs is in slots, so that a wrapper that copies the attributes of what it wraps, as
-`functools.wraps` does, copies only those of the user. A kernel is copied and pickled as a function
-is, by its name if that leads back to it; a bound method, by its object and its name.
+`functools.wraps` does, copies only what the user has set. A kernel is copied and pickled like a
+function, by its name if that leads back to it; a bound method, by its object and its name.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def _goes_by_value(module: str) -> bool:
     cloudpickle decides this only for functions and classes, and other objects can tell who pickles
     them only from the frame. A reducer of `copyreg` cannot tell either, because all picklers share
     it; one in the table of cloudpickle's own class would miss its copies, as in joblib. Other
-    picklers, such as that of multiprocessing, find ``__main__`` by name.
+    picklers, such as the one of multiprocessing, find ``__main__`` by name.
     """
     frame: Any = inspect.currentframe()
     pickler = frame.f_back.f_back.f_globals
@@ -326,7 +326,7 @@ def _described(spec: KernelSpec, skip: int = 0) -> str:
 
 
 def _ranks(path: str, ranks: Any) -> list[str]:
-    """Write each rank with the path to what it is for; those of an annotated class by its name."""
+    """Write each rank with the path to what it is for; an annotated class by its name."""
     if isinstance(ranks, (Items, Node)):
         pairs = [(path.lstrip("*") + key, rank) for key, rank in ranks.entries.items()]
         pairs += [(path, ranks.rest)] if isinstance(ranks, Items) else []

@@ -131,7 +131,8 @@ class Form:
 class Hooks(Generic[F]):
     """Functions of extensions, each for the calls that give an option (`Options.given`).
 
-    Those of ``off_cpu`` are for calls that do not run on a CPU; only they ask where a call runs.
+    The functions of ``off_cpu`` are for calls that do not run on a CPU; only they ask where a call
+    runs.
     """
 
     def __init__(self) -> None:

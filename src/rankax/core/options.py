@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Options of kernels: their defaults, their checks, and the scope that sets them from outside.
 
-An option is registered, with its check, where it acts (`register`); those of this file belong to
-the core. Type checkers cannot read a registry, so its names also stand in the signatures that users
-see (`_front/options.py`, `_front/auto_vmap.py`).
+An option is registered, with its check, where it acts (`register`); the options in this file belong
+to the core. Type checkers cannot read a registry, so its names also stand in the signatures that
+users see (`_front/options.py`, `_front/auto_vmap.py`).
 """
 
 from __future__ import annotations

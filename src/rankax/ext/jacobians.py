@@ -288,7 +288,7 @@ def chunked_jacfwd(
 
         ``"gram"`` or ``Gram(weights)`` returns a matrix with a row and a column for each number of
         the inputs, in the order of `jax.flatten_util.ravel_pytree`, whose second result turns a
-        vector of that order back into a tree. Its dtype is that of ``J``. There is a weight for
+        vector of that order back into a tree. It has the dtype of ``J``. There is a weight for
         each output, in the structure of the outputs or flat. Complex rows are conjugated on the
         left, as in ``J.conj().T @ J``; for real inputs, this is the real part of that matrix.
 
@@ -302,7 +302,7 @@ def chunked_jacfwd(
         The largest number of basis vectors in flight. ``None``: all of them, as in JAX.
     memory_limit : int or str, optional
         Choose a chunk size, of at most ``chunk_size``, whose temporaries stay within this limit,
-        including those of a derivative. See `auto_vmap`.
+        including the temporaries of a derivative. See `auto_vmap`.
     progress : bool, str or callable, default False
         Show a bar of the basis vectors, as in `auto_vmap`.
     devices : "all", int, sequence of devices, PartitionSpec or False, optional

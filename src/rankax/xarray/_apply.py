@@ -44,8 +44,8 @@ def apply(
         they must have exactly the axes of their rank.
     core_dims : dict or str, optional
         Maps parameters to the names of their core dimensions, in the order of the kernel's axes:
-        ``{"v": ("level",)}``. It is needed if the rank has no names (an int), or if they differ
-        from those of the array. For an array inside a pytree the key is its path, as in error
+        ``{"v": ("level",)}``. It is needed if the rank has no names (an int), or if the
+        array has other names. For an array inside a pytree the key is its path, as in error
         messages: ``"pose['R']"``. If every array has the same, single core dimension, its name is
         enough: ``"level"``.
     output_dims : str, tuple of str, or a pytree of those, optional

@@ -76,7 +76,7 @@ def flat_index(places: Sequence[Any], sizes: Sequence[Any]) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return ``jnp.zeros(shape)``, made like `scalar`; ``dtype`` may be that of PRNG keys."""
+    """Return ``jnp.zeros(shape)``, made like `scalar`; ``dtype`` may be a dtype of PRNG keys."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return jnp.zeros(shape, dtype)
     return lax.broadcast(scalar(0, dtype), shape)

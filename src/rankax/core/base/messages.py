@@ -146,7 +146,7 @@ def noted_errors(
     except Exception as error:
         begin = "This error comes from "
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # The first two are those of this function and of the block.
+        # The first two frames belong to this function and to the block.
         is_own = len(frames) > 2 and _package(frames[-1]) == "rankax"
         if not (is_own or any(n.startswith(begin) for n in getattr(error, "__notes__", ()))):
             header, rows, sentences = describe()
@@ -172,7 +172,7 @@ def caller_level() -> int:
     frame, level = inspect.currentframe(), 0
     while frame and _package(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    return level  # this function's frame takes the place of that of `warnings.warn`
+    return level  # this function's frame stands for the frame of `warnings.warn`
 
 
 def positive_int(value: Any, site: str, name: str) -> int:

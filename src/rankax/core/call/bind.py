@@ -99,7 +99,7 @@ class KernelSpec:
     def rebind(self, arguments: dict[str, Any], *, written: bool = False) -> inspect.BoundArguments:
         """Bind values by parameter name; `inspect` derives ``args`` and ``kwargs`` from them.
 
-        With ``written``, they are those of the kernel as it was written, with its masks.
+        With ``written``, bind to the kernel as it was written, with its masks.
         """
         signature = self.declaration.signature
         if written and self.declaration.written is not None:
@@ -238,7 +238,7 @@ class Shell(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class BoundKernel(Bound):
-    """A bound call of a decorated kernel; its leaves are those of the arguments with a rank."""
+    """A bound call of a decorated kernel; its leaves come from the arguments with a rank."""
 
     kernel: KernelSpec
     arguments: inspect.BoundArguments
@@ -378,7 +378,7 @@ class BoundKernel(Bound):
         return out
 
     def split(self) -> tuple[list[Any], Shell]:
-        """Return the values of a call, those of the arguments without a rank last, and the rest."""
+        """Return the values of a call, for arguments with a rank first, and the rest of it."""
         (names, treedef, _), others = self.shell, self.others
         try:
             values, tree = jax.tree.flatten(others)

@@ -101,7 +101,7 @@ class Bound(abc.ABC):
         """Call the kernel with other leaves."""
 
     def evaluate(self, leaves: Sequence[Any], plan: Nesting) -> Any:
-        """Evaluate the kernel with other leaves, such as those of one item."""
+        """Evaluate the kernel with other leaves, such as the leaves of one item."""
         if self.form is None:
             return self.call(leaves, plan)
         return self.form.evaluate(self, leaves, plan)

@@ -35,7 +35,7 @@ class Nest:
     Attributes
     ----------
     nesting : Nesting
-        If it is that of a part, its splits are numbered within the whole batch.
+        If it belongs to a part, its splits are numbered within the whole batch.
     specs : tuple of LoopSpec
         One for each level of the plan, outermost first.
     inputs : tuple of int
@@ -316,7 +316,7 @@ def nest_of(
     *,
     differentiable: bool = True,
 ) -> Nest:
-    """Build the nested maps of a plan; the other arguments are those of `Nest`."""
+    """Build the nested maps of a plan; the other arguments are as in `Nest`."""
     splits = plan.splits
     specs: list[LoopSpec] = []
     for around, (level, is_loop) in enumerate(zip(plan.plan.levels, plan.loops, strict=True)):

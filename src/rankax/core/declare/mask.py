@@ -14,8 +14,8 @@ class Mask:
     A parameter of rank ``Mask("n")`` is the boolean array of shape ``(n,)`` that is False for the
     rows that pad an item of a `Ragged` argument. For dense arrays, it is True everywhere. Use it as
     a rank, ``mask=Mask("n")``, or in an annotation,
-    ``mask: Annotated[Bool[Array, "n"], Mask("n")]``. Its name must be that of the first core
-    dimension of another parameter.
+    ``mask: Annotated[Bool[Array, "n"], Mask("n")]``. The first core dimension of
+    another parameter must have the same name.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ class BoundRanks(NamedTuple):
 def _by_position(ranks: inspect.BoundArguments) -> BoundRanks:
     """Return ranks that were bound as arguments.
 
-    One rank for ``*args`` is that of all its items, of several each is that of one.
+    One rank for ``*args`` holds for all its items; of several, each holds for one.
     """
     bound = BoundRanks({}, {})
     for name, rank in ranks.arguments.items():
@@ -83,8 +83,8 @@ def bind_ranks(
 ) -> BoundRanks:
     """Assign ranks to parameters, as a call would bind arguments.
 
-    Those of ``named`` were written as keywords, where an option may have been meant, and those of
-    ``by_parameter`` in ``ranks=``.
+    The ranks in ``named`` were written as keywords, where an option may have been meant, and the
+    ranks in ``by_parameter`` in ``ranks=``.
     """
     parameters = signature.parameters
     try:
@@ -292,7 +292,7 @@ def declare(
     bound = _bound(positional, named, by_parameter, signature, site, known_options)
     explicit = {name: _normal(rank, f"{site}: {name}") for name, rank in bound.whole.items()}
     overridden = {*explicit, *([] if bound.outputs is None else ["return"])}
-    # Those of a kernel that takes a batch itself describe the batch.
+    # The annotations of a kernel that takes a batch itself describe the batch.
     takes_batch = options.get("batched") is True
     annotated: dict[str, Any] = {}
     is_bare = inspect.isfunction(fun) and not fun.__annotations__

@@ -41,7 +41,7 @@ class SplitKey:
     order of the batch axes over which the key is split. For ``threefry2x32``, the default, and for
     ``rbg`` this equals `jax.random.split` with JAX's default settings (without
     ``jax_threefry_partitionable`` the keys differ). ``unsafe_rbg`` splits and folds in differently
-    under `jax.vmap`, so its keys are split like those of ``rbg``. Under `jax.vmap`, JAX draws with
+    under `jax.vmap`, so its keys are split as with ``rbg``. Under `jax.vmap`, JAX draws with
     ``rbg`` and ``unsafe_rbg`` from the first of the mapped keys only. So for these two the keys are
     the same, but the numbers drawn from them depend on the chunk size.
 

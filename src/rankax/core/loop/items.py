@@ -37,7 +37,7 @@ def item_of(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]
     starts, axes = {}, list(range(jnp.ndim(leaf)))
     for place, level in zip(places, levels, strict=True):
         if (axis := level.in_axes[i]) is not None:
-            starts[axes.pop(axis)] = place  # axes are counted without those of the levels outside
+            starts[axes.pop(axis)] = place  # axes are counted without the outer levels
     if not starts:
         return leaf
     start = [starts.get(axis, np.zeros((), places[0].dtype)) for axis in range(leaf.ndim)]

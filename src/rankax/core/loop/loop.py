@@ -41,9 +41,9 @@ from rankax.core.trace.programs import evaluate, with_axis
 
 @dataclasses.dataclass(frozen=True)
 class TileSlots:
-    """How the items of a tile lie in slots: its own, and those of the levels inside, mapped whole.
+    """The slots of a tile: its items times the items of the levels inside, which are mapped whole.
 
-    An output that is folded has them on its last axes, those of the tile first.
+    An output that is folded has them on its last axes, the items of the tile first.
     """
 
     size: int  # items of the level in a tile
@@ -202,8 +202,8 @@ def without_repeated(chunk: Sequence[jax.Array], axes: Sequence[int], ok: jax.Ar
     """Put the last item in place of those that an earlier chunk had.
 
     The outputs of these count for nothing, but 0 times an infinite derivative is NaN. The transpose
-    of this choice drops their cotangents; those of what all items share are finite where that of
-    the last item is.
+    of this choice drops their cotangents. The cotangents of what all items share are finite if the
+    cotangent of the last item is.
     """
 
     def each(x: jax.Array, axis: int) -> jax.Array:
@@ -229,7 +229,7 @@ def saved(tree: Any) -> Any:
 def _policy(primitive: Any, /, *_: Any, **params: Any) -> Any:
     """Say what a checkpoint saves.
 
-    JAX's own policy fails for primitives with a parameter named ``prim``, such as those of Equinox.
+    JAX's own policy fails for primitives with a parameter named ``prim``, such as Equinox has.
     Test: ``test_chunked_kernels.py``.
     """
     return _save_kept(primitive, name=params.get("name"))
@@ -307,7 +307,7 @@ def run_loop(
     chunks = (back and level.derivative) or level.chunks
     mapped = [(x, axis) for x, axis in zip(leaves, level.in_axes, strict=True) if axis is not None]
     arrays, axes = [jnp.asarray(x) for x, _ in mapped], [axis for _, axis in mapped]
-    axes_in = [*axes, 0] if level.numbered else axes  # with that of the places
+    axes_in = [*axes, 0] if level.numbered else axes  # 0: the axis of the places
     # As a jaxpr: an inner loop is traced once, and all that the item closes over is an operand.
     avals = [with_axis(x, axis, chunks.size) for x, axis in zip(arrays, axes, strict=True)]
     inputs = avals + ([with_axis(PLACE, 0, chunks.size)] if level.numbered else [])

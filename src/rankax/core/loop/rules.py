@@ -59,8 +59,8 @@ class Rules:
     def folded(self, step: Any, jaxpr: Any, *, again: bool) -> Any:
         """Return an `Accumulation` as tiles enter it.
 
-        Its joined states are those of ``step``, once `Accumulator.found` has completed them, which
-        may evaluate the best tile ``again``.
+        Its joined states equal the ones of ``step``, once `Accumulator.found` has completed them,
+        which may evaluate the best tile ``again``.
         """
         return step
 

@@ -130,8 +130,8 @@ def number_items(
         The shape of the batch that the nest walks.
     first : mapping of int to uint32, optional
         If the nest walks only a part of the batch: where the part begins along each axis. The
-        values may be traced, because they differ between devices. The splits are those of the whole
-        batch.
+        values may be traced, because they differ between devices. The splits belong to the
+        whole batch.
 
     Returns
     -------

@@ -33,7 +33,7 @@ def call_error(
     leaves, ranks : sequences of equal length
         Every leaf that has a rank; one with too few axes is a problem too.
     clashes : sequence of Clash
-        Those of the other leaves, by their positions in ``leaves``.
+        The clashes of the other leaves, by their positions in ``leaves``.
     sizes : dict
         The sizes of the named core dimensions.
     untouched : sequence of (path, shape)
@@ -242,8 +242,8 @@ def _outer_product(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str
 def _vectors(leaves: Sequence[LeafPlan], clash: Clash, names: Sequence[str]) -> list[str]:
     """Return a hint for arguments of rank 0 that may be vectors.
 
-    Their last axis is as long as a core axis of another argument, and no other argument has their
-    length as that of its batch.
+    Their last axis is as long as a core axis of another argument, and no other argument has a batch
+    of their length.
     """
     cores = {size for leaf in leaves for size in leaf.core_shape}
 

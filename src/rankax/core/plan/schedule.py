@@ -376,7 +376,7 @@ def plan_levels(
 
 
 def _merged(levels: Sequence[Level], batch_shape: Shape) -> list[Level]:
-    """Make one level of adjacent axes that every leaf maps alike; drop those of length 1."""
+    """Make one level of adjacent axes that every leaf maps alike; drop axes of length 1."""
     merged: list[Level] = []
     for level in levels:
         if level.size == 1:

@@ -11,7 +11,7 @@ nothing and send nothing back, even where their value or derivative is NaN:
 * Forward, it is replaced by the identity of the reduction, or the accumulator passes over it.
 * In the derivative, a cotangent of 0 is not enough, because 0 times an infinite derivative is NaN.
   So a first pass over the row, which computes only the mask, finds an item that counts, and the
-  inputs of this item take the place of those of each item that is left out. They are constants
+  inputs of this item replace the inputs of each item that is left out. They are constants
   there: the transpose of the choice drops the cotangent. If no item counts, the cotangents of what
   all items share are dropped, too (`_masked_row`).
 """
@@ -45,7 +45,7 @@ class RowReduction:
     item_of : callable
         Makes the function of one item from the constants of its program.
     levels : tuple of LoopSpec
-        Those of the row, outermost first.
+        The levels of the row, outermost first.
     outputs : tuple of Outputs
         As `trace_reduced` returns them.
     reductions : Reductions

@@ -157,7 +157,7 @@ class Reduction:
         return 0
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> Any:
-        """Return the state of a row from those of its accumulations."""
+        """Return the state of a row from the states of its accumulations."""
         return states
 
     def renumber(self, outputs: Outputs, state: Any, place: Place) -> Any:

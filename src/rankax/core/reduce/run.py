@@ -134,7 +134,7 @@ def _reduction(leaf: Any, site: str) -> Reduction:
         )
     known = listed(list(BY_NAME), "or")
     if not isinstance(leaf, str):
-        name = getattr(leaf, "__name__", None)  # as that of jnp.sum
+        name = getattr(leaf, "__name__", None)  # such as jnp.sum
         hint = f"; did you mean {name!r}?" if name in BY_NAME else ""
         raise TypeError(
             f"{site}: reduce must hold names ({known}), objects of rankax.reductions and None, "

@@ -52,7 +52,7 @@ class Accumulator(Protocol):
         """Return the outputs of an item that adds nothing; None if `step` needs ``counts``."""
 
     def merge(self, first: State, second: State) -> State:
-        """Merge two states slot by slot; the items of the first precede those of the second."""
+        """Merge two states slot by slot; the items of the first come before the others."""
 
     def join(self, state: State) -> State:
         """Merge the slots of a state into one. Only the slots of `Ordered` must be in order."""

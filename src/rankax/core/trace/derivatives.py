@@ -47,7 +47,7 @@ RULES = ("custom_jvp_call", "custom_vjp_call")
 def call_with_derivative_of(
     other: Callable[..., Any], fun: Callable[..., Any], *args: Any, key: Hashable = None
 ) -> Any:
-    """Return ``fun(*args)``, whose derivatives are those of ``other``.
+    """Return ``fun(*args)`` with the derivatives of ``other``.
 
     Equivalent to ``jax.custom_jvp(fun)(*args)`` with the rule ``jax.jvp(other, ...)``.
 
@@ -128,7 +128,7 @@ class _Other:
         return self.fun(*args)
 
 
-# The call evaluates `call_jaxpr`. Its derivatives are those of `other`, or without one those of
+# The call evaluates `call_jaxpr`. Its derivatives come from `other`, or without one from
 # `call_jaxpr`, in which every rule is kept.
 
 
@@ -181,7 +181,7 @@ def new_primitive(
     differentiate, transpose, batch : callable
         Its rules, as JAX wants them.
     types : callable
-        From the types of the arrays, and the parameters, to those of the results, and the effects.
+        Maps the types of the arrays, and the parameters, to result types and effects.
     """
     primitive: Any = _Primitive(name)
     # With `jax_remat3`, a program with a checkpoint is high-level, and expanded before it is
@@ -327,7 +327,7 @@ def primitive_of_program(name: str, program_of: Any, batch: Any, types: Any) -> 
 
 @functools.cache
 def _high_level_call() -> Any:
-    """Return the class of calls whose derivatives are those of ``other``."""
+    """Return the class of calls that have the derivatives of ``other``."""
     hijax: Any = importlib.import_module("jax.experimental.hijax")
 
     class HighLevelCall(hijax.HiPrim):

@@ -18,8 +18,8 @@ Derivative rules are left out: evaluation does not use them, and each trace make
 `without_rules` is the program to keep, because it holds no function of the caller.
 
 A program that is differentiated has equal derivatives only if `derivatives_key` is equal, too.
-Rules are functions, so they cannot be compared, except those of our loops, which follow from the
-program and a key. `without_constants` is the program to keep then.
+Rules are functions, so they cannot be compared. The rules of our loops can, because they follow
+from the program and a key. `without_constants` is the program to keep then.
 """
 
 import enum

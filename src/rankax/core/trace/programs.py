@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Traced programs: evaluating one, the only traversal of those inside one, and that of one item.
+"""Traced programs: evaluating one, traversing the ones inside it, and tracing one item.
 
 A primitive keeps the programs that it calls among its parameters: `jax.jit` holds one,
 `jax.lax.cond` a tuple of branches, `jax.lax.custom_linear_solve` a NamedTuple. `subprograms` yields
@@ -11,8 +11,8 @@ that is itself a parameter and has the parameters that count here. `name_and_par
 
 A kernel is traced once, for one item, and its outputs are checked there (`trace_item`). Trees are
 flattened on entry and rebuilt on exit; in between there are only leaves. A pytree class may check
-or convert the fields that it is rebuilt from, so it must see only the values of one item, or those
-of the whole batch.
+or convert the fields that it is rebuilt from, so it must see only the values of one item, or of
+the whole batch.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def with_variables(jaxpr: Any, invars: Sequence[Any], outvars: Any, **changes: A
 def evaluate_by(step: Step, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate a program by ``step`` for each equation, inside calls of `jax.jit` too.
 
-    ``values`` are those of the constants and of the inputs. A step gets the equation as a function,
+    ``values`` belong to the constants and to the inputs. A step gets the equation as a function,
     the equation, the variables that it reads, and their values.
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))

@@ -31,7 +31,7 @@ class Ragged:
     """Items of different lengths: one flat array with the rows of all items, and the lengths.
 
     ``Ragged(values, lengths)`` holds ``len(lengths)`` items; the first ``lengths[0]`` rows of
-    ``values`` are those of the first item, and so on. Pass it to a kernel of `auto_vmap` for an
+    ``values`` belong to the first item, and so on. Pass it to a kernel of `auto_vmap` for an
     argument whose first core dimension has a name, such as ``x="n 3"``. The batch then has one axis
     of ``len(lengths)`` items.
 

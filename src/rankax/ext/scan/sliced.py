@@ -103,7 +103,7 @@ def sliced_scan(
         keeping its last one: ``"mean"``, ``"max"``, ``"sum"`` or another name that `chunked_reduce`
         knows, or an object from `rankax.reductions`. ``"last"`` and None keep the output of the
         kept step. The window of a kept step begins after the step that was kept before it, in the
-        order of execution, or with the first step. Indices, such as those of ``"argmax"``, count
+        order of execution, or with the first step. Indices, as of ``"argmax"``, count
         from there. Steps after the last kept one belong to no window.
     checkpoint : bool, default False
         Let the reverse pass store one carry per kept step, and recompute the stretch from one to
@@ -162,7 +162,7 @@ def sliced_scan(
     *Time.* That of `jax.lax.scan`; with ``checkpoint``, one more evaluation of each step in the
     reverse pass.
 
-    *Derivatives.* With ``reduce``, as those of `chunked_reduce`: among equal items, the first gets
+    *Derivatives.* With ``reduce``, as in `chunked_reduce`: among equal items, the first gets
     the whole derivative of ``"max"``. A step that is left out by ``Sum(where="ok")`` gets a
     cotangent of 0, but it was run, so an infinite derivative of its output with respect to the
     carry still gives NaN.

@@ -99,13 +99,13 @@ def checkpoint_while_loop(
     4.3 for 100,000, and at most 11 for any number of steps. Forward mode evaluates the loop a
     second time, along with its derivative.
 
-    *Under jax.vmap*, all items share one schedule, that of the item with the most steps. Items that
+    *Under jax.vmap*, all items share the schedule of the item with the most steps. Items that
     have ended wait, so neighbours should have similar numbers of steps.
 
     *Derivatives* of higher order: forward mode of everything, such as `jax.hessian`, and reverse
     mode of forward mode.
 
-    *Eager calls* are compiled every time, as are those of `jax.lax.while_loop` with new functions.
+    *Eager calls* are compiled every time, as with `jax.lax.while_loop` and new functions.
     Put them inside `jax.jit`.
 
     Examples
