@@ -137,16 +137,20 @@ class Hooks(Generic[F]):
 
     def __init__(self) -> None:
         self.all: list[tuple[str, F]] = []
+        self.names: set[str] = set()
 
     def add(self, option: str, hook: F) -> None:
         """Add a function for calls that give this option."""
         self.all.append((option, hook))
+        self.names.add(option)
 
     def of(self, options: Any) -> list[F]:
         """Return those for a call with these options."""
         names = options.given
-        if any(name == "off_cpu" for name, _ in self.all) and not options.on_cpu:
+        if "off_cpu" in self.names and not options.on_cpu:
             names = {*names, "off_cpu"}
+        if names.isdisjoint(self.names):  # as in most calls, each of which asks several times
+            return []
         return [hook for name, hook in self.all if name in names]
 
 
@@ -172,13 +176,16 @@ def place_of(bound: Any, options: Any) -> Placement:
     """Return where a call is evaluated."""
     is_asked = any(map(is_spread, bound.leaves))
     hooks = [hook for _, hook in PLACES.all] if is_asked else PLACES.of(options)
-    found = (hook(bound, options) for hook in hooks)
-    return next((place for place in found if place is not None), HERE)
+    for hook in hooks:
+        if (place := hook(bound, options)) is not None:
+            return place
+    return HERE
 
 
 def form_of(options: Any) -> Form | None:
     """Return how a kernel with these options is called, if it does not take one item."""
-    return next((form() for form in FORMS.of(options)), None)
+    forms = FORMS.of(options)
+    return forms[0]() if forms else None
 
 
 def passes_of(options: Any) -> tuple[Pass, ...]:

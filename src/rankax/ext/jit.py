@@ -123,7 +123,7 @@ class JitSpec(KernelSpec):
 
     def _compiled(self, frame: _Frame, arrays: Sequence[Any]) -> Any:
         jitted, shown = self._jitted(frame, arrays), frame.options.progress
-        if shown is False and not frame.place:  # to enter both contexts takes two microseconds
+        if shown is False and frame.place is HERE:  # to enter both contexts takes two microseconds
             return jitted(*arrays)
         with wait_for_reports(shown, self.name), frame.place.around(f"{self.name}()"):
             return jitted(*arrays)
@@ -172,7 +172,7 @@ class JitSpec(KernelSpec):
             call = filled(call, filling)
         place = HERE if call.structure.nodes else place_of(call, options)
         (values, shell), ranks = call.split(), call.structure.ranks
-        if place:
+        if place is not HERE:
             values = place.put(values, call, options)
         inputs = [
             leaf
