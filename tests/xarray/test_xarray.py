@@ -186,7 +186,7 @@ def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
         P,
         T.chunk(time=1),
         reduce_dims="time",
-        output_dims={"best": "rank", "all": ()},
+        output_dims={"best": "rank", "all": None},
     )
     assert got["all"].dims == ("x", "time")
     assert got["best_values"].dims == ("x", "rank")

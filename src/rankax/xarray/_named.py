@@ -272,7 +272,7 @@ def dims_of_outputs(
     for i, (path, leaf) in enumerate(leaves_with_names(out, "output")):
         front = reduced if i in kept else ()
         count = len(leaf.shape) - len(front)
-        dims = declared[i] if explicit[i] is None else explicit[i]
+        dims = (declared[i] if count else ()) if explicit[i] is None else explicit[i]
         axes = f"{site}: {path} has {plural(count, 'core axis')}"
         if dims is None or (explicit[i] is None and len(dims) != count):
             example = tuple(f"dim{axis}" for axis in range(count))
@@ -316,7 +316,7 @@ def _declared_dims(kernel: KernelSpec, leaves: Sequence[NamedLeaf], out: Any) ->
 
     A name that stands for different dimensions of the arguments decides nothing.
     """
-    all_dims: list[Dims | None] = [None if x.shape else () for x in jax.tree.leaves(out)]
+    all_dims: list[Dims | None] = [None] * len(jax.tree.leaves(out))
     ranks: Sequence[Rank | None] = ()
     if kernel.declaration.outputs is not None:
         with contextlib.suppress(ValueError):  # a reduction returns another tree

@@ -29,6 +29,10 @@ _OTHER_NAMES = {
     "average": "did you mean 'mean'?",
     "median": "a median needs all outputs at once, so it cannot be folded; keep them, without "
     "reduce= or with None for this output, and call jnp.median",
+    **dict.fromkeys(
+        ("nanmax", "nanmean", "nanmin", "nansum"),
+        "to leave NaN out, return jnp.isfinite(value) beside the value, and name it with where=",
+    ),
     **dict.fromkeys(("std", "var"), "use rankax.reductions.Moments(), which has the variance"),
 }
 
