@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, compilations, enable_x64, slow, temporary_bytes
+from helpers import assert_same, compilations, enable_x64, slow, temporary_bytes, weekly
 from rankax import auto_vmap, checkpoint_chunked_scan, checkpoint_while_loop, chunked_vmap
 from scan_cases import assert_same_weak_types, here
 
@@ -75,14 +75,7 @@ def reverse_mode(max_stored):
 
 @pytest.mark.parametrize(
     ("max_stored", "lengths"),
-    [
-        (32, SHORT),
-        (1, SHORT[:-1]),
-        slow(2, SHORT),
-        slow(3, SHORT),
-        slow(2000, [1000]),
-        slow(32, LONG),
-    ],
+    [(32, SHORT), slow(1, SHORT[:-1]), slow(3, SHORT), slow(2000, [1000]), weekly(32, LONG)],
 )
 def test_gradient_is_that_of_forward_mode_at_the_cost_of_revolve(max_stored, lengths):
     with enable_x64():
@@ -147,10 +140,6 @@ def nested(f, a, x):
     return end[1]
 
 
-def in_scan(f, a, x):
-    return lax.scan(lambda x, _: (f(a, 1 + x * 0.2), None), x, None, length=3)[0]
-
-
 def in_chunked_scan(f, a, x):
     scan = functools.partial(checkpoint_chunked_scan, chunk_size=2)
     return (lax.scan if f is PLAIN else scan)(
@@ -191,20 +180,10 @@ def of_items(transform):
 
 
 CASES = {
-    "value": case(lambda f: f, lambda f: f),
     "values": case(of_items(lambda f: f), of_items(lambda f: f), RATES),
-    "jacfwd": case(jacfwd, jacfwd),
-    "grad": case(grad, jacfwd),
-    "grad of items": case(of_items(grad), of_items(jacfwd), RATES),
-    "items of grad": case(grad, jacfwd, RATES, sum_of_items),
-    "pairs": case(grad, jacfwd, RATES, sum_of_pairs),
     "grad of pairs by item": case(
         of_items(grad), of_items(jacfwd), RATES, lambda f, a, x: sum_of_pairs(f, a[None], x)
     ),
-    "jacrev": case(
-        lambda f: jax.jacrev(f, (0, 1)), jacfwd, RATES, lambda f, a, x: jax.vmap(f, (0, None))(a, x)
-    ),
-    "jvp of grad": case(lambda f: jax.jacfwd(jax.grad(f, (0, 1)), (0, 1)), second),
     "jvp of grad of items": case(
         of_items(jax.hessian), of_items(lambda f: jax.jacfwd(jax.jacfwd(f))), RATES
     ),
@@ -218,41 +197,29 @@ CASES = {
         lambda f: jax.jacfwd(jax.jacfwd(f)),
     ),
     "checkpoint": case(lambda f: grad(jax.checkpoint(f)), jacfwd),
-    "in a scan": case(grad, jacfwd, A, in_scan),
     "in a chunked scan": case(grad, jacfwd, A, in_chunked_scan),
-    "in itself": case(grad, jacfwd, A, nested),
     "in itself, items": case(of_items(grad), of_items(jacfwd), RATES, nested),
-    "in chunks": case(grad, jacfwd, RATES, in_chunks),
     "in chunks, reduced": case(grad, jacfwd, RATES, functools.partial(in_chunks, reduce="sum")),
     "in chunks, hessian": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, in_chunks),
     "in lanes, grad": case(
         grad, jacfwd, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
     ),
-    "in lanes": case(
-        lambda f: f, lambda f: f, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
-    ),
 }
 
-AT_EACH_RUN = {
-    "values",
-    "grad of items",
-    "grad of pairs by item",
-    "jvp of grad of items",
-    "in itself, items",
-    "in chunks, reduced",
-    "in lanes, grad",
-}
+AT_EACH_RUN = "values", "jvp of grad of items", "in lanes, grad"
+WEEKLY = "grad of jvp", "third", "linearize", "in chunks, hessian"
 
 
-@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
-@pytest.mark.quick("values", "jvp of grad of items", "in lanes, grad")
-@pytest.mark.merge(
-    *("grad of items", "grad of pairs by item", "jacrev", "hessian of items", "grad of jvp"),
-    *("third", "linearize", "checkpoint", "in a chunked scan", "in itself, items"),
-    *("in chunks, reduced", "in chunks, hessian"),
+@pytest.mark.parametrize(
+    "name",
+    [
+        *AT_EACH_RUN,
+        *(slow(name) for name in CASES if name not in AT_EACH_RUN + WEEKLY),
+        *map(weekly, WEEKLY),
+    ],
 )
-def test_transformations(case):
-    got, want = case()
+def test_transformations(name):
+    got, want = CASES[name]()
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
