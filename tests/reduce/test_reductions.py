@@ -391,16 +391,6 @@ def test_a_single_item_is_not_mapped():
         assert_same(jax.grad(call)(one), jnp.cos(one))
 
 
-def test_bottom_k_counts_over_several_axes():
-    a = np.cos(3 * np.arange(5, dtype="float32"))[:, None]
-    b = np.sin(2 * np.arange(7, dtype="float32"))
-    flat = np.ravel(a * b)
-    order = np.argsort(flat, stable=True)[:6]
-    found = auto_vmap(0, 0, reduce=BottomK(6), chunk_size=3)(lambda a, b: a * b)(a, b)
-    assert_same(found.values, flat[order])
-    assert found.indices.tolist() == order.tolist()
-
-
 def test_bottom_k_of_vectors_and_its_derivative():
     def kernel(x, y, w):
         return w * jnp.cos(x - y)
@@ -516,20 +506,6 @@ def test_several_axes_in_any_place(axes, size):
     first = flat.argmax(-1).astype("int32")
     expected = {"sum": outs["sum"].sum(axes), "kept": outs["kept"], "arg": first}
     assert_same(found, expected, atol=1e-5)
-
-
-def test_indices_count_over_three_loops():
-    a, b, c = np.arange(4) - 1, np.sin(2 * np.arange(5)), np.cos(np.arange(7))
-    args = [x.astype("float32") for x in (a[:, None, None], b[:, None], c)]
-    find = auto_vmap(0, 0, 0, reduce="argmax", chunk_size=3)(lambda a, b, c: a * b - c)
-    assert_same(find(*args), np.argmax(args[0] * args[1] - args[2]).astype("int32"))
-
-
-def test_a_reduced_axis_between_kept_ones():
-    values = np.cos(np.arange(2 * 9 * 3 * 4, dtype="float32")).reshape(2, 9, 3, 4)
-    for size in (2, 5):
-        total = auto_vmap(1, reduce="sum", reduce_axis=1, chunk_size=size)(lambda v: v * 2)
-        assert_same(total(values), 2 * values.sum(1), atol=1e-5)
 
 
 def test_the_derivative_of_several_reductions_at_once():
@@ -678,20 +654,6 @@ def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
     jax.block_until_ready(jax.jit(both)(*ARGS))
     # Each item once, and each winner again: forward, and in the reverse pass.
     assert 4 * 23 <= sum(evaluated) <= 4 * (23 + 2 * again)
-
-
-@pytest.mark.slow
-def test_a_kernel_that_branches_and_draws():
-    keys = jax.random.split(jax.random.key(1), 11)
-    values = np.arange(11, dtype="float32") - 5
-
-    def kernel(key, v):
-        return lax.cond(v > 0, jnp.exp, jnp.cos, v) + jax.random.uniform(key)
-
-    each = jax.jit(kernel)
-    outs = np.stack([each(k, v) for k, v in zip(keys, values, strict=True)])
-    for name in ("logsumexp", "max"):
-        assert_equal(chunked_reduce(kernel, name, 4)(keys, values), PLAIN[name](outs, axis=0))
 
 
 def test_chunked_reduce_takes_what_vmap_takes():

@@ -245,15 +245,6 @@ def test_bad_options_are_named(options, error, message):
     assert text == f"checkpoint_chunked_scan(keeps): {message}"
 
 
-def test_bad_shapes_are_found_before_tracing():
-    def never(carry, x):
-        raise AssertionError("traced")
-
-    for wrong in ({"xs": [XS, XS[1:]]}, {"xs": XS, "length": 3}, {"xs": 1.0}, {}):
-        with pytest.raises(ValueError, match=r"^checkpoint_chunked_scan\(never\): "):
-            checkpoint_chunked_scan(never, 0.0, **wrong)
-
-
 # A limit of memory.
 
 

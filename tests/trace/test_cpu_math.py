@@ -383,14 +383,6 @@ def test_without_batch_axes_the_kernel_is_simply_called():
     assert_same(kernel(jnp.float32(2)), jnp.sin(jnp.float32(2)), rtol=0)
 
 
-def test_an_eager_call_compiles_once():
-    kernel = auto_vmap(0, cpu_math=True)(lambda x: jnp.sin(x) ** 1.5)
-    first, _ = compilations(kernel, jnp.abs(Y))
-    second, count = compilations(kernel, jnp.abs(Y))
-    assert count == 0
-    np.testing.assert_array_equal(first, second)
-
-
 def test_a_wrong_value():
     words = "cpu_math must be True or False, got 'yes'"
     with pytest.raises(TypeError, match=re.escape(f"auto_vmap(sin): {words}")):
