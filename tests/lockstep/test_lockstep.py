@@ -342,12 +342,9 @@ def test_effects_in_order_and_collectives_are_refused():
         io_callback(lambda _: None, None, x, ordered=True)
         return newton(x)
 
-    with pytest.raises(ValueError, match="ordered effect") as error:
+    text = "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False"
+    with pytest.raises(ValueError, match=text):
         free(told)(X)
-    assert str(error.value).partition(": ")[2] == (
-        "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False "
-        "items end in any order; use lockstep=True, or ordered=False"
-    )
 
     def told_in_loop(x):
         def step(x):
@@ -356,21 +353,12 @@ def test_effects_in_order_and_collectives_are_refused():
 
         return lax.cond(x > 0, lambda x: lax.while_loop(lambda x: x > 1, step, x), newton, x)
 
-    with pytest.raises(ValueError, match="ordered effect") as error:
-        free(told_in_loop)(X)
     line = told_in_loop.__code__.co_firstlineno + 5
-    told = re.sub(r":\d+ \(.*?\),", ",", str(error.value).partition(": it ")[2])
-    assert told == (
-        f"has an ordered effect in the loop at {__file__}:{line}, such as a callback with "
-        "ordered=True, but with lockstep=False items end in any order; use lockstep=True, "
-        "or ordered=False"
-    )
-    with pytest.raises(ValueError, match="collective") as error:
+    text = f"has an ordered effect in the loop at {re.escape(__file__)}:{line}"
+    with pytest.raises(ValueError, match=text):
+        free(told_in_loop)(X)
+    with pytest.raises(ValueError, match="it uses a collective over 'outer', but with lockstep="):
         jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])
-    assert str(error.value).partition(": ")[2] == (
-        "it uses a collective over 'outer', but with lockstep=False items do not run together; use "
-        "lockstep=True, or take the collective out of the kernel"
-    )
 
 
 def test_a_linear_solve_around_a_loop_that_ends():

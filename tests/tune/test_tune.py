@@ -607,14 +607,8 @@ def test_a_file_of_the_first_release_is_read(tmp_path):
         ("{", "JSONDecodeError: Expecting property name enclosed in double quotes: "),
         ("[]", "TypeError: list indices must be integers or slices, not str"),
         ("{}", "KeyError: 'format'"),
-        (
-            json.dumps({"format": "rankax tunings, 2"}),
-            "its format is 'rankax tunings, 2', not 'rankax tunings, 1'",
-        ),
-        (
-            json.dumps({"format": "rankax tunings, 1", "tunings": [{}]}),
-            "KeyError: 'measured_for'",
-        ),
+        ('{"format": "rankax tunings, 2"}', "its format is 'rankax tunings, 2', not"),
+        ('{"format": "rankax tunings, 1", "tunings": [{}]}', "KeyError: 'measured_for'"),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, why):
@@ -623,5 +617,3 @@ def test_another_file_is_refused(tmp_path, content, why):
     begin = re.escape(f"{path}: not a file that Tuning.save wrote ({why}")
     with pytest.raises(ValueError, match=f"^{begin}"):
         load_tuning(path)
-    with pytest.raises(FileNotFoundError):
-        load_tuning(tmp_path / "none.json")
