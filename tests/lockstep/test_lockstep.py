@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import rankax
-from helpers import assert_same, enable_x64, primitives, slow
+from helpers import assert_same, enable_x64, primitives, slow, weekly
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold
 
@@ -60,7 +60,7 @@ def free(fun, lanes=5, **options):
     return chunked_vmap(fun, lanes, lockstep=False, **options)
 
 
-@pytest.mark.parametrize("lanes", [4, slow(1), slow(100)])
+@pytest.mark.parametrize("lanes", [4, slow(1), weekly(100)])
 def test_trees_integers_and_bools(lanes):
     want = in_lockstep(X)
     assert_same(free(halvings, lanes)(X), want)

@@ -22,7 +22,7 @@ def test_what_agrees():
     assert report.padding == ()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_keys_a_grid_and_rows_agree():
     kernel = auto_vmap(x="n 3", s=0, key=SplitKey, mask=Mask("n"))(
         lambda x, s, key, mask: jnp.sum(x.sum(-1), where=mask) * s + jax.random.normal(key)

@@ -114,7 +114,7 @@ def test_first_derivatives(name, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["logsumexp", "prod", *map(weekly, ("sum", "min", "mean"))])
+@pytest.mark.parametrize("name", ["logsumexp", *map(weekly, ("prod", "sum", "min"))])
 def test_second_derivatives(name):
     found, expected = loss_of(reduced(name, -1)), loss_of(plainly(name, -1))
     want = jax.jit(jax.hessian(expected, 2))(*ARGS)
