@@ -123,33 +123,26 @@ pickled.__qualname__ = "pickled"
     [
         (
             lambda: auto_vmap(0, 1, 2)(lambda x, **kwargs: x),
-            "auto_vmap(<lambda>): too many ranks; 3 ranks for 1 positional parameter (x)",
+            "too many ranks; 3 ranks for 1 positional parameter (x)",
         ),
         (
             lambda: auto_vmap(0, y=1)(lambda x, *args: x),
-            "auto_vmap(<lambda>): the kernel has no parameter 'y'; it has x, args",
+            "the kernel has no parameter 'y'; it has x, args",
         ),
         (
             lambda: auto_vmap(0, chunksize=3)(lambda x, **kwargs: x),
-            "auto_vmap(<lambda>): 'chunksize' would be the rank of an item of **kwargs; did you "
-            "mean the option 'chunk_size'? (for an item of that name, write "
-            "ranks={'chunksize': ...})",
+            "'chunksize' would be the rank of an item of **kwargs; did you mean the option",
         ),
         (
             lambda: auto_vmap(0, 1, 2, args=3)(lambda x, *args: x),
-            "auto_vmap(<lambda>): parameter 'args' has two ranks, (1, 2) by position and 3 by name",
-        ),
-        (
-            lambda: auto_vmap(0, x=1)(lambda x, **kwargs: x),
-            "auto_vmap(<lambda>): parameter 'x' has two ranks, 0 by position and 1 by name",
+            "parameter 'args' has two ranks, (1, 2) by position and 3 by name",
         ),
         (
             lambda: auto_vmap("(),(),()->()")(lambda x, y: x),
-            "auto_vmap(<lambda>): '(),(),()->()' has 3 inputs, which does not fit the parameters "
-            "(x, y)",
+            "'(),(),()->()' has 3 inputs, which does not fit the parameters (x, y)",
         ),
     ],
 )
 def test_ranks_that_belong_to_no_item(decorate, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'auto_vmap(<lambda>): {message}')}"):
         decorate()

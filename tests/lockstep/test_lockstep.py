@@ -1,132 +1,19 @@
 # SPDX-License-Identifier: MIT
 """``lockstep=False``: items that end by themselves, against a Python loop over the items."""
 
-import dataclasses
-import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import io_callback
 
 import rankax
-from helpers import assert_same, enable_x64, primitives, slow
+from helpers import assert_same, enable_x64, primitives, slow, weekly
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold
-
-# Random machines. A program is a tree of steps on three integers, which Python evaluates as well.
-
-PRIME = 97
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """``kind``, the register that it reads, a number, and the programs inside."""
-
-    kind: str
-    at: int = 0
-    number: int = 1
-    inside: tuple[tuple["Step", ...], ...] = ()
-
-
-STRAIGHT = st.builds(Step, st.just("mix"), st.integers(0, 2), st.integers(1, 9))
-
-
-def _blocks(inside: Any) -> Any:
-    block = st.lists(inside, min_size=1, max_size=3).map(tuple)
-    one, two = st.tuples(block), st.tuples(block, block)
-    kinds = st.sampled_from(["while", "while", "scan", "back", "jit", "checkpoint", "rule"])
-    return st.one_of(
-        st.builds(Step, kinds, st.integers(0, 2), st.integers(0, 3), one),
-        st.builds(Step, st.just("cond"), st.integers(0, 2), st.just(2), two),
-    )
-
-
-PROGRAMS = st.lists(
-    st.one_of(STRAIGHT, st.recursive(STRAIGHT, _blocks, max_leaves=6)), min_size=1, max_size=4
-).map(tuple)
-
-
-def plain(program: tuple[Step, ...], x: list[int]) -> list[int]:
-    """Evaluate a program in Python."""
-    for step in program:
-        if step.kind == "mix":
-            x = list(x)
-            x[step.at] = (x[0] + step.number * x[1] + 3 * x[2] + 1) % PRIME
-        elif step.kind == "cond":
-            x = plain(step.inside[x[step.at] % 2], x)
-        elif step.kind == "while":
-            for _ in range(x[step.at] % (step.number + 2)):
-                x = plain(step.inside[0], x)
-        elif step.kind in ("scan", "back"):
-            rows = []
-            order = range(step.number)
-            for k in order if step.kind == "scan" else reversed(order):
-                x = plain(step.inside[0], [(x[0] + k) % PRIME, x[1], x[2]])
-                rows.append(x[step.at] * (k + 1))
-            x = [x[0], (x[1] + sum(rows)) % PRIME, x[2]]
-        else:
-            x = plain(step.inside[0], x)
-    return x
-
-
-def traced(program: tuple[Step, ...], x: jax.Array) -> jax.Array:
-    """Evaluate a program in JAX."""
-    for step in program:
-        x = _traced(step, x)
-    return x
-
-
-def _traced(step: Step, x: jax.Array) -> jax.Array:
-    inside = [functools.partial(traced, block) for block in step.inside]
-    if step.kind == "mix":
-        return x.at[step.at].set((x[0] + step.number * x[1] + 3 * x[2] + 1) % PRIME)
-    if step.kind == "cond":
-        return lax.cond(x[step.at] % 2 == 0, inside[0], inside[1], x)
-    if step.kind == "while":
-        count = x[step.at] % (step.number + 2)
-        start = jnp.int32(0), x
-        return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + 1, inside[0](s[1])), start)[
-            1
-        ]
-    if step.kind in ("scan", "back"):
-
-        def body(x, k):
-            x = inside[0](x.at[0].set((x[0] + k) % PRIME))
-            return x, x[step.at] * (k + 1)
-
-        x, rows = lax.scan(body, x, jnp.arange(step.number), reverse=step.kind == "back")
-        return x.at[1].set((x[1] + rows.sum()) % PRIME)
-    wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint, "rule": _with_rule}[step.kind]
-    return wrap(inside[0])(x)
-
-
-def _with_rule(fun: Any) -> Any:
-    fun = jax.custom_jvp(fun)
-    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
-    return fun
-
-
-ITEMS = np.random.default_rng(0).integers(0, PRIME, (11, 3)).astype(np.int32)
-
-
-@given(PROGRAMS, st.sampled_from([1, 2, 3, 5, 11, 40]), st.sampled_from(["map", "sum", "argmax"]))
-def test_random_machines_against_a_python_loop(program, lanes, reduction):
-    want = np.array([plain(program, [int(n) for n in item]) for item in ITEMS])
-    item = lambda x: traced(program, x)  # noqa: E731
-    if reduction == "map":
-        got = jax.jit(chunked_vmap(item, lanes, lockstep=False))(ITEMS)
-        np.testing.assert_array_equal(got, want)
-    else:
-        got = jax.jit(chunked_reduce(item, reduction, lanes, lockstep=False))(ITEMS)
-        np.testing.assert_array_equal(got, getattr(want, reduction)(0))
-
 
 # Kernels whose loops differ in length.
 
@@ -173,8 +60,7 @@ def free(fun, lanes=5, **options):
     return chunked_vmap(fun, lanes, lockstep=False, **options)
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 37, 100])
-@pytest.mark.quick("4", "1")
+@pytest.mark.parametrize("lanes", [4, slow(1), weekly(100)])
 def test_trees_integers_and_bools(lanes):
     want = in_lockstep(X)
     assert_same(free(halvings, lanes)(X), want)
@@ -253,7 +139,6 @@ def test_an_expensive_branch_runs_for_the_items_that_take_it():
 
 
 @pytest.mark.parametrize(("numbers", "loops"), [(1, 1), (999, 2)], ids=["cheap", "expensive"])
-@pytest.mark.quick("cheap", "expensive")
 def test_a_cheap_loop_inside_a_step_stays_whole(numbers, loops):
     def kernel(x):
         def inner(s):
@@ -305,26 +190,20 @@ def test_carried_values_change_places():
 @pytest.mark.parametrize(
     "reduction",
     [
-        *["sum", "argmax", "logsumexp", BottomK(3), Best("n")],
-        {"x": "mean", "n": None, "large": "any"},
+        BottomK(3),
         Fold(0, lambda out: out["n"], lambda a, b: (3 * a + b) % 101),
+        slow(Best("n")),
+        slow({"x": "mean", "n": None, "large": "any"}),
     ],
-    ids=lambda reduction: getattr(reduction, "name", str(reduction)),
+    ids=["bottom", "fold", "best", "a tree"],
 )
-@pytest.mark.quick("BottomK(3)", "Fold")
 def test_reductions_are_those_of_lockstep(reduction):
-    def kernel(x):
-        out = halvings(x)
-        return out if not isinstance(reduction, str) else {"x": out["x"], "n": out["n"]}
-
-    if isinstance(reduction, BottomK) or reduction == "logsumexp":
-        kernel = newton
+    kernel = newton if isinstance(reduction, BottomK) else halvings
     got = chunked_reduce(kernel, reduction, 4, lockstep=False)
     assert_same(jax.jit(got)(X), jax.jit(chunked_reduce(kernel, reduction, 4))(X))
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "argmin"])
-@pytest.mark.quick("mean", "sum", "argmin")
+@pytest.mark.parametrize("reduction", ["argmin", slow("mean")])
 def test_only_items_that_count_are_reduced(reduction):
     def kernel(x):
         return {"y": newton(x), "ok": x.astype(jnp.int32) % 3 == 0}
@@ -343,7 +222,6 @@ def test_a_reduction_over_some_axes():
 
 
 @pytest.mark.parametrize("axis", [1, 0])
-@pytest.mark.quick("1", "0")
 def test_a_loop_that_depends_only_on_an_axis_that_is_kept(axis):
     def halved(x, n):
         return lax.fori_loop(0, n, lambda _, x: x / 2, x)
@@ -464,12 +342,9 @@ def test_effects_in_order_and_collectives_are_refused():
         io_callback(lambda _: None, None, x, ordered=True)
         return newton(x)
 
-    with pytest.raises(ValueError, match="ordered effect") as error:
+    text = "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False"
+    with pytest.raises(ValueError, match=text):
         free(told)(X)
-    assert str(error.value).partition(": ")[2] == (
-        "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False "
-        "items end in any order; use lockstep=True, or ordered=False"
-    )
 
     def told_in_loop(x):
         def step(x):
@@ -478,21 +353,12 @@ def test_effects_in_order_and_collectives_are_refused():
 
         return lax.cond(x > 0, lambda x: lax.while_loop(lambda x: x > 1, step, x), newton, x)
 
-    with pytest.raises(ValueError, match="ordered effect") as error:
-        free(told_in_loop)(X)
     line = told_in_loop.__code__.co_firstlineno + 5
-    told = re.sub(r":\d+ \(.*?\),", ",", str(error.value).partition(": it ")[2])
-    assert told == (
-        f"has an ordered effect in the loop at {__file__}:{line}, such as a callback with "
-        "ordered=True, but with lockstep=False items end in any order; use lockstep=True, "
-        "or ordered=False"
-    )
-    with pytest.raises(ValueError, match="collective") as error:
+    text = f"has an ordered effect in the loop at {re.escape(__file__)}:{line}"
+    with pytest.raises(ValueError, match=text):
+        free(told_in_loop)(X)
+    with pytest.raises(ValueError, match="it uses a collective over 'outer', but with lockstep="):
         jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])
-    assert str(error.value).partition(": ")[2] == (
-        "it uses a collective over 'outer', but with lockstep=False items do not run together; use "
-        "lockstep=True, or take the collective out of the kernel"
-    )
 
 
 def test_a_linear_solve_around_a_loop_that_ends():
@@ -538,9 +404,9 @@ def test_memory_is_that_of_the_lanes():
 
 def test_a_memory_limit_chooses_the_lanes():
     def kernel(x):
-        return jnp.sort(jnp.sin(newton(x) * jnp.arange(1000.0)))[7]
+        return jnp.sort(jnp.sin(newton(x) * jnp.arange(500.0)))[7]
 
-    mapped = auto_vmap(x=0, memory_limit="100 KB", lockstep=False)(kernel)
+    mapped = auto_vmap(x=0, memory_limit="50 KB", lockstep=False)(kernel)
     lanes = mapped.plan(X).lanes
     assert lanes is not None
     assert 1 <= lanes < 37

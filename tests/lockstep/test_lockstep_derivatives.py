@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, enable_x64, slow, temporary_bytes
+from helpers import assert_same, enable_x64, slow, temporary_bytes, weekly
 from rankax import SplitKey, auto_vmap, chunked_vmap
 from rankax.reductions import Fold
 
@@ -93,9 +93,9 @@ def both_modes(kernel, mapped, jit=jax.jit):
     return jit(reverse), jax.jit(forward)
 
 
-@pytest.mark.parametrize("kernel", at_each_run(["end"], {k.__name__: k for k in KERNELS}))
-@pytest.mark.quick("end")
-@pytest.mark.merge("nested", "in_a_branch", "under_checkpoint")
+@pytest.mark.parametrize(
+    "kernel", [end, slow(nested), weekly(in_a_branch), weekly(under_checkpoint)]
+)
 def test_reverse_mode_is_forward_mode(kernel):
     with enable_x64():
         v = jnp.asarray(X, float), jnp.asarray(A, float)
@@ -145,10 +145,7 @@ def _by_forward_mode(n, x, a):
     return value, of_x, of_a
 
 
-@pytest.mark.parametrize(
-    ("items", "lanes"), [(0, 4), (1, 4), slow(5, 4), slow(7, 1), slow(13, None), slow(12, 4)]
-)
-@pytest.mark.quick("1-4")
+@pytest.mark.parametrize(("items", "lanes"), [(1, 4), slow(0, 4), weekly(7, 1), weekly(13, None)])
 def test_any_number_of_items(items, lanes):
     x = X[:items]
     got = jax.grad(lambda x, a: total(free(end, lanes, in_axes=(0, None))(x, a)), (0, 1))(x, A)
@@ -195,7 +192,7 @@ def test_nan_stays_in_its_item():
 # Other options.
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("chunk_size", [5, slow(None)])
 def test_a_loop_of_as_many_steps_for_all_items(chunk_size):
     def kernel(count, x):
         return lax.fori_loop(0, count, lambda i, x: jnp.sin(x) + 0.1 * i, x)
@@ -206,20 +203,24 @@ def test_a_loop_of_as_many_steps_for_all_items(chunk_size):
 
 
 REDUCTIONS = {
-    "sum": "sum",
-    "max": "max",
-    "mean": "mean",
-    "prod": "prod",
-    "logsumexp": "logsumexp",
+    **{name: name for name in ("sum", "max", "prod", "logsumexp")},
     "Fold": Fold(0.0, lambda v: v, lambda a, b: a + b + 0.1 * a * b),
 }
 
 
-@pytest.mark.parametrize("reduction", at_each_run(["prod"], REDUCTIONS))
-@pytest.mark.parametrize("where", [None, slow("ok")])
-@pytest.mark.quick("None-prod")
-@pytest.mark.merge("None-sum", "ok-sum", "ok-max", "None-logsumexp", "ok-Fold", "None-mean")
-def test_gradients_of_reductions(reduction, where):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("prod", None),
+        slow("sum", "ok"),
+        weekly("Fold", "ok"),
+        weekly("max", "ok"),
+        weekly("logsumexp", None),
+    ],
+)
+def test_gradients_of_reductions(name, where):
+    reduction = REDUCTIONS[name]
+
     def kernel(x, a):
         v = jnp.tanh(end(x, a))
         return v if where is None else {"v": v, "ok": x < 4}
@@ -233,9 +234,7 @@ def test_gradients_of_reductions(reduction, where):
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options", [slow({}), slow({"reduce": "sum"}), {"reduce": "sum", "reduce_axis": 0}]
-)
+@pytest.mark.parametrize("options", [{"reduce": "sum", "reduce_axis": 0}, slow({})], ids=str)
 def test_gradients_of_several_axes_and_keys(options):
     def kernel(x, y, key, a):
         return end(x[0] + y + 0.1 * jax.random.uniform(key), a) * x[1]

@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
-from helpers import assert_same
+from helpers import assert_same, slow
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.base.target import Target, inside_call
 from rankax.ext.lanes import engine
-from test_lockstep import ITEMS, PROGRAMS, halvings, newton, plain, traced
+from test_lockstep import halvings, newton
 from test_lockstep_derivatives import in_a_scan, nested
 
 X = jnp.asarray(np.linspace(0.5, 90, 37))
@@ -56,28 +54,24 @@ def in_rounds(rounds, monkeypatch, kernel, reduction, lanes=5):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("reduction", [None, "sum"])
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_values_are_the_same_to_the_bit(monkeypatch, kernel, reduction):
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        ("a tree", "sum"),
+        ("nested", None),
+        ("branches", None),
+        slow("in a scan", None),
+        slow("no loop inside", "sum"),
+    ],
+)
+def test_values_are_the_same_to_the_bit(monkeypatch, name, reduction):
+    kernel = KERNELS[name]
     total = lambda x: jax.tree.map(jnp.float32, kernel(x))  # noqa: E731
     of = kernel if reduction is None else total
     one, several = (in_rounds(rounds, monkeypatch, of, reduction) for rounds in (1, 8))
     assert_same(several, one, rtol=0, atol=0)
     if reduction is None:
         assert_same(several, jax.jit(jax.vmap(kernel))(X), rtol=1e-4)
-
-
-@pytest.mark.usefixtures("on_gpu")
-@given(PROGRAMS, st.sampled_from([1, 3, 11]), st.sampled_from(["map", "sum", "argmax"]))
-def test_random_machines(program, lanes, reduction):
-    want = np.array([plain(program, [int(n) for n in item]) for item in ITEMS])
-    item = lambda x: traced(program, x)  # noqa: E731
-    if reduction == "map":
-        got = jax.jit(chunked_vmap(item, lanes, lockstep=False))(ITEMS)
-        np.testing.assert_array_equal(got, want)
-    else:
-        got = jax.jit(chunked_reduce(item, reduction, lanes, lockstep=False))(ITEMS)
-        np.testing.assert_array_equal(got, getattr(want, reduction)(0))
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -133,7 +127,7 @@ def test_large_steps_ask(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("reduction", [None, "sum"])
+@pytest.mark.parametrize("reduction", [slow(None), "sum"])
 def test_gradients(reduction):
     def gradient(mapped: Any) -> Any:
         return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(mapped(x)))))(X)
@@ -163,9 +157,7 @@ def test_progress_counts_items(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(
-    ("kept", "lanes"), [(1, 2**16), (33, 2**15), (100, 2**14), (1000, 2**12), (10**7, 2**12)]
-)
+@pytest.mark.parametrize(("kept", "lanes"), [(1, 2**16), (33, 2**15), (10**7, 2**12)])
 def test_the_more_a_lane_keeps_the_fewer_there_are(kept, lanes):
     def kernel(x):
         return lax.while_loop(lambda v: v[0] > 1, lambda v: v / 2, jnp.full(kept, x))

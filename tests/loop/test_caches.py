@@ -159,9 +159,6 @@ def test_check_is_one_of_the_scope():
 
 def test_the_environment_switches_checks_on():
     program = "from rankax.core.loop.reuse import _checks; print(_checks.get())"
-    for word, value in (("1", "True"), ("off", "False")):
-        env = os.environ | {"RANKAX_CHECK": word}
-        run = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True
-        )
-        assert run.stdout.strip() == value
+    env = os.environ | {"RANKAX_CHECK": "1"}
+    run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == "True"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, at_each_run, name_of
+from helpers import REMAT3, assert_same, name_of, slow, weekly
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
@@ -107,8 +107,6 @@ self_calling, body_calling = scaled("itself"), scaled("the body")
 
 WITH_JVP = {
     "rule calls itself": self_calling,
-    "rule calls the body": body_calling,
-    "jitted": jax.jit(self_calling),
     "twice": lambda x: self_calling(self_calling(x)),
     "relu at zero": lambda x: jax.nn.relu(x - x) * x + jax.nn.relu(x),
     "some outputs": uses_some_outputs,
@@ -122,7 +120,6 @@ WITH_JVP = {
 WITH_VJP = {
     "scaled": scaled_back,
     "straight through": straight_through,
-    "jitted": jax.jit(scaled_back),
     "after a custom_jvp": lambda x: scaled_back(self_calling(x)),
     "in checkpoint": jax.checkpoint(scaled_back),
 }
@@ -138,24 +135,12 @@ def reverse_over_reverse(f, x, v):
     return jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x)
 
 
-def reverse_over_reverse_over_reverse(f, x, v):
-    return jax.grad(lambda x: jnp.vdot(reverse_over_reverse(f, x, v), v))(x)
-
-
 def forward(f, x, v):
     return jax.jvp(f, (x,), (v,))[1]
 
 
-def forward_over_forward(f, x, v):
-    return jax.jvp(lambda x: jax.jvp(f, (x,), (v,))[1], (x,), (v,))[1]
-
-
 def forward_over_reverse(f, x, v):
     return jax.jvp(jax.grad(f), (x,), (v,))[1]
-
-
-def reverse_over_forward(f, x, v):
-    return jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x)
 
 
 def grad_of_vmap(f, x, v):
@@ -171,15 +156,8 @@ def linear_transpose(f, x, v):
     return jax.linear_transpose(push, x)(v)[0]
 
 
-REVERSE = [grad, reverse_over_reverse, reverse_over_reverse_over_reverse, grad_of_vmap]
-FORWARD = [
-    forward,
-    forward_over_forward,
-    forward_over_reverse,
-    reverse_over_forward,
-    vmap_of_hessian_product,
-    linear_transpose,
-]
+REVERSE = [grad, reverse_over_reverse, grad_of_vmap]
+FORWARD = [forward, forward_over_reverse, vmap_of_hessian_product, linear_transpose]
 
 X = jnp.asarray(np.linspace(-1.0, 1.6, 14).reshape(7, 2))
 V = jnp.asarray(np.cos(np.arange(14.0)).reshape(7, 2))
@@ -205,23 +183,29 @@ def close(actual, expected):
 
 # Where a rule is forgotten, these two show it; the first functions are differentiated in every way.
 SECOND = [reverse_over_reverse, forward_over_reverse]
-FUNCTIONS = {
-    **{f"jvp: {name}": (fun, SECOND) for name, fun in WITH_JVP.items()},
-    **{f"vjp: {name}": (fun, SECOND[:1]) for name, fun in WITH_VJP.items()},
-}
+
+
 # Each takes seconds to compile; of each way through the library one is tested at each run.
-AT_EACH_RUN = {"jvp: rule calls itself", "jvp: symbolic zeros", "jvp: in cond", "vjp: scaled"}
-
-
-@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, FUNCTIONS))
-@pytest.mark.quick("jvp: symbolic zeros", "jvp: rule calls itself", "vjp: scaled")
-@pytest.mark.merge(
-    *("jvp: in cond", "jvp: twice", "jvp: relu at zero", "jvp: some outputs", "jvp: in checkpoint"),
-    *("jvp: nondiff_argnums", "vjp: straight through", "vjp: after a custom_jvp"),
+@pytest.mark.parametrize(
+    "name",
+    [
+        "symbolic zeros",
+        "rule calls itself",
+        *map(slow, ("in cond", "some outputs", "in checkpoint", "nondiff_argnums")),
+        *map(weekly, ("twice", "relu at zero", "fixed second argument", "logsumexp")),
+    ],
 )
-def test_chunked_derivatives_are_those_of_vmap(case):
-    fun, kinds = case
-    kernel = kernel_of(fun)  # seven items: the last chunk overlaps
+def test_chunked_derivatives_are_those_of_vmap(name):
+    kernel = kernel_of(WITH_JVP[name])  # seven items: the last chunk overlaps
+    close(derivatives(chunked_vmap(kernel, 2), SECOND), derivatives(jax.vmap(kernel), SECOND))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scaled", slow("straight through"), slow("after a custom_jvp"), weekly("in checkpoint")],
+)
+def test_chunked_derivatives_by_a_backward_rule(name):
+    kernel, kinds = kernel_of(WITH_VJP[name]), SECOND[:1]
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
 
 
@@ -234,17 +218,11 @@ def test_derivatives_of_every_kind(fun, kinds):
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
 
 
-@pytest.mark.parametrize("fun", at_each_run(["jvp"], {"jvp": self_calling, "vjp": scaled_back}))
 @pytest.mark.parametrize(
-    "options",
-    at_each_run(
-        ["even, stored", "uneven, stored"],
-        {"even": (3, True), "even, stored": (3, False), "uneven, stored": (2, False)},
-    ),
+    ("fun", "chunk_size", "checkpoint"),
+    [(self_calling, 2, False), slow(self_calling, 3, False), slow(scaled_back, 3, True)],
 )
-@pytest.mark.quick("uneven, stored-jvp", "even, stored-jvp")
-def test_however_they_are_chunked(fun, options):
-    chunk_size, checkpoint = options
+def test_however_they_are_chunked(fun, chunk_size, checkpoint):
     kernel, kinds = kernel_of(fun), SECOND if fun is self_calling else SECOND[:1]
     x = X[:6] if chunk_size == 3 else X
     mapped = chunked_vmap(kernel, chunk_size, checkpoint=checkpoint)
@@ -314,11 +292,6 @@ def kinds_for(fun):
     return SECOND[:1] if fun is scaled_back else SECOND
 
 
-@functools.cache
-def derivatives_of_loop(fun):
-    return derivatives(unrolled(fun), kinds_for(fun), X[:4])
-
-
 SCANS = {
     "sliced": lambda body, init, xs: sliced_scan(body, init, xs, start=1, step=2),
     "sliced, checkpoint": lambda body, init, xs: sliced_scan(
@@ -335,21 +308,23 @@ def _sliced(result):
     return carry, ys[1::2]
 
 
-@pytest.mark.parametrize("scan", at_each_run(["sliced", "chunked"], SCANS))
 @pytest.mark.parametrize(
-    "fun",
-    at_each_run(
-        ["jvp", "vjp"], {"jvp": self_calling, "jit": jax.jit(body_calling), "vjp": scaled_back}
-    ),
+    ("fun", "scan"),
+    [
+        (self_calling, "sliced"),
+        (scaled_back, "chunked"),
+        slow(self_calling, "sliced, checkpoint"),
+        slow(jax.jit(body_calling), "chunked"),
+    ],
 )
-@pytest.mark.quick("jvp-sliced", "vjp-chunked")
-@pytest.mark.merge("jvp-sliced, checkpoint", "jit-chunked", "vjp-sliced")
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
-        carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)
+        carry, ys = SCANS[scan](body_of(fun), jnp.float32(0.3), xs)
         return jnp.append(ys, carry)
 
-    close(derivatives(scanned, kinds_for(fun), X[:4]), derivatives_of_loop(fun))
+    kinds = kinds_for(fun)
+    want = derivatives(unrolled(fun), kinds, X[:4])
+    close(derivatives(scanned, kinds, X[:4]), want)
 
 
 def test_grad_of_vmap_of_a_custom_vjp():

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 from rankax import auto_vmap
@@ -64,19 +62,20 @@ def test_the_five_spellings_are_one_kernel(spelling, shapes):
 # Values.
 
 
-def broadcastable():
-    """A batch shape, and shapes of one to four leaves that broadcast to it."""
+BATCHES = {
+    "one": ((5,),),
+    "pairs": ((5, 1), (6,)),
+    "alike": ((2, 3, 5), (3, 5), (1, 5)),
+    "apart": ((2, 1, 5), (1, 3, 1), (6, 2, 3, 5)),
+    "ones": ((1, 1), (1,)),
+    "none": ((), ()),
+}
+chunk_sizes = pytest.mark.parametrize("chunk_size", [1, 3, 7, 40])
+cases = pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 
-    def leaves(batch):
-        axis = [st.sampled_from([size, 1]) for size in batch]
-        full = st.tuples(*axis)
-        one = st.tuples(full, st.integers(0, len(batch))).map(lambda pair: pair[0][pair[1] :])
-        return st.lists(one, min_size=1, max_size=4).map(tuple)
 
-    return st.lists(st.sampled_from([1, 2, 3, 5, 6]), max_size=4).map(tuple).flatmap(leaves)
-
-
-@given(broadcastable(), st.none() | st.integers(1, 40))
+@chunk_sizes
+@cases
 def test_a_plan_is_what_brute_force_says(batches, chunk_size):
     batch_shape = np.broadcast_shapes(*batches)
     kernel = auto_vmap(leaves=1, chunk_size=chunk_size)(lambda *leaves: leaves)
@@ -104,7 +103,8 @@ def test_a_plan_is_what_brute_force_says(batches, chunk_size):
             assert mapped == has_axis
 
 
-@given(broadcastable(), st.integers(1, 40))
+@chunk_sizes
+@cases
 def test_tiles_fill_from_the_innermost_level(batches, chunk_size):
     """Once a level is cut, each level outside takes what room is left: never two cut in vain."""
     levels = plan_levels(batches, np.broadcast_shapes(*batches), chunk_size)

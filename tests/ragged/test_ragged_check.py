@@ -22,7 +22,7 @@ def test_what_agrees():
     assert report.padding == ()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_keys_a_grid_and_rows_agree():
     kernel = auto_vmap(x="n 3", s=0, key=SplitKey, mask=Mask("n"))(
         lambda x, s, key, mask: jnp.sum(x.sum(-1), where=mask) * s + jax.random.normal(key)
@@ -47,7 +47,6 @@ def test_other_padding_than_copies():
     assert f"  {text}" in str(report)
 
 
-@pytest.mark.one_version
 def test_one_program_for_each_length():
     """An operation outside of a program is one more to compile: there were 111, and then 15."""
     kernel = auto_vmap(x="n 13", mask=Mask("n"))(
@@ -96,13 +95,10 @@ def test_padding_that_leaks():
 V = np.arange(12, dtype=np.float32) + 1
 V[[3, 7]] = 0, np.inf
 LENGTHS = [2, 0, 3, 4, 1, 2]  # rows 3 and 7 are of the items 2 and 3
-EVERY = pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True, "reduce": "sum"}])
 
 
-@EVERY
-@pytest.mark.quick("options1")
-def test_values_that_are_not_finite(options):
-    kernel = auto_vmap(x="n", s=0, mask=Mask("n"), **options)(
+def test_values_that_are_not_finite():
+    kernel = auto_vmap(x="n", s=0, mask=Mask("n"), chunk_size=2)(
         lambda x, s, mask: jnp.sum(jnp.where(mask, jnp.log(x), 0)) * s
     )
     found = kernel.nonfinite(Ragged(V, LENGTHS), np.ones((2, 6), np.float32), most=3)
@@ -112,10 +108,8 @@ def test_values_that_are_not_finite(options):
     assert str(found).splitlines()[1] == "  [0, 2]: x = [3, 0, 5], s = 1"
 
 
-@EVERY
-@pytest.mark.quick("options2")
-def test_gradients_that_are_not_finite(options):
-    kernel = auto_vmap(x="n", mask=Mask("n"), **options)(
+def test_gradients_that_are_not_finite():
+    kernel = auto_vmap(x="n", mask=Mask("n"), jit=True, reduce="sum")(
         lambda x, mask: jnp.sum(jnp.sqrt(jnp.minimum(x, 9)), where=mask)
     )
     found = kernel.nonfinite(Ragged(V, LENGTHS), gradient=True)

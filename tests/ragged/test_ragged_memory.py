@@ -11,7 +11,7 @@ from rankax import Mask, Ragged, auto_vmap
 
 pytestmark = pytest.mark.optimized
 
-LENGTHS = np.random.default_rng(0).integers(1, 33, 4000)
+LENGTHS = np.random.default_rng(0).integers(1, 9, 4000)
 WEIGHTS = np.ones((3, 16), np.float32)
 
 
@@ -32,14 +32,14 @@ def test_memory_is_that_of_a_chunk():
     for count in (1000, 4000):
         values, make = arguments(count)
         needs.append(temporary_bytes(lambda v, make=make: energy(make(v)), values))
-    chunk = 32 * 32 * 16 * 4
+    chunk = 32 * 8 * 16 * 4
     assert needs[1] - needs[0] < 3000 * 4 * 12
     assert needs[1] < 4 * chunk + 4000 * 4 * 12
 
 
 def test_the_gradient_needs_one_cotangent_of_all_lengths():
     """Each length has the cotangent of its own items only; XLA joins some of them, with indices."""
-    lengths = np.ceil(np.random.default_rng(0).lognormal(np.log(20), 1.2, 10_000)).astype(int)
+    lengths = np.repeat([4, 16, 64, 400], [3000, 3000, 1000, 50])
     values = jax.ShapeDtypeStruct((int(lengths.sum()), 3), jnp.float32)
     kernel = energy.with_options(chunk_size=8)
     gradient = jax.grad(lambda v: kernel(Ragged(v, lengths)).sum())

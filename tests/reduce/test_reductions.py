@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
 import rankax
 from helpers import assert_same as assert_equal
-from helpers import named_reductions, primitives, slow
+from helpers import named_reductions, primitives, slow, weekly
 from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import Best, BottomK, Fold, Gram, Moments, TopK
 
@@ -69,8 +67,7 @@ def all_names(call, *args, names=tuple(PLAIN)):
     return jax.jit(lambda *args: {name: call(name)(*args) for name in names})(*args)
 
 
-@pytest.mark.parametrize("axis", [-1, 0, (1, 0), None], ids=str)
-@pytest.mark.quick("0", "None")
+@pytest.mark.parametrize("axis", [0, slow(None), slow((1, 0))], ids=str)
 def test_values(axis):
     found = all_names(lambda name: reduced(name, axis), *ARGS)
     # jnp.argmin takes no tuple: all axes are one there.
@@ -82,18 +79,13 @@ def over_each_axis(call):
     return jax.jit(lambda *args: [call(axis)(*args) for axis in (-1, 0, None)])(*ARGS)
 
 
-@functools.cache
-def over_each_axis_plainly(name):
-    return over_each_axis(lambda axis: plainly(name, axis))
-
-
-@pytest.mark.parametrize("size", [1, 5, 40, *map(slow, (2, 22, 23, 24, 91, 92, None))])
-@pytest.mark.parametrize("name", ["sum", "argmax", "logsumexp"])
-@pytest.mark.quick("argmax-5", "sum-1", "logsumexp-40")
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("sum", 1), ("argmax", 5), slow("logsumexp", 40), slow("argmax", 91), slow("sum", None)],
+)
 def test_any_chunk_size(name, size):
-    assert_same(
-        over_each_axis(lambda axis: reduced(name, axis, size)), over_each_axis_plainly(name)
-    )
+    found = over_each_axis(lambda axis: reduced(name, axis, size))
+    assert_same(found, over_each_axis(lambda axis: plainly(name, axis)))
 
 
 def loss_of(fun):
@@ -109,9 +101,10 @@ def loss_of(fun):
     return loss
 
 
-@pytest.mark.parametrize("axis", [-1, slow(0), slow(None)], ids=str)
-@pytest.mark.parametrize("name", FLOATS)
-@pytest.mark.quick("prod--1", "logsumexp--1")
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("prod", -1), ("logsumexp", -1), slow("mean", 0), slow("max", None), slow("sum", -1)],
+)
 def test_first_derivatives(name, axis):
     def derivatives(fun):
         return jax.grad(loss_of(fun), (0, 1, 2))(*ARGS), jax.jvp(fun, ARGS, TANGENTS)[1]
@@ -121,7 +114,7 @@ def test_first_derivatives(name, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["logsumexp", "sum", "prod", "min", "mean"])
+@pytest.mark.parametrize("name", ["logsumexp", *map(weekly, ("prod", "sum", "min"))])
 def test_second_derivatives(name):
     found, expected = loss_of(reduced(name, -1)), loss_of(plainly(name, -1))
     want = jax.jit(jax.hessian(expected, 2))(*ARGS)
@@ -135,7 +128,7 @@ def test_second_derivatives(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["max", "sum", "logsumexp"])
+@pytest.mark.parametrize("name", ["max", "logsumexp"])
 def test_under_vmap(name):
     many = X[None, :, None] * np.arange(1, 4, dtype="float32")[:, None, None, None]
     fun = reduced(name, -1)
@@ -146,7 +139,7 @@ def test_under_vmap(name):
     np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["min", "logsumexp", slow("sum"), slow("prod")])
+@pytest.mark.parametrize("name", ["logsumexp", slow("min")])
 def test_closed_over_values_have_their_derivative(name):
     def loss(scale, fun):
         kernel = auto_vmap(0, 0, reduce=name, reduce_axis=-1, chunk_size=4)(
@@ -162,11 +155,7 @@ def test_closed_over_values_have_their_derivative(name):
     np.testing.assert_allclose(found, jax.jit(jax.grad(expected))(0.7), rtol=1e-4)
 
 
-DTYPES = ["bool", "int8", "int32", "uint8", "float16", "bfloat16", "float32", "complex64"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.quick("uint8", "bool", "complex64")
+@pytest.mark.parametrize("dtype", ["bool", "complex64", slow("uint8"), slow("bfloat16")])
 def test_dtypes(dtype):
     real = np.asarray([3, 1, 1, 0, 2, 5, 5, 4, 2, 7, 0])
     values = jnp.asarray(real, dtype) * jnp.asarray(1 + 2j if dtype == "complex64" else 1, dtype)
@@ -188,7 +177,7 @@ def test_dtypes(dtype):
 
 def test_dtypes_of_64_bits():
     with jax.enable_x64(True):
-        for dtype in ("int64", "float64", "complex128"):
+        for dtype in ("int64", "complex128"):
             values = jnp.asarray(np.arange(11, dtype=dtype))
             names = ("sum", "mean", "any", *(() if dtype == "complex128" else ("argmax",)))
             found = all_names(
@@ -213,24 +202,19 @@ SPECIAL = {
 
 @jax.jit
 def plain_and_reduced(values):
-    """By `jax.numpy`, and for each chunk size."""
-    found = {
-        size: {name: chunked_reduce(lambda v: v, name, size)(values) for name in PLAIN}
-        for size in (1, 3, 4)
-    }
+    found = {name: chunked_reduce(lambda v: v, name, 3)(values) for name in PLAIN}
     return {name: PLAIN[name](values, axis=0) for name in PLAIN}, found
 
 
 @pytest.mark.parametrize("case", SPECIAL)
-@pytest.mark.quick("nan", "all inf", "huge")
 def test_special_values(case):
     expected, found = plain_and_reduced(jnp.asarray(SPECIAL[case]))
-    for by_name in found.values():
-        assert_same(by_name, expected)
+    assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["sum", "logsumexp", "max"])
-@pytest.mark.parametrize("bad", [10, *map(slow, (0, 3, 9))])
+@pytest.mark.parametrize(
+    ("name", "bad"), [("logsumexp", 10), slow("sum", 0), slow("max", 9), slow("max", 10)]
+)
 def test_what_one_item_does_stays_with_it(name, bad):
     """No item is read twice, so the infinite derivative of one is no nan of another."""
     weights = np.arange(11, dtype="float32")
@@ -246,10 +230,17 @@ def test_what_one_item_does_stays_with_it(name, bad):
     assert np.isfinite(np.delete(found[0], bad)).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("name", ["sum", "mean", "prod", "any", "all", "logsumexp"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("sum", (0, 3)),
+        ("logsumexp", (0, 0)),
+        ("mean", (3, 0)),
+        slow("prod", (3, 0)),
+        slow("all", (3, 0)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
-@pytest.mark.quick("sum-(0, 3)", "logsumexp-(0, 0)")
 def test_empty_batches(name, shape):
     values = jnp.ones(shape)
     kernel = auto_vmap(0, reduce=name, reduce_axis=-1, chunk_size=2)(lambda v: v)
@@ -277,25 +268,21 @@ def unreduced(x, y, w):
     return jax.vmap(jax.vmap(outputs, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
 
 
-@pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize("size", [6, slow(1), slow(500)])
-@pytest.mark.quick("6-True", "6-False")
-def test_best(largest, size):
+@pytest.mark.parametrize("largest", [True, slow(False)])
+def test_best(largest):
     def expected(*args):
         outs = unreduced(*args)
         pick = jnp.argmax if largest else jnp.argmin
         at = pick(outs["distance"], axis=-1)
         return jax.tree.map(lambda out: jax.vmap(lambda row, i: row[i])(out, at), outs)
 
-    found = reduced(Best("distance", largest=largest), -1, size, outputs)
+    found = reduced(Best("distance", largest=largest), -1, 6, outputs)
     assert_same(found(*ARGS), jax.jit(expected)(*ARGS))
     grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in (found, expected)]
     assert_same(*grads, rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", [BottomK, TopK])
-@pytest.mark.parametrize("size", [1, 4, 500])
-@pytest.mark.quick("4-BottomK", "1-BottomK", "500-TopK")
+@pytest.mark.parametrize(("kind", "size"), [(BottomK, 4), (TopK, 500), slow(BottomK, 1)])
 def test_top_and_bottom_k(kind, size):
     values = np.float32([3.0, 1.0, -np.nan, 1.0, -0.0, 0.0, np.inf, 3.0, -np.inf, 2.0, 1.0])
     order = np.argsort(values, stable=True)
@@ -319,9 +306,10 @@ def test_the_names_of_top_and_bottom_are_those_of_jax():
             kind(3, largest=True)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "float16", "int32"])
-@pytest.mark.parametrize("kind", [BottomK, TopK])
-@pytest.mark.quick("BottomK-int8", "BottomK-int32", "TopK-int32")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(BottomK, "int8"), (TopK, "int32"), slow(BottomK, "bool"), slow(TopK, "uint8")],
+)
 def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
     ends = [] if dtype in ("bool", "float16") else [jnp.iinfo(dtype).max, jnp.iinfo(dtype).min]
     values = np.asarray([1, 0, 1, 3, 0, *ends, 2, *ends]).astype(dtype)
@@ -332,17 +320,14 @@ def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
     assert_same(found.values, values[order])
 
 
-@pytest.mark.parametrize("kind", [BottomK, TopK])
-@pytest.mark.parametrize("k", [1, 2, 8, 9])  # up to 8, each lane has its own
-@pytest.mark.quick("2-TopK", "1-BottomK", "9-TopK")
-def test_top_and_bottom_k_of_many_equals(k, kind):
-    """With the worst value among the items, in one level, in two, and with a remainder."""
+@pytest.mark.parametrize(("kind", "k"), [(BottomK, 1), (TopK, 9), slow(TopK, 2), slow(BottomK, 8)])
+def test_top_and_bottom_k_of_many_equals(kind, k):
+    """With the worst value among the items; up to 8, each lane has its own."""
 
     @jax.jit
     def indices(values):
         top = auto_vmap(0, reduce=kind(k))(lambda x: x)
-        sizes = (1, 3, 10, 40)
-        return {size: top.with_options(chunk_size=size)(values).indices for size in sizes}
+        return {size: top.with_options(chunk_size=size)(values).indices for size in (3, 40)}
 
     numbers = np.random.default_rng(0).choice([-128, -1, 0, 127], 23 * 11)
     for flat in (numbers, np.sort(numbers)):
@@ -351,12 +336,12 @@ def test_top_and_bottom_k_of_many_equals(k, kind):
             assert found.tolist() == want.tolist(), size
 
 
-@pytest.mark.parametrize("values", [[1, np.inf, 2, 3], [1, 2, 3, -np.inf], [np.inf, 1, -np.inf, 2]])
-def test_moments_of_infinite_numbers(values):
-    values = jnp.asarray(values)
-    for size in (1, 2, 3):
-        found = chunked_reduce(lambda v: v, Moments(), size)(values)
-        assert_same(found.mean, jnp.mean(values))
+def test_moments_of_infinite_numbers():
+    moments = jax.jit(chunked_reduce(lambda v: v, Moments(), 2))
+    nan, inf = np.nan, np.inf
+    for values, mean in ([1, inf, 2], inf), ([1, 2, -inf], -inf), ([inf, 1, -inf], nan):
+        found = moments(np.float32(values))
+        np.testing.assert_array_equal(found.mean, mean)
         assert jnp.isnan(found.variance)
 
 
@@ -381,20 +366,15 @@ def test_moments_of_large_numbers(count):
 
 
 def test_extrema_of_floats_without_infinity():
-    @jax.jit
-    def extrema(values):
-        names = ("max", "min", "argmax", "argmin")
-        return {
-            name: [chunked_reduce(lambda v: v, name, size)(values) for size in (1, 3)]
-            for name in names
-        }
-
+    names = ("max", "min", "argmax", "argmin")
+    extrema = jax.jit(
+        lambda values: [chunked_reduce(lambda v: v, name, 3)(values) for name in names]
+    )
     for values in ([1, -3, 2, 4, -2, 3, 0.5], [-1, -3, -2, -4, -2, -3, -0.5]):
         narrow = np.asarray(values, jnp.float8_e4m3fn)
-        for name, found in extrema(narrow).items():
-            for each in found:
-                assert each.dtype == (narrow.dtype if name in FLOATS else jnp.int32)
-                assert float(each) == getattr(np, name)(values)
+        for name, found in zip(names, extrema(narrow), strict=True):
+            assert found.dtype == (narrow.dtype if name in FLOATS else jnp.int32)
+            assert float(found) == getattr(np, name)(values)
 
 
 def test_a_single_item_is_not_mapped():
@@ -409,18 +389,6 @@ def test_a_single_item_is_not_mapped():
         assert "cond" in str(jax.make_jaxpr(call)(one))
         assert_same(call(one), jnp.sin(one[0]))
         assert_same(jax.grad(call)(one), jnp.cos(one))
-
-
-def test_bottom_k_counts_over_several_axes():
-    a = np.cos(3 * np.arange(5, dtype="float32"))[:, None]
-    b = np.sin(2 * np.arange(7, dtype="float32"))
-    flat = np.ravel(a * b)
-    order = np.argsort(flat, stable=True)[:6]
-    for size in (1, 3, 9):
-        found = auto_vmap(0, 0, reduce=BottomK(6), chunk_size=size)(lambda a, b: a * b)
-        found = jax.jit(found)(a, b)
-        assert_same(found.values, flat[order])
-        assert found.indices.tolist() == order.tolist()
 
 
 def test_bottom_k_of_vectors_and_its_derivative():
@@ -440,17 +408,15 @@ def test_bottom_k_of_vectors_and_its_derivative():
     assert_same(*grads, rtol=2e-4)
 
 
-@pytest.mark.parametrize("size", [6, slow(1), slow(500)])
-@pytest.mark.parametrize("axis", [-1, None], ids=str)
-@pytest.mark.quick("None-6")
-def test_moments(axis, size):
+@pytest.mark.parametrize("axis", [None, slow(-1)], ids=str)
+def test_moments(axis):
     def expected(*args):
         outs = unreduced(*args)["distance"]
         count = jnp.int32(outs.size if axis is None else outs.shape[axis])
         mean = jnp.mean(outs, axis)
         return jnp.broadcast_to(count, mean.shape), mean, jnp.var(outs, axis)
 
-    found = reduced(Moments(), axis, size, lambda x, y, w: outputs(x, y, w)["distance"])
+    found = reduced(Moments(), axis, 6, lambda x, y, w: outputs(x, y, w)["distance"])
     got = found(*ARGS)
     assert got._fields == ("count", "mean", "variance")
     assert_same(tuple(got), jax.jit(expected)(*ARGS))
@@ -477,27 +443,18 @@ AFFINE = Fold(
 )
 
 
-@functools.cache
-def folded():
-    """Fold by a Python loop; return a gradient, too."""
-
-    def call(*args):
-        outs = jax.vmap(jax.vmap(gauss, (None, 0, 0)), (0, None, None))(args[0][:, 0], *args[1:])
-        state = {"a": jnp.ones(4), "b": jnp.zeros(4)}
-        for column in outs.T:
-            state = compose(state, AFFINE.lift(column))
-        return AFFINE.finish(state)
-
-    return jax.jit(lambda *args: (call(*args), jax.grad(loss_of(call), (0, 2))(*args)))(*ARGS)
-
-
-@pytest.mark.parametrize("size", [5, *map(slow, (1, 2, 7, 500))])
+@pytest.mark.parametrize("size", [5, slow(1)])
 def test_a_fold_keeps_the_order_of_the_items(size):
-    want, of_want = folded()
-    fold = reduced(AFFINE, -1, size)
-    found, grads = jax.jit(lambda *args: (fold(*args), jax.grad(loss_of(fold), (0, 2))(*args)))(
-        *ARGS
-    )
+    def expected(x, y, w):
+        outs = jax.vmap(jax.vmap(gauss, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
+        step = lambda state, out: (compose(state, AFFINE.lift(out)), None)  # noqa: E731
+        return AFFINE.finish(lax.scan(step, {"a": jnp.ones(4), "b": jnp.zeros(4)}, outs.T)[0])
+
+    def values_and_gradients(fun):
+        return jax.jit(lambda *args: (fun(*args), jax.grad(loss_of(fun), (0, 2))(*args)))(*ARGS)
+
+    found, grads = values_and_gradients(reduced(AFFINE, -1, size))
+    want, of_want = values_and_gradients(expected)
     assert_same(found, want, rtol=1e-4)
     assert_same(grads, of_want, rtol=1e-3, atol=1e-5)
 
@@ -534,9 +491,8 @@ def of_three(a, b, c):
     return {"sum": jnp.sin(a + 2 * b + 3 * c), "kept": a - b * c, "arg": jnp.cos(a * b - c)}
 
 
-@pytest.mark.parametrize("size", [7, *map(slow, (1, 50, 10_000))])
 @pytest.mark.parametrize(
-    "axes", [(1,), (0, 2), (-1, 0), *map(slow, ((0,), (1, 3), (0, 1, 2)))], ids=str
+    ("axes", "size"), [((0, 2), 7), ((-1, 0), 7), slow((1,), 7), slow((0, 1, 2), 1)]
 )
 def test_several_axes_in_any_place(axes, size):
     sides = (2, 1, 1, 1), (1, 3, 1, 5), (1, 1, 4, 1)
@@ -550,22 +506,6 @@ def test_several_axes_in_any_place(axes, size):
     first = flat.argmax(-1).astype("int32")
     expected = {"sum": outs["sum"].sum(axes), "kept": outs["kept"], "arg": first}
     assert_same(found, expected, atol=1e-5)
-
-
-def test_indices_count_over_three_loops():
-    a, b, c = np.arange(4) - 1, np.sin(2 * np.arange(5)), np.cos(np.arange(7))
-    args = [x.astype("float32") for x in (a[:, None, None], b[:, None], c)]
-    want = np.argmax(args[0] * args[1] - args[2]).astype("int32")
-    for size in (1, 3, 8):
-        find = auto_vmap(0, 0, 0, reduce="argmax", chunk_size=size)(lambda a, b, c: a * b - c)
-        assert_same(find(*args), want)
-
-
-def test_a_reduced_axis_between_kept_ones():
-    values = np.cos(np.arange(2 * 9 * 3 * 4, dtype="float32")).reshape(2, 9, 3, 4)
-    for size in (1, 2, 5, 20):
-        total = auto_vmap(1, reduce="sum", reduce_axis=1, chunk_size=size)(lambda v: v * 2)
-        assert_same(total(values), 2 * values.sum(1), atol=1e-5)
 
 
 def test_the_derivative_of_several_reductions_at_once():
@@ -645,67 +585,6 @@ def test_classes_of_outputs_see_items_and_results_only():
 # How it is called.
 
 
-@given(st.data())
-def test_agrees_with_jax_numpy(data):
-    """Random shapes, axes, chunks, reductions and dtypes, through jit, vmap and derivatives."""
-    rank = data.draw(st.integers(1, 3), "rank")
-    batch = data.draw(st.lists(st.integers(1, 5), min_size=rank, max_size=rank), "batch")
-    axes = data.draw(st.sets(st.integers(-rank, rank - 1), min_size=1).map(list), "axes")
-    axes = list({axis % rank: axis for axis in axes}.values())
-    size = data.draw(st.one_of(st.none(), st.integers(1, 30)), "chunk_size")
-    name = data.draw(st.sampled_from(sorted(PLAIN)), "reduction")
-    core = data.draw(st.sampled_from([(), (2,), (17,)]), "core")
-
-    def shape():
-        masked = [data.draw(st.sampled_from([1, n])) for n in batch]
-        return (*masked[data.draw(st.integers(0, rank - 1)) :], *core)
-
-    first = (*batch, *core)
-    a = jnp.asarray(np.cos(np.arange(np.prod(first)) * 1.3), jnp.float32).reshape(first)
-    second = shape()
-    b = jnp.asarray(np.sin(1 + np.arange(np.prod(second)) * 0.7), jnp.float32).reshape(second)
-    how = data.draw(st.sampled_from(["jit", "vmap", "grad", "jvp"]), "how")
-    dtype = "float32"
-    if how in ("jit", "vmap"):
-        dtype = data.draw(st.sampled_from([dtype, "int32", "uint8", "bool", "float16"]), "dtype")
-    if name == "logsumexp" and dtype != "float16":
-        dtype = "float32"
-
-    def kernel(a, b):
-        return (jnp.sin(a * 2 + b) * 2 + 2.5).astype(dtype)
-
-    declared = auto_vmap(
-        len(core), len(core), reduce=name, reduce_axis=tuple(axes), chunk_size=size
-    )(kernel)
-
-    def plain(a, b):
-        aligned = b.reshape(*[1] * (a.ndim - b.ndim), *b.shape)
-        outs = kernel(a, aligned)
-        inner = sorted(axis % rank for axis in axes)
-        outs = jnp.moveaxis(outs, inner, range(len(inner)))
-        outs = outs.reshape(-1, *outs.shape[len(inner) :])
-        if name in ("max", "min"):
-            at = PLAIN[f"arg{name}"](outs, axis=0, keepdims=True)
-            return jnp.take_along_axis(outs, at, 0).squeeze(0)
-        return PLAIN[name](outs, axis=0)
-
-    if how in ("grad", "jvp") and name in FLOATS:
-        # The sine of a large product is noise in the last digits, in the plain program, too.
-        transform = {
-            "grad": lambda f: jax.grad(loss_of(lambda *args: jax.nn.soft_sign(f(*args))), (0, 1)),
-            "jvp": lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
-        }[how]
-    elif how == "vmap":
-
-        def transform(f):
-            return lambda a, b: jax.vmap(f, (0, None))(jnp.stack([a, a + 1]), b)
-    else:
-        transform = jax.jit
-    rtol = 2e-3 if dtype == "float16" else 3e-4
-    expected = jax.jit(transform(plain))(a, b)
-    assert_same(transform(declared)(a, b), expected, rtol=rtol, atol=1e-5)
-
-
 def test_jit_methods_and_options_at_the_call():
     traces = []
 
@@ -729,7 +608,7 @@ def test_jit_methods_and_options_at_the_call():
     assert plan.in_flight == 3
 
 
-@pytest.mark.parametrize("reduce", ["sum", "min", "logsumexp", Best("distance"), TopK(2)], ids=str)
+@pytest.mark.parametrize("reduce", ["sum", "min", Best("distance")], ids=str)
 def test_the_kernel_is_traced_once(reduce):
     traces = 0
 
@@ -747,9 +626,8 @@ def test_the_kernel_is_traced_once(reduce):
 
 
 @pytest.mark.parametrize(
-    ("reduce", "again"), [("min", 1), ("max", 1), (Best("distance"), 1), (BottomK(3), 3)], ids=str
+    ("reduce", "again"), [("max", 1), (BottomK(3), 3), slow(Best("distance"), 1)], ids=str
 )
-@pytest.mark.quick("max-1", "BottomK(where=None, k=3)-3")
 def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
     evaluated = []
 
@@ -778,25 +656,6 @@ def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
     assert 4 * 23 <= sum(evaluated) <= 4 * (23 + 2 * again)
 
 
-@pytest.mark.slow
-def test_a_kernel_that_branches_and_draws():
-    keys = jax.random.split(jax.random.key(1), 11)
-    values = np.arange(11, dtype="float32") - 5
-
-    def kernel(key, v):
-        return lax.cond(v > 0, jnp.exp, jnp.cos, v) + jax.random.uniform(key)
-
-    each = jax.jit(kernel)
-    expected = np.stack([each(k, v) for k, v in zip(keys, values, strict=True)])
-    names = ("logsumexp", "sum", "max", "prod")
-    expected = all_names(lambda name: functools.partial(PLAIN[name], axis=0), expected, names=names)
-    for size in (1, 4, None):
-        found = all_names(
-            lambda name, size=size: chunked_reduce(kernel, name, size), keys, values, names=names
-        )
-        assert_equal(found, expected)
-
-
 def test_chunked_reduce_takes_what_vmap_takes():
     m = jnp.arange(12.0).reshape(3, 4)
 
@@ -817,74 +676,30 @@ def test_chunked_reduce_takes_what_vmap_takes():
 
 
 @pytest.mark.parametrize(
-    ("reduce", "axis", "error", "text"),
+    ("options", "error", "text"),
     [
+        ({"reduce": "summ"}, ValueError, "no reduction is called 'summ'; did you mean 'sum'?"),
+        ({"reduce": "average"}, ValueError, "is called 'average'; did you mean 'mean'?"),
+        ({"reduce": {"distance": "median"}}, ValueError, "a median needs all outputs at once"),
+        ({"reduce": "std"}, ValueError, "use rankax.reductions.Moments(), which has the variance"),
+        ({"reduce": "kurtosis"}, ValueError, f"available: {named_reductions('and')}"),
+        ({"reduce": jnp.sum}, TypeError, f"reduce must hold names ({named_reductions('or')}), "),
+        ({"reduce": TopK}, TypeError, "reduce got the class TopK; call it: TopK(...)"),
+        ({"reduce": {"distance": None}}, ValueError, "reduce names no reduction, got "),
         (
-            "summ",
-            -1,
-            ValueError,
-            "auto_vmap(outputs): no reduction is called 'summ'; did you mean 'sum'?",
-        ),
-        (
-            "average",
-            -1,
-            ValueError,
-            "auto_vmap(outputs): no reduction is called 'average'; did you mean 'mean'?",
-        ),
-        (
-            {"distance": "median"},
-            -1,
-            ValueError,
-            "auto_vmap(outputs): no reduction is called 'median'; a median needs all outputs at "
-            "once, so it cannot be folded; keep them, without reduce= or with None for this "
-            "output, and call jnp.median",
-        ),
-        (
-            "std",
-            -1,
-            ValueError,
-            "auto_vmap(outputs): no reduction is called 'std'; use rankax.reductions.Moments(), "
-            "which has the variance",
-        ),
-        (
-            "kurtosis",
-            -1,
-            ValueError,
-            "auto_vmap(outputs): no reduction is called 'kurtosis'; available: "
-            + named_reductions("and"),
-        ),
-        (
-            jnp.sum,
-            -1,
+            {"reduce": "sum", "reduce_axis": 1.5},
             TypeError,
-            f"auto_vmap(outputs): reduce must hold names ({named_reductions('or')}), objects of "
-            "rankax.reductions and None, got function",
+            "reduce_axis must be an int, a tuple of ints, or None, got float 1.5",
         ),
-        (
-            TopK,
-            -1,
-            TypeError,
-            "auto_vmap(outputs): reduce got the class TopK; call it: TopK(...)",
-        ),
-        (
-            {"distance": None},
-            -1,
-            ValueError,
-            "auto_vmap(outputs): reduce names no reduction, got {'distance': None}",
-        ),
-        (
-            "sum",
-            1.5,
-            TypeError,
-            "auto_vmap(outputs): reduce_axis must be an int, a tuple of ints, or None, got float "
-            "1.5",
-        ),
-        (None, 0, TypeError, "auto_vmap(outputs): reduce_axis=0 has no effect without reduce="),
+        ({"reduce_axis": 0}, TypeError, "reduce_axis=0 has no effect without reduce="),
     ],
 )
-def test_wrong_options(reduce, axis, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        reduced(reduce, axis, 6, outputs)
+def test_wrong_options(options, error, text):
+    with pytest.raises(error, match=rf"^auto_vmap\(outputs\): .*{re.escape(text)}"):
+        auto_vmap(1, 1, 0, **options)(outputs)
+
+
+NOT_ONE_ARRAY = {"distance": Best("t", largest=True), "force": None, "number": None}
 
 
 @pytest.mark.parametrize(
@@ -892,54 +707,17 @@ def test_wrong_options(reduce, axis, error, text):
     [
         ("sum", 2, "reduce_axis 2 is out of range for the batch shape (4, 23)"),
         ("sum", (0, -2), "reduce_axis (0, -2) names an axis of the batch shape (4, 23) twice"),
-        (
-            "logsumexp",
-            -1,
-            "it cannot be reduced by logsumexp: output['number'] has dtype int32, and logsumexp "
-            "needs floats; return it as a float",
-        ),
-        (
-            Best("t"),
-            -1,
-            "it cannot be reduced by Best('t'): output has no output 't'; it has "
-            "output['distance'], output['force'] and output['number']",
-        ),
-        (
-            {"distance": Best(0), "force": None, "number": None},
-            -1,
-            "it cannot be reduced by Best(0): output['distance'] has no output 0; it is one array; "
-            "return a tuple, or take the smallest number alone by reduce='min'",
-        ),
-        (
-            {"distance": Best("t", largest=True), "force": None, "number": None},
-            -1,
-            "it cannot be reduced by Best('t', largest=True): output['distance'] has no output "
-            "'t'; it is one array; return a dict with the key 't', or take the largest number "
-            "alone by reduce='max'",
-        ),
-        (
-            Best("force"),
-            -1,
-            "it cannot be reduced by Best('force'): output['force'] decides, so it "
-            "must be one real number, but it has shape (3,) and dtype float32",
-        ),
-        (
-            BottomK(24),
-            -1,
-            ": BottomK(24) needs at least 24 items; the reduced axes have 23",
-        ),
-        (
-            {"distance": "sum"},
-            -1,
-            "the reduction of output has no entry for output['force'] and output['number'] (None "
-            "would leave it as it is)",
-        ),
+        ("logsumexp", -1, "dtype int32, and logsumexp needs floats; return it as a float"),
+        (Best("t"), -1, "output has no output 't'; it has output['distance'], output['force'] and"),
+        (NOT_ONE_ARRAY, -1, "it is one array; return a dict with the key 't', or take the largest"),
+        (Best("force"), -1, "output['force'] decides, so it must be one real number, but it has"),
+        (BottomK(24), -1, "BottomK(24) needs at least 24 items; the reduced axes have 23"),
+        ({"distance": "sum"}, -1, "no entry for output['force'] and output['number'] (None would"),
     ],
 )
-@pytest.mark.parametrize("size", [6, None])
-def test_what_does_not_fit(reduce, axis, text, size):
+def test_what_does_not_fit(reduce, axis, text):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        reduced(reduce, axis, size, outputs)(*ARGS)
+        reduced(reduce, axis, None if axis == 2 else 6, outputs)(*ARGS)
     assert str(caught.value).startswith(f"outputs() at {__file__}:")
 
 
@@ -973,30 +751,30 @@ def test_a_product_of_integers_beside_one_that_is_differentiated():
     assert_equal(pull, want)
 
 
-def test_a_fold_that_does_not_fit():
-    values = jnp.ones(5)
-    for fold, text in (
+@pytest.mark.parametrize(
+    ("fold", "text"),
+    [
         (
-            Fold(jnp.zeros(2), lambda v: v, jnp.add),
-            "lift returns a state of shape () and dtype float32, but identity has shape (2,) and "
-            "dtype float32 there",
+            Fold(np.zeros(2, "float32"), abs, jnp.add),
+            "but identity has shape (2,) and dtype float32",
         ),
         (
-            Fold(0.0, lambda v: v, lambda a, b: (a + b).astype(jnp.float16)),
-            "lift returns a state of shape () and dtype float32, but what merge returns has shape "
-            "() and dtype float16 there",
+            Fold(0.0, abs, lambda a, b: (a + b).astype(jnp.float16)),
+            "but what merge returns has shape () and dtype float16 there",
         ),
-        (
-            Fold((0.0, 0.0), lambda v: v, jnp.add),
-            "lift returns a state of structure PyTreeDef(*), but identity has PyTreeDef((*, *))",
-        ),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"it cannot be reduced by Fold: {text}")):
-            chunked_reduce(lambda v: v, fold, 2)(values)
+        (Fold((0.0, 0.0), abs, jnp.add), "but identity has PyTreeDef((*, *))"),
+    ],
+)
+def test_a_fold_that_does_not_fit(fold, text):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        chunked_reduce(lambda v: v, fold, 2)(jnp.ones(5))
+    assert "it cannot be reduced by Fold: lift returns a state of " in str(caught.value)
 
+
+def test_a_fold_may_not_hold_a_tracer():
     def traced(scale):
         fold = Fold(0.0, lambda v: v, lambda a, b: scale * (a + b))
-        return chunked_reduce(lambda v: v, fold, 2)(values)
+        return chunked_reduce(lambda v: v, fold, 2)(jnp.ones(5))
 
     text = "its identity, merge or finish holds an array that JAX is tracing; let lift put it into"
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -1009,31 +787,19 @@ def test_a_fold_that_does_not_fit():
         (lambda: TopK(0), ValueError, "TopK: k must be a positive int, got 0"),
         (lambda: BottomK(-1), ValueError, "BottomK: k must be a positive int, got -1"),
         (lambda: Best(0, largest=1), TypeError, "Best: largest must be True or False, got 1"),
-        (
-            lambda: Best(None),
-            TypeError,
-            "Best: by must be the key, field or index of an output, got NoneType None",
-        ),
+        (lambda: Best(None), TypeError, "Best: by must be the key, field or index of an output"),
         (lambda: Fold(0, 1, 2), TypeError, "Fold: lift must be callable, got int"),
-        (
-            lambda: Fold({"a": [0, "b"]}, abs, max),
-            TypeError,
-            "Fold: identity['a'][1] must be an array or a scalar, got str",
-        ),
+        (lambda: Fold({"a": [0, "b"]}, abs, max), TypeError, "Fold: identity['a'][1] must be an"),
         (
             lambda: Gram(["a", 1]),
             TypeError,
             "Gram: weights[0] must be an array or a scalar, got str",
         ),
-        (
-            lambda: Gram(np.array(["a"])),
-            TypeError,
-            "Gram: weights must be an array or a scalar, got <U1[1]",
-        ),
     ],
+    ids=str,
 )
 def test_wrong_objects(make, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
         make()
 
 
@@ -1058,9 +824,9 @@ def test_many_of_a_length_that_no_tile_divides(kind):
     assert primitives(call, x)["top_k"] == 1
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("weights", [np.ones(3), jnp.ones(3), {"a": [1.0]}], ids=type)
-@pytest.mark.quick("ndarray-None", "dict-2")
+@pytest.mark.parametrize(
+    ("weights", "chunk_size"), [(np.ones(3), None), ({"a": [1.0]}, 2)], ids=type
+)
 def test_weights_are_those_of_a_jacobian(weights, chunk_size):
     line = row.__code__.co_firstlineno
     text = (
@@ -1091,10 +857,11 @@ def test_the_plan_says_what_is_reduced():
         "  (1* stretched, - absent: used again for each item, never copied)\n"
         "  reduced by sum, to (4,)"
     )
-    big = jax.ShapeDtypeStruct((100_000, 1, 3), jnp.float32)
-    other = jax.ShapeDtypeStruct((100_000, 3), jnp.float32)
-    weights = jax.ShapeDtypeStruct((100_000,), jnp.float32)
-    plan = kernel.with_options(chunk_size=2**16).plan(big, other, weights)
+    shown = kernel.plan(*ARGS)._repr_html_()
+    assert "<td>4 tiles of 6 over 23, reduced</td>" in shown
+    assert "reduced by sum, to (4,)" in shown
+    shapes = [jax.ShapeDtypeStruct((100_000, *core), jnp.float32) for core in ((1, 3), (3,), ())]
+    plan = kernel.with_options(chunk_size=2**16).plan(*shapes)
     assert plan.levels[-1].reduced
     assert plan.in_flight <= 2**16
     assert plan.reduced == (1,)
@@ -1116,9 +883,7 @@ def test_large_outputs_have_one_accumulator():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "reduce",
-    ["sum", *map(slow, ("logsumexp", "argmin", "min", "prod", BottomK(2), Moments()))],
-    ids=str,
+    "reduce", ["sum", slow("logsumexp"), *map(weekly, ("argmin", "prod", Moments()))], ids=str
 )
 def test_memory_does_not_grow_with_the_pairs(reduce):
     """Accumulators and one tile forward; in the gradient what a row adds to its shared inputs."""
@@ -1138,13 +903,6 @@ def test_memory_does_not_grow_with_the_pairs(reduce):
         numbers = [10 * rows + 9 * items for rows, items in sizes]
         for size, number in zip(sizes, numbers, strict=True):
             assert temporaries(gradient, *size) < 200_000 + 4 * number
-
-
-def test_the_picture_of_a_plan_says_it_too():
-    shown = reduced("sum", -1, 6).plan(*ARGS)._repr_html_()
-    assert "<td>4 tiles of 6 over 23, reduced</td>" in shown
-    assert "<td>4 chunks of 1 over 4</td>" in shown
-    assert "reduced by sum, to (4,)" in shown
 
 
 def test_the_least_of_many_are_items_though_they_are_nan():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, compilations
+from helpers import assert_same, compilations, slow
 from rankax import checkpoint_chunked_scan, sliced_scan
 
 KEPT = {
@@ -19,9 +19,16 @@ KEPT = {
 INIT = np.float32(0.5)
 
 
-@pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("differentiated", [False, True])
-@pytest.mark.quick("False-slice", "True-chunks")
+@pytest.mark.parametrize(
+    ("name", "differentiated"),
+    [
+        ("slice", False),
+        ("chunks", True),
+        slow("checkpoint", True),
+        slow("steps", False),
+        slow("windows", True),
+    ],
+)
 def test_a_warm_eager_scan_compiles_nothing(name, differentiated):
     def call(scale, xs):
         def step(carry, x):  # another function in each call

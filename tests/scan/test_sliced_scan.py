@@ -2,17 +2,16 @@
 """`sliced_scan` against `jax.lax.scan` followed by the slice."""
 
 import functools
+import itertools
 
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from jax import lax
 
-from helpers import assert_same, is_checkpoint, primitives, slow
+from helpers import assert_same, is_checkpoint, primitives, refusal, slow, weekly
 from rankax import sliced_scan
 from rankax.ext.scan.sliced import find_kept_steps
 from scan_cases import (
@@ -38,42 +37,36 @@ def scan_then_slice(f, init, xs=None, length=None, reverse=False, *, window):
     return carry, jax.tree.map(lambda y: y[window], ys)
 
 
-bounds = st.none() | st.integers(-24, 24)
-steps = st.none() | st.integers(-8, 8).filter(bool)
-
-
-@given(
-    length=st.sampled_from([0, 1, 7, 13, 20]),
-    start=bounds,
-    stop=bounds,
-    step=steps,
-    reverse=st.booleans(),
-    unroll=st.booleans() | st.integers(0, 5),
-    with_xs=st.booleans(),
-    checkpoint=st.booleans(),
+@pytest.mark.parametrize(
+    ("length", "window", "options"),
+    [
+        pytest.param(
+            20, slice(1, None, 4), {"checkpoint": True, "unroll": 3}, id="blocks that tile"
+        ),
+        pytest.param(20, slice(-2, 3, -3), {}, id="from the end"),
+        pytest.param(
+            13,
+            slice(None, None, 5),
+            {"checkpoint": True, "reverse": True},
+            id="no room for the last block",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(7, slice(1, None, 2), {}, id="one in front", marks=pytest.mark.slow),
+        pytest.param(0, slice(2), {"unroll": True}, id="no steps", marks=pytest.mark.slow),
+    ],
 )
-@example(7, 1, None, 2, False, 1, True, False)  # one step skipped in front
-@example(7, None, None, 7, True, 1, True, True)
-@example(20, 1, None, 4, True, 3, True, True)  # blocks that tile, the kept step inside
-@example(13, None, None, 5, False, 1, True, True)  # no room for the last block
-@example(13, None, None, 5, True, 1, True, False)
-def test_any_slice_is_scan_then_slice(
-    length, start, stop, step, reverse, unroll, with_xs, checkpoint
-):
-    init, xs = inputs(length, with_xs)
+def test_any_slice_is_scan_then_slice(length, window, options):
+    init, xs = inputs(length)
+    bounds = {"start": window.start, "stop": window.stop, "step": window.step}
 
     def sliced(init, xs):
-        return sliced_scan(
-            body, init, xs, length, reverse, unroll,
-            start=start, stop=stop, step=step, checkpoint=checkpoint,
-        )  # fmt: skip
+        return sliced_scan(body, init, xs, length, **bounds, **options)
 
-    window = slice(start, stop, step)
     weights = np.arange(1.0, 1 + len(range(length)[window]), dtype=np.float32)
     at_all = np.zeros(length, np.float32)
     at_all[window] = weights
-    reference = loss_and_gradient_of_scan(length, reverse)
-    (loss, (carry, ys)), gradient = reference((init, xs), at_all)
+    plain = loss_and_gradient_of_scan(length, "reverse" in options)
+    (loss, (carry, ys)), gradient = plain((init, xs), at_all)
     want = carry, jax.tree.map(lambda y: np.asarray(y)[window], ys)
     got, of_got = outputs_and_loss(sliced)((init, xs), weights)
     assert_same(got, want)
@@ -81,18 +74,22 @@ def test_any_slice_is_scan_then_slice(
     assert_same(of_got, ((loss, want), gradient))
 
 
-@given(st.integers(0, 60), bounds, bounds, steps, st.booleans())
-def test_layout_keeps_just_the_steps_of_the_slice(length, start, stop, step, reverse):
-    window = slice(start, stop, step)
-    kept = find_kept_steps(length, range(length)[window], reverse=reverse)
-    block = [False] * kept.before + [True]
-    walked = [False] * kept.lead + (block + [False] * (kept.stride - len(block))) * kept.blocks
-    walked += block * kept.partial
-    walked += [False] * (length - len(walked))
-    executed = range(length)[::-1] if reverse else range(length)
-    wanted = set(range(length)[window])
-    assert walked == [i in wanted for i in executed]
-    assert (kept.blocks == length) == (len(wanted) == length)
+def test_layout_keeps_just_the_steps_of_the_slice():
+    starts, stops, steps = (None, -9, 0, 3), (None, -2, 5, 99), (None, 1, 2, 5, -1, -3)
+    for length, *bounds in itertools.product((0, 1, 7, 13, 20), starts, stops, steps):
+        for reverse in (False, True):
+            window = slice(*bounds)
+            kept = find_kept_steps(length, range(length)[window], reverse=reverse)
+            block = [False] * kept.before + [True]
+            walked = [False] * kept.lead + (
+                block + [False] * (kept.stride - len(block))
+            ) * kept.blocks
+            walked += block * kept.partial
+            walked += [False] * (length - len(walked))
+            executed = range(length)[::-1] if reverse else range(length)
+            wanted = set(range(length)[window])
+            assert walked == [i in wanted for i in executed], (length, window, reverse)
+            assert (kept.blocks == length) == (len(wanted) == length)
 
 
 def random_walk(scan):
@@ -114,21 +111,12 @@ def random_walk(scan):
     return carry, ys, slope
 
 
-@functools.cache
-def random_walk_of_scan():
-    return random_walk(lax.scan)
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    "window",
-    [slice(1, None, 4), slice(-1, None, -2), slow(slice(0)), slow(slice(2, 3))],
-    ids=["every fourth", "from the end", "none", "one"],
+    ("window", "checkpoint"), [(slice(1, None, 4), True), slow(slice(-1, None, -2), False)]
 )
-@pytest.mark.quick("every fourth-True", "from the end-False")
 def test_random_keys_in_xs_carry_and_ys(window, checkpoint):
     bounds = {"start": window.start, "stop": window.stop, "step": window.step}
-    carry, ys, slope = random_walk_of_scan()
+    carry, ys, slope = random_walk(lax.scan)
     want = carry, jax.tree.map(lambda y: y[window], ys), slope
     got = random_walk(functools.partial(sliced_scan, checkpoint=checkpoint, **bounds))
     assert_same(got, want)
@@ -158,29 +146,30 @@ def test_init_takes_the_dtype_of_the_carry():
 
 
 @pytest.mark.parametrize(
-    "bounds", [{}, {"start": -10}, {"step": 1, "stop": 99}, {"start": 0, "stop": 10}]
+    "options",
+    [{}, {"start": -10}, {"step": 1, "stop": 99, "reverse": True}, {"start": 0, "stop": 10}],
+    ids=str,
 )
-@pytest.mark.parametrize("reverse", [False, True])
-def test_nothing_skipped_is_the_program_of_scan(bounds, reverse):
+def test_nothing_skipped_is_the_program_of_scan(options):
     scale = jnp.arange(3.0)
 
     def closing_over(carry, x):
         return jnp.sin(carry) * scale + x, (carry, 1.0)
 
     def sliced(init, xs):
-        return sliced_scan(closing_over, init, xs, reverse=reverse, unroll=2, **bounds)
+        return sliced_scan(closing_over, init, xs, unroll=2, **options)
 
     def plain(init, xs):
-        return lax.scan(closing_over, init, xs, reverse=reverse, unroll=2)
+        return lax.scan(closing_over, init, xs, reverse="reverse" in options, unroll=2)
 
     got, want = (str(jax.make_jaxpr(scan)(jnp.zeros(3), XS)) for scan in (sliced, plain))
     assert got == want
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, traced, slow(traced_hessian)])
-@pytest.mark.parametrize("length", [0, slow(1), slow(12), 13])
-@pytest.mark.quick("13-traced-True", "0-<lambda>-False")
+@pytest.mark.parametrize(
+    ("length", "transform", "checkpoint"),
+    [(13, traced, True), (0, lambda f: f, False), slow(12, traced_hessian, False)],
+)
 def test_body_is_traced_once(length, transform, checkpoint):
     traces = []
 
@@ -245,13 +234,18 @@ def test_compiler_drops_what_only_serves_skipped_ys():
 PLAIN = functools.partial(scan_then_slice, window=slice(1, None, 4))
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-@pytest.mark.parametrize("checkpoint", [slow(False), True])
-@pytest.mark.quick("True-grad", "True-jvp in xs", "True-grad of checkpoint")
-@pytest.mark.merge(
-    *("True-hessian", "False-grad of grad", "True-jacrev of jacfwd", "False-jvp"),
-    *("False-linearize", "True-vmap of init", "False-vmap of xs", "True-vmap of grad"),
-    "True-grad of jit",
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        ("grad of checkpoint", True),
+        ("jvp in xs", True),
+        slow("hessian", True),
+        slow("vmap of grad", True),
+        slow("linearize", False),
+        weekly("grad of grad", False),
+        weekly("jacrev of jacfwd", True),
+        weekly("vmap of xs", False),
+    ],
 )
 def test_transformations(name, checkpoint):
     transform = TRANSFORMATIONS[name]
@@ -261,11 +255,9 @@ def test_transformations(name, checkpoint):
     assert_same(got, transformed_scan(name, PLAIN), rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_values_closed_over_get_gradients(checkpoint):
-    sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=checkpoint)
-    plain = functools.partial(scan_then_slice, window=slice(1, None, 4))
-    assert_same(gradient_of_closed_over(sliced), gradient_of_closed_over(plain))
+def test_values_closed_over_get_gradients():
+    sliced = functools.partial(sliced_scan, start=1, step=4, checkpoint=True)
+    assert_same(gradient_of_closed_over(sliced), gradient_of_closed_over(PLAIN))
 
 
 def test_debugging_runs_the_body_on_values():
@@ -340,123 +332,67 @@ STATE = {"p": jnp.ones(2), "q": jnp.ones(3), "r": jnp.ones(())}
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("options", "error", "message"),
     [
+        ({"step": 0}, ValueError, "step must not be 0"),
+        ({"start": 1.0}, TypeError, "start must be an int or None, got float"),
+        ({"xs": None, "length": -1}, ValueError, "length must be a non-negative int, got -1"),
+        ({"xs": None, "length": True}, TypeError, "length must be a non-negative int, got True"),
         (
-            lambda: sliced_scan(keeps, 0.0, XS, step=0),
+            {"xs": {"a": None}},
             ValueError,
-            "sliced_scan(keeps): step must not be 0",
+            "give length, or xs with at least one array to scan over",
         ),
         (
-            lambda: sliced_scan(keeps, 0.0, XS, start=1.0),
-            TypeError,
-            "sliced_scan(keeps): start must be an int or None, got float",
-        ),
-        (
-            lambda: jax.jit(lambda n: sliced_scan(keeps, 0.0, XS, stop=n))(3),
-            TypeError,
-            "sliced_scan(keeps): stop must be an int or None, got a traced array",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, {"a": XS, "b": (XS,)}, length=3),
+            {"xs": {"a": XS, "b": (XS,)}, "length": 3},
             ValueError,
-            "sliced_scan(keeps): length is 3, but the leading axis of xs is 10; leave length out\n"
+            "length is 3, but the leading axis of xs is 10; leave length out\n"
             "\n"
             "    leaf        shape  length\n"
             "  > xs['a']     (10,)  10\n"
             "  > xs['b'][0]  (10,)  10",
         ),
         (
-            lambda: sliced_scan(keeps, 0.0, None, -1),
+            {"xs": {"a": XS, "b": (XS, XS[:3])}},
             ValueError,
-            "sliced_scan(keeps): length must be a non-negative int, got -1",
+            "the looped axes must have one length, got 10 and 3\n",
         ),
+        ({"xs": {"a": XS, "b": 2.0}}, ValueError, "xs['b'] lacks the axis to loop over\n"),
         (
-            lambda: sliced_scan(keeps, 0.0, None, 3.0),
+            {"init": {"name": "abc"}},
             TypeError,
-            "sliced_scan(keeps): length must be a non-negative int, got float",
+            "init['name'] must be an array or a scalar, got str",
         ),
+        ({"xs": [np.array(["abc"])]}, TypeError, "xs[0] must be an array or a scalar, got <U3[1]"),
+        ({"unroll": -1}, ValueError, "unroll must be a bool or a non-negative int, got -1"),
+        ({"unroll": 1.5}, TypeError, "unroll must be a bool or a non-negative int, got float"),
+        ({"checkpoint": "yes"}, TypeError, "checkpoint must be True or False, got 'yes'"),
+    ],
+)
+def test_bad_input_is_named(options, error, message):
+    text = refusal(error, lambda: sliced_scan(keeps, **{"init": 0.0, "xs": XS, **options}))
+    assert text.startswith(f"sliced_scan(keeps): {message}")
+
+
+def test_what_is_traced_or_no_function_is_named():
+    stopped = jax.jit(lambda n: sliced_scan(keeps, 0.0, XS, stop=n))
+    text = "sliced_scan(keeps): stop must be an int or None, got a traced array"
+    assert refusal(TypeError, stopped, 3) == text
+    assert refusal(TypeError, sliced_scan, 3, 0.0, XS) == "sliced_scan: f must be callable, got int"
+
+
+CARRY = "must return a carry with the"
+
+
+@pytest.mark.parametrize(
+    ("f", "init", "message"),
+    [
+        (carry_only, jnp.ones(3), "must return a pair (carry, y), got float32[3]"),
+        (three, 0.0, "must return a pair (carry, y), got tuple of 3"),
         (
-            lambda: sliced_scan(keeps, 0.0, None, True),
-            TypeError,
-            "sliced_scan(keeps): length must be a non-negative int, got True",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, {"a": None}),
-            ValueError,
-            "sliced_scan(keeps): give length, or xs with at least one array to scan over",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, {"a": XS, "b": (XS, XS[:3])}),
-            ValueError,
-            "sliced_scan(keeps): the looped axes must have one length, got 10 and 3\n"
-            "\n"
-            "    leaf        shape  axis  length\n"
-            "    xs['a']     (10,)  0     10\n"
-            "    xs['b'][0]  (10,)  0     10\n"
-            "  > xs['b'][1]  (3,)   0     3",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, {"a": XS, "b": 2.0}),
-            ValueError,
-            "sliced_scan(keeps): xs['b'] lacks the axis to loop over\n"
-            "\n"
-            "    leaf     shape  axis\n"
-            "    xs['a']  (10,)  0\n"
-            "  > xs['b']  ()     0",
-        ),
-        (
-            lambda: sliced_scan(keeps, {"name": "abc"}, XS),
-            TypeError,
-            "sliced_scan(keeps): init['name'] must be an array or a scalar, got str",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, [np.array(["abc"])]),
-            TypeError,
-            "sliced_scan(keeps): xs[0] must be an array or a scalar, got <U3[1]",
-        ),
-        (
-            lambda: sliced_scan(3, 0.0, XS),
-            TypeError,
-            "sliced_scan: f must be callable, got int",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, XS, unroll=-1),
-            ValueError,
-            "sliced_scan(keeps): unroll must be a bool or a non-negative int, got -1",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, XS, unroll=1.5),
-            TypeError,
-            "sliced_scan(keeps): unroll must be a bool or a non-negative int, got float",
-        ),
-        (
-            lambda: sliced_scan(keeps, 0.0, XS, checkpoint="yes"),
-            TypeError,
-            "sliced_scan(keeps): checkpoint must be True or False, got 'yes'",
-        ),
-        (
-            lambda: sliced_scan(carry_only, jnp.ones(3), XS),
-            TypeError,
-            f"sliced_scan(carry_only): the scan body {here(carry_only)} must return a pair "
-            "(carry, y), got float32[3]",
-        ),
-        (
-            lambda: sliced_scan(functools.partial(three), 0.0, XS),
-            TypeError,
-            f"sliced_scan(three): the scan body {here(three)} must return a pair "
-            "(carry, y), got tuple of 3",
-        ),
-        (
-            lambda: sliced_scan(words, 0.0, XS),
-            TypeError,
-            "sliced_scan(words): y['name'][0] must be an array or a scalar, got str",
-        ),
-        (
-            lambda: sliced_scan(narrows, STATE, XS),
-            TypeError,
-            f"sliced_scan(narrows): the scan body {here(narrows)} must return a carry with the "
-            "shapes and dtypes of init; init['p'] and init['q'] differ\n"
+            narrows,
+            STATE,
+            f"{CARRY} shapes and dtypes of init; init['p'] and init['q'] differ\n"
             "\n"
             "    leaf       carry in    carry out\n"
             "  > init['p']  float32[2]  int32[2]\n"
@@ -464,31 +400,21 @@ STATE = {"p": jnp.ones(2), "q": jnp.ones(3), "r": jnp.ones(())}
             "    init['r']  float32[]   float32[]",
         ),
         (
-            lambda: sliced_scan(renames, STATE, XS),
-            TypeError,
-            f"sliced_scan(renames): the scan body {here(renames)} must return a carry with the "
-            "structure of init; it lacks init['q'] and init['r'] and it adds init['z']\n"
-            "\n"
-            "    carry     structure\n"
-            "    init      PyTreeDef({'p': *, 'q': *, 'r': *})\n"
-            "  > returned  PyTreeDef({'p': *, 'z': *})",
+            renames,
+            STATE,
+            f"{CARRY} structure of init; it lacks init['q'] and init['r'] and it adds init['z']\n",
         ),
-        (
-            lambda: sliced_scan(relists, {"p": (1.0, 2.0)}, XS),
-            TypeError,
-            f"sliced_scan(relists): the scan body {here(relists)} must return a carry with the "
-            "structure of init; its containers differ\n"
-            "\n"
-            "    carry     structure\n"
-            "    init      PyTreeDef({'p': (*, *)})\n"
-            "  > returned  PyTreeDef({'p': [*, *]})",
-        ),
+        (relists, {"p": (1.0, 2.0)}, f"{CARRY} structure of init; its containers differ\n"),
     ],
 )
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == message
+def test_a_bad_body_is_named(f, init, message):
+    text = refusal(TypeError, lambda: sliced_scan(functools.partial(f), init, XS))
+    assert text.startswith(f"sliced_scan({f.__name__}): the scan body {here(f)} {message}")
+
+
+def test_an_output_that_is_no_array_is_named():
+    text = "sliced_scan(words): y['name'][0] must be an array or a scalar, got str"
+    assert refusal(TypeError, sliced_scan, words, 0.0, XS) == text
 
 
 def test_bad_shapes_are_found_before_tracing():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, at_each_run, compilations, enable_x64, slow, temporary_bytes
+from helpers import assert_same, compilations, enable_x64, slow, temporary_bytes, weekly
 from rankax import auto_vmap, checkpoint_chunked_scan, checkpoint_while_loop, chunked_vmap
 from scan_cases import assert_same_weak_types, here
 
@@ -75,14 +75,7 @@ def reverse_mode(max_stored):
 
 @pytest.mark.parametrize(
     ("max_stored", "lengths"),
-    [
-        (32, SHORT),
-        (1, SHORT[:-1]),
-        slow(2, SHORT),
-        slow(3, SHORT),
-        slow(2000, [1000]),
-        slow(32, LONG),
-    ],
+    [(32, SHORT), slow(1, SHORT[:-1]), slow(3, SHORT), slow(2000, [1000]), weekly(32, LONG)],
 )
 def test_gradient_is_that_of_forward_mode_at_the_cost_of_revolve(max_stored, lengths):
     with enable_x64():
@@ -91,12 +84,6 @@ def test_gradient_is_that_of_forward_mode_at_the_cost_of_revolve(max_stored, len
             assert_same(got, forward_mode()(1.0, 2.0, n), rtol=1e-10, atol=0)
             least = evaluated_again(n, max_stored)
             assert least <= evaluated - 2 * n <= 1.01 * least
-
-
-def test_stated_costs():
-    for n, each in [(1000, 2.4), (32_769, 3.8), (100_000, 4.3)]:
-        assert round(evaluated_again(n, 32) / n, 1) == each
-    assert reach(32, 10) < 2**31 < reach(32, 11)
 
 
 @pytest.mark.optimized
@@ -147,10 +134,6 @@ def nested(f, a, x):
     return end[1]
 
 
-def in_scan(f, a, x):
-    return lax.scan(lambda x, _: (f(a, 1 + x * 0.2), None), x, None, length=3)[0]
-
-
 def in_chunked_scan(f, a, x):
     scan = functools.partial(checkpoint_chunked_scan, chunk_size=2)
     return (lax.scan if f is PLAIN else scan)(
@@ -191,20 +174,10 @@ def of_items(transform):
 
 
 CASES = {
-    "value": case(lambda f: f, lambda f: f),
     "values": case(of_items(lambda f: f), of_items(lambda f: f), RATES),
-    "jacfwd": case(jacfwd, jacfwd),
-    "grad": case(grad, jacfwd),
-    "grad of items": case(of_items(grad), of_items(jacfwd), RATES),
-    "items of grad": case(grad, jacfwd, RATES, sum_of_items),
-    "pairs": case(grad, jacfwd, RATES, sum_of_pairs),
     "grad of pairs by item": case(
         of_items(grad), of_items(jacfwd), RATES, lambda f, a, x: sum_of_pairs(f, a[None], x)
     ),
-    "jacrev": case(
-        lambda f: jax.jacrev(f, (0, 1)), jacfwd, RATES, lambda f, a, x: jax.vmap(f, (0, None))(a, x)
-    ),
-    "jvp of grad": case(lambda f: jax.jacfwd(jax.grad(f, (0, 1)), (0, 1)), second),
     "jvp of grad of items": case(
         of_items(jax.hessian), of_items(lambda f: jax.jacfwd(jax.jacfwd(f))), RATES
     ),
@@ -218,41 +191,29 @@ CASES = {
         lambda f: jax.jacfwd(jax.jacfwd(f)),
     ),
     "checkpoint": case(lambda f: grad(jax.checkpoint(f)), jacfwd),
-    "in a scan": case(grad, jacfwd, A, in_scan),
     "in a chunked scan": case(grad, jacfwd, A, in_chunked_scan),
-    "in itself": case(grad, jacfwd, A, nested),
     "in itself, items": case(of_items(grad), of_items(jacfwd), RATES, nested),
-    "in chunks": case(grad, jacfwd, RATES, in_chunks),
     "in chunks, reduced": case(grad, jacfwd, RATES, functools.partial(in_chunks, reduce="sum")),
     "in chunks, hessian": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, in_chunks),
     "in lanes, grad": case(
         grad, jacfwd, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
     ),
-    "in lanes": case(
-        lambda f: f, lambda f: f, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
-    ),
 }
 
-AT_EACH_RUN = {
-    "values",
-    "grad of items",
-    "grad of pairs by item",
-    "jvp of grad of items",
-    "in itself, items",
-    "in chunks, reduced",
-    "in lanes, grad",
-}
+AT_EACH_RUN = "values", "jvp of grad of items", "in lanes, grad"
+WEEKLY = "grad of jvp", "third", "linearize", "in chunks, hessian"
 
 
-@pytest.mark.parametrize("case", at_each_run(AT_EACH_RUN, CASES))
-@pytest.mark.quick("values", "jvp of grad of items", "in lanes, grad")
-@pytest.mark.merge(
-    *("grad of items", "grad of pairs by item", "jacrev", "hessian of items", "grad of jvp"),
-    *("third", "linearize", "checkpoint", "in a chunked scan", "in itself, items"),
-    *("in chunks, reduced", "in chunks, hessian"),
+@pytest.mark.parametrize(
+    "name",
+    [
+        *AT_EACH_RUN,
+        *(slow(name) for name in CASES if name not in AT_EACH_RUN + WEEKLY),
+        *map(weekly, WEEKLY),
+    ],
 )
-def test_transformations(case):
-    got, want = case()
+def test_transformations(name):
+    got, want = CASES[name]()
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
@@ -415,70 +376,53 @@ def test_infinite_derivatives_and_nan_stay_in_their_items():
     assert_same([*of_finite], [jnp.sum(want[0]), *want[1:]], rtol=1e-4)
 
 
-def test_refused_arguments():
-    def loop(cond=lambda x: x < 3, body=lambda x: x + 1, init=0, **options):
-        return checkpoint_while_loop(cond, body, init, **options)
+def step(x):
+    return {"x": x["x"] + 1}
 
-    def step(x):
-        return {"x": x["x"] + 1}
 
-    def test(x):
-        return x["x"]
+def first(x):
+    return x["x"]
 
-    of_step = "checkpoint_while_loop(step)"
-    one = {"x": jnp.int32(1)}
-    refusals = [
-        (
-            lambda: loop(cond=3),
-            TypeError,
-            "checkpoint_while_loop: cond_fun must be callable, got int",
-        ),
-        (
-            lambda: loop(body=3),
-            TypeError,
-            "checkpoint_while_loop: body_fun must be callable, got int",
-        ),
-        (
-            lambda: loop(body=step, init=one, max_stored=0),
-            ValueError,
-            f"{of_step}: max_stored must be a positive int, got 0",
-        ),
-        (
-            lambda: loop(body=step, init={"x": object()}),
-            TypeError,
-            f"{of_step}: init_val['x'] must be an array or a scalar, got object",
-        ),
-        (
-            lambda: loop(test, step, one),
-            TypeError,
-            f"{of_step}: cond_fun {here(test)} must return a boolean scalar, got int32[]",
-        ),
-        (
-            lambda: loop(body=step, init={"x": 1, "y": 2}),
-            TypeError,
-            f"{of_step}: body_fun {here(step)} must return a carry with the structure of init_val; "
-            "it lacks init_val['y']\n\n"
-            "    carry     structure\n"
-            "    init_val  PyTreeDef({'x': *, 'y': *})\n"
-            "  > returned  PyTreeDef({'x': *})",
-        ),
-    ]
-    for call, error, expected in refusals:
-        with pytest.raises(error, match=f"^{re.escape(expected)}"):
-            call()
 
-    def widen(x):
+CARRY = "must return a carry with the structure of init_val; "
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"cond_fun": 3}, TypeError, ": cond_fun must be callable, got int"),
+        ({"body_fun": 3}, TypeError, ": body_fun must be callable, got int"),
+        ({"max_stored": 0}, ValueError, "(step): max_stored must be a positive int, got 0"),
+        (
+            {"init_val": {"x": object()}},
+            TypeError,
+            "(step): init_val['x'] must be an array or a scalar, got object",
+        ),
+        (
+            {"cond_fun": first},
+            TypeError,
+            f"(step): cond_fun {here(first)} must return a boolean scalar, got int32[]",
+        ),
+        (
+            {"init_val": {"x": 1, "y": 2}},
+            TypeError,
+            f"(step): body_fun {here(step)} {CARRY}it lacks init_val['y']\n",
+        ),
+    ],
+)
+def test_refused_arguments(given, error, text):
+    good = {"cond_fun": lambda x: x["x"] < 3, "body_fun": step, "init_val": {"x": jnp.int32(1)}}
+    with pytest.raises(error, match=f"^{re.escape(f'checkpoint_while_loop{text}')}"):
+        checkpoint_while_loop(**{**good, **given})
+
+
+def test_a_carry_of_another_shape_is_named():
+    def longer(x):
         return x[0], jnp.stack([x[0], x[0]])
 
-    expected = (
-        f"checkpoint_while_loop(widen): body_fun {here(widen)} must return a carry with the shapes "
-        "and dtypes of init_val; init_val[1] differs\n\n"
-        "    leaf         carry in    carry out\n"
-        "    init_val[0]  float32[]   float32[]\n"
-        "  > init_val[1]  float32[3]  float32[2]"
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(expected)}$"):
-        loop(body=widen, init=(jnp.float32(1), jnp.zeros(3)))
+    text = "with the shapes and dtypes of init_val; init_val[1] differs\n"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        checkpoint_while_loop(lambda x: x[0] < 3, longer, (jnp.float32(1), jnp.zeros(3)))
 
 
 def test_effects_in_order_are_refused_in_derivatives():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, slow
 from plain import item_by_item
 from rankax import Mask, Ragged, SplitKey, auto_vmap, chunked_vmap
 
@@ -69,16 +69,16 @@ def test_an_ensemble_on_a_batch():
     assert_same(got, jax.vmap(network)(params, inputs[:3]))
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize("axis", [-1, 1])
 def test_the_axis_of_an_output(axis):
     """patrick-kidger/equinox#900."""
     x = wave(5, 3, 4)
     want = jax.vmap(lambda x: 2 * x, out_axes=axis)(x)
-    for chunk_size in (2, 3, None):
+    for chunk_size in (2, None):
         assert_same(chunked_vmap(lambda x: 2 * x, chunk_size, out_axes=axis)(x), want)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"jit": True, "lockstep": False}])
+@pytest.mark.parametrize("options", [{}, {"jit": True, "lockstep": False}])
 def test_an_empty_batch(options):
     """numpy/numpy#5868, jax-ml/jax#2412."""
     empty = np.zeros((5, 0), np.float32)
@@ -96,7 +96,7 @@ def test_a_reduction_of_an_empty_batch():
     assert_same(kernel(jnp.zeros(0)), {"sum": jnp.float32(0), "any": jnp.bool_(False)})
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bool", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bool", slow("bfloat16")])
 def test_a_chunked_map_keeps_dtypes(dtype):
     """numpy/numpy#14936: there, the first item decides for all."""
     assert np.vectorize(lambda x: min(x, 10))([10.5, 9.5]).tolist() == [10, 9]
@@ -144,7 +144,7 @@ def test_a_key_for_each_item():
     assert len({*shared.tolist()}) == 1  # one draw for all
     want = jax.vmap(noisy)(x, jax.random.split(key, 7))
     assert len({*want.tolist()}) == 7
-    for chunk_size in (None, 3, 7):
+    for chunk_size in (None, 3):
         assert_same(auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(noisy)(x, key), want)
 
 
@@ -157,6 +157,6 @@ def test_items_of_different_lengths():
 
     rows, lengths = wave(10), [3, 1, 4, 2]
     ends = np.cumsum(lengths)
-    items = [rows[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    want = jnp.stack([jnp.max(jnp.abs(x - jnp.mean(x))) for x in items])
+    items = [np.asarray(rows)[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    want = jnp.stack([np.max(np.abs(x - np.mean(x))) for x in items])
     assert_same(auto_vmap(x="n", mask=Mask("n"))(spread)(Ragged(rows, lengths)), want)

@@ -18,8 +18,6 @@ from rankax.core.options import Options
 from rankax.ext.tune import measure, workload
 from rankax.ext.tune.workload import RaggedWorkload
 
-pytestmark = pytest.mark.one_version
-
 SHORT = 0.005  # seconds, enough for little more than the options as they are
 ENOUGH = 0.3  # seconds of `Clock`, enough for everything
 X = jnp.asarray(np.sin(np.arange(40 * 8 * 3.0)).reshape(40, 8, 3))
@@ -77,7 +75,7 @@ def test_lockstep_is_tried_where_it_is_not_asked_for(clock):
     halves = auto_vmap(0, lockstep=False)(
         lambda x: jax.lax.while_loop(lambda y: y > 0.1, lambda y: y / 2, x)
     )
-    tuning = halves.tune(jnp.linspace(0.5, 9.0, 40), seconds=ENOUGH).tuning
+    tuning = halves.tune(jnp.linspace(0.5, 9.0, 6), seconds=ENOUGH).tuning
     together = [c.options for c in tuning.candidates if c.options.get("lockstep")]
     assert [o["chunk_size"] for o in together][:2] == [None, 1]
 
@@ -242,9 +240,7 @@ class Body:
         return self.factor * jnp.sum(x**2)
 
 
-@pytest.mark.parametrize(
-    ("jit", "gradient"), [(True, True), slow(True, False), slow(False, True), slow(False, False)]
-)
+@pytest.mark.parametrize(("jit", "gradient"), [(True, False), slow(False, True)])
 def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, clock):
     @auto_vmap({"a": 1, "n": None}, 0, 0, None, None, jit=jit)
     def model(tree, scale, key, table, power):
@@ -300,8 +296,8 @@ def measured(tuning):
 
 def test_of_a_large_batch_a_slice_is_run(clock):
     kernel, lengths = watched(clock, lambda n: 1e-4 * n)
-    tuning = kernel.tune(jnp.arange(3.0)[:, None], jnp.arange(4000.0), seconds=2).tuning
-    assert tuning.candidates[0].tile == 12000
+    tuning = kernel.tune(jnp.float32(1), jnp.arange(4000.0), seconds=2).tuning
+    assert tuning.candidates[0].tile == 4000
     assert 30 < max(lengths) <= 340  # of 4000; a run takes a sixtieth of the time
 
 
@@ -323,8 +319,7 @@ def of_rows(x, s, mask):
     return jnp.sum(jnp.sin(x).sum(-1), where=mask) * s
 
 
-@pytest.mark.quick("options1")
-@pytest.mark.parametrize("options", [{}, {"reduce": "sum"}, {"jit": True, "chunk_size": 20}])
+@pytest.mark.parametrize("options", [{"reduce": "sum"}, slow({"jit": True, "chunk_size": 20})])
 def test_ragged_items(clock, options):
     lengths = np.arange(60) % 2 * 3  # each length is a program for each candidate
     x = Ragged(np.ones((lengths.sum(), 3), np.float32), lengths)
@@ -358,7 +353,7 @@ def test_a_slice_has_ragged_items_of_all_lengths():
     assert_same(x, Ragged.from_list([items[int(i)] for i in s]))
 
 
-@pytest.mark.parametrize("seconds", [1, 3])
+@pytest.mark.parametrize("seconds", [1, slow(3)])
 def test_tuning_ends_in_time(clock, seconds):
     """It took 60 to 90 seconds instead of 3, and 15 instead of 1."""
     kernel, lengths = watched(clock, lambda n: 0.002 + 1e-6 * n, seconds_of_trace=0.1)
@@ -400,7 +395,7 @@ def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
     assert notes.count("no faster in the end") == 1
 
 
-@pytest.mark.parametrize("share", [0.98, 0.9])
+@pytest.mark.parametrize("share", [0.98, slow(0.9)])
 def test_what_wins_by_a_little_is_not_chosen(clock, share):
     kernel, _ = watched(clock, lambda n: 1e-3 * n * (share if n == 4 else 1))
     tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=60).tuning
@@ -414,7 +409,7 @@ def test_what_wins_by_a_little_is_not_chosen(clock, share):
         assert "  chosen, 1.11 times as fast\n" in f"{tuning}\n"
 
 
-@pytest.mark.parametrize(("call", "chosen"), [(1e-4, 8), (2e-3, None)])
+@pytest.mark.parametrize(("call", "chosen"), [(1e-4, 8), slow(2e-3, None)])
 def test_a_slice_of_short_runs_decides_nothing(clock, call, chosen):
     """Programs that take long to compile left time for 16 items, on which two calls lost to one."""
     kernel, lengths = watched(clock, lambda n: call, seconds_of_trace=2.0)
@@ -447,6 +442,7 @@ def test_what_needs_more_than_the_free_memory_is_not_chosen(clock, monkeypatch):
     assert tuning.candidates[tuning.chosen].temporaries <= 15_000
 
 
+@pytest.mark.slow
 def test_what_was_too_large_for_a_slice_keeps_to_the_limit(clock):
     def wait(x):
         clock.now += 1e-5 if x.size == 1100 else 5e-4 * x.size
@@ -477,19 +473,16 @@ def test_methods():
 # What is refused.
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
-def test_inside_a_trace_it_is_refused(transform):
+def test_inside_a_trace_it_is_refused():
     def fun(x):
         return jnp.sum(kernel.tune(x, seconds=SHORT)(x))
 
     text = (
-        "distances.tune: it runs the kernel to time it, so it cannot be called inside jax.jit, "
-        "jax.vmap, jax.grad or a scan; call it before, and use the kernel that it returns"
+        r"^distances.tune: it runs the kernel to time it, so it cannot be called inside jax.jit, "
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-        transform(fun)(X)
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-        jax.jit(lambda _: fun(X))(1.0)
+    for call in (jax.jit(fun), jax.vmap(fun), jax.grad(fun), jax.jit(lambda _: fun(X))):
+        with pytest.raises(TypeError, match=text):
+            call(X)
 
 
 @pytest.mark.parametrize(
@@ -498,24 +491,17 @@ def test_inside_a_trace_it_is_refused(transform):
         (
             lambda: kernel.tune(X[0]),
             ValueError,
-            "distances.tune: the arguments have no batch axes, so there is nothing to tune; pass "
-            "arguments as large as those of the calls that should be fast",
+            "distances.tune: the arguments have no batch axes, so there is nothing to tune; pass ",
         ),
         (
             lambda: kernel.tune(X[:0]),
             ValueError,
-            "distances.tune: the arguments have an empty batch, so there is nothing to tune; pass "
-            "arguments as large as those of the calls that should be fast",
+            "distances.tune: the arguments have an empty batch",
         ),
         (
             lambda: auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True),
             TypeError,
             "abs.tune: gradient=True, but no argument with a rank holds floating-point numbers",
-        ),
-        (
-            lambda: kernel.tune(X, seconds=0),
-            ValueError,
-            "distances.tune: seconds must be a positive number, got 0",
         ),
         (
             lambda: kernel.tune(X, seconds="5"),
@@ -527,18 +513,16 @@ def test_inside_a_trace_it_is_refused(transform):
             TypeError,
             "distances.tune: gradient must be True or False, got 1",
         ),
+        (
+            lambda: kernel.tune(X, memory_limit=0),
+            ValueError,
+            "distances.tune: memory_limit must be a positive number",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(give, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
         give()
-
-
-def test_a_limit_is_written_as_elsewhere():
-    with pytest.raises(
-        ValueError, match=r"^distances\.tune: memory_limit must be a positive number"
-    ):
-        kernel.tune(X, memory_limit=0)
 
 
 # The table, and the file.
@@ -624,14 +608,8 @@ def test_a_file_of_the_first_release_is_read(tmp_path):
         ("{", "JSONDecodeError: Expecting property name enclosed in double quotes: "),
         ("[]", "TypeError: list indices must be integers or slices, not str"),
         ("{}", "KeyError: 'format'"),
-        (
-            json.dumps({"format": "rankax tunings, 2"}),
-            "its format is 'rankax tunings, 2', not 'rankax tunings, 1'",
-        ),
-        (
-            json.dumps({"format": "rankax tunings, 1", "tunings": [{}]}),
-            "KeyError: 'measured_for'",
-        ),
+        ('{"format": "rankax tunings, 2"}', "its format is 'rankax tunings, 2', not"),
+        ('{"format": "rankax tunings, 1", "tunings": [{}]}', "KeyError: 'measured_for'"),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, why):
@@ -640,5 +618,3 @@ def test_another_file_is_refused(tmp_path, content, why):
     begin = re.escape(f"{path}: not a file that Tuning.save wrote ({why}")
     with pytest.raises(ValueError, match=f"^{begin}"):
         load_tuning(path)
-    with pytest.raises(FileNotFoundError):
-        load_tuning(tmp_path / "none.json")

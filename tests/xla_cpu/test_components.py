@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same
+from helpers import assert_same, slow
 from rankax import auto_vmap, chunked_reduce
 
 RNG = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def test_small_vectors_are_stored_by_component():
     assert by_component not in text(jax.grad(lambda x, y: jnp.sum(total()(x, y))), X, Y)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "min", "argmin"])
+@pytest.mark.parametrize("reduce", ["sum", slow("argmin")])
 def test_values_stay_the_same(reduce):
     got, want = (total(reduce=reduce, **plain)(X, Y) for plain in ({}, {"xla_cpu": False}))
     assert_same(got, want, rtol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, primitives
+from helpers import assert_same, primitives, slow
 from rankax import auto_vmap, chunked_vmap
 from rankax.ext.xla_cpu import kept_residuals, kept_values
 
@@ -68,9 +68,18 @@ def barriers(fun, *args):
     return primitives(fun, *args)["optimization_barrier"]
 
 
-@pytest.mark.parametrize("fun", STENCILS.values(), ids=STENCILS)
-@pytest.mark.parametrize("length", [7, 6], ids=["uneven", "even"])
-def test_only_what_is_differentiated_has_barriers(fun, length, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("stencil", 6),
+        ("jit", 7),
+        ("custom_vjp", 7),
+        slow("flow, and an index", 7),
+        slow("a constant, and a key", 7),
+    ],
+)
+def test_only_what_is_differentiated_has_barriers(name, length, monkeypatch):
+    fun = STENCILS[name]
     mapped, x = value(chunked_vmap(fun, 3)), X[:length]
     forward, back = barriers(mapped, x), barriers(jax.grad(mapped), x)
     monkeypatch.setattr(kept_residuals, "keep_residuals", lambda jaxpr: jaxpr)
@@ -97,16 +106,22 @@ TRANSFORMED = {
     "gradient of gradient": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
     "jvp of gradient": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),)),
     "vmap of gradient": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
 }
 
 
-@pytest.mark.parametrize("make", TRANSFORMED.values(), ids=TRANSFORMED)
-@pytest.mark.parametrize("fun", STENCILS.values(), ids=STENCILS)
-@pytest.mark.quick("flow, and an index-gradient", "custom_vjp-gradient", "stencil-jvp of gradient")
-def test_derivatives_are_those_of_vmap(fun, make):
-    if fun is STENCILS["custom_vjp"] and make is TRANSFORMED["jvp"]:
-        make = jax.grad  # JAX has no forward mode of such a rule
+@pytest.mark.parametrize(
+    ("kernel", "transformation"),
+    [
+        ("flow, and an index", "gradient"),
+        ("custom_vjp", "gradient"),
+        ("stencil", "jvp of gradient"),
+        slow("a constant, and a key", "gradient"),
+        slow("jit", "vmap of gradient"),
+        slow("flow, and an index", "gradient of gradient"),
+    ],
+)
+def test_derivatives_are_those_of_vmap(kernel, transformation):
+    fun, make = STENCILS[kernel], TRANSFORMED[transformation]
     got, want = (jax.jit(make(value(f)))(X) for f in (chunked_vmap(fun, 3), jax.vmap(fun)))
     assert_same(got, want, rtol=2e-4, atol=2e-4)
 
@@ -118,7 +133,7 @@ def test_derivatives_of_even_chunks():
     assert_same(got, want, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "max"])
+@pytest.mark.parametrize("reduce", ["sum", slow("max")])
 def test_reductions_and_several_arguments(reduce):
     def kernel(x, w, n):
         return stencil(x * w) * n.astype(x.dtype)

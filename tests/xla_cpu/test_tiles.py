@@ -51,7 +51,6 @@ def steps(fun, *args):
 
 # Which tile.
 
-SHARED = jnp.ones((24, 24))
 THREE = jnp.ones(3)
 
 
@@ -73,18 +72,15 @@ WITH_TILES = {
     "distances": (distances, (8, 3), 21),
     "largest": (lambda x: distances(x[:8]) + distances(x), (16, 3), 5),
     "one at a time": (distances, (36, 3), 1),
-    "maximum": (lambda x: jnp.max(x**2), (4,), 1023),
     "dot": (lambda x: x @ (2 * x), (3,), 1365),
-    "in jit": (jax.jit(of_three), (3,), 1365),
     "in scan": (lambda x: lax.scan(lambda c, y: (c + of_three(y), y), 0.0, x), (5, 3), 1365),
     "in while": (in_a_loop, (8, 3), 21),
     "in cond": (lambda x: lax.cond(x[0] > 0, of_three, jnp.max, x), (3,), 1365),
     "in checkpoint": (jax.checkpoint(of_three), (3,), 1365),
     "a rule": (jax.nn.logsumexp, (8,), 511),
-    "beside a small matrix": (lambda x: distances(x) + SHARED @ x.ravel(), (8, 3), 21),
     "beside an effect": (lambda x: jax.debug.callback(print, x) or of_three(x), (3,), 1365),
     "long, over axes apart": (lambda x: jnp.sum(x**2, axis=(0, 2)), (4, 6, 4), 42),
-    "of a solution, beside another output": (lambda x: of_three(halved(x)[0]), (3,), 1365),
+    "of a solution": (lambda x: of_three(halved(x)[0]), (3,), 1365),
     "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
 }  # fmt: skip
 
@@ -107,7 +103,6 @@ WITHOUT = {
     "product": (jnp.prod, (3,)),
     "ints": (lambda x: jnp.sum(x.astype(jnp.int32)), (3,)),
     "of one": (jnp.sum, (1,)),
-    "not of the item": (lambda x: x + jnp.sum(THREE), (3,)),
     "not of the item, in a loop": (
         lambda x: lax.scan(lambda c, y: (c + x, jnp.sum(y)), x, jnp.ones((4, 3))),
         (3,),
@@ -121,13 +116,29 @@ def in_flight(fun, core, **options):
     )
 
 
-@pytest.mark.parametrize("name", WITH_TILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("distances", "largest", "one at a time", "dot", "in while", "a rule", "beside an effect"),
+        *map(
+            slow,
+            (
+                "in scan",
+                "in cond",
+                "in checkpoint",
+                "long, over axes apart",
+                "float16",
+                "of a solution",
+            ),
+        ),
+    ],
+)
 def test_short_sums_get_tiles(name):
     fun, core, tile = WITH_TILES[name]
     assert 4 * tile / 5 <= in_flight(fun, core).in_flight <= tile  # one that divides may be smaller
 
 
-@pytest.mark.parametrize("name", IN_CACHE)
+@pytest.mark.parametrize("name", ["a loop", *map(slow, ("an outer product", "a long sum"))])
 def test_a_tile_has_its_values_in_the_cache(name):
     fun, core, numbers = IN_CACHE[name]
     tiles = rule.best_tiles(jax.make_jaxpr(fun)(jnp.ones(core)).jaxpr)
@@ -140,7 +151,10 @@ def test_calls_of_libraries_have_some_items(name):
     assert 4 * tile / 5 <= in_flight(fun, core).in_flight <= tile
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize(
+    "name",
+    ["no sum", "not of the item, in a loop", *map(slow, ("long", "product", "ints", "of one"))],
+)
 def test_all_else_keeps_its_chunk(name):
     fun, core = WITHOUT[name]
     assert in_flight(fun, core).in_flight == 6250
@@ -180,7 +194,7 @@ def chain(x):
 # One plan.
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, slow(True)])
 def test_what_the_plan_shows_is_what_runs(jit):
     kernel = auto_vmap(2, chunk_size=500, jit=jit)(distances)
     x = clouds(1000)
@@ -240,9 +254,10 @@ def test_a_plan_takes_shapes_and_values_in_any_place():
 # Values and derivatives.
 
 
-@pytest.mark.parametrize("length", [100, 101])
-@pytest.mark.parametrize("chunked", [lambda f: chunked_vmap(f, 50), auto_vmap(2, chunk_size=50)])
-@pytest.mark.quick("<lambda>-101", "chunked1-100")
+@pytest.mark.parametrize(
+    ("chunked", "length"),
+    [(lambda f: chunked_vmap(f, 50), 101), slow(auto_vmap(2, chunk_size=50), 100)],
+)
 def test_values_and_derivatives(chunked, length):
     x, mapped, plain = clouds(length), chunked(distances), jax.vmap(distances)
     want = jax.jit(lambda x: (plain(x), *pushed(plain, x)))(x)
@@ -333,7 +348,7 @@ def test_derivatives_of_a_prime_chunk_copy_no_more_than_a_chunk(axis):
     assert temporary_bytes(lambda x, t: jax.jvp(gradient(mapped), (x,), (t,)), x, x) < 7 * chunk
 
 
-@pytest.mark.parametrize("axes", [(0, 0), slow((1, 2)), (2, 1)])
+@pytest.mark.parametrize("axes", [(2, 1), slow((0, 0))])
 def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
     def kernel(points, scale):
         return scale * jnp.sin(points) * distances(points), distances(points), jnp.ones(2)
@@ -355,8 +370,7 @@ def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
     assert_same(got, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("around", [(), (2, 1)], ids=["alone", "in a loop"])
-@pytest.mark.quick("in a loop", "alone")
+@pytest.mark.parametrize("around", [(), slow((2, 1))], ids=["alone", "in a loop"])
 def test_split_keys_are_the_same_in_chunks_cut_by_themselves(around):
     @auto_vmap(2, 0, SplitKey)
     def noisy(points, scale, key):
