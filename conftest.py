@@ -22,14 +22,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Traces leave hardly any reference cycles, and looking for them takes 5 % of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# In CI, a failure must come from the change, not from the draw: each run tries the same few cases.
+# In CI, a failure must come from the change, not from the draw: each run tries the same cases.
 # Elsewhere, and in the fuzzer, each run draws others.
 IN_CI = bool(os.environ.get("CI"))
 
-# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
-ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
-
-for name, max_examples in {"quick": 1 if ONE_CASE else 2, "full": 10, "many": 30}.items():
+for name, max_examples in {"quick": 20, "many": 200}.items():
     settings.register_profile(
         name,
         max_examples=max_examples,
@@ -97,11 +94,7 @@ def pytest_pycollect_makeitem(collector):
     for name, case in by_id.items():
         if merge is not None and name not in (*merge, *(quick or ())):
             case.add_marker("weekly")
-        if quick is not None and name not in (quick[:1] if ONE_CASE else quick):
-            case.add_marker("slow")
-    also_slow = ("weekly", "one_version") if ONE_CASE else ("weekly",)
-    for case in cases:
-        if any(map(case.get_closest_marker, also_slow)):
+        if quick is not None and name not in quick:
             case.add_marker("slow")
     return found
 

@@ -13,8 +13,6 @@ from matplotlib.image import imread
 import chain
 from helpers import assert_same, temporary_bytes
 
-pytestmark = pytest.mark.one_version
-
 
 @pytest.fixture(autouse=True)
 def _x64():

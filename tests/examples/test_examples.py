@@ -15,8 +15,6 @@ from matplotlib.image import imread
 import planets
 import rays
 
-pytestmark = pytest.mark.one_version
-
 # A second copy of JPL's Table 1, in the layout of the page that planets.py cites.
 TABLE_1 = """
 Mercury   0.38709927      0.20563593      7.00497902      252.25032350     77.45779628     48.33076593

@@ -88,8 +88,10 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
-@pytest.mark.quick("vjp_rule in checkpoint_chunked_scan", "either in chunked_vmap")
+@pytest.mark.parametrize(
+    "program",
+    at_each_run(["vjp_rule in checkpoint_chunked_scan", "either in chunked_vmap"], ONCE_WRONG),
+)
 def test_once_wrong(program):
     program.check()
 
