@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 
 import rankax.xarray
-from helpers import assert_same, slow, temporary_bytes
+from helpers import assert_same, slow, temporary_bytes, weekly
 from rankax import BatchShapeError, SplitKey, auto_vmap
 from rankax.core.call.bind import bind
 from rankax.ext.tune.workload import Workload
@@ -56,7 +56,7 @@ OPTIONS = [
         slow((6,), (4, 6), {"chunk_size": 7}),
         slow((30,), (), {"chunk_size": 60}),
         slow((2,), (1,), {"chunk_size": 2}),
-        slow((4, 1, 3), (2, 1), {"memory_limit": "4 kB"}),
+        weekly((4, 1, 3), (2, 1), {"memory_limit": "4 kB"}),
         slow((4, 1, 3), (2, 1), {"chunk_size": 1}),
     ],
     ids=str,
@@ -75,7 +75,7 @@ def test_items_are_those_with_a_dummy_argument(shape, scale, options):
         {"jit": True},
         slow({"chunk_size": 1}),
         {"chunk_size": 7},
-        slow({"memory_limit": "4 kB"}),
+        weekly({"memory_limit": "4 kB"}),
     ],
     ids=str,
 )

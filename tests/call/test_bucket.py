@@ -75,7 +75,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", at_each_run(["chunks", "a fold"], OPTIONS))
+@pytest.mark.parametrize("options", at_each_run(["chunks", "a fold"], OPTIONS, pytest.mark.weekly))
 def test_values_and_gradients_are_those_without_a_bucket(options):
     kernel = PAIRS.with_options(**options)
 

@@ -11,7 +11,7 @@ import pytest
 import zarr
 
 import rankax.stream
-from helpers import assert_same, at_each_run, compilations, slow
+from helpers import assert_same, at_each_run, compilations, slow, weekly
 from rankax import Mask, Ragged, auto_vmap
 from rankax.reductions import Fold, Moments, Several, TopK
 from rankax.stream import _job
@@ -113,7 +113,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("reduce", at_each_run(["argmax"], REDUCTIONS))
+@pytest.mark.parametrize("reduce", at_each_run(["argmax"], REDUCTIONS, pytest.mark.weekly))
 def test_reductions_number_the_items(reduce, tmp_path):
     kernel = total.with_options(reduce=reduce, chunk_size=4)
     stored = run(kernel, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out")
@@ -167,7 +167,7 @@ def test_one_ragged_item_for_many_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kernel", [slow(total), centred, slow(total.with_options(reduce="argmin"))]
+    "kernel", [weekly(total), centred, weekly(total.with_options(reduce="argmin"))]
 )
 def test_a_run_that_failed_goes_on(kernel, tmp_path):
     flat = Recorded(ROWS, after=9)
@@ -238,10 +238,10 @@ def bonds(x, y, s, n_mask, m_mask):
 @pytest.mark.parametrize(
     ("kernel", "most"),
     [
-        pytest.param(total, 25, id="total", marks=pytest.mark.slow),
+        pytest.param(total, 25, id="total", marks=pytest.mark.weekly),
         pytest.param(bonds, 25, id="bonds"),
         pytest.param(centred, 50, id="centred", marks=pytest.mark.slow),
-        pytest.param(total.with_options(reduce="sum"), 27, id="sum", marks=pytest.mark.slow),
+        pytest.param(total.with_options(reduce="sum"), 27, id="sum", marks=pytest.mark.weekly),
     ],
 )
 def test_blocks_share_their_shapes(kernel, most, tmp_path):
