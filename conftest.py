@@ -39,15 +39,6 @@ for name, max_examples in {"quick": 20, "many": 200}.items():
 settings.load_profile(os.environ.get("RANKAX_HYPOTHESIS", "quick"))
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--devices",
-        type=int,
-        default=1,
-        help="the number of CPU devices; tests/devices runs tests for as many in this process",
-    )
-
-
 # XLA has two ways to hand a fusion to LLVM. The older compiles in about 0.6 of the time, and makes
 # programs that need other memory than those of users. JAX 0.11 dropped it.
 TWO_FUSIONS = jax.__version_info__ < (0, 11)
@@ -73,10 +64,10 @@ def pytest_configure(config):
         add_flag("--xla_cpu_use_fusion_emitters=false")
     if IN_CI or os.environ.get("RANKAX_TIMES"):
         config.pluginmanager.register(Times())
-    if (devices := config.getoption("devices")) > 1:
-        add_flag(f"--xla_force_host_platform_device_count={devices}")
+    if is_named(config, "devices"):
+        add_flag("--xla_force_host_platform_device_count=8")
         # With more threads than devices, LAPACK cannot hang (JAX 0.10).
-        os.environ["PJRT_NPROC"] = str(2 * devices)
+        os.environ["PJRT_NPROC"] = "16"
 
 
 def add_flag(flag):
@@ -186,12 +177,15 @@ def unchecked():
 collect_ignore = ["tests/typing"]
 
 
+def is_named(config, folder):
+    """Whether a session was asked for this folder of `tests`, or a part of it."""
+    folder = Path(__file__).parent / "tests" / folder
+    paths = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
+    return any(path.resolve().is_relative_to(folder) for path in paths)
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Collect the client programs only where they are named; others lack their packages."""
-    tests = Path(__file__).parent / "tests"
-    clients = tests / "clients"
-    named = any(
-        (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
-        for arg in config.args
-    )
-    return True if collection_path == clients and not named else None
+    """Leave out what needs packages or devices that other tests do not have, unless it is named."""
+    if collection_path.parent.name == "tests" and collection_path.name in ("clients", "devices"):
+        return None if is_named(config, collection_path.name) else True
+    return None
