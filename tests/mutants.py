@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "rankax"
+EACH_TIME = ["-m", "not slow and not weekly"]
 
 
 class Mutant(NamedTuple):
@@ -259,7 +260,7 @@ def failure(mutant: Mutant, path: Path, text: str) -> str | None:
             shutil.copy(PROJECT / name, folder)
         (Path(folder) / path.relative_to(PROJECT)).write_text(text)
         tests = [named(name) for name in mutant.tests.split()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not slow", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *EACH_TIME, *tests]
         run = subprocess.run(
             [*command, "-p", "no:cacheprovider", "--tb=no"],
             env=os.environ | {"PYTHONPATH": str(Path(folder) / "src")},
