@@ -15,12 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernel_kinds import KINDS, WITHOUT_GRADIENT
-from rankax import (
-    SplitKey,
-    auto_vmap,
-    chunked_reduce,
-    chunked_vmap,
-)
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 from sharding import (
     N,

@@ -12,10 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from rankax import (
-    SplitKey,
-    auto_vmap,
-)
+from rankax import SplitKey, auto_vmap
 from sharding import ODD, N, collatz, compiled, on, put, same, sent
 
 

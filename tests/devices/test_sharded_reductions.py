@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import weekly
-from rankax import (
-    chunked_reduce,
-)
+from rankax import chunked_reduce
 from rankax import reductions as rd
 from sharding import (
     LENGTHS,

@@ -17,22 +17,8 @@ from jax.sharding import AxisType
 from helpers import weekly
 from kernel_kinds import OPERATIONS, SOME_OPERATIONS
 from library_functions import FUNCTIONS, HOMES, LEFT_OUT, SOME_FUNCTIONS
-from rankax import (
-    auto_vmap,
-    chunked_vmap,
-)
-from sharding import (
-    X,
-    compiled,
-    data,
-    from_0_10_1,
-    given,
-    naming,
-    on,
-    put,
-    same,
-    sent,
-)
+from rankax import auto_vmap, chunked_vmap
+from sharding import X, compiled, data, from_0_10_1, given, naming, on, put, same, sent
 
 
 def convolved(weights, image):

@@ -27,7 +27,8 @@ from rankax import chunked_vmap
 # 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
 EVEN, UNEVEN = 12, 13
 LENGTHS = pytest.mark.parametrize("length", [EVEN, UNEVEN])
-UNEVEN_FIRST = pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])  # where both cost seconds
+# Where both cost seconds.
+UNEVEN_FIRST = pytest.mark.parametrize("length", [weekly(EVEN), UNEVEN])
 
 
 def kernel(x, k):
@@ -623,7 +624,7 @@ def test_outputs_that_move_in_the_second_derivative_only(outer, how):
         assert_same(got(y), want, rtol=1e-4)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_tangents_that_are_python_numbers(length):
     x = jnp.linspace(0.1, 1.0, length)
 
@@ -665,7 +666,7 @@ def test_hessian_without_jit(length):
     assert_same(got, jax.jit(jax.hessian(lambda x: weigh(jnp.sin(x))))(x))
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_vmap_of_grad_inside(length):
     both(
         length, lambda transform: lambda x, w: transform(jax.grad(smooth), in_axes=(0, None))(x, w)
@@ -686,7 +687,7 @@ def test_nested_in_itself(length, inner_size):
     assert_same(jax.jit(pulled(chunked))(x, w), want, rtol=1e-4, atol=1e-5)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_under_vmap_with_batched_closed_over_values(length):
     def make(transform):
         def f(x, w):
@@ -704,7 +705,7 @@ def test_under_vmap_with_batched_closed_over_values(length):
     both(length, make)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_under_scan_and_checkpoint(length):
     def make(transform):
         @jax.checkpoint
@@ -736,7 +737,7 @@ def test_second_derivatives_through_a_wrapper(length, wrap):
     both(length, make)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_inside_while_loop_and_cond(length):
     def make(transform):
         def f(x, w):
@@ -768,14 +769,14 @@ def _(primals, tangents):
     return jnp.sin(primals[0]), 2 * tangents[0] * primals[0]
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_kernels_with_rules_of_their_own(length):
     both(length, lambda t: pulled(lambda x, w: t(lambda row: clipped(row * w))(x)))
     both(length, lambda t: pulled(lambda x, w: t(lambda row: doubled(row * w))(x)))
     both(length, lambda t: pushed(lambda x, w: t(lambda row: doubled(row * w))(x)))
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_under_custom_vjp_and_eval_shape(length):
     def make(transform):
         @jax.custom_vjp
