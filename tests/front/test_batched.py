@@ -280,6 +280,7 @@ def test_a_rule_around_a_callback():
     close(jax.jit(jax.grad(total(kernel)))(ROWS), jax.grad(total(jnp.tanh))(ROWS))
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(1))

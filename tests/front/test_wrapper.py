@@ -173,6 +173,7 @@ print([np.asarray(f(np.arange(3.0))).tolist() for f in pickle.load(sys.stdin.buf
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_a_notebook_go_to_other_processes_by_value():
     def run(program, *args, **options):
         command = [sys.executable, "-c", program, *args]
