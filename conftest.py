@@ -3,6 +3,7 @@
 
 import gc
 import os
+from collections import Counter
 from pathlib import Path
 
 # Before JAX is imported. A default only, so that JAX_PLATFORMS=cuda runs the tests on a GPU.
@@ -21,14 +22,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Traces leave hardly any reference cycles, and looking for them takes 5 % of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# In CI, a failure must come from the change, not from the draw: each run tries the same few cases.
+# In CI, a failure must come from the change, not from the draw: each run tries the same cases.
 # Elsewhere, and in the fuzzer, each run draws others.
 IN_CI = bool(os.environ.get("CI"))
 
-# On another version of JAX, which breaks a test and not one of its cases, the first one runs.
-ONE_CASE = os.environ.get("RANKAX_CASES") == "1"
-
-for name, max_examples in {"quick": 1 if ONE_CASE else 2, "full": 10, "many": 30}.items():
+for name, max_examples in {"quick": 20, "many": 200}.items():
     settings.register_profile(
         name,
         max_examples=max_examples,
@@ -41,23 +39,14 @@ for name, max_examples in {"quick": 1 if ONE_CASE else 2, "full": 10, "many": 30
 settings.load_profile(os.environ.get("RANKAX_HYPOTHESIS", "quick"))
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--as-users",
-        action="store_true",
-        help="run the tests marked `optimized`, and no others, with the fusions that users have",
-    )
-    parser.addoption(
-        "--devices",
-        type=int,
-        default=1,
-        help="the number of CPU devices; tests/devices runs tests for as many in this process",
-    )
-
-
 # XLA has two ways to hand a fusion to LLVM. The older compiles in about 0.6 of the time, and makes
-# programs that need other memory. JAX 0.11 dropped it.
+# programs that need other memory than those of users. JAX 0.11 dropped it.
 TWO_FUSIONS = jax.__version_info__ < (0, 11)
+
+
+def as_users(config):
+    """Whether programs have the fusions that users have, as tests marked `optimized` need."""
+    return not TWO_FUSIONS or config.getoption("markexpr").startswith("optimized")
 
 
 def pytest_configure(config):
@@ -71,12 +60,14 @@ def pytest_configure(config):
     # LLVM gets a program in one part, not in up to 32 for as many threads, which before JAX 0.11 is
     # a quarter less to do. Other processes of tests have the other cores.
     add_flag("--xla_cpu_parallel_codegen_split_count=1")
-    if TWO_FUSIONS and not config.getoption("as_users"):
+    if not as_users(config):
         add_flag("--xla_cpu_use_fusion_emitters=false")
-    if (devices := config.getoption("devices")) > 1:
-        add_flag(f"--xla_force_host_platform_device_count={devices}")
+    if IN_CI or os.environ.get("RANKAX_TIMES"):
+        config.pluginmanager.register(Times())
+    if is_named(config, "devices"):
+        add_flag("--xla_force_host_platform_device_count=8")
         # With more threads than devices, LAPACK cannot hang (JAX 0.10).
-        os.environ["PJRT_NPROC"] = str(2 * devices)
+        os.environ["PJRT_NPROC"] = "16"
 
 
 def add_flag(flag):
@@ -94,11 +85,7 @@ def pytest_pycollect_makeitem(collector):
     for name, case in by_id.items():
         if merge is not None and name not in (*merge, *(quick or ())):
             case.add_marker("weekly")
-        if quick is not None and name not in (quick[:1] if ONE_CASE else quick):
-            case.add_marker("slow")
-    also_slow = ("weekly", "one_version") if ONE_CASE else ("weekly",)
-    for case in cases:
-        if any(map(case.get_closest_marker, also_slow)):
+        if quick is not None and name not in quick:
             case.add_marker("slow")
     return found
 
@@ -121,32 +108,50 @@ def _named(collector, mark, cases, by_id):
     return found.args
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
-def pytest_collection_modifyitems(config, items):
-    """Choose by how the tests compile."""
-    as_users = config.getoption("as_users")
-    left = {
-        item
-        for item in items
-        if bool(TWO_FUSIONS and item.get_closest_marker("optimized")) != as_users
-    }
-    if left:
-        config.hook.pytest_deselected(items=[*left])
-        items[:] = [item for item in items if item not in left]
+def processor_seconds():
+    """Return the processor time of this process, and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+class Times:
+    """Print which tests, and which files, took most processor time."""
+
+    def __init__(self):
+        self.tests = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self):
+        self.began = processor_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call):
+        report = yield
+        if call.when == "teardown":
+            report.user_properties.append(("seconds", processor_seconds() - self.began))
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        self.tests[report.nodeid] += dict(report.user_properties).get("seconds", 0)
+
+    def pytest_terminal_summary(self, terminalreporter):
+        files = Counter()
+        for test, seconds in self.tests.items():
+            files[test.partition("::")[0]] += seconds
+        terminalreporter.section(f"{files.total():.0f} s of processor time; most of it")
+        for name, seconds in self.tests.most_common(10) + files.most_common(10):
+            terminalreporter.line(f"{seconds:6.1f} s  {name}")
+
+
+def pytest_runtest_setup(item):
+    """Leave out a test of programs where they are not those of users."""
+    if item.get_closest_marker("optimized") and not as_users(item.config):
+        pytest.skip("JAX 0.10 runs the tests of compiled programs alone: pytest -m optimized")
 
 
 def pytest_collection_finish():
     """Let no test that collects garbage look through all modules: more than a second each."""
     gc.freeze()
-
-
-def pytest_sessionfinish(session):
-    """Accept that ``--as-users`` finds no test among those that were asked for."""
-    if (
-        session.config.getoption("as_users")
-        and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
-    ):
-        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -172,17 +177,15 @@ def unchecked():
 collect_ignore = ["tests/typing"]
 
 
+def is_named(config, folder):
+    """Whether a session was asked for this folder of `tests`, or a part of it."""
+    folder = Path(__file__).parent / "tests" / folder
+    paths = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
+    return any(path.resolve().is_relative_to(folder) for path in paths)
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Collect the client programs only where they are named; others lack their packages."""
-    tests = Path(__file__).parent / "tests"
-    clients = tests / "clients"
-    named = any(
-        (config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(clients)
-        for arg in config.args
-    )
-    if collection_path == clients and not named:
-        return True
-    if config.getoption("as_users") and collection_path.suffix == ".py":
-        # Doctests have no marks, and to import every module takes longer than some of the tests.
-        return True if not TWO_FUSIONS or tests not in collection_path.parents else None
+    """Leave out what needs packages or devices that other tests do not have, unless it is named."""
+    if collection_path.parent.name == "tests" and collection_path.name in ("clients", "devices"):
+        return None if is_named(config, collection_path.name) else True
     return None

@@ -16,10 +16,12 @@ import rankax
 from rankax.core.trace.programs import name_and_params, subprograms
 
 
-def at_each_run(names: Container[str], cases: Mapping[str, Any]) -> list[Any]:
-    """Return ``cases`` for `parametrize`, with their names as identifiers; others are slow."""
+def at_each_run(
+    names: Container[str], cases: Mapping[str, Any], others: pytest.MarkDecorator = pytest.mark.slow
+) -> list[Any]:
+    """Return ``cases`` for `parametrize`, with their names as identifiers; others are marked."""
     return [
-        pytest.param(case, id=name, marks=() if name in names else pytest.mark.slow)
+        pytest.param(case, id=name, marks=() if name in names else others)
         for name, case in cases.items()
     ]
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "rankax"
+EACH_TIME = ["-m", "not slow and not weekly"]
 
 
 class Mutant(NamedTuple):
@@ -30,11 +31,10 @@ class Mutant(NamedTuple):
     kind: str
     tests: str  # files, or a test in them, without "test_" and ".py"
     place: int = 0  # which of the places in the function where the kind applies
-    slow: bool = False  # whether the tests are marked slow
 
 
 CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
-PARTS = "devices::keys_of_any_length_are_those_of_the_whole_batch[Auto-4]"
+PARTS = "chosen_devices::keys_of_any_length_are_those_of_the_whole_batch"
 
 MUTANTS = [
     # Maps.
@@ -81,8 +81,8 @@ MUTANTS = [
         1,
     ),
     Mutant("_Jacobian.image", "comparison", "jacobians::as_in_jax"),
-    Mutant("Parts.begin", "left operand", PARTS, 1, slow=True),
-    Mutant("Parts.begin", "comparison", PARTS, slow=True),
+    Mutant("Parts.begin", "left operand", PARTS, 1),
+    Mutant("Parts.begin", "comparison", PARTS),
     Mutant("_scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
 ]
 
@@ -260,8 +260,7 @@ def failure(mutant: Mutant, path: Path, text: str) -> str | None:
             shutil.copy(PROJECT / name, folder)
         (Path(folder) / path.relative_to(PROJECT)).write_text(text)
         tests = [named(name) for name in mutant.tests.split()]
-        which = [] if mutant.slow else ["-m", "not slow"]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *which, *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", *EACH_TIME, *tests]
         run = subprocess.run(
             [*command, "-p", "no:cacheprovider", "--tb=no"],
             env=os.environ | {"PYTHONPATH": str(Path(folder) / "src")},

@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 
 import rankax.xarray
-from helpers import assert_same, slow, temporary_bytes
+from helpers import assert_same, slow, temporary_bytes, weekly
 from rankax import BatchShapeError, SplitKey, auto_vmap
 from rankax.core.call.bind import bind
 from rankax.ext.tune.workload import Workload
@@ -50,21 +50,16 @@ OPTIONS = [
 @pytest.mark.parametrize(
     ("shape", "scale", "options"),
     [
-        *(((4, 6), (4, 1), options) for options in OPTIONS),
+        ((4, 6), (4, 1), {}),
         ((4, 6), (6,), {"chunk_size": 7, "jit": True}),
-        ((6,), (4, 6), {"chunk_size": 7}),
-        ((30,), (), {"chunk_size": 60}),
-        *(slow((4, 1, 3), (2, 1), options) for options in OPTIONS),
-        *(slow((1, 2), (2, 1), options) for options in OPTIONS),
         ((1, 2), (2, 1), {"chunk_size": 3}),
-        ((2,), (1,), {"chunk_size": 2}),
+        slow((6,), (4, 6), {"chunk_size": 7}),
+        slow((30,), (), {"chunk_size": 60}),
+        slow((2,), (1,), {"chunk_size": 2}),
+        weekly((4, 1, 3), (2, 1), {"memory_limit": "4 kB"}),
+        slow((4, 1, 3), (2, 1), {"chunk_size": 1}),
     ],
     ids=str,
-)
-@pytest.mark.quick(
-    "(4, 6)-(6,)-{'chunk_size': 7, 'jit': True}",
-    "(4, 6)-(4, 1)-{}",
-    "(1, 2)-(2, 1)-{'chunk_size': 3}",
 )
 def test_items_are_those_with_a_dummy_argument(shape, scale, options):
     scale = np.arange(1, 1 + math.prod(scale), dtype="float32").reshape(scale)
@@ -73,8 +68,17 @@ def test_items_are_those_with_a_dummy_argument(shape, scale, options):
     assert_same(kernel(scale, KEY), want)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.quick("{'chunk_size': 7}", "{'jit': True}")
+@pytest.mark.parametrize(
+    "options",
+    [
+        slow({}),
+        {"jit": True},
+        slow({"chunk_size": 1}),
+        {"chunk_size": 7},
+        weekly({"memory_limit": "4 kB"}),
+    ],
+    ids=str,
+)
 def test_every_item_counts_in_a_reduction(options):
     shape, scale = (4, 6), np.float32([[1], [2], [3], [4]])
     each = [(("sum", None), 0), ((Moments(), "sum"), 1), (("argmax", "sum"), None)]
@@ -90,12 +94,13 @@ def test_every_item_counts_in_a_reduction(options):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        *(((2, 4), options) for options in OPTIONS),
-        *((shape, {"chunk_size": 2}) for shape in [(1,), (), (0,), (4, 0)]),
+        ((2, 4), {"chunk_size": 7}),
+        ((4, 0), {"chunk_size": 2}),
+        *(slow((2, 4), options) for options in OPTIONS),
+        *(slow(shape, {"chunk_size": 2}) for shape in [(1,), (), (0,)]),
     ],
     ids=str,
 )
-@pytest.mark.quick("(2, 4)-{'chunk_size': 7}", "(4, 0)-{'chunk_size': 2}")
 def test_a_kernel_without_a_mapped_argument_fills_the_batch(shape, options):
     def kernel(x, label):
         assert label == "untouched"
@@ -131,9 +136,8 @@ def test_one_item_draws_once():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"chunk_size": 4}, {"chunk_size": 5, "jit": True}], ids=str
+    "options", [slow({}), {"chunk_size": 4}, {"chunk_size": 5, "jit": True}], ids=str
 )
-@pytest.mark.quick("{'chunk_size': 4}", "{'chunk_size': 5, 'jit': True}")
 def test_derivatives_sum_over_the_items(options):
     shape, scale = (3, 4), np.float32([[1], [2], [3]])
 

@@ -73,15 +73,9 @@ OPTIONS = {
     },
     "the best": {"reduce": Best("d", largest=True), "chunk_size": 20},
 }
-QUICK = ("chunks", "the other in chunks", "indices of both", "a fold")
 
 
-@pytest.mark.parametrize("options", at_each_run(QUICK, OPTIONS))
-@pytest.mark.quick("chunks", "a fold")
-@pytest.mark.merge(
-    *("a memory limit", "the other in chunks", "indices of both", "a mask", "sums in one"),
-    "the least and largest in chunks",
-)
+@pytest.mark.parametrize("options", at_each_run(["chunks", "a fold"], OPTIONS, pytest.mark.weekly))
 def test_values_and_gradients_are_those_without_a_bucket(options):
     kernel = PAIRS.with_options(**options)
 
@@ -164,10 +158,14 @@ def test_items_that_end_by_themselves(reduce):
 
 @pytest.mark.parametrize(
     "args",
-    [(X[0], Y[0, 0], W), (X[:1], Y[:1], W), (X[:0], Y, W), (X[:, None, None], Y, W), (X, X, X)],
-    ids=["no batch", "length 1", "no item", "three axes", "one axis"],
+    [
+        pytest.param((X[0], Y[0, 0], W), id="no batch"),
+        pytest.param((X[:1], Y[:1], W), id="length 1", marks=pytest.mark.slow),
+        pytest.param((X[:0], Y, W), id="no item"),
+        pytest.param((X[:, None, None], Y, W), id="three axes", marks=pytest.mark.slow),
+        pytest.param((X, X, X), id="one axis"),
+    ],
 )
-@pytest.mark.quick("no item", "no batch", "one axis")
 def test_other_batches(args):
     for kernel in (PAIRS, PAIRS.with_options(reduce="sum")):
         assert_same(kernel.with_options(bucket=(8, 16))(*args), kernel(*args))

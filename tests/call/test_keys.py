@@ -71,9 +71,11 @@ draw_each = jax.jit(jax.vmap(jax.vmap(noisy)))
 SIZES = [1, 7, 100, None]
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"checkpoint": False}], ids=str)
-@pytest.mark.parametrize("chunk_size", SIZES)
-@pytest.mark.quick("7-{}", "1-{}", "7-{'checkpoint': False}")
+@pytest.mark.parametrize(
+    ("options", "chunk_size"),
+    [({}, 7), ({}, 1), ({"checkpoint": False}, 7), slow({"jit": True}, 100), slow({}, None)],
+    ids=str,
+)
 def test_items_draw_what_split_keys_draw(chunk_size, options):
     keys = jax.random.split(KEY, (4, 23))
     mapped = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, **options)(noisy)
@@ -106,7 +108,6 @@ def test_reduced_items_draw_what_split_keys_draw(chunk_size):
 
 
 @pytest.mark.parametrize("tile", [1, 3, 4])
-@pytest.mark.quick("3", "1", "4")
 def test_the_last_tile_of_a_reduction_goes_on_counting(tile):
     """Behind the last whole tile there is a smaller one, which begins where that ends."""
     words = auto_vmap(x=0, key=SplitKey, reduce=BottomK(10), chunk_size=tile)(
@@ -186,7 +187,6 @@ def in_parts(axis, count, batch, chunk_size):
     ],
     ids=str,
 )
-@pytest.mark.quick("1-(3, 8)-5", "0-(12,)-2", "1-(3, 4)-2")
 def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
     x, (draws, keys) = in_parts(axis, 4, batch, chunk_size)
     want = jax.random.split(KEY, batch)
@@ -205,7 +205,7 @@ def test_a_batch_on_a_mesh(kind):
     assert_same(kernel(x, key), jax.random.key_data(own_keys(KEY, BATCH)))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_any_number_of_devices_draws_the_same():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     run = subprocess.run(
@@ -220,12 +220,20 @@ def test_any_number_of_devices_draws_the_same():
 
 # Which keys are split.
 
-SHAPES = [(), (1,), (5,), (3, 1), (1, 5), (1, 1), (3, 5), (2, 1, 1), (2, 1, 5)]
 
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("chunk_size", [4, None])
-@pytest.mark.quick("4-(2, 1, 5)", "4-()", "None-(2, 1, 5)")
+@pytest.mark.parametrize(
+    ("shape", "chunk_size"),
+    [
+        ((2, 1, 5), 4),
+        ((), 4),
+        ((2, 1, 5), None),
+        slow((1,), 4),
+        slow((5,), 4),
+        slow((3, 1), 4),
+        slow((2, 1, 1), 4),
+    ],
+    ids=str,
+)
 def test_keys_are_split_over_the_axes_that_they_lack(shape, chunk_size):
     keys = jax.random.split(KEY, shape) if shape else KEY
     batch = np.broadcast_shapes(BATCH, shape)
@@ -296,9 +304,9 @@ def test_keys_of_args_and_of_a_method():
 # Generators.
 
 
-@pytest.mark.parametrize("chunk_size", [4, 1, None])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.quick("threefry2x32-4", "rbg-1", "unsafe_rbg-None")
+@pytest.mark.parametrize(
+    ("chunk_size", "impl"), [(4, "threefry2x32"), (1, "rbg"), (None, "unsafe_rbg")]
+)
 def test_each_generator(impl, chunk_size):
     key = jax.random.key(3, impl=impl)
     got = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size)(lambda x, key: key)(X, key)
@@ -350,7 +358,6 @@ def test_derivatives_are_those_of_split_keys(reduce):
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("chunk_size", [4, None])
-@pytest.mark.quick("4-True", "4-False", "None-False", "None-True")
 def test_keys_that_are_traced(chunk_size, jit):
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=jit)(lambda x, key: key)
     keys = jax.random.split(KEY, 2)
@@ -374,7 +381,6 @@ def test_symbolic_shapes_export():
 
 
 @pytest.mark.parametrize("chunk_size", [4, 5, None])
-@pytest.mark.quick("5", "4", "None")
 def test_strict_modes_of_jax(chunk_size):
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=True)(
         lambda x, key: x + jax.random.normal(key)
@@ -386,7 +392,7 @@ def test_strict_modes_of_jax(chunk_size):
         assert_same(kernel(X, KEY), want)
 
 
-@pytest.mark.parametrize("chunk_size", [4, slow(5), slow(None)])
+@pytest.mark.parametrize("chunk_size", [4, slow(None)])
 def test_disabled_jit(chunk_size):
     """Each operation is a program then."""
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=chunk_size, jit=True)(

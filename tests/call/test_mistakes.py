@@ -51,32 +51,6 @@ def text_of(call):
 
 
 DECLARED = {
-    "an option is misspelt": (
-        lambda: auto_vmap(x=1, chunksize=3)(norm),
-        "the kernel has no parameter 'chunksize'; did you mean the option 'chunk_size'?",
-    ),
-    "a parameter is misspelt": (
-        lambda: auto_vmap(y=1)(norm),
-        "the kernel has no parameter 'y'; it has x",
-    ),
-    "no rank": (
-        lambda: auto_vmap()(norm),
-        "no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate the parameters with "
-        "jaxtyping",
-    ),
-    "a size to be found": (
-        lambda: auto_vmap(1, chunk_size="best")(norm),
-        "chunk_size must be a positive int, got 'best'; memory_limit='2 GB' picks a size that fits "
-        "the memory, and kernel.tune(...) the fastest one",
-    ),
-    "a size of none": (
-        lambda: auto_vmap(1, chunk_size=0)(norm),
-        "chunk_size must be a positive int, got 0",
-    ),
-    "a size in floats": (
-        lambda: auto_vmap(1, chunk_size=1e3)(norm),
-        "chunk_size must be a positive int, got float 1000.0",
-    ),
     "a unit that is none": (
         lambda: auto_vmap(1, memory_limit="2 GBs")(norm),
         'memory_limit must be a positive number of bytes as an int, a string with a unit ("500 MB",'

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same
+from helpers import assert_same, slow, weekly
 from rankax import Mask, Ragged, SplitKey, auto_vmap
 from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
 
@@ -173,47 +173,45 @@ def few_blocks(monkeypatch):
         monkeypatch.setattr("rankax.stream._job._LEAST", 6)
 
 
-def with_others(*names, quick):
+def with_others(*names, quick, merge=()):
+    """Return the options beside ``names``: these run each time, those at a merge, others weekly."""
+    marks = dict.fromkeys(quick, ()) | dict.fromkeys(merge, pytest.mark.slow)
     others = [name for name in OPTIONS if name not in names]
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in others]
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.weekly)) for name in others]
 
 
-@pytest.mark.parametrize(
-    "other", with_others("lanes", quick=("a bucket", "a mask", "keys", "sines of ours"))
-)
-@pytest.mark.quick("a mask", "a bucket", "keys", "sines of ours")
+AT_MERGE = ("a memory limit", "the largest", "what is kept", "an axis more", "a batch at once")
+
+
+@pytest.mark.parametrize("other", with_others("lanes", quick=("a mask", "keys"), merge=AT_MERGE))
 def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
     check((other, "lanes"), tmp_path)
 
 
-@pytest.mark.parametrize("other", with_others("a stream", quick=("lanes", "a mask", "a device")))
-@pytest.mark.quick("a device", "a mask", "lanes")
+@pytest.mark.parametrize("other", with_others("a stream", quick=("a mask",), merge=AT_MERGE))
 def test_a_stream_and_an_option(tmp_path, other):
     check((other, "a stream"), tmp_path)
 
 
 @pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=("indices",)))
-@pytest.mark.quick("indices")
-@pytest.mark.merge(
-    *("a memory limit", "a bucket", "a mask", "the largest", "what is kept"),
-    *("keys", "an axis more", "a batch at once", "sines of ours", "the plain program"),
-)
 def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
     check((other, "lanes", "a stream"), tmp_path)
 
 
-OTHERS = [name for name in OPTIONS if name not in ("lanes", "a stream")]
+PAIRS = itertools.combinations([name for name in OPTIONS if name not in ("lanes", "a stream")], 2)
+# Each option is in one of these.
+PAIRS_AT_MERGE = [
+    *(("chunks", "indices"), ("a memory limit", "unlike lengths"), ("jit", "a batch at once")),
+    *(("a bucket", "unlike lengths"), ("options of XLA", "keys"), ("a device", "the largest")),
+    *(("progress", "a sum"), ("what is kept", "an axis more"), ("what chunks store", "a mask")),
+    ("sines of ours", "the plain program"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [*itertools.combinations(OTHERS, 2)], ids=" and ".join)
-@pytest.mark.merge(
-    *("chunks and indices", "a memory limit and unlike lengths", "what chunks store and a mask"),
-    *("jit and a batch at once", "a bucket and unlike lengths", "options of XLA and keys"),
-    *("a device and the largest", "progress and a sum", "what is kept and an axis more"),
-    *("a memory limit and a bucket", "a device and a mask", "a batch at once and unlike lengths"),
-    *("a bucket and sines of ours", "a batch at once and sines of ours"),
-    *("a device and sines of ours", "sines of ours and the plain program"),
+@pytest.mark.parametrize(
+    "names",
+    [slow(pair) if pair in PAIRS_AT_MERGE else weekly(pair) for pair in PAIRS],
+    ids=" and ".join,
 )
 def test_other_options(tmp_path, names):
     check(names, tmp_path)

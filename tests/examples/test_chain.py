@@ -13,8 +13,6 @@ from matplotlib.image import imread
 import chain
 from helpers import assert_same, temporary_bytes
 
-pytestmark = pytest.mark.one_version
-
 
 @pytest.fixture(autouse=True)
 def _x64():
@@ -65,7 +63,7 @@ def test_full_size_needs_a_thousandth_of_the_memory():
     assert temporary_bytes(jax.grad(checkpointed), state) < 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_main_prints_and_draws(tmp_path, capsys):
     chain.main(out=tmp_path, steps=4000, keep=100)
     printed = capsys.readouterr().out

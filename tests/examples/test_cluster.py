@@ -11,8 +11,6 @@ import pytest
 
 import cluster
 
-pytestmark = pytest.mark.one_version
-
 
 def test_the_potential_is_the_sum_over_all_charges():
     charges = cluster.own_charges(0, 80)

@@ -15,8 +15,6 @@ from matplotlib.image import imread
 import planets
 import rays
 
-pytestmark = pytest.mark.one_version
-
 # A second copy of JPL's Table 1, in the layout of the page that planets.py cites.
 TABLE_1 = """
 Mercury   0.38709927      0.20563593      7.00497902      252.25032350     77.45779628     48.33076593
@@ -167,7 +165,7 @@ def test_position_needs_float64():
     assert planets.angle(np.float64(rounded), expected).max() > planets.NOMINAL[0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("x64_off_again")
 def test_planets_main_prints_its_check_and_draws(tmp_path, capsys):
     planets.main(out=tmp_path, times=101)
@@ -333,7 +331,7 @@ def test_the_full_picture_stores_no_hits():
     assert max(needs(rays.nearest)) < 4e6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
     rays.main(out=tmp_path, height=24, width=32)
     printed = capsys.readouterr().out

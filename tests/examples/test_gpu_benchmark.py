@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_first_minutes_on_a_gpu_at_small_sizes():
     run = subprocess.run(
         [sys.executable, str(PROGRAM), "--small"],

@@ -45,61 +45,44 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-@st.composite
-def leaves(draw: Any, batch: tuple[int, ...]) -> Leaf:
-    kind = draw(
-        st.sampled_from(["float", "float", "numpy", "int", "bool", "half", "key", "scalar"])
-    )
-    if kind == "scalar":
-        return Leaf(draw(st.sampled_from([2.5, 3, True])), 0)
-    rank = 0 if kind == "key" else draw(st.integers(0, 2))
-    core = tuple(draw(st.sampled_from([1, 2, 2, 3, 0])) for _ in range(rank))
-    present = batch[len(batch) - draw(st.integers(0, len(batch))) :]
-    own = tuple(1 if draw(st.sampled_from([0, 0, 1])) else n for n in present)
-    rng = np.random.default_rng(draw(st.integers(0, 999)))
-    if kind == "key":
-        return Leaf(jax.random.split(jax.random.key(int(rng.integers(99))), own), 0)
-    numbers = rng.uniform(-2, 2, own + core)
-    if kind == "numpy":
-        return Leaf(numbers.astype(np.float32), rank)
-    dtype = {"float": jnp.float32, "int": jnp.int32, "bool": jnp.bool_, "half": jnp.float16}[kind]
-    return Leaf(jnp.asarray(numbers > 0 if kind == "bool" else numbers * 3, dtype), rank)
+def array(dtype: Any, batch: tuple[int, ...], core: tuple[int, ...] = ()) -> Leaf:
+    """Return an array of JAX that has these axes of the batch."""
+    numbers = np.sin(np.arange(np.prod(batch + core))).reshape(batch + core)
+    return Leaf(jnp.asarray(numbers > 0 if dtype == "bool" else numbers * 3, dtype), len(core))
 
 
-@st.composite
-def arguments(draw: Any, batch: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return a tree of `Leaf` and a rank tree for it."""
-    leaf = leaves(batch)
-    shape = draw(st.sampled_from(["leaf", "leaf", "dict", "tuple", "pair", "shared", "holey"]))
-    if shape == "leaf":
-        tree: Any = draw(leaf)
-    elif shape == "dict":
-        tree = {"b": draw(leaf), "a": [draw(leaf)]}
-    elif shape == "tuple":
-        tree = (draw(leaf), {"k": draw(leaf)})
-    elif shape == "pair":
-        tree = Pair(draw(leaf), draw(leaf))
-    elif shape == "holey":
-        tree = Pair(None, draw(leaf))
-        return tree, Pair(7, tree.right.rank)  # a missing value fits any rank
-    else:  # one rank for a whole subtree
-        one = draw(leaf)
-        return {"x": one, "y": (one, one)}, one.rank
-    return tree, jax.tree.map(lambda leaf: leaf.rank, tree, is_leaf=is_leaf)
+def numpy_array(batch: tuple[int, ...], core: tuple[int, ...] = ()) -> Leaf:
+    return Leaf(np.asarray(array("float32", batch, core).value), len(core))
 
 
-@st.composite
-def calls(draw: Any) -> dict[str, Any]:
-    batch = tuple(draw(st.lists(st.sampled_from([1, 2, 2, 3, 3, 0]), max_size=3)))
-    drawn = [draw(arguments(batch)) for _ in range(draw(st.integers(1, 3)))]
-    return {
-        "trees": [tree for tree, _ in drawn],
-        "ranks": [rank for _, rank in drawn],
-        "by_name": draw(st.integers(0, len(drawn))),
-        "chunk_size": draw(st.sampled_from([None, None, 1, 2, 3, 5, 8, 100])),
-        "jit": draw(st.sampled_from([False, False, True])),
-        "mode": draw(st.sampled_from(["up", "down"])),
-    }
+def keys(batch: tuple[int, ...]) -> Leaf:
+    return Leaf(jax.random.split(jax.random.key(7), batch), 0)
+
+
+WIDE = array("float32", (3,), (2,))
+
+# The trees of a, b and c, and options; "ranks" where they are not those of the leaves.
+CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "an array": ([WIDE], {}),
+    "no batch": ([array("float32", (), (2, 3)), Leaf(2.5, 0)], {}),
+    "axes of length 1 and absent ones": (
+        [array("float32", (2, 1, 2)), array("int32", (3, 1), (2,)), array("float16", (2,))],
+        {"chunk_size": 5},
+    ),
+    "numbers of Python": ([{"b": Leaf(3, 0), "a": [WIDE]}, Leaf(True, 0)], {"chunk_size": 2}),
+    "keys in a tuple": ([(keys((2, 1)), {"k": array("bool", (3,))})], {"chunk_size": 3}),
+    "NumPy in a named tuple": (
+        [Pair(numpy_array((2, 3), (1,)), array("int32", (3,))), numpy_array((1,))],
+        {"jit": True, "chunk_size": 100},
+    ),
+    "one rank for a tree": (
+        [{"x": WIDE, "y": (WIDE, WIDE)}, array("float32", (2, 1))],
+        {"ranks": [1, 0], "chunk_size": 1},
+    ),
+    "a missing value, of any rank": ([Pair(None, WIDE)], {"ranks": [Pair(7, 1)], "jit": True}),
+    "an empty batch": ([array("float32", (2, 0), (2,)), keys((2, 1))], {"chunk_size": 2}),
+    "an empty item": ([array("float16", (3,), (0, 2)), array("bool", (1, 3), (1,))], {}),
+}
 
 
 def digest(x: Any) -> jax.Array:
@@ -134,8 +117,9 @@ def by_loop(trees: list[Any], mode: str) -> Any:
 
     def at(index: tuple[int, ...]) -> Any:
         items = jax.tree.map(lambda leaf: leaf.item(index), trees, is_leaf=is_leaf)
-        return kernel(*items, mode=mode)
+        return one(*items, mode=mode)
 
+    one = jax.jit(kernel, static_argnames="mode")
     outs = [at(index) for index in np.ndindex(batch_shape)]
     if outs:
         return jax.tree.map(
@@ -163,15 +147,19 @@ def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-@given(calls())
-def test_agrees_with_a_loop_over_every_index(case: dict[str, Any]):
-    names = ["a", "b", "c"]
-    mapped = auto_vmap(*case["ranks"], chunk_size=case["chunk_size"], jit=case["jit"])(kernel)
-    values = jax.tree.map(lambda leaf: leaf.value, case["trees"], is_leaf=is_leaf)
-    n = case["by_name"]
-    named = dict(zip(names[n:], values[n:], strict=False))  # the kernel has three names
-    got = mapped(*values[:n], **named, mode=case["mode"])
-    assert_same(got, by_loop(case["trees"], case["mode"]), rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("by_name", [0, slow(2)])
+def test_agrees_with_a_loop_over_every_index(name, by_name):
+    trees, options = CALLS[name]
+    options = dict(options)
+    plain_ranks = jax.tree.map(lambda leaf: leaf.rank, trees, is_leaf=is_leaf)
+    mapped = auto_vmap(*options.pop("ranks", plain_ranks), **options)(kernel)
+    values = jax.tree.map(lambda leaf: leaf.value, trees, is_leaf=is_leaf)
+    positional = max(0, len(values) - by_name)
+    named = dict(zip("abc"[positional:], values[positional:], strict=False))
+    for mode in ("up", "down"):
+        got = mapped(*values[:positional], **named, mode=mode)
+        assert_same(got, by_loop(trees, mode), rtol=1e-3, atol=1e-3)
 
 
 # What becomes of a program.
@@ -304,9 +292,6 @@ S4 = jnp.asarray(np.linspace(0.1, 1.0, 4)[:, None])
 V5 = jnp.asarray(np.linspace(-1.0, 2.0, 15).reshape(5, 3))
 
 
-@pytest.mark.quick(
-    "{'chunk_size': 3}", "{}", "{'chunk_size': 3, 'checkpoint': False}", "{'jit': True}"
-)
 def test_gradients(batched):
     def loss(f, s, v):
         return jnp.sum(f(s, v) * jnp.arange(20.0).reshape(4, 5))
@@ -673,7 +658,6 @@ def second_derivatives_of_an_outer_product(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [slow(1), 2, slow(3), slow(5), 7])
-@pytest.mark.quick("7", "2")
 def test_higher_derivatives_of_chunks_over_two_axes(chunk_size):
     got, want = map(second_derivatives_of_an_outer_product, (chunk_size, None))
     assert_same(got, want, rtol=1e-4, atol=1e-4)

@@ -67,8 +67,7 @@ def lengths_of(call):
     return seen
 
 
-@pytest.mark.parametrize("chunk_size", SIZES)
-@pytest.mark.quick("3", "None", "100")
+@pytest.mark.parametrize("chunk_size", [None, slow(1), 3, slow(5), slow(6), 100])
 def test_values_and_gradients(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     close(kernel(X, S), ONE(X, S))
@@ -80,8 +79,7 @@ def test_values_and_gradients(chunk_size):
     close(both(X, S), (ONE(X, S), jax.grad(total(ONE), (0, 1))(X, S)))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.quick("3")
+@pytest.mark.parametrize("chunk_size", [slow(None), 3])
 def test_eager_and_second_derivatives(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     grads = jax.grad(total(kernel)), jax.grad(total(ONE))
@@ -89,9 +87,11 @@ def test_eager_and_second_derivatives(chunk_size):
     close(*(jax.jit(lambda x, grad=grad: jax.jvp(grad, (x, S), (x, S)))(X) for grad in grads))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 7])
-@pytest.mark.parametrize("reduce", ["sum", "max", "logsumexp", TopK(3)], ids=str)
-@pytest.mark.quick("sum-7", "max-7", "TopK(where=None, k=3)-7")
+@pytest.mark.parametrize(
+    ("chunk_size", "reduce"),
+    [(7, "sum"), (7, "max"), (7, TopK(3)), slow(None, "logsumexp")],
+    ids=str,
+)
 def test_reductions(reduce, chunk_size):
     options = {"reduce": Out(reduce, None)}
     kernel, one = (f.with_options(**options) for f in (BATCHED, ONE))
@@ -142,7 +142,6 @@ def test_chunked_vmap_and_chunked_reduce():
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.quick("3", "None")
 def test_no_batch_axes_and_no_items(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     close(kernel(X[0, 0], 2.0), ONE(X[0, 0], 2.0))
@@ -167,7 +166,6 @@ def test_pytrees_and_split_keys():
 
 
 @pytest.mark.parametrize("chunk_size", [None, 6])
-@pytest.mark.quick("6", "None")
 def test_vmap_from_outside(chunk_size):
     def scaled(w, x):
         return auto_vmap(1, chunk_size=chunk_size, batched=True)(lambda x: jnp.tanh(x @ w))(x)
@@ -282,6 +280,7 @@ def test_a_rule_around_a_callback():
     close(jax.jit(jax.grad(total(kernel)))(ROWS), jax.grad(total(jnp.tanh))(ROWS))
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(1))

@@ -13,7 +13,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 import rankax
-from helpers import assert_same, primitives
+from helpers import assert_same, primitives, slow
 from rankax import Static, auto_vmap, chunked_reduce, chunked_vmap
 from scan_cases import here
 
@@ -179,10 +179,8 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("fun", COLLECTIVES.values(), ids=COLLECTIVES)
-@pytest.mark.parametrize("around", ["nothing", "the same name", "another name"])
-@pytest.mark.quick("the same name-axis_index", "another name-pmean")
-def test_a_collective_works_in_one_chunk_only(fun, around):
-    outer = {"nothing": None, "the same name": "items", "another name": "other"}[around]
+@pytest.mark.parametrize("outer", ["items", slow(None), slow("other")])
+def test_a_collective_works_in_one_chunk_only(fun, outer):
 
     def call(chunk_size):
         mapped = chunked_vmap(fun, chunk_size, axis_name="items")
@@ -228,9 +226,7 @@ def branching(x):
     return lax.cond(x > 0, lambda x: jnp.sqrt(x), lambda x: x**2 - 1, x)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.quick("5-1", "1-0")
+@pytest.mark.parametrize(("axis", "length"), [(1, 5), (0, 1)])
 def test_a_branch_stays_a_branch_in_chunks_of_one_item(axis, length):
     def rows(row):
         return branching(row[0]) * row
@@ -393,9 +389,7 @@ def test_a_primitive_may_have_parameters_of_any_name(names):
 CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "typed": lambda: jnp.float32(2), "int": lambda: 3}
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("name", CONSTANTS)
-@pytest.mark.quick("weak-False", "int-True")
+@pytest.mark.parametrize(("name", "jit"), [("weak", False), ("int", True), slow("typed", True)])
 def test_a_constant_output_is_an_array(name, jit):
     def kernel(x):
         return {"x": jnp.sin(x), "c": CONSTANTS[name]()}

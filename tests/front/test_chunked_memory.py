@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import operations_on, primitives, slow, temporary_bytes
+from helpers import operations_on, primitives, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.loop.rules import NO_RULES
 from rankax.core.options import Options
@@ -189,13 +189,7 @@ LAPACK = {
 
 
 @pytest.mark.parametrize("kernel", LAPACK)
-@pytest.mark.parametrize("length", [slow(20_000), 20_011])
-@pytest.mark.parametrize("axis", [0, slow(1), slow(2)])
-@pytest.mark.quick("0-20011-eigenvalues", "0-20011-Cholesky", "0-20011-solution")
-@pytest.mark.merge(
-    *("0-20000-solution", "1-20000-Cholesky", "1-20011-eigenvalues"),
-    *("2-20000-eigenvalues", "2-20011-solution", "2-20011-Cholesky"),
-)
+@pytest.mark.parametrize(("axis", "length"), [(0, 20_011), weekly(1, 20_000), weekly(2, 20_011)])
 def test_kernels_that_want_another_layout_copy_no_input(axis, length, kernel):
     """LAPACK is given columns; XLA must not turn the whole input around before the loop."""
     shape = [8, 8]
@@ -221,13 +215,7 @@ def flat(shape, axis):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("checkpoint", [True, slow(False)])
-@pytest.mark.parametrize("axis", [0, slow(1), 2])
-@pytest.mark.quick("0-True-gradient", "2-True-gradient of gradient", "0-True-jvp of gradient")
-@pytest.mark.merge(
-    *("1-True-gradient of gradient", "1-False-gradient", "2-True-gradient"),
-    *("2-False-jvp of gradient", "0-False-gradient of gradient"),
-)
+@pytest.mark.parametrize(("axis", "checkpoint"), [(0, True), weekly(1, False), weekly(2, True)])
 def test_cotangents_are_added_in_place(axis, checkpoint, order):
     """A sum or a copy of the whole in the loop would cost time that grows as the square."""
     f = chunked_vmap(distances, 100, in_axes=axis, checkpoint=checkpoint)
@@ -370,12 +358,14 @@ WHOLE_CHUNKS = {
 }
 
 
+OTHER_CALLS = [name for name in UNEVEN_CALLS if name != "outputs kept beside a sum"]
+
+
 def has_tiles():
     return Options().rules is not NO_RULES
 
 
-@pytest.mark.parametrize("name", UNEVEN_CALLS)
-@pytest.mark.quick("uneven in uneven", "outputs kept beside a sum")
+@pytest.mark.parametrize("name", ["outputs kept beside a sum", *map(weekly, OTHER_CALLS)])
 def test_uneven_calls_need_no_more_than_they_did(name):
     f, args, most = UNEVEN_CALLS[name]
     most = most if has_tiles() else WHOLE_CHUNKS.get(name, most)

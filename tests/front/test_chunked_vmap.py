@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
 from helpers import (
@@ -22,13 +20,15 @@ from helpers import (
     is_checkpoint,
     primitives,
     slow,
+    weekly,
 )
 from rankax import chunked_vmap
 
 # 12 items are even in chunks of 4, 13 are not; 1 + 12 divides nothing that is near 4 or 5.
 EVEN, UNEVEN = 12, 13
 LENGTHS = pytest.mark.parametrize("length", [EVEN, UNEVEN])
-UNEVEN_FIRST = pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])  # where both cost seconds
+# Where both cost seconds.
+UNEVEN_FIRST = pytest.mark.parametrize("length", [weekly(EVEN), UNEVEN])
 
 
 def kernel(x, k):
@@ -70,13 +70,8 @@ def test_equals_a_python_loop(length, jit):
     assert_same((jax.jit(f) if jit else f)(x, k), want)
 
 
-# Run each time: nothing to cut, a prime, and what most numbers divide. The larger cost seconds.
-EVERY_LENGTH = at_each_run(["1", "7", "12"], {str(n): n for n in (*range(1, 14), 24, 31)})
-
-
-@pytest.mark.parametrize("length", EVERY_LENGTH)
-@pytest.mark.quick("7", "1")
-@pytest.mark.merge("2", "5", "8", "12", "13")
+# Nothing to cut, a prime, and what many numbers divide. The larger cost seconds.
+@pytest.mark.parametrize("length", [1, 7, slow(2), slow(12), weekly(13), weekly(24), weekly(31)])
 def test_gradients_for_every_length_and_chunk_size(length):
     """Every combination is traced; those that give one program are evaluated once."""
     rng = np.random.default_rng(length)
@@ -113,28 +108,25 @@ def _chunked(fun, chunk_size):
     return chunked_vmap(fun, chunk_size)
 
 
-@st.composite
-def mapped_calls(draw):
-    """Draw arrays with their axes and a chunk size."""
-    length = draw(st.integers(0, 9))
-    dtypes = st.sampled_from([jnp.float32, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_])
-    arrays, axes = [], []
-    for _ in range(draw(st.integers(1, 3))):
-        core = draw(st.lists(st.integers(0, 3), max_size=2))
-        axis = draw(st.integers(-len(core) - 1, len(core)))
+@pytest.mark.parametrize(
+    ("length", "dtypes", "cores", "axes", "chunk_size", "out_axis"),
+    [
+        (9, ["float32"], [()], [0], 4, -1),
+        (9, ["float16", "bool"], [(2, 3), (1,)], [1, -1], 2, 0),
+        (5, ["uint8", "float32"], [(3,), (2, 2)], [-2, None], 3, 1),
+        (6, ["int32", "float16", "float32"], [(0, 2), (), (3,)], [2, 0, -2], 6, -2),
+        (7, ["bool", "uint8", "int32"], [(1, 1), (2,), (3, 2)], [-3, 1, None], 1, 0),
+        (0, ["float32", "int32"], [(2,), ()], [1, 0], 1, -1),
+    ],
+)
+def test_equals_vmap_on_trees(length, dtypes, cores, axes, chunk_size, out_axis):
+    arrays = []
+    for dtype, core, axis in zip(dtypes, cores, axes, strict=True):
         shape = list(core)
-        shape.insert(axis % (len(core) + 1), length)
+        if axis is not None:
+            shape.insert(axis % (len(core) + 1), length)
         values = np.arange(math.prod(shape)).reshape(shape) * 7 % 5
-        arrays.append(jnp.asarray(values.astype(draw(dtypes))))
-        axes.append(axis)
-    if len(axes) > 1 and draw(st.booleans()):
-        axes[-1] = None
-    return arrays, axes, draw(st.integers(1, length + 1)), draw(st.integers(-2, 1))
-
-
-@given(mapped_calls())
-def test_equals_vmap_on_random_trees(call):
-    arrays, axes, chunk_size, out_axis = call
+        arrays.append(jnp.asarray(values.astype(dtype)))
 
     def one(tree):
         total = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in tree["in"])
@@ -155,13 +147,16 @@ class Pose(NamedTuple):
     shift: jax.Array
 
 
-@LENGTHS
 @pytest.mark.parametrize(
-    "out_axes",
-    [0, slow(1), slow(-1), -2, {"a": 2, "b": (0, None)}],
-    ids=["0", "1", "-1", "-2", "tree"],
+    ("length", "out_axes"),
+    [
+        pytest.param(EVEN, -2, id="-2-12"),
+        pytest.param(EVEN, 0, id="0-12"),
+        pytest.param(UNEVEN, {"a": 2, "b": (0, None)}, id="tree-13"),
+        pytest.param(EVEN, 1, id="1-12", marks=pytest.mark.slow),
+        pytest.param(EVEN, -1, id="-1-12", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.quick("-2-12", "0-12", "tree-13")
 def test_prefixes_of_in_axes_and_out_axes(length, out_axes):
     def one(pose, pair, scale):
         moved = pose.rotation @ pair[0] * scale + pose.shift
@@ -519,21 +514,18 @@ def both_arguments(derivative):
     return lambda f: derivative(f, argnums=(0, 1))
 
 
-@LENGTHS
 @pytest.mark.parametrize(
-    "derivative",
+    ("length", "derivative"),
     [
-        pushed,
-        pulled,
-        linearized,
-        both_arguments(jax.jacfwd),
-        both_arguments(jax.jacrev),
-        lambda f: pushed(pulled(f)),
-        lambda f: pulled(lambda *args: pushed(f)(*args)[1]),
+        pytest.param(UNEVEN, lambda f: pulled(lambda *args: pushed(f)(*args)[1]), id="vjp-jvp-13"),
+        pytest.param(EVEN, pushed, id="jvp-12"),
+        pytest.param(EVEN, both_arguments(jax.jacfwd), id="jacfwd-12"),
+        pytest.param(EVEN, pulled, id="vjp-12", marks=pytest.mark.slow),
+        pytest.param(EVEN, linearized, id="linearize-12", marks=pytest.mark.slow),
+        pytest.param(EVEN, both_arguments(jax.jacrev), id="jacrev-12", marks=pytest.mark.slow),
+        pytest.param(EVEN, lambda f: pushed(pulled(f)), id="jvp-vjp-12", marks=pytest.mark.slow),
     ],
-    ids=["jvp", "vjp", "linearize", "jacfwd", "jacrev", "jvp-vjp", "vjp-jvp"],
 )
-@pytest.mark.quick("vjp-jvp-13", "jvp-12", "jacfwd-12")
 def test_first_derivatives(length, derivative):
     both(length, lambda transform: derivative(rows(transform)))
 
@@ -553,12 +545,8 @@ HIGHER = {
 }
 
 
-@LENGTHS
-@pytest.mark.parametrize("derivative", at_each_run(["hessian", "rev-rev", "fwd-fwd"], HIGHER))
-@pytest.mark.quick("hessian-12", "fwd-fwd-13")
-@pytest.mark.merge(
-    *("third, reverse-13", "third-12", "rev-rev-12", "rev-fwd-13", "linearize grad-12")
-)
+@pytest.mark.parametrize("length", [UNEVEN, weekly(EVEN)])
+@pytest.mark.parametrize("derivative", at_each_run(["hessian", "fwd-fwd"], HIGHER))
 def test_higher_derivatives(length, derivative):
     both(length, lambda transform: derivative(total(transform)))
 
@@ -582,14 +570,7 @@ HIGHER_INSIDE = {
 
 @pytest.mark.parametrize(
     "case",
-    at_each_run(["hessian in scan", "hessian in chunks", "rev-rev in scan"], HIGHER_INSIDE),
-)
-@pytest.mark.quick("hessian in chunks")
-@pytest.mark.merge(
-    "hessian in scan",
-    *("third in carry", "third, reverse in chunks", "hessian in carry", "rev-rev in scan"),
-    *("rev-rev in even chunks", "hessian in checkpoint", "rev-fwd in chunks", "fwd-fwd in chunks"),
-    "linearize grad in scan",
+    at_each_run(["hessian in chunks"], HIGHER_INSIDE, pytest.mark.weekly),
 )
 def test_higher_derivatives_inside_another_loop(case):
     """A scan that JAX has linearised forgets the rules inside: what is left must be right."""
@@ -625,9 +606,8 @@ def of_outputs(out):
     return jnp.sum(out["first"] * out["second"] * out["both"] + out["second"] ** 2)
 
 
-@pytest.mark.parametrize("how", EVALUATED)
+@pytest.mark.parametrize("how", ["eager", "jit", slow("disable_jit")])
 @pytest.mark.parametrize("outer", [jax.grad, slow(jax.jacfwd)])
-@pytest.mark.quick("grad-jit", "grad-eager")
 def test_outputs_that_move_in_the_second_derivative_only(outer, how):
     def one(x, y):
         return {"first": jnp.sin(x), "second": jnp.cos(y), "both": x * y**2, "neither": 3}
@@ -644,7 +624,7 @@ def test_outputs_that_move_in_the_second_derivative_only(outer, how):
         assert_same(got(y), want, rtol=1e-4)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_tangents_that_are_python_numbers(length):
     x = jnp.linspace(0.1, 1.0, length)
 
@@ -686,16 +666,14 @@ def test_hessian_without_jit(length):
     assert_same(got, jax.jit(jax.hessian(lambda x: weigh(jnp.sin(x))))(x))
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_vmap_of_grad_inside(length):
     both(
         length, lambda transform: lambda x, w: transform(jax.grad(smooth), in_axes=(0, None))(x, w)
     )
 
 
-@LENGTHS
-@pytest.mark.parametrize("inner_size", [slow(3), 4])
-@pytest.mark.quick("4-13", "4-12")
+@pytest.mark.parametrize(("length", "inner_size"), [(UNEVEN, 4), (EVEN, 4), slow(EVEN, 3)])
 def test_nested_in_itself(length, inner_size):
     def nested(outer, inner):
         def block(x, w):
@@ -709,8 +687,7 @@ def test_nested_in_itself(length, inner_size):
     assert_same(jax.jit(pulled(chunked))(x, w), want, rtol=1e-4, atol=1e-5)
 
 
-@LENGTHS
-@pytest.mark.quick("13", "12")
+@UNEVEN_FIRST
 def test_under_vmap_with_batched_closed_over_values(length):
     def make(transform):
         def f(x, w):
@@ -728,7 +705,7 @@ def test_under_vmap_with_batched_closed_over_values(length):
     both(length, make)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_under_scan_and_checkpoint(length):
     def make(transform):
         @jax.checkpoint
@@ -744,9 +721,13 @@ def test_under_scan_and_checkpoint(length):
     both(length, make)
 
 
-@UNEVEN_FIRST
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
-@pytest.mark.quick("checkpoint-13")
+@pytest.mark.parametrize(
+    ("length", "wrap"),
+    [
+        pytest.param(UNEVEN, jax.checkpoint, id="checkpoint-13"),
+        pytest.param(EVEN, jax.jit, id="jit-12", marks=pytest.mark.slow),
+    ],
+)
 def test_second_derivatives_through_a_wrapper(length, wrap):
     def make(transform):
         gradient = jax.grad(wrap(total(transform)))
@@ -756,7 +737,7 @@ def test_second_derivatives_through_a_wrapper(length, wrap):
     both(length, make)
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_inside_while_loop_and_cond(length):
     def make(transform):
         def f(x, w):
@@ -788,15 +769,14 @@ def _(primals, tangents):
     return jnp.sin(primals[0]), 2 * tangents[0] * primals[0]
 
 
-@LENGTHS
-@pytest.mark.quick("13", "12")
+@UNEVEN_FIRST
 def test_kernels_with_rules_of_their_own(length):
     both(length, lambda t: pulled(lambda x, w: t(lambda row: clipped(row * w))(x)))
     both(length, lambda t: pulled(lambda x, w: t(lambda row: doubled(row * w))(x)))
     both(length, lambda t: pushed(lambda x, w: t(lambda row: doubled(row * w))(x)))
 
 
-@LENGTHS
+@UNEVEN_FIRST
 def test_under_custom_vjp_and_eval_shape(length):
     def make(transform):
         @jax.custom_vjp

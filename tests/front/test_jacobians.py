@@ -12,7 +12,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import rankax
-from helpers import assert_same, at_each_run, named_reductions, slow, temporary_bytes
+from helpers import assert_same, named_reductions, slow, temporary_bytes
 from rankax import chunked_hessian, chunked_jacfwd, chunked_jacrev, reductions
 from scan_cases import assert_same_weak_types
 
@@ -67,14 +67,6 @@ CASES = {
     "a number as output": (lambda x: 1.0, (X,), {}),
 }
 
-AT_EACH_RUN = ("tree", "two arguments", "weak and not", "aux", "holomorphic", "a number as output")
-# Each case before a merge, by one transformation or two.
-AT_MERGE = {
-    "jacfwd": ("vector", "matrix", "two arguments", "holomorphic", "constant", "bfloat16"),
-    "jacrev": ("number", "scalar output", "a tuple of one", "aux", "empty", "tree"),
-    "hessian": ("vector", "negative argnums", "bfloat16", "tree", "weak and not"),
-}
-
 # Reverse mode refuses these outputs.
 FORWARD_CASES = {
     "complex output": (lambda x: lax.complex(x, 2 * x), (X,), {}),
@@ -94,24 +86,41 @@ def same_as_in_jax(got, plain, name):
     assert_same_weak_types(got, want)
 
 
-@pytest.mark.parametrize("name", at_each_run(AT_EACH_RUN, {name: name for name in CASES}))
-@pytest.mark.parametrize(("plain", "chunked"), ALL)
-@pytest.mark.parametrize(
-    ("wrap", "chunk_sizes"),
-    [(jax.jit, [2]), slow(jax.jit, [1, None]), slow(lambda fun: fun, [2])],
-    ids=["jit", "jit-one-all", "eager"],
-)
-@pytest.mark.quick("jit-jacfwd-tree", "jit-jacrev-weak and not", "jit-hessian-a number as output")
-@pytest.mark.merge(
-    *(f"jit-{how}-{name}" for how, names in AT_MERGE.items() for name in names),
-    *("jit-one-all-jacfwd-aux", "jit-one-all-jacrev-empty", "jit-one-all-hessian-tree"),
-    *("eager-jacfwd-number", "eager-jacrev-two arguments", "eager-hessian-weak and not"),
-)
-def test_as_in_jax(plain, chunked, name, wrap, chunk_sizes):
+# A function and the transformations that differ most for it.
+AS_IN_JAX = [
+    ("jacfwd", "tree"),
+    ("jacrev", "weak and not"),
+    ("hessian", "a number as output"),
+    *(slow("jacfwd", name) for name in ("vector", "matrix", "two arguments", "constant")),
+    *(slow("jacrev", name) for name in ("number", "scalar output", "a tuple of one", "aux")),
+    *(slow("hessian", name) for name in ("negative argnums", "bfloat16", "tree", "weak and not")),
+    *(slow("jacfwd", name) for name in ("holomorphic", "bfloat16")),
+    *(slow("jacrev", name) for name in ("empty", "tree")),
+]
+TRANSFORMATIONS = {
+    "jacfwd": (jax.jacfwd, chunked_jacfwd),
+    "jacrev": (jax.jacrev, chunked_jacrev),
+    "hessian": (jax.hessian, chunked_hessian),
+}
+
+
+@pytest.mark.parametrize(("transformation", "name"), AS_IN_JAX)
+def test_as_in_jax(transformation, name):
+    plain, chunked = TRANSFORMATIONS[transformation]
     fun, args, options = CASES[name]
-    each = [chunked(fun, **options, chunk_size=size) for size in chunk_sizes]
-    for got in wrap(lambda *args: [transformed(*args) for transformed in each])(*args):
+    each = [chunked(fun, **options, chunk_size=size) for size in (1, 2, None)]
+    for got in jax.jit(lambda *args: [transformed(*args) for transformed in each])(*args):
         same_as_in_jax(got, plain, name)
+
+
+@pytest.mark.parametrize(
+    ("transformation", "name"),
+    [("jacrev", "two arguments"), slow("jacfwd", "number"), slow("hessian", "weak and not")],
+)
+def test_eager_calls_are_as_in_jax(transformation, name):
+    plain, chunked = TRANSFORMATIONS[transformation]
+    fun, args, options = CASES[name]
+    same_as_in_jax(chunked(fun, **options, chunk_size=2)(*args), plain, name)
 
 
 @pytest.mark.parametrize("name", FORWARD_CASES)
@@ -280,10 +289,12 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
-@pytest.mark.parametrize(("narrow", "wide", "rtol"), TYPES.values(), ids=TYPES)
-@pytest.mark.quick("narrower outputs-chunked_jacrev", "wider outputs-chunked_jacfwd")
-def test_rows_have_the_types_of_the_jacobian(chunked, narrow, wide, rtol):
+@pytest.mark.parametrize(
+    ("chunked", "types"),
+    [(chunked_jacrev, "narrower outputs"), (chunked_jacfwd, "wider outputs")],
+)
+def test_rows_have_the_types_of_the_jacobian(chunked, types):
+    narrow, wide, rtol = TYPES[types]
     rng = np.random.default_rng(3)
     weights = jnp.asarray(rng.uniform(0.5, 1, (4, 4)), wide)
     x = jnp.asarray(np.linspace(0.2, 1, 4), narrow)
@@ -338,7 +349,6 @@ def test_the_gram_matrix_of_real_inputs_is_real():
 
 
 @pytest.mark.parametrize(("plain", "chunked"), BOTH)
-@pytest.mark.quick("jacrev", "jacfwd")
 def test_reduced_rows_have_derivatives(plain, chunked):
     def fun(x):
         return jnp.sin(x) * jnp.sum(x**2)
@@ -426,7 +436,6 @@ def test_a_jacobian_needs_one_chunk_beyond_itself():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("chunked", [chunked_jacfwd, chunked_jacrev])
-@pytest.mark.quick("chunked_jacrev", "chunked_jacfwd")
 def test_what_is_reduced_needs_no_jacobian(chunked):
     assert temporary_bytes(chunked(waves, reduce="gram", chunk_size=10), POINT) < 20e6
     assert temporary_bytes(chunked(waves, reduce="max", chunk_size=10), POINT) < 10e6

@@ -271,7 +271,6 @@ def test_an_outer_trace_sees_only_calls_of_the_kernel(f):
             assert programs[0] == programs[1]
 
 
-@pytest.mark.quick("3", "None", "20")
 def test_values_gradients_and_tangents(f):
     def plain(s, v):
         return by_hand(s[:, 0], v)

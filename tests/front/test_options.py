@@ -2,6 +2,7 @@
 """Options at the call: `with_options` and the scope of `options`."""
 
 import functools
+import os
 import pickle
 import re
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import rankax
-from rankax import auto_vmap
+from rankax import auto_vmap, chunked_vmap
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
@@ -222,3 +223,33 @@ def test_memory_is_measured_anew_for_other_options(monkeypatch):
     for devices in (None, 1, None):
         limited.with_options(devices=devices).plan(X)
     assert len(measured) == 2
+
+
+def test_one_cpu_device_says_how_to_get_more():
+    mapped = chunked_vmap(lambda x: x, 2, devices="all")
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "chunked_vmap(<lambda>): devices='all', but JAX has 1 CPU device; for more "
+            "CPU devices, one for each core, call "
+            f'jax.config.update("jax_num_cpu_devices", {os.cpu_count()}) before JAX is first used'
+        ),
+    ):
+        mapped(jnp.ones(4))
+    (device,) = jax.devices()
+    out = chunked_vmap(lambda x: x * 2, 2, devices=[device])(jnp.arange(4.0))
+    np.testing.assert_array_equal(out, [0, 2, 4, 6])
+    np.testing.assert_array_equal(chunked_vmap(lambda x: x, 2, devices=1)(jnp.ones(4)), np.ones(4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: auto_vmap(1, shards=2)(lambda x: x),
+        lambda: auto_vmap(1)(lambda x: x).with_options(shards=2),
+        lambda: rankax.options(shards=2),
+    ],
+)
+def test_the_old_name_of_the_option_leads_to_the_new_one(call):
+    with pytest.raises(TypeError, match=r"did you mean (the option )?'?devices'?"):
+        call()

@@ -92,9 +92,9 @@ def looped(fun, *args):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.quick("False-1", "True-None")
+@pytest.mark.parametrize(
+    ("chunk_size", "jit"), [(1, False), (None, True), slow(2, False), slow(5, False)]
+)
 def test_in_and_out_of_a_kernel(chunk_size, jit):
     normals = Normal(M, jnp.ones(LENGTH))
     want = jax.jit(looped, static_argnums=0)(shifted, normals, M)
@@ -118,8 +118,7 @@ def test_levels_of_a_nest_are_not_seen(chunk_size):
     assert_same(got.x, 2 * M[None])
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
-@pytest.mark.quick("2", "None")
+@pytest.mark.parametrize("chunk_size", [slow(1), 2, slow(3), None])
 def test_chunked_with_axes(chunk_size):
     axes = ({"normal": 0, "table": 1},)
     tree = {"normal": Normal(M, M + 1), "table": jnp.arange(3.0 * LENGTH).reshape(3, LENGTH)}
@@ -162,7 +161,6 @@ def plain(name):
 
 @pytest.mark.parametrize("init", [0.3, slow(jnp.float32(0.3))], ids=["weak", "strong"])
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.quick("sliced-weak", "checkpointed-weak")
 def test_as_carry_of_a_scan(name, init):
     def body(state, x):
         state = State(jnp.sin(state.x) + x)
@@ -181,7 +179,6 @@ def test_as_carry_of_a_scan(name, init):
 
 
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.quick("sliced backwards", "checkpointed")
 def test_as_inputs_and_outputs_of_a_scan(name):
     def body(carry, x):
         carry = carry * x.scale + x.mean

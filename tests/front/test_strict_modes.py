@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, at_each_run, enable_x64
+from helpers import REMAT3, assert_same, at_each_run, enable_x64, slow
 from rankax import (
     Static,
     auto_vmap,
@@ -120,16 +120,10 @@ def check(f, args, want):
 
 
 # Each takes seconds: a mode of JAX makes it forget what it has traced and compiled.
-AT_EACH_RUN = {
-    "auto_vmap, jit and chunks",
-    "chunked_vmap, uneven",
-    "sliced_scan",
-    "checkpoint_chunked_scan",
-    "checkpoint_while_loop",
-}
+AT_EACH_RUN = {"auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop"}
 
 
-@pytest.fixture(scope="module", params=at_each_run(AT_EACH_RUN, CASES))
+@pytest.fixture(scope="module", params=at_each_run(AT_EACH_RUN, CASES, pytest.mark.weekly))
 def case(request):
     f, args, plain = request.param
     want = jax.jit(lambda *args: outputs_and_gradients(plain, *args))(*args)
@@ -143,14 +137,7 @@ def checks():
         yield
 
 
-@pytest.mark.parametrize("mode", [checks, jax.disable_jit])
-@pytest.mark.quick("auto_vmap, jit and chunks-checks", "checkpoint_while_loop-disable_jit")
-@pytest.mark.merge(
-    *("auto_vmap-disable_jit", "auto_vmap, chunks-disable_jit", "chunked_vmap, even-disable_jit"),
-    *("chunked_vmap, uneven-checks", "chunked_vmap, Static-checks", "sliced_scan-checks"),
-    *("sliced_scan, checkpoint-disable_jit", "checkpoint_chunked_scan-checks"),
-    *("auto_vmap, jit-checks", "checkpoint_while_loop-checks"),
-)
+@pytest.mark.parametrize("mode", [checks, slow(jax.disable_jit)])
 def test_strict_modes(case, mode):
     with mode():
         check(*case)
@@ -161,7 +148,6 @@ def test_promotion_is_strict_in_this_session():
     assert jax.config.jax_numpy_dtype_promotion == "strict"
 
 
-@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_compiled_calls_transfer_nothing(case):
     f, args, want = case
     compiled = jax.jit(lambda *args: outputs_and_gradients(f, *args))
@@ -178,8 +164,7 @@ if REMAT3:
 EAGER = {name: case for name, case in CASES.items() if name not in WITH_CONSTANTS}
 
 
-@pytest.mark.parametrize("name", EAGER)
-@pytest.mark.quick("auto_vmap", "chunked_vmap, even", "checkpoint_while_loop")
+@pytest.mark.parametrize("name", ["auto_vmap", "chunked_vmap, even", "checkpoint_while_loop"])
 def test_eager_calls_transfer_nothing_implicitly(name):
     f, args, plain = EAGER[name]
     with jax.transfer_guard("disallow"):
@@ -187,7 +172,6 @@ def test_eager_calls_transfer_nothing_implicitly(name):
     assert_same(got, jax.jit(plain)(*args))
 
 
-@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_double_precision(case):
     f, args, _ = case
     plain = next(p for g, _, p in CASES.values() if g is f)
@@ -199,7 +183,6 @@ def test_double_precision(case):
         assert_same(f(*args), jax.jit(plain)(*args))  # and single stays single
 
 
-@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_export_round_trip(case):
     f, args, want = case
     exported = jax.export.export(jax.jit(f))(*args)
@@ -207,7 +190,6 @@ def test_export_round_trip(case):
     check(again.call, args, want)
 
 
-@pytest.mark.quick("auto_vmap, jit and chunks", "sliced_scan", "checkpoint_while_loop")
 def test_several_threads_at_once(case):
     f, args, want = case
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compilations
+from helpers import compilations, slow
 from rankax import SplitKey, auto_vmap
 from rankax.plans import CheckReport, NonFinite
 
@@ -49,10 +49,14 @@ def _(primals, tangents):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"chunk_size": None}, {"jit": True, "bucket": (8, 16)}, {"reduce": "sum", "where": None}],
+    [
+        slow({}),
+        slow({"chunk_size": None}),
+        {"jit": True, "bucket": (8, 16)},
+        {"reduce": "sum", "where": None},
+    ],
     ids=str,
 )
-@pytest.mark.quick("{'jit': True, 'bucket': (8, 16)}", "{'reduce': 'sum', 'where': None}")
 def test_a_sound_kernel_agrees(options):
     if "reduce" in options:
         options = {"reduce": ("sum", None)}
@@ -86,7 +90,6 @@ def test_a_branch_on_a_number_that_all_items_share():
     assert [path for path, _, _ in report.differences] == names
 
 
-@pytest.mark.one_version
 @pytest.mark.parametrize("args", [(W,), (2.0,)])
 def test_disabled_jit(args):
     kernel = auto_vmap(x=0)(lambda x: (2 * x, 1 / 3))
@@ -94,7 +97,6 @@ def test_disabled_jit(args):
         assert [ulps for _, ulps, _ in kernel.check(*args).differences] == [0, 0]
 
 
-@pytest.mark.one_version
 def test_outputs_of_any_dtype():
     """A gradient that mixes narrow floats, which JAX does not promote, and complex numbers."""
     dtypes = [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.int8]
@@ -104,7 +106,6 @@ def test_outputs_of_any_dtype():
     assert all(ulps < 10 for _, ulps, _ in report.differences)
 
 
-@pytest.mark.one_version
 def test_a_gradient_through_a_narrow_float():
     """Compiled, as that of the call; an operation at a time, each result would be rounded."""
 
@@ -116,7 +117,6 @@ def test_a_gradient_through_a_narrow_float():
     assert kernel.check(DRAW(size=(20, 13)).astype(np.float32), gradient=True).items
 
 
-@pytest.mark.one_version
 def test_few_programs_are_compiled():
     """An operation outside of a program is one more to compile: there were 107."""
     x, w = (DRAW(size=shape).astype(np.float32) for shape in ((2, 11, 13), 13))
@@ -124,7 +124,6 @@ def test_few_programs_are_compiled():
     assert programs < 40
 
 
-@pytest.mark.one_version
 def test_keys_that_are_split_are_those_of_the_items():
     @auto_vmap(x=1, key=SplitKey, chunk_size=4)
     def draw(x, key):
@@ -154,7 +153,6 @@ def test_another_gradient_is_found_and_only_if_asked_for():
         kernel.check(W, gradient=True)
 
 
-@pytest.mark.one_version
 def test_an_item_that_is_not_finite_hides_no_other_gradient():
     x = X.at[2, 3].set(-1.0)
     LENGTH.check(x, W, items=3, gradient=True)
@@ -189,7 +187,6 @@ def test_the_report_is_text():
     )
 
 
-@pytest.mark.one_version
 def test_items_whose_gradient_alone_is_not_finite():
     """The square root at 0, behind a `jnp.where` that discards it."""
 

@@ -26,7 +26,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import wrapper_kernels
-from helpers import assert_same, at_each_run
+from helpers import assert_same, slow
 from rankax import BatchShapeError, SplitKey, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
@@ -173,6 +173,7 @@ print([np.asarray(f(np.arange(3.0))).tolist() for f in pickle.load(sys.stdin.buf
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_a_notebook_go_to_other_processes_by_value():
     def run(program, *args, **options):
         command = [sys.executable, "-c", program, *args]
@@ -192,8 +193,7 @@ def test_modules_that_cloudpickle_takes_by_value():
     assert_same(copied(S, X), wrapper_kernels.jitted(S, X))
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
-@pytest.mark.quick("{'chunk_size': 2}", "{'jit': True}")
+@pytest.mark.parametrize("options", [slow({}), {"jit": True}, {"chunk_size": 2}], ids=str)
 def test_copies_and_weak_references(options):
     mapped = auto_vmap(0, **options)(lambda x: x)
     mapped(S)
@@ -208,7 +208,6 @@ def test_copies_and_weak_references(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
-@pytest.mark.quick("{'chunk_size': 2}", "{}")
 def test_a_call_keeps_no_argument_alive(options):
     class Marker:
         pass
@@ -412,12 +411,8 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    at_each_run(["chunks"], {"neither": {}, "jit": {"jit": True}, "chunks": {"chunk_size": 3}}),
-)
+@pytest.mark.parametrize("options", [{"chunk_size": 3}, slow({}), slow({"jit": True})], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.quick("jit-chunks", "checkpoint-chunks")
 def test_the_order_of_wrappers_does_not_matter(order, options):
     def f(s, v):
         return jnp.sin(s) * jnp.sum(v**2)
@@ -480,14 +475,6 @@ clipped.defvjp(lambda x, k: (x * k, k), lambda k, ct: (ct * 7 * k, jnp.zeros_lik
 
 @pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
 @pytest.mark.parametrize("fun", [log1pexp, clipped], ids=lambda f: f.__name__)
-@pytest.mark.quick(
-    "clipped-{'chunk_size': 3}",
-    "log1pexp-{}",
-    "log1pexp-{'jit': True}",
-    "log1pexp-{'chunk_size': 3}",
-    "clipped-{}",
-    "clipped-{'jit': True}",
-)
 def test_kernels_with_derivatives_of_their_own(fun, options):
     mapped = auto_vmap(0, 0, **options)(fun)
     k = jnp.arange(1.0, 3.0)

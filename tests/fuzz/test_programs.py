@@ -9,7 +9,7 @@ import os
 import pytest
 
 import programs
-from helpers import at_each_run
+from helpers import at_each_run, weekly
 from programs import Program, draw
 from rankax import clear_caches
 from rankax.core.trace import fingerprint
@@ -20,12 +20,8 @@ COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
 
 
 def seeds(first, count, *, at_each_run):
-    return [pytest.param(first + n, marks=() if n < at_each_run else mark(n)) for n in range(count)]
-
-
-def mark(number):
-    """Return the mark of a seed: two of three run weekly, beside thousands that are new."""
-    return pytest.mark.weekly if number % 3 else pytest.mark.slow
+    """Return seeds for `parametrize`; each week, the others run beside thousands that are new."""
+    return [first + n if n < at_each_run else weekly(first + n) for n in range(count)]
 
 
 @pytest.mark.parametrize("seed", seeds(0, COUNT, at_each_run=3))
@@ -88,8 +84,10 @@ ONCE_WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("program", ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
-@pytest.mark.quick("vjp_rule in checkpoint_chunked_scan", "either in chunked_vmap")
+@pytest.mark.parametrize(
+    "program",
+    at_each_run(["vjp_rule in checkpoint_chunked_scan", "either in chunked_vmap"], ONCE_WRONG),
+)
 def test_once_wrong(program):
     program.check()
 

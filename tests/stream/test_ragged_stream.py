@@ -11,12 +11,10 @@ import pytest
 import zarr
 
 import rankax.stream
-from helpers import assert_same, compilations
+from helpers import assert_same, at_each_run, compilations, slow, weekly
 from rankax import Mask, Ragged, auto_vmap
 from rankax.reductions import Fold, Moments, Several, TopK
 from rankax.stream import _job
-
-pytestmark = pytest.mark.one_version
 
 RNG = np.random.default_rng(0)
 # Few lengths, in much the same numbers in each block, so that blocks share their programs.
@@ -80,8 +78,7 @@ def on_disk(kind, tmp_path):
     return array
 
 
-@pytest.mark.quick("memmap")
-@pytest.mark.parametrize("kind", ["memmap", "h5py", "zarr"])
+@pytest.mark.parametrize("kind", ["memmap", slow("h5py"), slow("zarr")])
 def test_each_item_is_read_once_and_mapped(kind, tmp_path):
     flat = Recorded(on_disk(kind, tmp_path))
     stored = run(total, Ragged(flat, LENGTHS), S, out=tmp_path / "out")
@@ -116,8 +113,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.quick("argmax")
-@pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS)
+@pytest.mark.parametrize("reduce", at_each_run(["argmax"], REDUCTIONS, pytest.mark.weekly))
 def test_reductions_number_the_items(reduce, tmp_path):
     kernel = total.with_options(reduce=reduce, chunk_size=4)
     stored = run(kernel, Ragged(ROWS, LENGTHS), S, out=tmp_path / "out")
@@ -153,8 +149,7 @@ def test_other_axes_in_front_and_reductions_of_one_of_them(tmp_path):
         run(centred, Ragged(ROWS, LENGTHS), s, out=tmp_path / "rows")
 
 
-@pytest.mark.quick("lengths0")
-@pytest.mark.parametrize("lengths", [[], [4], [0, 0]])
+@pytest.mark.parametrize("lengths", [[], slow([4]), slow([0, 0])])
 def test_few_items(lengths, tmp_path):
     x = Ragged(ROWS[: sum(lengths)], lengths)
     s = S[: len(lengths)]
@@ -171,8 +166,9 @@ def test_one_ragged_item_for_many_others(tmp_path):
     assert_same(values(stored), total(x, S))
 
 
-@pytest.mark.quick("centred")
-@pytest.mark.parametrize("kernel", [total, centred, total.with_options(reduce="argmin")])
+@pytest.mark.parametrize(
+    "kernel", [weekly(total), centred, weekly(total.with_options(reduce="argmin"))]
+)
 def test_a_run_that_failed_goes_on(kernel, tmp_path):
     flat = Recorded(ROWS, after=9)
     with pytest.raises(OSError, match="the disk is gone"):
@@ -188,13 +184,12 @@ def test_a_run_that_failed_goes_on(kernel, tmp_path):
         run(kernel, Ragged(ROWS, other), S, out=tmp_path / "out")
 
 
-@pytest.mark.quick("centred-0 is NaN")
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
-        (total, "output is NaN"),
+        slow(total, "output is NaN"),
         (centred, "0 is NaN"),
-        (total.with_options(reduce="sum"), "what is reduced is not finite"),
+        slow(total.with_options(reduce="sum"), "what is reduced is not finite"),
     ],
 )
 def test_nan_is_named_by_its_item(kernel, what, tmp_path):
@@ -240,11 +235,14 @@ def bonds(x, y, s, n_mask, m_mask):
 
 # For each of four lengths and two or three numbers of items, one program measures memory and one
 # evaluates. Of `centred`, the rows have blocks of their own, and are put in order by a third one.
-@pytest.mark.quick("bonds")
 @pytest.mark.parametrize(
     ("kernel", "most"),
-    [(total, 25), (bonds, 25), (centred, 50), (total.with_options(reduce="sum"), 27)],
-    ids=["total", "bonds", "centred", "sum"],
+    [
+        pytest.param(total, 25, id="total", marks=pytest.mark.weekly),
+        pytest.param(bonds, 25, id="bonds"),
+        pytest.param(centred, 50, id="centred", marks=pytest.mark.slow),
+        pytest.param(total.with_options(reduce="sum"), 27, id="sum", marks=pytest.mark.weekly),
+    ],
 )
 def test_blocks_share_their_shapes(kernel, most, tmp_path):
     rng = np.random.default_rng(1)

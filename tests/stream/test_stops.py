@@ -14,12 +14,10 @@ import zarr
 
 import rankax.stream
 import stream_child
-from helpers import assert_same, slow
+from helpers import assert_same, slow, weekly
 from rankax.ext.blocks.on_streamed import STATES
 from rankax.stream import _job
 from stream_child import KERNELS, STEPS
-
-pytestmark = pytest.mark.one_version
 
 LEAST = 12
 
@@ -62,17 +60,22 @@ def whole(tmp_path_factory):
     return runs
 
 
+# A step of a run, at its first or last time, and whether the run ends before the step or after it.
 CASES = [(step, last, after) for step in STEPS for last in (False, True) for after in (False, True)]
 CASES = [case for case in CASES if case[:2] != ("finish", False)]  # a store is looked for
-KILLS = [("map" if i % 2 else "reduce", *case) for i, case in enumerate(CASES)]
+AT_EACH_RUN = [("write", True, False), ("flush", False, True)]
+AT_MERGE = [("folder", False, True), ("array", True, True), ("create", True, False)]
 
 
-@pytest.mark.parametrize(("kind", "step", "last", "after"), KILLS)
-@pytest.mark.quick("map-folder-False-True", "map-array-True-True", "reduce-flush-True-False")
-@pytest.mark.merge(
-    *("reduce-lock-False-False", "reduce-create-True-False", "reduce-metadata-False-False"),
-    *("map-write-False-True", "reduce-write-True-False", "map-finish-True-True"),
-)
+def mark(case):
+    return case if case in AT_EACH_RUN else slow(*case) if case in AT_MERGE else weekly(*case)
+
+
+EACH_CASE = pytest.mark.parametrize(("step", "last", "after"), [*map(mark, CASES)])
+
+
+@pytest.mark.parametrize("kind", ["map", slow("reduce")])
+@EACH_CASE
 def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, last, after):
     number = whole[kind][1][step] if last else 1
     out = tmp_path / "a.zarr"
@@ -85,11 +88,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, la
     assert files(out) == whole[kind][0]
 
 
-@pytest.mark.parametrize(("step", "last", "after"), CASES)
-@pytest.mark.quick(
-    *("folder-False-False", "lock-True-False", "create-False-True", "array-True-True"),
-    *("metadata-False-False", "write-True-False", "flush-False-True", "finish-True-True"),
-)
+@EACH_CASE
 def test_a_run_that_finds_the_disk_full_goes_on(tmp_path, whole, step, last, after):
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -34,8 +34,6 @@ from rankax.ext.blocks.programs import CONFIG
 from rankax.reductions import BottomK, Fold, Moments
 from rankax.stream import _job, _run
 
-pytestmark = pytest.mark.one_version
-
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 1, 3)).astype("float32")
 Y = RNG.normal(size=(7, 3)).astype("float32")

@@ -16,7 +16,7 @@ workaround                       seen with              can go if this passes wi
 ===============================  =====================  ========================================
 `first_start`: carried start     CPU, JAX 0.10          the benchmark of 400,003 items by 100
 `scalar`, `zeros`: explicit      all                    ``test_strict_modes.py``
-`carried_with`: types            all                    ``test_devices.py``
+`carried_with`: types            all                    ``tests/devices``
 `flatten_items`: LAPACK          CPU, JAX 0.10 to 0.12  ``kernels_that_want_another_layout``
 `widen`: narrow floats           CPU, JAX 0.10 to 0.12  ``cotangents_of_any_dtype``
 `take_chunk`: nothing between    all (XLA's design)     ``cotangents_are_added_in_place``

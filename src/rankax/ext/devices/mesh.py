@@ -13,7 +13,7 @@ an array that is cut so inside a program, and each gets all outputs: one all-gat
 the cotangents in a reverse pass. Outputs on the first device alone would be smaller, but JAX
 refuses to combine them with results that are on all devices, such as a sum.
 
-``tests/devices/test_devices.py`` checks what compiled programs send.
+``tests/devices`` checks what compiled programs send.
 """
 
 import contextlib

@@ -112,7 +112,7 @@ def committed_elsewhere(site: str, parts: tuple[Parts, ...]) -> Generator[None]:
     """Say what to do where JAX refuses arrays that are committed to other devices.
 
     JAX has no class for this error, and the arrays, inside `jax.grad`, do not tell their devices.
-    Test: ``tests/devices/test_devices.py::test_errors_of_devices``.
+    Test: ``tests/devices/test_chosen_devices.py::test_errors_of_devices``.
     """
     try:
         yield

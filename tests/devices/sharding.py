@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: MIT
+"""Meshes that tests run on, data, and comparisons with one device, of tests on several."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def on(*kinds, enter=True):
+    """Run a test with a ``mesh`` of each kind of axes, ``"Auto"``, or ``weekly("Explicit")``.
+
+    A mesh with explicit axes is entered, as JAX wants, or the test does it.
+    """
+    cases = []
+    for kind in kinds:
+        (name,), marks = getattr(kind, "values", (kind,)), getattr(kind, "marks", ())
+        cases.append(pytest.param((name, enter), id=name, marks=marks))
+    return pytest.mark.parametrize("mesh", cases, indirect=True)
+
+
+N = 480
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, W, B = data(N, 3), data(5, 3, seed=1), data(N, seed=2)
+
+
+def kernel(x, w, b):
+    return {"v": jnp.tanh(w @ x).sum() * b, "x": x + b}
+
+
+def scalar(x, w):
+    return jnp.tanh(w @ x).sum()
+
+
+def mesh_of(kind, *shape):
+    names = ("d", "e")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+from_0_10_1 = pytest.mark.skipif(
+    jax.__version__ == "0.10.0", reason="JAX 0.10.0 cannot compile this, see docs/limits.md"
+)
+
+
+def inside(mesh):
+    """Enter the mesh where its axes are explicit, which JAX wants."""
+    return jax.set_mesh(mesh) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
+
+
+def put(mesh, x, *entries):
+    return jax.device_put(x, NamedSharding(mesh, P(*entries)))
+
+
+SENDS = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+def sent(compiled):
+    """Count what a compiled program sends, which it must do outside of its loops."""
+    loops, entry = compiled.as_text().split("\nENTRY ")
+    assert not re.findall(SENDS, loops), re.findall(SENDS, loops)
+    return dict(Counter(re.findall(SENDS, entry)))
+
+
+def compiled(fun, *args):
+    return jax.jit(fun).lower(*args).compile()
+
+
+def same(got, want, *, rtol=1e-4, atol=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+@contextlib.contextmanager
+def naming(label):
+    """Say which of several failed."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(label) from error
+
+
+def loss_of(f):
+    def loss(*args):
+        return sum(
+            jnp.sum(out * out)
+            for out in jax.tree.leaves(f(*args))
+            if jnp.issubdtype(out.dtype, jnp.floating)
+        )
+
+    return loss
+
+
+def value_and_gradients(f):
+    return lambda *args: (f(*args), jax.grad(loss_of(f), (0, 1))(*args))
+
+
+def given(mesh):
+    """Return the option that a call inside `jax.jit` needs."""
+    return {} if AxisType.Explicit in mesh.axis_types else {"devices": P("d")}
+
+
+def check_drawn(out, summed, want):
+    np.testing.assert_array_equal(np.asarray(out[1]), np.asarray(want[1]))
+    same(out, want)
+    np.testing.assert_array_equal(np.asarray(summed[1]), np.asarray(want[1]))
+    axis = 0 if summed[0].ndim else None  # which has been summed, or all
+    same(summed[0], np.sum(want[0], axis), atol=1e-3)
+
+
+def refused(error, text, call, *args):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        call(*args)
+
+
+ODD = N + 3
+
+
+LENGTHS = (N, ODD)
+
+
+def on_several(make, devices="all"):
+    """Return a mapped function over devices, and over one."""
+    return make(devices=devices), make()
+
+
+def collatz(n, w):
+    def body(state):
+        n, count, total = state
+        following = jnp.where(n % 2 == 0, n // 2, 3 * n + 1)
+        return following, count + 1, total + w[0] * jnp.sin(n * w[1])
+
+    start = n, 0, jnp.float32(0)
+    return jax.lax.while_loop(lambda state: state[0] > 1, body, start)[1:]

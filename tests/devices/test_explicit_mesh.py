@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT
+"""Kernels of every kind on a mesh with explicit axes, inside `jax.set_mesh` and outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernel_kinds import KINDS, WITHOUT_GRADIENT
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax import reductions as rd
+from sharding import (
+    N,
+    W,
+    X,
+    compiled,
+    data,
+    from_0_10_1,
+    inside,
+    mesh_of,
+    naming,
+    on,
+    put,
+    refused,
+    same,
+    scalar,
+    sent,
+)
+
+
+@on("Explicit")
+def test_check_refuses_explicit_axes(mesh):
+    mapped = auto_vmap(x=1, w=2)(scalar)
+    refused(
+        TypeError,
+        "scalar.check: an array is on a mesh with explicit axes, where items cannot be picked; "
+        "pass jax.device_get(...) of the arguments",
+        mapped.check,
+        put(mesh, X, "d"),
+        W,
+    )
+    assert mapped.check(X, W).items
+
+
+@on("Explicit", enter=False)
+def test_shared_arrays_are_summed_once_on_an_explicit_mesh(mesh):
+    # An array that is on no mesh has a type without it.
+    w, x = data(3, 3), put(mesh, data(400 * mesh.size, 3), "d")
+    inner = jax.jit(lambda w, v: jnp.where(w > 0, w, 0) @ v)
+
+    def loss(w, x):
+        passed = chunked_vmap(lambda w, x: jnp.tanh(inner(w, x)).sum(), 100, (None, 0))
+        closed = chunked_vmap(lambda x: lax.map(lambda u: inner(w, x) * u, x).sum(), 100)
+        return passed(w, x).sum() + closed(x).sum()
+
+    def plain(w, x):
+        def of_one(x):
+            return jnp.tanh(inner(w, x)).sum() + lax.map(lambda u: inner(w, x) * u, x).sum()
+
+        return jax.vmap(of_one)(x).sum()
+
+    backward = compiled(jax.grad(loss), w, x)
+    assert sent(backward).keys() == {"all-reduce"}
+    want = jax.jit(jax.grad(plain))(w, np.asarray(x))
+    same(backward(w, x), want, rtol=1e-3, atol=1e-2)
+
+
+@on("Explicit", enter=False)
+def test_a_program_whose_arguments_are_on_no_mesh(mesh):
+    # Only what the loss closes over says which devices there are.
+    w, images = data(2, 3, 3, 3), data(4 * mesh.size, 3, 6, 6, seed=1)
+    x = put(mesh, images, "d")
+
+    def convolved(w, x):
+        return lax.conv_general_dilated(x[None], w, (1, 1), "SAME")[0]
+
+    def loss(w):
+        return jnp.sum(jnp.sin(auto_vmap(None, 3, chunk_size=2)(convolved)(w, x)))
+
+    def of_one(w):
+        return jnp.sum(jnp.sin(jax.vmap(convolved, (None, 0))(w, images)))
+
+    value = compiled(loss, w)(w)
+    same(np.asarray(value), np.asarray(of_one(w)), rtol=1e-3, atol=1e-2)
+    gradient = compiled(jax.grad(loss), w)(w)
+    same(np.asarray(gradient), np.asarray(jax.grad(of_one)(w)), rtol=1e-3, atol=1e-2)
+
+
+@from_0_10_1
+@on("Explicit")
+def test_all_items_are_finite(mesh):
+    fun = auto_vmap(x=1, w=2, chunk_size=2)(scalar)
+    with inside(mesh):
+        for gradient in (False, True):
+            found = fun.nonfinite(put(mesh, X, "d"), put(mesh, W), gradient=gradient)
+            assert found.count == 0
+
+
+FRONT_ENDS = {
+    "chunked_vmap": (lambda f: chunked_vmap(f, 2), lambda out: out),
+    "auto_vmap": (lambda f: auto_vmap(1, chunk_size=4)(f), lambda out: out),
+    "chunked_reduce": (lambda f: chunked_reduce(f, "max", 2), lambda out: jnp.max(out, axis=0)),
+}
+
+
+def all_kinds(v):
+    return {kind: KINDS[kind](v[kind]) for kind in v}
+
+
+def of_kinds(mesh, kinds):
+    return dict.fromkeys(kinds, data(6 * mesh.size, 3) + 1.5)
+
+
+@functools.cache
+def plain_values(mesh, kinds):
+    """Return what each front end should find, computed on one device."""
+
+    def values(x):
+        out = jax.vmap(all_kinds)(x)
+        return {name: jax.tree.map(reduce, out) for name, (_, reduce) in FRONT_ENDS.items()}
+
+    return jax.tree.map(np.asarray, jax.jit(values)(of_kinds(mesh, kinds)))
+
+
+def same_kinds(found, want):
+    for name, of_each in found.items():
+        for kind, out in of_each.items():
+            with naming((name, kind)):
+                same(out, want[name][kind], rtol=1e-3)
+
+
+def lacks_gradient(kind):
+    # JAX before 0.12 cannot map the derivative of `sort` over an explicit axis, nor can `jax.vmap`.
+    return kind in WITHOUT_GRADIENT or (kind == "sort" and jax.__version_info__ < (0, 12))
+
+
+def check_kernels(mesh, kinds):
+    """Compare compiled calls; the front ends that map differ only in what they accept."""
+    x = put(mesh, of_kinds(mesh, kinds), "d")
+    for enter, *names in (
+        (contextlib.nullcontext(), "chunked_vmap", "chunked_reduce"),
+        (jax.set_mesh(mesh), "auto_vmap", "chunked_reduce"),
+    ):
+        maps = {name: FRONT_ENDS[name][0](all_kinds) for name in names}
+        with enter:
+            found = jax.jit(lambda x, maps=maps: {name: f(x) for name, f in maps.items()})(x)
+            same_kinds(found, plain_values(mesh, kinds))
+
+
+def check_gradients(mesh, kinds, apart):
+    """Compare gradients of maps, of the best item, and of the largest outputs of ``apart``."""
+    x = of_kinds(mesh, [kind for kind in kinds if not lacks_gradient(kind)])
+
+    def gradients(mapped, best, largest, x):
+        def of_apart(x):
+            return [largest({kind: x[kind]}) for kind in apart]
+
+        def loss(x, f):
+            return sum(jnp.sin(out).sum() for out in jax.tree.leaves(f(x)))
+
+        calls = {"map": mapped, "Best": best, "max": of_apart}
+        return {name: jax.grad(loss)(x, f) for name, f in calls.items()}
+
+    plain = jax.vmap(all_kinds)
+
+    def plain_best(x):
+        out = plain(x)
+        return jax.tree.map(lambda leaf: leaf[jnp.argmax(out["einsum"])], out)
+
+    def plain_max(x):
+        return jax.tree.map(lambda out: jnp.max(out, axis=0), plain(x))
+
+    want = jax.jit(functools.partial(gradients, plain, plain_best, plain_max))(x)
+    with jax.set_mesh(mesh):
+        reduced = functools.partial(chunked_reduce, all_kinds, chunk_size=2)
+        calls = chunked_vmap(all_kinds, 2), reduced(rd.Best("einsum", largest=True)), reduced("max")
+        same_kinds(jax.jit(functools.partial(gradients, *calls))(put(mesh, x, "d")), want)
+
+
+@on("Explicit", enter=False)
+def test_some_kernels_on_an_explicit_mesh(mesh):
+    check_kernels(mesh, ("scan", "nested chunked_vmap", "key"))
+    check_gradients(mesh, ("jit", "scan", "einsum"), ("jit", "scan"))
+
+
+@pytest.mark.weekly
+@on("Explicit", enter=False)
+def test_every_kernel_on_an_explicit_mesh(mesh):
+    check_kernels(mesh, tuple(KINDS))
+
+
+@pytest.mark.weekly
+@on("Explicit", enter=False)
+def test_every_gradient_on_an_explicit_mesh(mesh):
+    apart = ("switch", "nested chunked_vmap", "custom_vjp", "linalg", "key", "pytree")
+    check_gradients(mesh, KINDS, apart)
+
+
+@on("Explicit", enter=False)
+def test_other_calls_on_an_explicit_mesh(mesh):
+    x, w = put(mesh, X, "d"), put(mesh, W)
+    key = jax.random.key(0)
+    options = {"v": 1, "chunk_size": 7}
+    limited = {"memory_limit": "2 kB", "v": 1}
+
+    def walk(v, w):
+        return lax.scan(lambda s, a: (jnp.tanh(w @ s) + a, None), v, v)[0].sum()
+
+    def square(v):
+        return walk(v, jnp.outer(v, v))
+
+    def noisy(key, v):
+        return v * jax.random.normal(key, (3,))
+
+    def closed(w, x):
+        return jnp.sum(chunked_vmap(lambda v: walk(v, w.T @ w), 7)(x) ** 2)
+
+    calls = {
+        "closed over": (jax.jit(jax.grad(closed)), w, x),
+        "on every device": (chunked_vmap(square, 7), put(mesh, X)),
+        "reduced on every device": (chunked_reduce(square, "max", 7), put(mesh, X)),
+        "jit=True": (auto_vmap(**options, jit=True)(square), x),
+        "memory limit": (jax.jit(auto_vmap(**limited)(square)), x),
+        "split keys": (auto_vmap(key=SplitKey, **options)(noisy), key, x),
+        "split keys, reduced": (auto_vmap(key=SplitKey, **options, reduce="sum")(noisy), key, x),
+    }
+    for label, (call, *args) in calls.items():
+        plain = [a if a is key else np.asarray(a) for a in args]
+        want = jax.tree.map(np.asarray, call(*plain))
+        for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+            with enter, naming(label):
+                same(call(*args), want, rtol=1e-3, atol=1e-3)
+    assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
+
+    # Not divided, also where a loop of the caller carries the array.
+    for size in (7, None):
+        whole = chunked_vmap(lambda v: jnp.tanh(v) + 1, size, devices=False)
+
+        def again(x, whole=whole):
+            return jnp.max(whole(x)) + x, None
+
+        with naming(size):
+            want = jax.tree.map(np.asarray, lax.scan(lambda x, _: again(x), X, None, 3)[0])
+            same(lax.scan(lambda x, _: again(x), x, None, 3)[0], want, rtol=1e-3)
+
+    square_mesh = mesh_of(AxisType.Explicit, 2, mesh.size // 2)
+    wide, turned = (put(square_mesh, data(N, 4), *entries) for entries in (("d", "e"), ("e",)))
+    for entered in (contextlib.nullcontext(), jax.set_mesh(square_mesh)):
+        with entered:  # arrays with another sharding are sent before the loop
+            same(chunked_vmap(lambda x: x * 2, 7)(wide), data(N, 4) * 2)
+            same(chunked_vmap(lambda x, y: x * y, 7)(wide, turned), data(N, 4) ** 2)
+    both = put(square_mesh, data(6, 8, 3), "d", "e")
+    for reduce, axis in ((None, None), ("sum", None), ("max", 1)):
+        mapped = auto_vmap(v=1, chunk_size=3, reduce=reduce, reduce_axis=axis)(square)
+        want = np.asarray(mapped(data(6, 8, 3)))
+        same(mapped(both), want, rtol=1e-3)
+
+
+@on("Explicit", enter=False)
+def test_eager_calls_on_an_explicit_mesh(mesh):
+    x = put(mesh, of_kinds(mesh, KINDS), "d")
+    want = plain_values(mesh, tuple(KINDS))
+    for name, (front, _) in FRONT_ENDS.items():
+        spread = NamedSharding(mesh, P() if name == "chunked_reduce" else P("d"))
+        for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+            with enter:
+                found = front(all_kinds)(x)
+                same_kinds({name: found}, want)
+                for path, out in jax.tree.leaves_with_path(found):
+                    assert out.sharding.is_equivalent_to(spread, out.ndim), path

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Items that end by themselves, on several devices."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from rankax import SplitKey, auto_vmap
+from sharding import ODD, N, collatz, compiled, on, put, same, sent
+
+
+@on("Auto")
+def test_items_end_alone(mesh):
+    w = jnp.array([0.3, 0.7])
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
+    # A vmapped loop asks all devices at each step whether it is done; here each ends alone.
+    assert sent(compiled(mapped, jnp.arange(1, N + 1), w)) == {}
+    totals = mapped.with_options(reduce="sum")
+    assert sent(compiled(totals, jnp.arange(1, N + 1), w)) == {"all-reduce": 2}
+    best = mapped.with_options(reduce=(None, "argmax"))
+    for length, wrapped in ((N, jax.jit), (ODD, lambda fun: fun), (2, jax.jit)):
+        n = np.arange(1, length + 1, dtype=np.int32)
+        counts, sums = jax.jit(jax.vmap(collatz, (0, None)))(n, w)
+        want = (counts, sums), (jnp.sum(counts), jnp.sum(sums)), (counts, jnp.argmax(sums))
+        same(wrapped(lambda n: (mapped(n, w), totals(n, w), best(n, w)))(n), want)
+    plan = mapped.plan(jnp.arange(N), w)
+    assert (plan.lanes, plan.devices) == (3, ((0, mesh.size),))
+
+
+@pytest.mark.weekly
+@on("Auto")
+def test_derivatives_of_items_that_end_alone(mesh):
+    w = jnp.array([0.3, 0.7])
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
+    largest = mapped.with_options(reduce=(None, "logsumexp"))
+
+    def slopes(gradient, fun, largest, n, w):
+        both = gradient(lambda w: jnp.sum(jnp.sin(fun(n, w)[1])) + largest(n, w)[1])(w)
+        return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,)), both
+
+    each = jax.vmap(collatz, (0, None))
+    plain_largest = lambda n, w: jax.tree.map(jax.nn.logsumexp, each(n, w))  # noqa: E731
+    plain = jax.jit(functools.partial(slopes, jax.jacfwd, each, plain_largest))
+    found = functools.partial(slopes, jax.grad, mapped, largest)
+    for length, call in ((N, jax.jit(found)), (ODD, found), (2, jax.jit(found))):
+        n = np.arange(1, length + 1, dtype=np.int32)
+        same(call(n, w), plain(n, w), rtol=1e-3, atol=1e-3)
+
+
+@on("Auto")
+def test_noise_and_progress_of_items_that_end_alone(mesh):
+    """Noise is that of the whole batch, and progress counts all items."""
+    key, seen = jax.random.key(1), []
+
+    def noisy(n, key):
+        def body(state):
+            return state[0] - 1, state[1] + jax.random.normal(jax.random.fold_in(key, state[0]))
+
+        return jax.lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.float32(0)))[1]
+
+    n = jnp.arange(ODD) % 5
+    drawn = auto_vmap(n=0, key=SplitKey, chunk_size=3, lockstep=False, devices="all")(noisy)
+    same(drawn(n, key), jax.jit(jax.vmap(noisy))(n, jax.random.split(key, ODD)))
+    jax.block_until_ready(
+        drawn.with_options(progress=lambda done, total: seen.append((done, total)))(n, key)
+    )
+    jax.effects_barrier()
+    assert seen[-1][0] == seen[-1][1] == max(seen)[0]
+
+
+@on("Explicit", enter=False)
+def test_items_end_alone_on_an_explicit_mesh(mesh):
+    n, w = np.arange(1, N + 1, dtype=np.int32), jnp.array([0.3, 0.7])
+    lying = put(mesh, n, "d")
+    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False)(collatz)
+    totals = mapped.with_options(reduce="sum")
+
+    def slopes(gradient, fun, n, w):
+        pulled = gradient(lambda w: jnp.sum(fun(n, w)[1]))(w)
+        return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,)), pulled
+
+    @jax.jit
+    def plain(n, w):
+        each = jax.vmap(collatz, (0, None))
+        counts, sums = each(n, w)
+        return (counts, sums), (jnp.sum(counts), jnp.sum(sums)), slopes(jax.jacfwd, each, n, w)
+
+    want = plain(n, w)
+    with jax.set_mesh(mesh):
+        assert sent(compiled(mapped, lying, w)) == {}
+        assert sent(compiled(totals, lying, w)) == {"all-reduce": 2}
+        found = mapped(lying, w), totals(lying, w), slopes(jax.grad, mapped, lying, w)
+    same(found, want, rtol=1e-3, atol=1e-3)
+
+
+@on("Auto")
+def test_items_end_alone_in_shard_map(mesh):
+    def halved(n, w):
+        def body(state):
+            n, total = state
+            return n // 2, total + jnp.sin(n * w)
+
+        return lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.sin(n * 0.0)))[1]
+
+    n = np.arange(1, N + 1, dtype=np.int32)
+    for reduce in (None, "sum"):
+        mapped = auto_vmap(n=0, w=0, chunk_size=3, lockstep=False, reduce=reduce)(halved)
+
+        def out(n, w, mapped=mapped):
+            return jnp.atleast_1d(mapped(n, w))
+
+        specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
+        got = jax.jit(jax.shard_map(out, **specs))(put(mesh, n, "d"), jnp.float32(0.3))
+        want = jax.jit(jax.vmap(halved, (0, None)))(n, 0.3)
+        if reduce:
+            got, want = got.sum(), want.sum()
+        same(got, want, rtol=1e-3)
