@@ -75,39 +75,6 @@ def add_flag(flag):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector):
-    """Mark slow the cases that `quick` does not name, and weekly those that no mark names."""
-    found = yield
-    cases = found if isinstance(found, list) else []  # and not a class, or nothing
-    by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
-    quick, merge = (_named(collector, mark, cases, by_id) for mark in ("quick", "merge"))
-    for name, case in by_id.items():
-        if merge is not None and name not in (*merge, *(quick or ())):
-            case.add_marker("weekly")
-        if quick is not None and name not in quick:
-            case.add_marker("slow")
-    return found
-
-
-def _named(collector, mark, cases, by_id):
-    """Return the identifiers that a mark of a test names; None if it has no such mark."""
-    found = cases[0].get_closest_marker(mark) if cases else None
-    if found is None:
-        return None
-    test = cases[0].nodeid.partition("[")[0]
-    if unknown := {*found.args} - by_id.keys():
-        raise collector.CollectError(
-            f"{test}: {mark} names {sorted(unknown)}, but the cases are {sorted(by_id)}"
-        )
-    slow = [name for name in found.args if by_id[name].get_closest_marker("slow")]
-    if mark == "quick" and slow:
-        raise collector.CollectError(
-            f"{test}: quick names {slow}, which are marked slow as well, so they would be slow"
-        )
-    return found.args
-
-
 def processor_seconds():
     """Return the processor time of this process, and of those that it has waited for."""
     return sum(os.times()[:4])

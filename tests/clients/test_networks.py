@@ -108,6 +108,20 @@ def test_flax_nnx(options):
     check(lambda state, x: nnx.merge(graph, state)(x), 1, state, POINTS, options)
 
 
+def test_nnx_grad_of_a_model_that_all_items_share():
+    """A model knows in which trace it was made, and `nnx.grad` refuses one of another trace."""
+    model, targets = NNXPerceptron(nnx.Rngs(0)), POINTS[..., :2]
+
+    def gradient(model, x, y):
+        return nnx.grad(lambda model, x, y: jnp.sum((model(x) - y) ** 2))(model, x, y)
+
+    got = auto_vmap(x=1, y=1, chunk_size=3, jit=True)(gradient)(model, POINTS, targets)
+    mapped = gradient
+    for _ in range(POINTS.ndim - 1):
+        mapped = jax.vmap(mapped, (None, 0, 0))
+    assert_same(jax.tree.leaves(got), jax.tree.leaves(jax.jit(mapped)(model, POINTS, targets)))
+
+
 @OPTIONS
 def test_equinox(options):
     model = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(2))

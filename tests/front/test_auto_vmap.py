@@ -432,6 +432,21 @@ def test_unranked_objects_pass_by_identity(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True}], ids=str)
+def test_unranked_pytrees_of_arrays_are_made_in_the_trace(options):
+    """As in `jax.vmap`: `nnx.grad` refuses a model that was made in another trace."""
+    params, received = {"w": jnp.ones(3)}, []
+
+    @auto_vmap(params=None, x=1, **options)
+    def f(params, x):
+        received.append(params)
+        return params["w"] @ x
+
+    assert_same(f(params, jnp.ones((5, 3))), jnp.full(5, 3.0))
+    assert received
+    assert all(got is not params for got in received)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"jit": True}], ids=str)
 def test_none_passes_through_whatever_its_rank(options):
     @auto_vmap(1, 0, {"a": 1, "b": 2}, **options)
     def f(x, weight=None, extra=None):

@@ -176,6 +176,15 @@ SPECS: dict[str, type[KernelSpec]] = {}
 # Leaves.
 
 
+def _made_again(value: Any) -> Any:
+    """Rebuild a pytree of arrays, as `jax.vmap` does.
+
+    A model of Flax knows in which trace it was made, and `nnx.grad` refuses one of another.
+    """
+    leaves, structure = jax.tree.flatten(value)
+    return structure.unflatten(leaves) if any(map(is_array, leaves)) else value
+
+
 def is_array(leaf: Any) -> bool:
     """Whether JAX accepts this leaf as an array without conversion."""
     if isinstance(leaf, jax.Array):
@@ -295,7 +304,9 @@ class BoundKernel(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
-        arguments = {**self.arguments.arguments, **dict(values), **self._masks(plan)}
+        others = {name: _made_again(x) for name, x in self.others.items()}
+        others = others if plan.plan.levels else {}
+        arguments = {**self.arguments.arguments, **dict(values), **others, **self._masks(plan)}
         given = self.kernel.rebind(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
             return self.fun(*given.args, **given.kwargs)
