@@ -16,6 +16,16 @@ import rankax
 from rankax.core.trace.programs import name_and_params, subprograms
 
 
+def at_each_run(
+    names: Container[str], cases: Mapping[str, Any], others: pytest.MarkDecorator = pytest.mark.slow
+) -> list[Any]:
+    """Return ``cases`` for `parametrize`, with their names as identifiers; others are marked."""
+    return [
+        pytest.param(case, id=name, marks=() if name in names else others)
+        for name, case in cases.items()
+    ]
+
+
 def slow(*values: Any) -> Any:
     """Mark one case of a parametrized test slow; with several parameters, pass a value of each."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -276,3 +276,29 @@ def test_eager_calls_on_an_explicit_mesh(mesh):
                 same_kinds({name: found}, want)
                 for path, out in jax.tree.leaves_with_path(found):
                     assert out.sharding.is_equivalent_to(spread, out.ndim), path
+
+
+@on("Explicit")
+def test_a_custom_vjp_of_an_array_that_all_items_share_is_a_limit(mesh):
+    """See `docs/limits.md`; if this fails, the limit has gone, and so may the sentence."""
+
+    @jax.custom_vjp
+    def dot(w, x):
+        return jnp.sin(w @ x)
+
+    def backward(residuals, cotangent):
+        w, x = residuals
+        slope = cotangent * jnp.cos(w @ x)
+        return slope * x, slope * w
+
+    dot.defvjp(lambda w, x: (dot(w, x), (w, x)), backward)
+    w, x = jnp.arange(3.0) / 3, put(mesh, X, "d")
+
+    def gradient(**options):
+        mapped = auto_vmap(1, 1, **options)(dot)
+        return jax.jit(jax.grad(lambda w: jnp.sum(mapped(w, x))))(w)
+
+    with pytest.raises(ValueError, match="bwd rule"):
+        gradient(chunk_size=2)
+    want = jax.jit(jax.grad(lambda w: jnp.sum(jax.vmap(dot, (None, 0))(w, jnp.asarray(X)))))(w)
+    np.testing.assert_allclose(gradient(devices=False), want, rtol=1e-5)

@@ -98,7 +98,7 @@ def test_the_plan_says_what_was_chosen_and_measured():
     memory = plan.memory
     assert 1 <= plan.in_flight <= memory.chunk_size  # the cache may ask for a smaller tile
     assert memory.limit == 300_000
-    found = r"\n  memory limit 300 kB: at most \d+ in flight, forward [\d.]+ kB, gradient \d+ kB$"
+    found = r"\n  memory limit 300 kB: allows \d+ in flight, forward [\d.]+ kB, gradient \d+ kB$"
     assert re.search(found, str(plan))
     assert str(memory) in plan._repr_html_()
 

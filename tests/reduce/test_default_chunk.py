@@ -73,7 +73,7 @@ def test_the_plan_shows_it():
     kernel, _ = pairs("sum")
     plan = kernel.plan(POINTS[:, None], POINTS)
     assert 1 < plan.in_flight <= 1024
-    assert "bounded by default; chunk_size=None evaluates all items at once" in str(plan)
+    assert "bounded by default; memory_limit= may take more, chunk_size=None takes all" in str(plan)
     for bound in ({"chunk_size": 1000}, {"memory_limit": "1 MB"}, {"chunk_size": None}):
         assert "by default" not in str(kernel.with_options(**bound).plan(POINTS[:, None], POINTS))
 

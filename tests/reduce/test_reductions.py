@@ -796,7 +796,6 @@ def test_a_fold_may_not_hold_a_tracer():
             "Gram: weights[0] must be an array or a scalar, got str",
         ),
     ],
-    ids=str,
 )
 def test_wrong_objects(make, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}"):

@@ -84,7 +84,7 @@ def _notes(call: Traced, plan: Schedule) -> tuple[str, ...]:
     options, jaxpr = call.options, call.item.closed.jaxpr
     notes: list[str] = []
     if options.chunk_size == AUTO and plan.steps > 1:
-        notes.append("bounded by default; chunk_size=None evaluates all items at once")
+        notes.append("bounded by default; memory_limit= may take more, chunk_size=None takes all")
     for hook in NOTES:
         notes += hook(options, jaxpr, plan)
     return tuple(notes)

@@ -106,7 +106,7 @@ class MemoryFit:
             gradient = f", gradient: none ({self.no_gradient})"
         stored = ", nothing recomputed" if self.stored else ""
         return (
-            f"memory limit {shown_bytes(self.limit)}: at most {self.chunk_size} in flight, forward "
+            f"memory limit {shown_bytes(self.limit)}: allows {self.chunk_size} in flight, forward "
             f"{shown_bytes(self.forward)}{gradient}{stored}"
         )
 

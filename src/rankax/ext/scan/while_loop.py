@@ -134,11 +134,11 @@ def checkpoint_while_loop(
         return lax.while_loop(cond_fun, body_fun, init_val)
     init_val = jax.tree.map(jnp.asarray, init_val)
     tree = jax.tree.structure(init_val)
-    site = f"{site}: body_fun {messages.function_location(body_fun)}"
+    of_body = f"{site}: body_fun {messages.function_location(body_fun)}"
 
     def body(carry: Sequence[Any]) -> list[Any]:
         out = body_fun(tree.unflatten(carry))
-        check_carry(site, site, "init_val", init_val, out)
+        check_carry(site, of_body, "init_val", init_val, out)
         return jax.tree.leaves(out)
 
     def cond(carry: Sequence[Any]) -> Any:
@@ -150,7 +150,7 @@ def checkpoint_while_loop(
             )
         return out
 
-    step, init = trace_step(site, "init_val", init_val, body)
+    step, init = trace_step(of_body, "init_val", init_val, body)
     programs = jax.make_jaxpr(cond)(init), step
     refusal = _refusal(site, (cond_fun, body_fun), programs)
     arrays = [list(closed.consts) for closed in programs], init
