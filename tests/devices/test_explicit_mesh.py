@@ -279,7 +279,7 @@ def test_eager_calls_on_an_explicit_mesh(mesh):
 
 
 @on("Explicit")
-def test_a_custom_vjp_of_an_array_that_all_items_share_is_a_limit(mesh):
+def test_a_custom_vjp_of_a_shared_array_is_a_limit(mesh):
     """See `docs/limits.md`; if this fails, the limit has gone, and so may the sentence."""
 
     @jax.custom_vjp

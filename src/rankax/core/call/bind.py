@@ -181,7 +181,10 @@ def _made_again(value: Any) -> Any:
 
     A model of Flax knows in which trace it was made, and `nnx.grad` refuses one of another.
     """
-    leaves, structure = jax.tree.flatten(value)
+    try:
+        leaves, structure = jax.tree.flatten(value)
+    except ValueError:  # a dict whose keys have no order
+        return value
     return structure.unflatten(leaves) if any(map(is_array, leaves)) else value
 
 
