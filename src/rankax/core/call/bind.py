@@ -307,8 +307,8 @@ class BoundKernel(Bound):
 
     def call(self, leaves: Sequence[Any], plan: Nesting) -> Any:
         values = zip(self.shell.names, self.shell.treedef.unflatten(leaves), strict=True)
-        others = {name: _made_again(x) for name, x in self.others.items()}
-        others = others if plan.plan.levels else {}
+        again = self.others if plan.plan.levels else {}
+        others = {name: _made_again(x) for name, x in again.items()}
         arguments = {**self.arguments.arguments, **dict(values), **others, **self._masks(plan)}
         given = self.kernel.rebind(arguments, written=True)
         with noted_errors(self.fun, functools.partial(self._described, plan.plan.leaves)):
