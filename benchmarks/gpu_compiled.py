@@ -22,19 +22,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 import hlo
 import stamp
 from gpu import in_mode, items_of
+from pair_tasks import TASKS, of_squares, ways
 from rankax import auto_vmap, chunked_vmap
-from rankax.reductions import BottomK, Moments
-from reductions import gauss, minus_square, square
 from tile_kernels import CASES, Case
 
 POINTS = 100_000
-ROWS = 64  # of `lax.map`
 BATCH = 2**20  # of `lax.map`
 
 # The options of rankax, by the name of the row.
@@ -65,74 +62,12 @@ records as a graph.
 """
 
 
-class Task(NamedTuple):
-    """A reduction over pairs, by rankax and by `jax.numpy`."""
-
-    name: str
-    kernel: Callable[..., Any]
-    reduce: Any
-    plain: Callable[..., Any]
-    modes: tuple[str, ...] = ("forward", "gradient")
-
-
-def gravity(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
-    """The pull on a point, which is a vector."""
-    away = y - x
-    return w * away / (jnp.sum(away**2) + 1e-2) ** 1.5
-
-
-def nearest(values: jax.Array) -> Any:
-    found, indices = lax.top_k(-values, 5)
-    return -found, indices
-
-
-TASKS = [
-    Task("sum", gauss, "sum", jnp.sum),
-    Task("gravity, a vector", gravity, "sum", lambda values: jnp.sum(values, axis=0)),
-    Task("logsumexp", minus_square, "logsumexp", jax.nn.logsumexp),
-    Task("argmin", square, "argmin", jnp.argmin, ("forward",)),
-    Task("nearest 5", square, BottomK(5), nearest),
-    Task("mean", square, "mean", jnp.mean),
-    Task("moments", square, Moments(), lambda values: (jnp.mean(values), jnp.var(values))),
-]
-
-
 class Way(NamedTuple):
     """A way to evaluate many items: its name, the call, and what compiles it."""
 
     name: str
     call: Callable[..., Any]
     compiled: Callable[..., Any] = h100.compiled
-
-
-def reduced(task: Task) -> Iterator[Way]:
-    """The reduction for each of the first points, by several ways."""
-    others = (0,) * (task.kernel.__code__.co_argcount - 1)
-
-    def row(x: jax.Array, *arrays: Any) -> Any:
-        return task.plain(jax.vmap(task.kernel, (None, *others))(x, *arrays))
-
-    def blocks(x: jax.Array, *arrays: Any) -> Any:
-        return lax.map(jax.checkpoint(lambda own: row(own, *arrays)), x, batch_size=ROWS)
-
-    yield Way("`jax.vmap`", lambda x, *arrays: jax.vmap(lambda own: row(own, *arrays))(x))
-    yield Way(f"`lax.map` of {ROWS} rows", blocks)
-    for name, options in PAIRS.items():
-        ranks = (1, 1, 0)[: 1 + len(others)]
-        call = auto_vmap(*ranks, reduce=task.reduce, reduce_axis=-1, **options)(task.kernel)
-        yield Way(name, lambda x, *arrays, f=call: f(x[:, None], *arrays))
-
-
-def of_squares(fun: Callable[..., Any], mode: str, count: int) -> Callable[..., Any]:
-    """Return a reduction, or the gradient of the sum of its squares by all arguments."""
-    if mode == "forward":
-        return fun
-
-    def total(*arrays: Any) -> jax.Array:
-        leaves = jax.tree.leaves(fun(*arrays))
-        return sum(jnp.sum(x**2) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
-
-    return jax.grad(total, tuple(range(count)))
 
 
 def mapped(case: Case, items: int) -> Iterator[Way]:
@@ -188,12 +123,11 @@ def compiled(row: Row) -> list[str]:
 
 def over_pairs() -> Iterator[Row]:
     for task in TASKS:
-        count = task.kernel.__code__.co_argcount
-        shapes = [(POINTS, 3), (POINTS, 3), (POINTS,)][:count]
-        arrays = [h100.shaped(*shape) for shape in shapes]
+        arrays = [h100.shaped(*shape) for shape in task.shapes(POINTS)]
         for mode in task.modes:
-            for way in reduced(task):
-                yield Row([task.name, mode], way, of_squares(way.call, mode, count), arrays)
+            for way in itertools.starmap(Way, ways(task, PAIRS)):
+                fun = of_squares(way.call, mode, task.arguments)
+                yield Row([task.name, mode], way, fun, arrays)
 
 
 def over_items() -> Iterator[Row]:
