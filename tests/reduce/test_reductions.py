@@ -823,6 +823,31 @@ def test_many_of_a_length_that_no_tile_divides(kind):
     assert primitives(call, x)["top_k"] == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int16, jnp.bool_])
+@pytest.mark.parametrize("kind", [TopK, BottomK])
+def test_numbers_are_compared_as_floats(kind, dtype):
+    """Those that are next to each other, with many equal ones and some that do not count."""
+    rng, info = np.random.default_rng(0), jnp.finfo(jnp.float32)
+    edges = [np.nan, np.inf, info.max, 1.0, info.tiny, 0.0, -info.tiny, -1.0, info.min, -np.inf]
+    x = np.float32(edges)
+    x = np.concatenate([x, np.nextafter(x, np.float32(0)), np.nextafter(x, -x)])
+    x = x[np.abs(x) != info.smallest_subnormal]
+    x = jnp.asarray(rng.permutation(np.concatenate(40 * [x]))).astype(dtype)
+    counts = jnp.asarray(rng.random(x.size) < 0.5)
+    key = np.asarray(x, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.asarray(x)
+    key = key.astype(np.float64)
+    key = np.where(np.isnan(key), 1e300, np.where(np.isinf(key), np.sign(key) * 1e200, key))
+    order = np.argsort(key if kind is BottomK else -key, kind="stable")
+    for k, size in (9, 16), (4, 1100):  # XLA:GPU sorts fewer than 1024
+        got = jax.jit(chunked_reduce(lambda v: v, kind(k), size))(x)
+        assert_same(got.indices, order[:k].astype(np.int32))
+        reduce = kind(k, where=1)
+        got = jax.jit(chunked_reduce(lambda v, own: (v, own), (reduce, None), size))(x, counts)[0]
+        some = order[np.asarray(counts)[order]]
+        assert_same(got.indices, some[:k].astype(np.int32))
+        assert_same(got.values, x[some[:k]])
+
+
 @pytest.mark.parametrize(
     ("weights", "chunk_size"), [(np.ones(3), None), ({"a": [1.0]}, 2)], ids=type
 )

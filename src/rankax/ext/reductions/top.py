@@ -2,6 +2,7 @@
 """The best items of a row: their state, and how values are ordered."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from rankax.core.protocol import (
     no_index,
     scalar,
 )
+
+_INFINITY = 0x7F800000  # as float32
 
 
 def if_found(index: jax.Array, value: jax.Array, otherwise: Any) -> jax.Array:
@@ -32,6 +35,7 @@ class Top(Chosen):
 
     k: int
     descending: bool  # whether these are the largest items
+    has_floats: bool  # whether keys can be compared `as_floats`
 
     def start(self, slots: int) -> State:
         return self.empty(self.k)
@@ -43,21 +47,24 @@ class Top(Chosen):
         return entries if counts is None else choose(counts, entries, self.empty(index.size))
 
     def step(self, state: State, tile: Any, index: jax.Array, counts: Any = None) -> State:
-        def of_all() -> State:
+        entries = keys, _ = self.entries(tile, index, counts)
+
+        def by_top_k(numbers: jax.Array) -> State:
             count = min(self.k, tile.shape[-1])
-            keys, places = lax.top_k(sort_key(tile, largest=self.descending), count)
-            # The indices of the slots are consecutive.
-            first = lax.index_in_dim(index, 0, keepdims=False)
-            best = keys, first + places.astype(self.index_dtype)
+            _, places = lax.top_k(numbers, count)
+            best = tuple(jnp.take_along_axis(x, places, axis=-1) for x in entries)
             return self.merge(state, concatenated(best, self.empty(self.k - count)))
 
-        def of_some() -> State:
-            return self.merge(state, self.entries(tile, index, counts))
-
+        if self.has_floats:
+            floats = as_floats(keys)
+            return by_top_k(floats if counts is None else jnp.where(counts, floats, -jnp.inf))
         if counts is None:
-            return of_all()
-        # Only the last tile has items that were in another. A sort takes longer than `top_k`.
-        return of_some() if self.some else lax.cond(jnp.all(counts), of_all, of_some)
+            return by_top_k(keys)
+        # An item that does not count can have the same key as one that does. Only the last tile has
+        # items that were in another. A sort takes longer than `top_k`.
+        sort = functools.partial(self.merge, state, entries)
+        whole = functools.partial(by_top_k, keys)
+        return sort() if self.some else lax.cond(jnp.all(counts), whole, sort)
 
     def merge(self, first: State, second: State) -> State:
         return self.join(concatenated(first, second))
@@ -71,6 +78,25 @@ def first_k(k: int, keys: jax.Array, index: jax.Array, *others: jax.Array) -> li
     # Flipping the bits of an integer reverses the order.
     flipped, *rest = lax.sort((~keys, index, *others), dimension=-1, num_keys=2)
     return [~flipped[..., :k], *(x[..., :k] for x in rest)]
+
+
+def has_floats(dtype: Any) -> bool:
+    """Whether the keys of a dtype can be compared `as_floats`."""
+    return dtype == jnp.float32 or jnp.dtype(dtype).itemsize < 4
+
+
+def as_floats(keys: jax.Array) -> jax.Array:
+    """Return finite float32 in the order of keys; infinite only for NaN that is larger than all.
+
+    `jax.lax.top_k` sorts integers. XLA has a function of its own for float32, which takes 1/20 to
+    1/50 of the time on a CPU, and 1/7 on a GPU, where it fails for NaN (openxla/xla#48119). So
+    numbers move by two floats towards 0, where five become one: 0 and denormals up to 2.8e-45.
+    """
+    if keys.dtype != jnp.int32:
+        return keys.astype(jnp.float32)
+    nearer = jnp.clip(keys - jnp.clip(keys, -2, 2), -_INFINITY, _INFINITY)
+    bits = jnp.where(nearer < 0, nearer ^ jnp.int32(2**31 - 1), nearer)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def sort_key(x: jax.Array, *, largest: bool) -> jax.Array:

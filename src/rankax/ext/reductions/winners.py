@@ -37,7 +37,7 @@ from rankax.core.protocol import (
     worst_value,
 )
 from rankax.ext.reductions.each import EachLeaf, dtype_of
-from rankax.ext.reductions.top import Top, first_k, if_found, sort_key
+from rankax.ext.reductions.top import Top, as_floats, first_k, has_floats, if_found, sort_key
 
 
 class _Compared(EachLeaf):
@@ -166,7 +166,7 @@ class FirstK(_Compared):
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         def top(out: jax.Array) -> TopKResult:
             keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
-            _, indices = lax.top_k(keys, self.k)
+            _, indices = lax.top_k(as_floats(keys) if has_floats(out.dtype) else keys, self.k)
             indices = jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
             return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
 
@@ -175,7 +175,7 @@ class FirstK(_Compared):
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
         settings = aval.shape, dtype, index_dtype(size), True, self.k, self.largest
-        return Top(*settings, some=self.where is not None)
+        return Top(*settings, has_floats(aval.dtype), some=self.where is not None)
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""

@@ -46,7 +46,11 @@ def in_tiles(step: Accumulation, jaxpr: Any, *, again: bool) -> Accumulation:
             kind = DelayedArg
         elif again and not (names & FUNCTIONS or accumulator.core or jaxpr.effects):
             kind = BlockArg
-    elif isinstance(accumulator, Top) and accumulator.k <= _MOST_IN_SLOTS:
+    elif (
+        isinstance(accumulator, Top)
+        and accumulator.k <= _MOST_IN_SLOTS
+        and not accumulator.has_floats
+    ):
         kind = TopOfSlots
     return dataclasses.replace(step, accumulator=kind(**vars(accumulator)))
 
@@ -122,7 +126,7 @@ class BlockArg(Arg):
 class TopOfSlots(Top):
     """`Top` for a small ``k``: each slot has ``k`` entries of its own, best first.
 
-    `jax.lax.top_k` takes 130 to 300 ns an item, for any small ``k``, and these
+    `jax.lax.top_k` of integers takes 130 to 300 ns an item, for any small ``k``, and these
     comparisons take 7 ns for ``k = 1``, 33 for 4 and 94 for 8. Tiles are compared in the next step,
     as those of `DelayedArg` are; otherwise it takes three times as long. A joined state is one of
     `Top`.
