@@ -49,9 +49,9 @@ def test_default_options(name):
     fun, reduce, args = CASES[name]
     for mode, call in modes(name, mapped(fun, reduce, args), args):
         program = read(h100.compiled(call, *args))
-        assert program.temporaries <= 200e6, mode
+        assert program.temporaries <= 800e6, mode
         kernels = sum(loop.steps * loop.kernels for loop in program.loops)
-        assert kernels <= 30_000, mode
+        assert kernels <= 4_000, mode
         assert not any(loop.loops for loop in program.loops)
         assert not program.has_unknown_steps
 
@@ -96,7 +96,8 @@ def test_kernels_of_a_step(name):
     fun, args = (
         (gaussian, CASES["gaussian"][2]) if reduce == "sum" else (distance, (POINTS, POINTS))
     )
-    call = mapped(fun, Moments() if reduce == "Moments" else reduce, args)
+    reduce = Moments() if reduce == "Moments" else reduce
+    call = mapped(fun, reduce, args, chunk_size=8_000_000)  # 80 rows
     call = gradient(call, *args) if is_gradient else call
     found = launched(h100.compiled(call, *args).as_text())
     assert [[_without_stack(each) for each in step] for step in found] == STEPS[name]
@@ -109,7 +110,7 @@ def _without_stack(kernel):
 
 def test_small_chunks_are_slow_and_named():
     fun, reduce, args = CASES["gaussian"]
-    with pytest.warns(UserWarning, match="200000 steps of 50000 on a GPU.*chunk_size=8000000"):
+    with pytest.warns(UserWarning, match="200000 steps of 50000 on a GPU.*chunk_size=62500000"):
         small = read(h100.compiled(mapped(fun, reduce, args, chunk_size=2**16), *args))
     default = read(h100.compiled(mapped(fun, reduce, args), *args))
     assert small.launches > 100 * default.launches
@@ -130,4 +131,4 @@ def test_where_jax_runs_is_not_what_decides():
     kernel = auto_vmap(1, 1, 0, reduce=reduce, reduce_axis=-1)(fun)
     small = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (shaped(N, 1, 3), *args[1:])]
     assert kernel.plan(*small).in_flight <= 1024
-    assert kernel.plan(shaped(N, 1, 3), *args[1:]).in_flight == 8_000_000
+    assert kernel.plan(shaped(N, 1, 3), *args[1:]).in_flight == 62_500_000
