@@ -313,7 +313,8 @@ def _without_sections(text):
 
 
 SECTIONS = (
-    *("cpu", "cpu-math", "flags", "h100-compiled", "jacobians", "lockstep", "ragged"),
+    *("cpu", "cpu-math", "flags", "gpu-first", "h100-compiled", "jacobians", "lockstep"),
+    "ragged",
     *("reductions", "scan_levels", "tiles", "tiles-one-core"),
 )
 UNSHOWN = ("tile-sizes",)  # about every kernel, for those who change the rule of tiles
