@@ -49,7 +49,7 @@ MUTANTS = [
         "number_items.number", "nothing listed", "keys::a_part_of_a_batch_has_the_keys_of_the_whole"
     ),
     # Programs that eager calls keep.
-    Mutant("run._run", "element left out", CALLS, 4),
+    Mutant("run._run", "element left out", CALLS, 3),
     Mutant("_key_of", "element left out", CALLS, 1),
     Mutant("derivatives_key", "no error", "eager::rules_may_change"),
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
@@ -61,9 +61,10 @@ MUTANTS = [
         "lockstep::loops_of_closed_over_arrays_and_of_length_zero",
     ),
     Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
-    Mutant("Engine._end", "left operand", "lockstep::trees_integers_and_bools", 7),
+    Mutant("Engine._take", "right operand", "lockstep::trees_integers_and_bools", 2),
     # Reductions.
     Mutant("RunStates.renumber.place", "left operand", "blocks"),
+    Mutant("as_floats", "comparison", "reductions::numbers_are_compared_as_floats", 1),
     Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
