@@ -193,7 +193,7 @@ def limits(small: bool) -> Iterator[list[str]]:
     for limit in ("4 MB",) if small else ("1 GB", "2 GB", "4 GB"):
         command = [sys.executable, __file__, "--limit", limit, *(["--small"] if small else [])]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        yield [limit, *(run.stdout if run.returncode == 0 else run.stderr)[-300:].split(";")]
+        yield [limit, *(run.stdout or run.stderr).splitlines()[-1].split(";")]
 
 
 def limited(limit: str, small: bool) -> list[str]:

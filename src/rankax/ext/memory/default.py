@@ -11,8 +11,9 @@ Without a bound, the gradient of a sum over all pairs of 100,000 points stores 8
   product of matrices or a loop.
   Each step launches a few kernels, of 2 to 3 microseconds each, so chunks have millions of items,
   and whole rows of the reduced axes, up to twice that size. Measured on an H100, with
-  ``benchmarks/gpu.py``: seven reductions forward are as fast as `jax.vmap`, and 1.2 to 1.8 times as
-  fast as with 32 MiB, which fit its second-level cache; gradients 1 to 1.5 times.
+  ``benchmarks/gpu.py``: forward, seven reductions are 1.2 to 1.7 times as fast as with 32 MiB,
+  which fit its second-level cache, and gradients 1 to 1.5 times. All but `BottomK` then take 1.0 to
+  1.2 times as long as `jax.vmap`.
 
 Tests: ``tests/reduce/test_default_chunk.py``, and ``tests/gpu`` for what the compiler stores.
 """

@@ -216,9 +216,8 @@ class TopK(FirstK):
     """The ``k`` largest items, largest first, as `jax.lax.top_k` chooses them; nan is the largest.
 
     Equal items stay in order: the first comes first. Of float32, 0 and denormals up to 2.8e-45 can
-    count as equal. The result is a NamedTuple of ``values`` and
-    ``indices`` (into the reduced axes, as if they were one), both with an axis of length ``k`` in
-    place of the reduced axes.
+    count as equal. The result is a NamedTuple of ``values`` and ``indices`` (into the reduced axes,
+    as if they were one), both with an axis of length ``k`` in place of the reduced axes.
     """
 
 
