@@ -23,7 +23,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import shown  # noqa: E402
 
 shown.check()  # the figures, and the words about them, against what was measured
-for words in shown.older():  # no error: CONTRIBUTING.md says why
+for words in shown.older():  # no error: README.md says why
     print(f"older than the code: {words}")
 
 TAGLINE = "Write a JAX function for one item. Call it on any batch, in bounded memory."
@@ -47,7 +47,7 @@ extensions = [
     "notebooks",
     "prompts",
 ]
-exclude_patterns = ["_build", "_parts", "tests"]
+exclude_patterns = ["README.md", "_build", "_parts", "tests"]
 
 # Pages that run, each in a kernel of its own and in an empty folder, so that a reader can paste
 # their cells. The path is for what draws the page on benchmarks, and the thumbnails of the gallery.

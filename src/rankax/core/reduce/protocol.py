@@ -37,7 +37,10 @@ Most reductions work on each leaf by itself (`EachLeaf`): they define `function`
 derivative: the default returns constants, so gradients in chunks are zero. The code of a new
 reduction is in `ext/reductions`: `sums.py` or `winners.py` defines it, and its accumulator unless
 one of `states.py`, `extrema.py` or `accumulators.py` fits; `__init__.py` names it; and
-`rankax.reductions` exports it.
+`rankax.reductions` exports it. Gradients, sharded batches and blocks need no more. A name is also
+listed under `reduce` in the docstrings of `auto_vmap` and `chunked_reduce`, in
+``docs/howto/reduce.md`` and ``docs/reference/reductions.md``, and in `named_reductions` of
+``tests/helpers.py``.
 """
 
 import copy

@@ -21,7 +21,7 @@ from rankax.core.protocol import (
 )
 from rankax.ext.xla_cpu import components, extremes, kept_residuals, kept_values, library, tiles
 
-# The versions of JAX that the rules were measured with. CONTRIBUTING says how to raise the second.
+# The versions of JAX that the rules were measured with; `__init__.py` says how to raise the second.
 _SINCE, _BEFORE = (0, 12), (0, 13)
 
 #: Whether the rules hold for kernels that do not say so themselves.
