@@ -37,7 +37,7 @@ import jax
 from rankax.core.protocol import METHODS, Options, bind, check_bool
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import free_bytes
-from rankax.ext.tune.table import Candidate, Tuning, measured_for
+from rankax.ext.tune.table import NOT_TRIED, Candidate, Tuning, measured_for
 from rankax.ext.tune.workload import RaggedWorkload, Workload
 
 _FEW_ITEMS = 16  # of the first slice
@@ -92,7 +92,7 @@ class _Trial:
 
     options: Options
     tile: int
-    note: str = "not tried"
+    note: str = NOT_TRIED
     levels: Any = None  # of its plan, once it is tried
     temporaries: int | None = None
     items: int = 0  # of the slice that was run

@@ -15,6 +15,7 @@ import jax
 from rankax.core.protocol import leaves_with_names, table
 from rankax.ext.memory.budget import shown_bytes
 
+NOT_TRIED = "not tried"  # the note of a candidate for which there was no time
 _FORMAT = "rankax tunings, 1"
 _HEADER = ("items at once", "options", "time per item", "temporaries", "")
 
@@ -92,9 +93,11 @@ class Tuning:
         facts = self.measured_for
         what = "value and gradient" if facts["gradient"] else "value"
         arguments = ", ".join(f"{path} {kind}" for path, kind in facts["arguments"].items())
+        left = sum(candidate.note == NOT_TRIED for candidate in self.candidates)
+        more = f"; {left} not tried, for which pass more seconds=" if left else ""
         return (
             f"{facts['kernel'].rpartition('.')[2]}: {what} for {arguments}, on {facts['device']} "
-            f"with JAX {facts['jax']}"
+            f"with JAX {facts['jax']}{more}"
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
