@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
-from rankax.core.loop.rules import NO_RULES
+from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 
 SOURCE = Path(rankax.__file__).parent
@@ -229,9 +229,9 @@ def until_positive(a, b):
 
 FIRST_CALLS = {
     "plain": (18, {}),
-    "chunked": (28, {"chunk_size": 10}),
-    "reduced": (37, {"chunk_size": 10, "reduce": "sum"}),
-    "lanes": (32, {"chunk_size": 10, "lockstep": False}),
+    "chunked": (27, {"chunk_size": 10}),
+    "reduced": (36, {"chunk_size": 10, "reduce": "sum"}),
+    "lanes": (30, {"chunk_size": 10, "lockstep": False}),
 }
 
 

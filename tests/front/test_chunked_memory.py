@@ -13,7 +13,7 @@ import pytest
 
 from helpers import operations_on, primitives, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
-from rankax.core.loop.rules import NO_RULES
+from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 
 pytestmark = pytest.mark.optimized

@@ -17,8 +17,8 @@ import rankax
 from helpers import assert_same, compilations, slow, weekly
 from rankax import auto_vmap, chunked_vmap
 from rankax.core.base.cache import Kept
+from rankax.core.hooks import Rules
 from rankax.core.loop import reuse as eager
-from rankax.core.loop.rules import Rules
 from rankax.core.plan.schedule import Tiles
 from rankax.ext.xla_cpu.rules import XlaCpu
 

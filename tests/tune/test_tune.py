@@ -13,7 +13,7 @@ import pytest
 from helpers import assert_same, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
 from rankax.core.call.bind import bind
-from rankax.core.loop.rules import NO_RULES
+from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 from rankax.ext.tune import measure, workload
 from rankax.ext.tune.workload import RaggedWorkload

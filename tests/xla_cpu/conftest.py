@@ -4,7 +4,7 @@
 import pytest
 
 import rankax
-from rankax.core.loop.rules import NO_RULES
+from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 
 

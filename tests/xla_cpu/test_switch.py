@@ -14,7 +14,7 @@ from jax import lax
 
 from helpers import primitives, slow
 from rankax import auto_vmap, chunked_reduce, chunked_vmap, options
-from rankax.core.loop.rules import NO_RULES
+from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
 
 X = jax.ShapeDtypeStruct((6000, 5), jnp.float32)

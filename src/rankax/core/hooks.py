@@ -13,8 +13,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax
+from jax.extend.core import Jaxpr
+
 from rankax.core.base.target import is_spread, on_every_device
-from rankax.core.plan.schedule import Shape
+from rankax.core.plan.schedule import WHOLE_CHUNKS, Shape, Tiles
 
 F = TypeVar("F")
 
@@ -76,13 +79,15 @@ HERE = Placement()
 class Pass(Protocol):
     """What changes the program of an item before it is walked; hashable, a key of kept programs."""
 
-    def both(self, jaxpr: Any) -> Any:
+    def both(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return the program as every pass evaluates it."""
+        ...
 
-    def differs_back(self, jaxpr: Any) -> Any:
+    def differs_back(self, jaxpr: Jaxpr) -> bool:
         """Whether `back` returns a program."""
+        ...
 
-    def back(self, jaxpr: Any, site: str) -> Any:
+    def back(self, jaxpr: Jaxpr, site: str) -> Jaxpr | None:
         """Return the program that is differentiated in place of another one, or None."""
 
 
@@ -126,6 +131,66 @@ class Form:
     def of_lengths(self, call: Any, *lengths: int) -> Any:
         """Return the item of a traced call for chunks of these lengths."""
         return call.item
+
+
+class Rules:
+    """What a call does to work around a compiler: nothing, unless the rules for one say more.
+
+    A call asks one object, `Options.rules`, at each place where such a rule may act. These are the
+    answers without rules, which leave the program that one would write by hand. The rules for XLA
+    on a CPU are in `rankax.ext.xla_cpu`.
+    """
+
+    most_reduced: int | None = None  # how many items a reduction evaluates at once, at most
+
+    def tiles(self, jaxpr: Jaxpr, updated: int) -> Tiles:
+        """Return how many items are best evaluated at once.
+
+        Parameters
+        ----------
+        jaxpr : Jaxpr
+            The program of an item.
+        updated : int
+            How many numbers of its state a reduction updates with each tile.
+        """
+        return WHOLE_CHUNKS
+
+    def pays_to_store(self, jaxpr: Jaxpr) -> bool:
+        """Whether to store what an item computes takes less time than to compute it again."""
+        return True
+
+    def evaluated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Jaxpr:
+        """Return the program of an item as a loop evaluates it; ``mapped``: inputs of chunks."""
+        return jaxpr
+
+    def differentiated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Jaxpr:
+        """Return the program of an item as a loop that is differentiated evaluates it."""
+        return jaxpr
+
+    def differs_back(self, jaxpr: Jaxpr) -> bool:
+        """Whether `differentiated` may return another program than `evaluated`."""
+        return False
+
+    def stored(
+        self, leaves: Sequence[Any], specs: tuple[Any, ...]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Return the arrays that a reduction reads as it reads them best, and where they are."""
+        return list(leaves), specs
+
+    def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
+        """Return an `Accumulation` as tiles enter it.
+
+        Its joined states equal the ones of ``step``, once `Accumulator.found` has completed them,
+        which may evaluate the best tile ``again``.
+        """
+        return step
+
+    def compiled(self, fun: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Return `jax.jit` of ``fun``, which is called with arguments like ``args``."""
+        return jax.jit(fun, compiler_options=dict(options) or None)
+
+
+NO_RULES = Rules()
 
 
 class Hooks(Generic[F]):
@@ -184,8 +249,7 @@ def place_of(bound: Any, options: Any) -> Placement:
 
 def form_of(options: Any) -> Form | None:
     """Return how a kernel with these options is called, if it does not take one item."""
-    forms = FORMS.of(options)
-    return forms[0]() if forms else None
+    return next((form() for form in FORMS.of(options)), None)
 
 
 def passes_of(options: Any) -> tuple[Pass, ...]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rankax.core.base.messages import check_bool, checked_int, listed, positive_int
 from rankax.core.base.target import Target, is_cpu, target_of
 from rankax.core.declare.ranks import SYNONYMS
+from rankax.core.hooks import NO_RULES, Rules
 from rankax.core.loop.reuse import checking
-from rankax.core.loop.rules import NO_RULES, Rules
 from rankax.core.reduce.run import Reductions, checked_where, read_reductions
 
 AUTO = "auto"  # a chunk size: for a reduction, a bound of its own; otherwise none

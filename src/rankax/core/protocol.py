@@ -13,11 +13,13 @@ from rankax.core.hooks import (
     METHODS,
     NODES,
     NOTES,
+    NO_RULES,
     OBSERVERS,
     PASSES,
     PLACES,
     PLANNED,
     Placement,
+    Rules,
     TRACED,
     TRIED,
     WARNINGS,
@@ -84,9 +86,7 @@ from rankax.core.trace.derivatives import (
 )
 from rankax.core.trace.fingerprint import PLAIN, Unknown, fingerprint, key_of_value, opened
 from rankax.core.trace.programs import (
-    ClosedJaxpr,
     ItemProgram,
-    Literal,
     evaluate,
     evaluate_by,
     has_order,
@@ -101,7 +101,6 @@ from rankax.core.trace.programs import (
 
 # Loops over levels.
 from rankax.core.loop.access import carried_with, first_start, varying_axes, widen, write_chunk
-from rankax.core.loop.items import item_of, items_at, lengths_of, own_places
 from rankax.core.loop.loop import (
     Sink,
     Store,
@@ -114,8 +113,16 @@ from rankax.core.loop.loop import (
     steps_of,
 )
 from rankax.core.loop.reuse import Mode, call_of_kernel, mode_of, run_kept, warn_once
-from rankax.core.loop.rules import NO_RULES, Rules
-from rankax.core.loop.spec import LoopSpec, PLACE, index_without_fill, item_key
+from rankax.core.loop.spec import (
+    LoopSpec,
+    PLACE,
+    index_without_fill,
+    item_key,
+    item_of,
+    items_at,
+    lengths_of,
+    own_places,
+)
 
 # Reductions.
 from rankax.core.reduce.extrema import Arg, Chosen, no_index, worst_value

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from rankax.core.protocol import (
     AUTO,
@@ -59,7 +60,7 @@ class _TracedFor(NamedTuple):
     """A function, traced for some number of items."""
 
     length: int
-    closed: Any
+    closed: ClosedJaxpr
     tree: Any
     names: tuple[str, ...]
 
@@ -173,7 +174,11 @@ def _with_operands(traced: _TracedFor, arrays: Sequence[Any], consts: dict[int, 
 
 
 def _program_of(
-    programs: Any, lengths: Sequence[int], items: int, size: int, call_jaxpr: Any = None
+    programs: Any,
+    lengths: Sequence[int],
+    items: int,
+    size: int,
+    call_jaxpr: ClosedJaxpr | None = None,
 ) -> Any:
     """Return the program for this number of items."""
     if call_jaxpr is not None:
@@ -198,7 +203,7 @@ def _program_of(
     return jax.make_jaxpr(run)(*types)
 
 
-def _each(closed: Any, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+def _each(closed: ClosedJaxpr, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
     """Evaluate a program mapped over these axes of its operands."""
     run = functools.partial(evaluate, closed.jaxpr, closed.consts)
     at_once = jax.vmap(run, tuple(dims))

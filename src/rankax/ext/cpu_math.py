@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from rankax.core.protocol import (
     CHOOSERS,
@@ -41,7 +42,6 @@ from rankax.core.protocol import (
     PASSES,
     TRACED,
     TRIED,
-    Literal,
     Options,
     bool_option,
     call_with_derivative_of,

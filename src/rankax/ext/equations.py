@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rankax.core.protocol import RULES, Literal, name_and_params, subprograms
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from rankax.core.protocol import RULES, name_and_params, subprograms
 
 STEPS_OF_WHILE = 16  # assumed
-
 _LOOPS = ("scan", "while")
 FUNCTIONS = {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh"),
@@ -35,14 +36,14 @@ class Operation(NamedTuple):
     """One equation of a program, or of a program inside it."""
 
     name: str
-    eqn: Any
+    eqn: Any  # JAX's own type does not know the shapes of its variables
     times: int  # how often one evaluation runs it
     varying: tuple[bool, ...]  # which of its inputs depend on the item
     is_loop: bool
     calls: bool  # another program, whose operations come next
 
 
-def operations(jaxpr: Any, moving: set[Any] | None = None, times: int = 1) -> Iterator[Operation]:
+def operations(jaxpr: Jaxpr, moving: set[Any] | None = None, times: int = 1) -> Iterator[Operation]:
     """Yield all operations of the program of an item; of a branch, those of all programs.
 
     ``moving``: the inputs that depend on the item; by default all.
@@ -61,7 +62,7 @@ def operations(jaxpr: Any, moving: set[Any] | None = None, times: int = 1) -> It
             yield from operations(program, _inputs_that_vary(eqn, program, varying), steps)
 
 
-def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[Any]:
+def _inputs_that_vary(eqn: JaxprEqn, program: Any, varying: Sequence[bool]) -> set[Any]:
     """Return the inputs of a called program that depend on the item; all if it is not clear."""
     if not any(varying):
         return set()
@@ -74,12 +75,12 @@ def _inputs_that_vary(eqn: Any, program: Any, varying: Sequence[bool]) -> set[An
     return {v for v, varies in zip(program.invars, flags, strict=True) if varies}
 
 
-def of_item(jaxpr: Any) -> Iterator[Operation]:
+def of_item(jaxpr: Jaxpr) -> Iterator[Operation]:
     """Yield the operations that depend on the item."""
     return (each for each in operations(jaxpr) if any(each.varying) and each.eqn.outvars)
 
 
-def bytes_of_item(jaxpr: Any) -> int:
+def bytes_of_item(jaxpr: Jaxpr) -> int:
     """Return the bytes of all inputs of an item, and of all values that it computes."""
     found = (each for each in of_item(jaxpr) if each.is_loop or not each.calls)
     computed = (v for each in found for v in each.eqn.outvars)
@@ -92,7 +93,7 @@ def bytes_of(variable: Any) -> int:
     return aval.size * getattr(aval.dtype, "itemsize", 1) if hasattr(aval, "size") else 0
 
 
-def cost(jaxpr: Any) -> int:
+def cost(jaxpr: Jaxpr) -> int:
     """Return about how many numbers a program computes."""
     return sum(
         operation.times
@@ -106,7 +107,7 @@ def _size(variable: Any) -> int:
     return math.prod(getattr(variable.aval, "shape", ()))
 
 
-def lengths_of_scan(eqn: Any) -> tuple[int, int]:
+def lengths_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants, and how many are carried; rows follow.
 
     A row has one axis fewer inside. The parameters that count them differ between versions of JAX.
@@ -121,7 +122,7 @@ def lengths_of_scan(eqn: Any) -> tuple[int, int]:
     return alike(eqn.invars, body.invars) - carried, carried
 
 
-def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def split_loop(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Split the inputs of a loop.
 
     For a `while`: the constants of its condition, those of its body, the carry. For a `scan`: its
@@ -135,7 +136,7 @@ def split_loop(eqn: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], l
     return list(values[:first]), list(values[first:end]), list(values[end:])
 
 
-def has_rule(eqn: Any) -> bool:
+def has_rule(eqn: JaxprEqn) -> bool:
     """Whether an equation calls a function with its own derivative rule."""
     name, params = name_and_params(eqn)
     return name in WITH_RULE or params.get("other") is not None

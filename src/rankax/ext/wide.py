@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from rankax.core.protocol import evaluate_by
 
@@ -15,7 +16,7 @@ _MOVES = {
 }
 
 
-def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def evaluate_wide(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a program whose arguments may be wider floats than its inputs.
 
     What only moves or converts numbers takes them as they are, and all else rounds them before. So
@@ -25,7 +26,9 @@ def evaluate_wide(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> lis
     return list(map(_narrowed, outs, jaxpr.outvars))
 
 
-def _wide_step(fun: Callable[..., Any], eqn: Any, free: list[Any], inputs: list[Any]) -> list[Any]:
+def _wide_step(
+    fun: Callable[..., Any], eqn: JaxprEqn, free: list[Any], inputs: list[Any]
+) -> list[Any]:
     if free and eqn.primitive.name == "convert_element_type":
         return [lax.convert_element_type(inputs[0], eqn.params["new_dtype"])]
     if eqn.primitive.name not in _MOVES:

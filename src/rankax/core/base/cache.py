@@ -128,8 +128,9 @@ class Members(Generic[V]):
         value = self._values.get(key)
         if value is None:
             value = self._values.setdefault(key, make())
-        with contextlib.suppress(ValueError):  # it is not among them, or another thread took it
-            self._last.remove(value)
+        with contextlib.suppress(ValueError):  # another thread took it
+            if value in self._last:  # the error of `remove` has the `repr` of a kernel
+                self._last.remove(value)
         self._last.append(value)
         return value
 

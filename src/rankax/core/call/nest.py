@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from rankax.core.hooks import Observer, Pass, Walker, passes_of
+from rankax.core.hooks import Observer, Pass, Rules, Walker, passes_of
 from rankax.core.loop.access import on_explicit_mesh
 from rankax.core.loop.loop import map_level
-from rankax.core.loop.rules import Rules
 from rankax.core.loop.spec import LoopSpec, number_items, vmap_level
 from rankax.core.options import Options
 from rankax.core.plan.nesting import Nesting
@@ -23,7 +23,7 @@ from rankax.core.plan.schedule import Schedule
 from rankax.core.reduce.passes import RowReduction
 from rankax.core.reduce.run import Reductions
 from rankax.core.trace.derivatives import call_with_derivative_of
-from rankax.core.trace.programs import ClosedJaxpr, ItemProgram
+from rankax.core.trace.programs import ItemProgram
 
 Begins = Mapping[int, Any]  # where a part begins, by axis of the batch
 
@@ -67,8 +67,7 @@ class Nest:
     @property
     def walker(self) -> Walker | None:
         """What walks all levels in place of loops."""
-        kept = [spec for spec in self.specs if not spec.reduced] if self.reductions else self.specs
-        return kept[0].walker if kept else None
+        return next((spec.walker for spec in self.specs if not spec.reduced), None)
 
     def walk(
         self, item: ItemProgram, leaves: Sequence[Any], begins: Begins | None = None
@@ -151,17 +150,15 @@ class _Walk:
 
     nest: Nest
     item: ItemProgram  # without its program
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: int  # how many inputs of the program are constants
 
     @functools.cached_property
     def evaluated(self) -> _Walk:
         """The walk in the pass that is evaluated."""
-        has_loops = any(spec.is_loop and spec.walker is None for spec in self.nest.specs)
-        jaxpr = (
-            self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs) if has_loops else self.jaxpr
-        )
-        return self._as_computed(jaxpr)
+        if any(spec.is_loop and spec.walker is None for spec in self.nest.specs):
+            return self._as_computed(self.nest.rules.evaluated(self.jaxpr, self._mapped_inputs))
+        return self._as_computed(self.jaxpr)
 
     def differentiated(self, operands: Operands) -> list[Any]:
         """Walk the levels, forward, in the way that is differentiated."""
@@ -178,7 +175,7 @@ class _Walk:
         mapped = self._mapped_inputs if self.nest.reductions is None else []
         return self.nest.rules.differentiated(self.jaxpr, mapped)
 
-    def _as_computed(self, jaxpr: Any) -> _Walk:
+    def _as_computed(self, jaxpr: Jaxpr) -> _Walk:
         for each in self.nest.passes:
             jaxpr = each.both(jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr)
@@ -294,7 +291,7 @@ class _Walk:
         loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
-        outs = [v.aval.shape for v in self.jaxpr.outvars]
+        outs: list[Any] = [v.aval for v in self.jaxpr.outvars]
         shapes = [x.shape for x in mapped]
         for spec in self.nest.specs:
             pairs = list(zip(shapes, spec.in_axes, strict=False))
@@ -304,7 +301,7 @@ class _Walk:
                 return False
             shapes = [x if a is None else (*x[:a], *x[a + 1 :]) for x, a in pairs]
         pairs = zip(self.out_axes, outs, strict=True)
-        joined = all(axis == 0 and 1 not in shape for axis, shape in pairs)
+        joined = all(axis == 0 and 1 not in out.shape for axis, out in pairs)
         return not loops or (joined and not self.nest.rules.differs_back(self.jaxpr))
 
 

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
 
 from rankax.core.base.arrays import counted, has_tangent, zeros
 from rankax.core.loop import access
@@ -388,7 +389,7 @@ def _on_chunk(
     return on_one
 
 
-def apart_from_constants(closed: Any) -> Callable[..., list[Any]]:
+def apart_from_constants(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Return the program as a function ``(constants, inputs)`` that holds no constants itself.
 
     They may be tracers of an outer trace, and JAX keeps such a function alive for a while.

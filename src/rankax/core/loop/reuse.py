@@ -38,13 +38,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType
 
 from rankax.core.base.arrays import is_ref, is_staged
 from rankax.core.base.cache import Kept, switch
 from rankax.core.base.messages import caller_level
 from rankax.core.trace import fingerprint
-from rankax.core.trace.programs import ClosedJaxpr, ItemProgram
+from rankax.core.trace.programs import ItemProgram
 
 
 class Mode(enum.Enum):
@@ -153,11 +154,13 @@ def _bits(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype, np.asarray(x).tobytes()
 
 
-def _same(jaxpr: Any) -> Any:
+def _same(jaxpr: Jaxpr) -> Any:
     return jaxpr
 
 
-def _key_of(closed: Any, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode) -> _Key:
+def _key_of(
+    closed: ClosedJaxpr, of_call: tuple[Any, ...], leaves: Sequence[Any], mode: Mode
+) -> _Key:
     """Return the key of a program that can be compared."""
     if of_call[-1] is None:
         raise fingerprint.Unknown

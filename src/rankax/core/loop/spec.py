@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One level of a nest as data, and how its items are numbered: a split key for each of them.
+"""One level of a nest as data, how its items are numbered and read, and a split key for each.
 
 A nest has one `LoopSpec` for each level, outermost level first: everything that its program depends
 on except the item. They are part of the key of memory measurements (`ext/memory/choose.py`), so the
@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
@@ -165,6 +166,40 @@ def _times(place: Any, stride: Any) -> Any:
             return None
         return place if stride == 1 else place * scalar(stride, PLACE.dtype)
     return place * jnp.asarray(stride).astype(PLACE.dtype)  # a symbolic shape
+
+
+def lengths_of(levels: Sequence[LoopSpec]) -> list[int]:
+    """Return how many items each level has."""
+    return [level.chunks.length for level in levels]
+
+
+def items_at(leaves: Sequence[Any], index: Any, levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return what the item with this flat index is evaluated from."""
+    places = places_of(index, lengths_of(levels))
+    items = [item_of(leaf, i, places, levels) for i, leaf in enumerate(leaves)]
+    return [*items, *own_places(places, levels)]
+
+
+def own_places(places: Sequence[Any], levels: Sequence[LoopSpec]) -> list[Any]:
+    """Return the last inputs of an item."""
+    return [place.astype(PLACE.dtype) for place in places if levels[0].numbered]
+
+
+def item_of(leaf: Any, i: int, places: Sequence[Any], levels: Sequence[LoopSpec]) -> Any:
+    """Return the item of leaf ``i`` at these places.
+
+    It is read along all levels at once, so that `jax.vmap` makes it one gather.
+    """
+    starts, axes = {}, list(range(jnp.ndim(leaf)))
+    for place, level in zip(places, levels, strict=True):
+        if (axis := level.in_axes[i]) is not None:
+            starts[axes.pop(axis)] = place  # axes are counted without the outer levels
+    if not starts:
+        return leaf
+    start = [starts.get(axis, np.zeros((), places[0].dtype)) for axis in range(leaf.ndim)]
+    sizes = [1 if axis in starts else n for axis, n in enumerate(leaf.shape)]
+    window = lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False)
+    return lax.squeeze(window, list(starts))
 
 
 def vmap_level(fun: Callable[..., Any], level: LoopSpec, out_axes: Any = 0) -> Callable[..., Any]:

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import has_tangent, index_dtype, too_many
-from rankax.core.loop.items import items_at
-from rankax.core.loop.rules import Rules
-from rankax.core.loop.spec import LoopSpec
+from rankax.core.hooks import Rules
+from rankax.core.loop.spec import LoopSpec, items_at
 from rankax.core.reduce.extrema import Arg
 from rankax.core.reduce.protocol import Outputs
 from rankax.core.reduce.row import Row
@@ -58,7 +58,7 @@ class RowReduction:
     levels: tuple[LoopSpec, ...]
     outputs: tuple[Outputs, ...]
     reductions: Reductions
-    jaxpr: Any
+    jaxpr: Jaxpr
     rules: Rules
 
     def values(self, consts: Sequence[Any], leaves: Sequence[Any], *, back: bool) -> list[Any]:

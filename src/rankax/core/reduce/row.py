@@ -19,12 +19,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 
 from rankax.core.base.arrays import counted, index_dtype, scalar, zeros
-from rankax.core.loop.items import items_at
+from rankax.core.hooks import Rules
 from rankax.core.loop.loop import Tile, TileSlots, ends_of, run_loop, saved, sinks_of, steps_of
-from rankax.core.loop.rules import Rules
-from rankax.core.loop.spec import LoopSpec, vmap_level
+from rankax.core.loop.spec import LoopSpec, items_at, vmap_level
 from rankax.core.plan.schedule import Chunks
 from rankax.core.reduce.states import Accumulation, Merged
 
@@ -39,7 +39,7 @@ class Row:
     item: Callable[..., list[jax.Array]]  # from one item of each leaf to its outputs
     leaves: tuple[Any, ...]
     levels: tuple[LoopSpec, ...]
-    jaxpr: Any  # the program of an item
+    jaxpr: Jaxpr  # the program of an item
     rules: Rules
     count_of_outputs: int
     back: bool = False  # whether it is differentiated
@@ -71,7 +71,8 @@ class Row:
     def at(self, index: Any) -> list[jax.Array]:
         """Evaluate the item with this flat index; return zeros if the row is empty."""
         if not self.size:
-            return [zeros(v.aval.shape, v.aval.dtype) for v in self.jaxpr.outvars]
+            avals: list[Any] = [v.aval for v in self.jaxpr.outvars]
+            return [zeros(aval.shape, aval.dtype) for aval in avals]
         return self.item(*items_at(self.leaves, index, self.levels))
 
     def pick(self, index: jax.Array, output: int) -> jax.Array:

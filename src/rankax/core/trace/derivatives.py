@@ -35,6 +35,7 @@ import jax
 import jax.extend
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.interpreters import ad, batching, mlir
 
 from rankax.core.base.arrays import is_ref
@@ -76,7 +77,7 @@ def call_with_derivative_of(
     return out_trees[0].unflatten(programs.as_arrays(outs, program.out_avals))
 
 
-def keep_rules(closed: Any) -> Any:
+def keep_rules(closed: ClosedJaxpr) -> Any:
     """Return a program equal to ``closed`` (a ``ClosedJaxpr``) whose rules JAX does not forget.
 
     The same object if it has no rules.
@@ -84,13 +85,13 @@ def keep_rules(closed: Any) -> Any:
     return programs.mapped_program(_with_kept_rules, closed) if _FORGETS else closed
 
 
-def _with_kept_rules(jaxpr: Any) -> Any:
+def _with_kept_rules(jaxpr: Jaxpr) -> Any:
     """Put a call of our primitive around each equation with a rule, at any depth."""
 
-    def kept(eqn: Any) -> Any:
+    def kept(eqn: JaxprEqn) -> Any:
         if eqn.primitive.name not in RULES or has_refs(eqn.invars, eqn.effects):
             return programs.with_subprograms(eqn, _with_kept_rules)
-        inputs = list({v: None for v in eqn.invars if not isinstance(v, programs.Literal)})
+        inputs = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
         return call_of(eqn, inputs, programs.only(eqn, jaxpr, inputs))
 
     return programs.with_equations(jaxpr, kept)
@@ -108,13 +109,13 @@ def _effect_of_new_ref() -> type:
     return type(effect)
 
 
-def call_of(eqn: Any, inputs: Sequence[Any], jaxpr: Any) -> Any:
+def call_of(eqn: JaxprEqn, inputs: Sequence[Any], jaxpr: Jaxpr) -> Any:
     """Return an equation like ``eqn`` in which our primitive calls ``jaxpr``.
 
     The constants of ``jaxpr`` become its first inputs.
     """
     program = programs.with_variables(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
-    params = {"call_jaxpr": programs.ClosedJaxpr(program, ()), "other": None}
+    params = {"call_jaxpr": ClosedJaxpr(program, ()), "other": None}
     return eqn.replace(primitive=_call, invars=list(inputs), params=params)
 
 
@@ -198,11 +199,11 @@ def new_primitive(
     return primitive
 
 
-def _run(*args: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+def _run(*args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
     return programs.evaluate(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
 
 
-def _types(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:
+def _types(*_: Any, call_jaxpr: ClosedJaxpr, **__: Any) -> tuple[list[Any], Any]:
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
@@ -218,7 +219,7 @@ def vmapped(axis: Any, fun: Callable[..., Any], in_axes: Any, out_axes: Any) -> 
 
 
 def _under_vmap(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Any, other: Any
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, other: Any
 ) -> tuple[list[Any], list[int | None]]:
     """Map the program, and the one that is differentiated, before either is differentiated."""
     if all(dim is None for dim in dims) and not uses_axis(axis, call_jaxpr):
@@ -244,7 +245,7 @@ def _under_vmap(
 
 
 def _differentiated(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, other: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, other: Any
 ) -> tuple[list[Any], list[Any]]:
     fun = other or functools.partial(_run, call_jaxpr=call_jaxpr)
     live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
@@ -297,7 +298,9 @@ def of_some(fun: Callable[..., Any], args: Sequence[Any], positions: Sequence[in
     return fixed
 
 
-def _transposed(cotangents: Sequence[Any], *args: Any, call_jaxpr: Any, other: Any) -> list[Any]:
+def _transposed(
+    cotangents: Sequence[Any], *args: Any, call_jaxpr: ClosedJaxpr, other: Any
+) -> list[Any]:
     """Transpose a call that is linear in its unknown arguments, for `jax.linear_transpose`."""
     fun = other or functools.partial(_run, call_jaxpr=call_jaxpr)
     unknown = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
@@ -331,10 +334,10 @@ def _high_level_call() -> Any:
     hijax: Any = importlib.import_module("jax.experimental.hijax")
 
     class HighLevelCall(hijax.HiPrim):
-        call_jaxpr: Any
+        call_jaxpr: ClosedJaxpr
         other: Any
 
-        def __init__(self, call_jaxpr: Any, other: Any) -> None:
+        def __init__(self, call_jaxpr: ClosedJaxpr, other: Any) -> None:
             self.in_avals = tuple(call_jaxpr.in_avals)
             self.out_aval = list(call_jaxpr.out_avals)
             self.effects = frozenset(call_jaxpr.effects)

@@ -32,6 +32,7 @@ import jax
 import jax.extend.random
 import numpy as np
 from jax import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from rankax.core.trace import programs
 from rankax.core.trace.derivatives import RULES, call_of
@@ -45,7 +46,7 @@ class UnknownRule(Unknown):
     """Raised because a derivative rule of the caller cannot be compared."""
 
 
-def fingerprint(closed: Any) -> Hashable:
+def fingerprint(closed: ClosedJaxpr) -> Hashable:
     """Return a key: programs with equal keys map equal constants and inputs to equal outputs."""
     if closed.effects:
         raise Unknown
@@ -64,7 +65,7 @@ def _refused(_: Any) -> Hashable:
 _Other = Callable[[Any], Hashable]
 
 
-def _of_program(jaxpr: Any, other: _Other) -> Hashable:
+def _of_program(jaxpr: Jaxpr, other: _Other) -> Hashable:
     numbers: dict[Any, int] = {}
 
     def defined(variable: Any) -> Hashable:
@@ -72,7 +73,7 @@ def _of_program(jaxpr: Any, other: _Other) -> Hashable:
         return variable.aval
 
     def used(atom: Any) -> Hashable:
-        return _of_literal(atom, other) if isinstance(atom, programs.Literal) else numbers[atom]
+        return _of_literal(atom, other) if isinstance(atom, Literal) else numbers[atom]
 
     inputs = tuple(defined(v) for v in (*jaxpr.constvars, *jaxpr.invars))
     body: list[Hashable] = []
@@ -90,10 +91,10 @@ def _of_literal(literal: Any, other: _Other) -> Hashable:
         return other(literal.val)
     # Compared by bits, because NaN differs from itself and -0.0 equals 0.0.
     value = np.asarray(literal.val)
-    return programs.Literal, literal.aval, value.dtype, value.tobytes()
+    return Literal, literal.aval, value.dtype, value.tobytes()
 
 
-def _of_params(eqn: Any, other: _Other) -> Hashable:
+def _of_params(eqn: JaxprEqn, other: _Other) -> Hashable:
     kind, params = programs.name_and_params(eqn)
     if kind in RULES:
         return key_of_value(params["call_jaxpr"], other)
@@ -123,9 +124,9 @@ def key_of_value(value: Any, other: _Other) -> Hashable:
         return type(value), struct.pack("dd", number.real, number.imag)
     if isinstance(value, np.generic):
         return type(value), value.dtype, value.tobytes()
-    if isinstance(value, programs.ClosedJaxpr):
+    if isinstance(value, ClosedJaxpr):
         return _of_program(value.jaxpr, other), *map(other, value.consts)
-    if isinstance(value, programs.Jaxpr):
+    if isinstance(value, Jaxpr):
         return _of_program(value, other)
     if _is_known(value):
         return type(value), value
@@ -158,7 +159,7 @@ def _is_record(value: Any) -> bool:
     return is_of_jax and kind.__name__ in _RECORDS
 
 
-def derivatives_key(jaxpr: Any) -> Hashable:
+def derivatives_key(jaxpr: Jaxpr) -> Hashable:
     """Return a key: equal programs with equal keys have equal derivatives."""
     keys: list[Hashable] = []  # in the order of the equations
     for eqn in jaxpr.eqns:
@@ -173,7 +174,7 @@ def derivatives_key(jaxpr: Any) -> Hashable:
     return tuple(keys)
 
 
-def opened(closed: Any) -> Any:
+def opened(closed: ClosedJaxpr) -> Any:
     """Return a program in which calls of `jax.jit` hold no arrays: they become its own constants.
 
     The same object if such calls hold none. Arrays inside a loop or a branch stay there.
@@ -183,10 +184,10 @@ def opened(closed: Any) -> Any:
     if not lifted:
         return closed
     jaxpr = closed.jaxpr.replace(constvars=[*closed.jaxpr.constvars, *lifted], eqns=eqns)
-    return programs.ClosedJaxpr(jaxpr, [*closed.consts, *lifted.values()])
+    return ClosedJaxpr(jaxpr, [*closed.consts, *lifted.values()])
 
 
-def _opened_call(eqn: Any, lifted: dict[Any, Any]) -> Any:
+def _opened_call(eqn: JaxprEqn, lifted: dict[Any, Any]) -> Any:
     if eqn.primitive.name not in ("jit", "pjit") or _is_placed(eqn.params):
         return eqn
     inner = opened(eqn.params["jaxpr"])
@@ -211,20 +212,20 @@ def _unspecified() -> type:
     return type(call.params["in_shardings"][0])
 
 
-def without_constants(jaxpr: Any) -> Any:
+def without_constants(jaxpr: Jaxpr) -> Any:
     """Return a program without constants at any depth."""
     # From JAX 0.12 on, a jaxpr holds its constants; replacing its variables drops them.
     eqns = [programs.with_subprograms(eqn, without_constants) for eqn in jaxpr.eqns]
     return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
 
-def without_rules(jaxpr: Any) -> Any:
+def without_rules(jaxpr: Jaxpr) -> Any:
     """Return a program without constants, and without derivative rules at any depth."""
     eqns = [_without_rule(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(constvars=list(jaxpr.constvars), eqns=eqns)
 
 
-def _without_rule(eqn: Any) -> Any:
+def _without_rule(eqn: JaxprEqn) -> Any:
     if eqn.primitive.name in RULES:
         return call_of(eqn, eqn.invars, without_rules(eqn.params["call_jaxpr"].jaxpr))
     eqn = programs.with_subprograms(eqn, without_rules)

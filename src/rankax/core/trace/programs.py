@@ -22,25 +22,23 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+
+# From JAX 0.12 on, the first two are the same class.
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rankax.core.base.arrays import is_staged, scalar
 from rankax.core.base.messages import function_location, listed, table, traced_as
 from rankax.core.base.trees import check_outputs, leaves_with_names, spread_prefix
 
-ClosedJaxpr = jax.extend.core.ClosedJaxpr  # from JAX 0.12 on, the same class as `Jaxpr`
-Jaxpr = jax.extend.core.Jaxpr
-Literal = jax.extend.core.Literal
-
 # From an equation as a function, the equation, what it reads, and its values, to its results.
 Step = Callable[[Callable[..., list[Any]], Any, list[Any], list[Any]], list[Any]]
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluate a program. Every output is an array.
 
     `jax.core.eval_jaxpr` returns a constant output as the number in the program, which has a dtype
@@ -50,17 +48,17 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return as_arrays(outs, [v.aval for v in jaxpr.outvars])
 
 
-def evaluator(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+def evaluator(eqn: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
     """Return an equation as a function."""
     return functools.partial(evaluate, only(eqn, jaxpr, inputs), ())
 
 
-def only(eqn: Any, jaxpr: Any, inputs: Sequence[Any]) -> Any:
+def only(eqn: JaxprEqn, jaxpr: Jaxpr, inputs: Sequence[Any]) -> Jaxpr:
     """Return the program of one equation of ``jaxpr``."""
     return with_variables(jaxpr, inputs, eqn.outvars, eqns=[eqn], effects=eqn.effects)
 
 
-def with_variables(jaxpr: Any, invars: Sequence[Any], outvars: Any, **changes: Any) -> Any:
+def with_variables(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Any, **changes: Any) -> Any:
     """Return a program without constants, which has these variables and ``changes``."""
     unnamed = {"arg_names": ("",) * len(invars), "result_paths": ("",) * len(outvars)}
     debug_info = jaxpr.debug_info._replace(**unnamed)
@@ -68,7 +66,7 @@ def with_variables(jaxpr: Any, invars: Sequence[Any], outvars: Any, **changes: A
     return jaxpr.replace(debug_info=debug_info, **whole)
 
 
-def evaluate_by(step: Step, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate_by(step: Step, jaxpr: Jaxpr, values: Sequence[Any]) -> list[Any]:
     """Evaluate a program by ``step`` for each equation, inside calls of `jax.jit` too.
 
     ``values`` belong to the constants and to the inputs. A step gets the equation as a function,
@@ -104,9 +102,9 @@ def _as_array(value: Any, aval: Any) -> jax.Array:
     return jnp.asarray(value) if is_staged() else scalar(value, aval.dtype)
 
 
-def name_and_params(eqn: Any) -> tuple[str, dict[str, Any]]:
+def name_and_params(eqn: JaxprEqn) -> tuple[str, dict[str, Any]]:
     """Return what an equation calls, and its parameters."""
-    prim = eqn.params.get("_prim")
+    prim: Any = eqn.params.get("_prim")
     if type(prim).__name__ in _HIGH_LEVEL:
         return type(prim).__name__, prim.params
     return eqn.primitive.name, eqn.params
@@ -116,14 +114,14 @@ def name_and_params(eqn: Any) -> tuple[str, dict[str, Any]]:
 _HIGH_LEVEL = ("RematTraced", "CheckpointName", "HighLevelCall")
 
 
-def with_params(eqn: Any, **changes: Any) -> Any:
+def with_params(eqn: JaxprEqn, **changes: Any) -> Any:
     """Return ``eqn`` with other values for some of its parameters."""
     if (params := name_and_params(eqn)[1]) is not eqn.params:
         changes = {"_prim": type(eqn.params["_prim"])(**{**params, **changes})}
     return eqn.replace(params={**eqn.params, **changes})
 
 
-def subprograms(eqn: Any) -> Iterator[Any]:
+def subprograms(eqn: JaxprEqn) -> Iterator[Any]:
     """Yield the jaxpr of each program that an equation calls; of a branch, all of them."""
     for value in name_and_params(eqn)[1].values():
         # Most parameters hold nothing; to flatten them would take most of the time.
@@ -132,7 +130,7 @@ def subprograms(eqn: Any) -> Iterator[Any]:
                 yield leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf
 
 
-def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
+def with_subprograms(eqn: JaxprEqn, fun: Callable[[Any], Any]) -> Any:
     """Return ``eqn`` with ``fun(jaxpr)`` in place of each program that it calls.
 
     The same object if ``fun`` returns every jaxpr unchanged.
@@ -153,7 +151,7 @@ def with_subprograms(eqn: Any, fun: Callable[[Any], Any]) -> Any:
     return with_params(eqn, **changes) if changes else eqn
 
 
-def with_equations(jaxpr: Any, fun: Callable[[Any], Any]) -> Any:
+def with_equations(jaxpr: Jaxpr, fun: Callable[[Any], Any]) -> Any:
     """Return ``jaxpr`` with ``fun(eqn)`` in place of each equation.
 
     The same object if ``fun`` returns every equation unchanged.
@@ -163,7 +161,7 @@ def with_equations(jaxpr: Any, fun: Callable[[Any], Any]) -> Any:
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def mapped_program(fun: Callable[[Any], Any], closed: Any) -> Any:
+def mapped_program(fun: Callable[[Any], Any], closed: ClosedJaxpr) -> Any:
     """Return ``closed`` with ``fun(jaxpr)`` in place of its jaxpr, and the same constants."""
     jaxpr = fun(closed.jaxpr)
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
@@ -185,7 +183,7 @@ class ItemProgram:
     """The traced kernel, from the mapped leaves of one item to its outputs."""
 
     site: str  # the kernel and its source line, for errors
-    closed: Any  # the traced program
+    closed: ClosedJaxpr  # the traced program
     out_tree: Any
     out_names: tuple[str, ...]
     out_axes: tuple[int | None, ...]  # where the mapped axis goes, counted from the front
@@ -358,7 +356,7 @@ def checked_output_axes(fun: Callable[..., Any], out: Any, out_axes: Any) -> lis
     )
 
 
-def has_order(closed: Any) -> bool:
+def has_order(closed: ClosedJaxpr | JaxprEqn) -> bool:
     """Whether a program has an effect that JAX keeps in order, and so cannot map.
 
     No public class tells, so the name does. Test: ``tests/upstream/test_names.py``.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rankax.core.protocol import is_staged, on_mesh, programs
@@ -87,13 +88,13 @@ def without_mesh(item: programs.ItemProgram) -> programs.ItemProgram:
     return dataclasses.replace(item, closed=programs.mapped_program(_untyped, item.closed))
 
 
-def _untyped(jaxpr: Any) -> Any:
+def _untyped(jaxpr: Jaxpr) -> Any:
     # The types of equations follow from their inputs, but not those of the programs inside them.
     eqns: list[Any] = []
     moved: dict[Any, Any] = {}  # what only moves among devices is left out
 
     def variables(atoms: Sequence[Any]) -> list[Any]:
-        return [x if isinstance(x, programs.Literal) else moved.get(x, x) for x in atoms]
+        return [x if isinstance(x, Literal) else moved.get(x, x) for x in atoms]
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _ONLY_MOVE:
@@ -108,17 +109,17 @@ def _untyped(jaxpr: Any) -> Any:
 _ONLY_MOVE = ("reshard", "sharding_constraint")
 
 
-def _unsharded(eqn: Any) -> Any:
+def _unsharded(eqn: JaxprEqn) -> Any:
     shardings = {name: None for name, x in eqn.params.items() if isinstance(x, NamedSharding)}
     return programs.with_params(eqn, **shardings) if shardings else eqn
 
 
-def _retraced(jaxpr: Any) -> Any:
+def _retraced(jaxpr: Jaxpr) -> Any:
     """Trace a program anew, whose constants stay apart from it."""
     apart = jaxpr.replace(constvars=list(jaxpr.constvars))  # JAX 0.12 keeps constants in the jaxpr
     count = len(jaxpr.constvars)
-    variables = [*jaxpr.constvars, *jaxpr.invars]
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    avals: list[Any] = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     def run(*args: Any) -> list[Any]:
         return programs.evaluate(_untyped(apart), args[:count], *args[count:])

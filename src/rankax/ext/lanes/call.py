@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import Jaxpr
 
 from rankax.core.protocol import (
     Chunks,
@@ -93,7 +94,7 @@ def check_lanes(item: ItemProgram) -> None:
     raise ValueError(f"{item.site}: it {cause}; use lockstep=True, or {instead}")
 
 
-def _loop_in_order(jaxpr: Any) -> str:
+def _loop_in_order(jaxpr: Jaxpr) -> str:
     """Name the innermost `while` loop with an ordered effect; nothing if there is none."""
     for eqn in filter(has_order, jaxpr.eqns):
         inside = "".join(map(_loop_in_order, subprograms(eqn)))

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from rankax.core.protocol import programs
 from rankax.ext.equations import CALLS, STEPS_OF_WHILE, WITH_RULE, cost, has_rule, split_loop
@@ -148,7 +149,7 @@ def run_ops(ops: Sequence[Op], env: Env) -> None:
         env.update(zip(op.outs, outs, strict=True))
 
 
-def cut_program(closed: Any, *, with_steps: bool = False) -> Machine:
+def cut_program(closed: ClosedJaxpr, *, with_steps: bool = False) -> Machine:
     """Cut a program at the loops whose length depends on its inputs.
 
     ``with_steps``: its last output is the number of steps of all these loops together.
@@ -166,7 +167,7 @@ def cut_program(closed: Any, *, with_steps: bool = False) -> Machine:
     return Machine(consts, inputs, cutter.once, cutter.states, outputs, tuple(cutter.ends))
 
 
-def _end(eqn: Any, *, has_rule: bool) -> str:
+def _end(eqn: JaxprEqn, *, has_rule: bool) -> str:
     """Say where lanes part, and how a loop is reversed."""
     by = "by its own derivative rule" if has_rule else _REVERSED[eqn.primitive.name]
     end = f"{eqn.primitive.name} at {source_info_util.summarize(eqn.source_info)}"
@@ -202,12 +203,12 @@ class _Cutter:
     def slot(self, aval: Any, *, is_lane: bool = True) -> Slot:
         return Slot(next(self.numbers), aval, is_lane)
 
-    def program(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
+    def program(self, jaxpr: Jaxpr, consts: Sequence[Any], ins: Sequence[Any]) -> list[Any]:
         """Add a program; return its outputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *ins], strict=True))
 
         def read(v: Any) -> Any:
-            return v if isinstance(v, programs.Literal) else env[v]
+            return v if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
@@ -226,15 +227,13 @@ class _Cutter:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _call(self, closed: Any, ins: Sequence[Any]) -> list[Any]:
-        return self.program(
-            closed.jaxpr, [programs.Literal(x, jax.typeof(x)) for x in closed.consts], ins
-        )
+    def _call(self, closed: ClosedJaxpr, ins: Sequence[Any]) -> list[Any]:
+        return self.program(closed.jaxpr, [Literal(x, jax.typeof(x)) for x in closed.consts], ins)
 
-    def _equation(self, eqn: Any, jaxpr: Any, values: list[Any]) -> list[Slot]:
+    def _equation(self, eqn: JaxprEqn, jaxpr: Jaxpr, values: list[Any]) -> list[Slot]:
         """Add one equation as it is."""
         pairs = zip(eqn.invars, values, strict=True)
-        given = {v: x for v, x in pairs if not isinstance(v, programs.Literal)}
+        given = {v: x for v, x in pairs if not isinstance(v, Literal)}
         # Inside a loop, XLA makes constants where they are used.
         is_lane = any(map(differs, values)) or bool(eqn.effects or (self.depth and not given))
         outs = self.slots(eqn.outvars, is_lane=is_lane)
@@ -249,7 +248,7 @@ class _Cutter:
 
     # Where lanes part.
 
-    def _is_cut(self, eqn: Any, values: Sequence[Any]) -> bool:
+    def _is_cut(self, eqn: JaxprEqn, values: Sequence[Any]) -> bool:
         """Whether lanes part in an equation."""
         name, flags = eqn.primitive.name, [differs(x) for x in values]
         if name == "cond":
@@ -282,7 +281,7 @@ class _Cutter:
             carry = grown
 
     def _flow(
-        self, closed: Any, flags: Sequence[bool], around: int | None
+        self, closed: ClosedJaxpr, flags: Sequence[bool], around: int | None
     ) -> tuple[list[bool], bool]:
         """Return which outputs of a program differ if these inputs do, and whether it is cut."""
         key = id(closed.jaxpr), around, *flags
@@ -301,7 +300,7 @@ class _Cutter:
         pairs = [(x, slot) for x, slot in zip(values, slots, strict=True) if x is not slot]
         self.here.add(lambda *values: values, [x for x, _ in pairs], [slot for _, slot in pairs])
 
-    def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         of_cond, of_body, start = split_loop(eqn, values)
         carry = self.slots(eqn.outvars)
 
@@ -320,7 +319,7 @@ class _Cutter:
         self._loop(body, test, test())
         return carry
 
-    def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         consts, start, rows = split_loop(eqn, values)
         length, is_reversed = eqn.params["length"], eqn.params["reverse"]
         outs, body_ins = self.slots(eqn.outvars), eqn.params["jaxpr"].jaxpr.invars
@@ -366,7 +365,7 @@ class _Cutter:
         last.targets = after, first
         entry.targets = (first,) if begins is None else last.targets
 
-    def _branch(self, eqn: Any, values: list[Any]) -> list[Any]:
+    def _branch(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         entry, outs = self.here, self.slots(eqn.outvars)
         entry.test, *operands = values
         ends: list[State] = []
@@ -384,7 +383,7 @@ class _Cutter:
 # Single equations of a program: what they call, how they run.
 
 
-def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+def called(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the program that an equation calls, and its inputs among those of the equation."""
     if eqn.primitive.name == "custom_linear_solve":
         lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
@@ -395,7 +394,7 @@ def called(eqn: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
     return closed, list(values)
 
 
-def is_minor(eqn: Any, around: int | None) -> bool:
+def is_minor(eqn: JaxprEqn, around: int | None) -> bool:
     """Whether a step of a loop costs less than the rest of a step of the `while` around it.
 
     Such a loop stays whole, and all lanes go through it together: to cut it, and so the loop
@@ -407,7 +406,7 @@ def is_minor(eqn: Any, around: int | None) -> bool:
     return of_step < around - STEPS_OF_WHILE * of_step
 
 
-def harmed(eqn: Any) -> bool:
+def harmed(eqn: JaxprEqn) -> bool:
     """Whether garbage inputs are unsafe: an error that is raised, or a loop without end."""
     name = eqn.primitive.name
     return (

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr
+
 from rankax.core.protocol import (
     CHOOSERS,
     PASSES,
@@ -75,13 +77,13 @@ def _differentiated(row: Row, steps: Steps, kept: Sequence[int], linear: bool) -
 class ReversePass:
     """The pass that gives `while` loops a reverse pass."""
 
-    def both(self, jaxpr: Any) -> Any:
+    def both(self, jaxpr: Jaxpr) -> Any:
         return jaxpr
 
-    def differs_back(self, jaxpr: Any) -> bool:
+    def differs_back(self, jaxpr: Jaxpr) -> bool:
         return has_plain_loop(jaxpr.eqns)
 
-    def back(self, jaxpr: Any, site: str) -> Any:
+    def back(self, jaxpr: Jaxpr, site: str) -> Any:
         return with_reverse_pass(jaxpr, site) if has_plain_loop(jaxpr.eqns) else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from rankax.core.protocol import (
     CHOOSERS,
@@ -88,7 +89,7 @@ def _warn_of_small_steps(call: Traced, plan: Any) -> None:
         warn_once("small steps", small)
 
 
-def _notes(options: Options, jaxpr: Any, plan: Any) -> list[str]:
+def _notes(options: Options, jaxpr: Jaxpr, plan: Any) -> list[str]:
     return [] if options.on_cpu else list(filter(None, [small_steps(jaxpr, plan)]))
 
 

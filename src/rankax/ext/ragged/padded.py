@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from rankax.core.protocol import (
     PLACE,
     BoundKernel,
-    ClosedJaxpr,
     Declaration,
     ItemProgram,
     Kept,

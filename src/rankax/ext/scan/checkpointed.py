@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
-from rankax.core.protocol import ClosedJaxpr, split_into_chunks
+from rankax.core.protocol import split_into_chunks
 from rankax.ext.memory.budget import checked_limit, limit_in_bytes, shown_bytes
 from rankax.ext.memory.limit import fit_once, free_bytes, gradient_bytes
 from rankax.ext.scan.loops import Loop, ScanArrays, Schedule, Step, chunk_sizes, run_scan, scan_call

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import ad
 
 from rankax.core.protocol import (
-    ClosedJaxpr,
     Kept,
-    Literal,
     evaluate,
     has_tangent,
     keep_rules,

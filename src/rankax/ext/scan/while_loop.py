@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from rankax.core.protocol import (
-    Literal,
     call_of,
     call_with_derivative_of,
     check_leaves,
@@ -197,7 +197,7 @@ def _loop(
     return call_with_derivative_of(differentiable, plain, *arrays, key=key)[1]
 
 
-def with_reverse_pass(jaxpr: Any, site: str) -> Any:
+def with_reverse_pass(jaxpr: Jaxpr, site: str) -> Jaxpr:
     """Return a program whose `while` loops have a reverse pass, at any depth.
 
     A loop inside a function with its own derivative rule stays. ``site``: the program, for errors.
@@ -209,7 +209,7 @@ def with_reverse_pass(jaxpr: Any, site: str) -> Any:
 def has_plain_loop(eqns: Sequence[Any]) -> bool:
     """Whether there is a `while` loop that can be reversed, outside all derivative rules."""
 
-    def has_one(eqn: Any) -> bool:
+    def has_one(eqn: JaxprEqn) -> bool:
         if has_rule(eqn) or has_order(eqn) or any(map(is_ref, eqn.invars)):
             return False
         inside = any(has_plain_loop(jaxpr.eqns) for jaxpr in subprograms(eqn))
@@ -218,7 +218,7 @@ def has_plain_loop(eqns: Sequence[Any]) -> bool:
     return any(map(has_one, eqns))
 
 
-def _with_reverse_pass(eqn: Any, site: str) -> Any:
+def _with_reverse_pass(eqn: JaxprEqn, site: str) -> Any:
     if not has_plain_loop([eqn]):
         return eqn
     eqn = with_subprograms(eqn, functools.partial(with_reverse_pass, site=site))
@@ -226,7 +226,7 @@ def _with_reverse_pass(eqn: Any, site: str) -> Any:
         return eqn
     site = f"{site}: while at {source_info_util.summarize(eqn.source_info)}"
 
-    def program(closed: Any) -> Callable[..., list[Any]]:
+    def program(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         return lambda consts, *carry: evaluate(closed.jaxpr, closed.consts, *consts, *carry)
 
     def loop(*values: Any) -> list[Any]:

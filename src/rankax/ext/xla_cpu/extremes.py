@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 
 from rankax.core.protocol import (
     Accumulation,
@@ -30,7 +31,7 @@ _MOST_ITEMS_OF_A_SLOT = 8  # of each tile in `BlockArg`
 _CALLS_OF_C = {"acos", "asin", "atan", "atan2", "cos", "pow", "sin", "tan"}  # number by number
 
 
-def in_tiles(step: Accumulation, jaxpr: Any, *, again: bool) -> Accumulation:
+def in_tiles(step: Accumulation, jaxpr: Jaxpr, *, again: bool) -> Accumulation:
     """Return a step as tiles enter it; its joined states are those of the step itself.
 
     ``again``: a `BlockArg` may be returned, and its tile is evaluated again, unless the program of

@@ -23,8 +23,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
-from rankax.core.protocol import Literal, evaluate, evaluate_by, has_tangent, with_shape
+from rankax.core.protocol import evaluate, evaluate_by, has_tangent, with_shape
 from rankax.ext.xla_cpu.kept_values import values_read_again, with_barriers
 
 _SLICES = ("dynamic_slice", "gather", "slice", "split")

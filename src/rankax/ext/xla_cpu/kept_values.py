@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 from jax import lax
+from jax.extend.core import Literal
 
-from rankax.core.protocol import RULES, Literal, has_tangent, subprograms, with_subprograms
+from rankax.core.protocol import RULES, has_tangent, subprograms, with_subprograms
 from rankax.ext.equations import CALLS, FUNCTIONS, LIBRARIES, operations
 
 _FUNCTION = 8.0  # operations

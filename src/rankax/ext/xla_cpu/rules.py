@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from rankax.core.protocol import (
     COMPILER_RULES,
@@ -33,19 +34,19 @@ class XlaCpu(Rules):
 
     most_reduced = tiles.MOST_REDUCED
 
-    def tiles(self, jaxpr: Any, updated: int) -> Tiles:
+    def tiles(self, jaxpr: Jaxpr, updated: int) -> Tiles:
         return tiles.best_tiles(jaxpr, updated)
 
-    def pays_to_store(self, jaxpr: Any) -> bool:
+    def pays_to_store(self, jaxpr: Jaxpr) -> bool:
         return tiles.pays_to_store(jaxpr)
 
-    def evaluated(self, jaxpr: Any, mapped: Sequence[int]) -> Any:
+    def evaluated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Any:
         return kept_values.keep_inputs(kept_values.keep_values(jaxpr), mapped)
 
-    def differentiated(self, jaxpr: Any, mapped: Sequence[int]) -> Any:
+    def differentiated(self, jaxpr: Jaxpr, mapped: Sequence[int]) -> Any:
         return kept_residuals.keep_residuals(self.evaluated(jaxpr, mapped))
 
-    def differs_back(self, jaxpr: Any) -> bool:
+    def differs_back(self, jaxpr: Jaxpr) -> bool:
         return kept_residuals.slices_again(jaxpr)
 
     def stored(
@@ -53,7 +54,7 @@ class XlaCpu(Rules):
     ) -> tuple[list[Any], tuple[LoopSpec, ...]]:
         return components.by_component(leaves, specs)
 
-    def folded(self, step: Any, jaxpr: Any, *, again: bool) -> Any:
+    def folded(self, step: Any, jaxpr: Jaxpr, *, again: bool) -> Any:
         return extremes.in_tiles(step, jaxpr, again=again)
 
     def compiled(self, fun: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
