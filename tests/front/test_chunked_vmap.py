@@ -168,7 +168,9 @@ def test_axis_size_alone_gives_the_length(axis_size):
 # Leaves of every kind.
 
 
-@pytest.mark.parametrize(("length", "chunk_size"), [(UNEVEN, 4), (5, 1), (0, 4), weekly(EVEN, 4)])
+@pytest.mark.parametrize(
+    ("length", "chunk_size"), [(UNEVEN, 4), slow(5, 1), (0, 4), weekly(EVEN, 4)]
+)
 def test_leaves_of_every_kind(length, chunk_size):
     numbers = np.arange(length)
     tree = {
@@ -447,7 +449,7 @@ HIGHER = {
 }
 
 
-@pytest.mark.parametrize("derivative", at_each_run(["hessian", "fwd-fwd"], HIGHER))
+@pytest.mark.parametrize("derivative", at_each_run(["hessian"], HIGHER))
 def test_higher_derivatives(derivative):
     both(lambda transform: derivative(total(transform)))
 
@@ -463,7 +465,7 @@ AROUND = {
 @pytest.mark.parametrize(
     ("derivative", "around"),
     [
-        ("hessian", "chunks"),
+        slow("hessian", "chunks"),
         *(weekly("hessian", loop) for loop in ("scan", "carry", "checkpoint")),
         *(weekly(derivative, loop) for derivative in ("rev-rev", "third") for loop in AROUND),
     ],

@@ -154,12 +154,7 @@ ROWS = {
 }
 REDUCED = pytest.mark.parametrize(
     ("chunked", "chunk_size"),
-    [
-        (chunked_jacfwd, 3),
-        (chunked_jacrev, 3),
-        slow(chunked_jacfwd, 1),
-        slow(chunked_jacrev, None),
-    ],
+    [(chunked_jacfwd, 3), (chunked_jacrev, 3), slow(chunked_jacfwd, 1), slow(chunked_jacrev, None)],
 )
 
 
@@ -387,6 +382,7 @@ def test_both_passes_of_a_hessian_are_bounded():
     assert need < temporary_bytes(rows_at_once, point, weights) / 3
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_hessian_of_a_scalar_needs_one_chunk_beyond_itself():
     def energy(p):
