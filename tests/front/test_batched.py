@@ -13,9 +13,9 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float
 
 import rankax
-from helpers import REMAT3, assert_same, compilations, slow, temporary_bytes
+from helpers import REMAT3, assert_same, refusal, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
-from rankax.reductions import Best, TopK
+from rankax.reductions import TopK
 
 DRAW = np.random.default_rng(11)
 X = jnp.asarray(DRAW.normal(size=(4, 5, 3)), jnp.float32)
@@ -42,7 +42,6 @@ def of_item(x, s):
 
 ONE = auto_vmap(x=1, s=0)(of_item)
 BATCHED = auto_vmap(x=1, s=0, batched=True)(network)
-SIZES = [None, 1, 3, 5, 6, 100]
 
 
 def close(got, want):
@@ -67,55 +66,36 @@ def lengths_of(call):
     return seen
 
 
-@pytest.mark.parametrize("chunk_size", [None, slow(1), 3, slow(5), slow(6), 100])
+@pytest.mark.parametrize("chunk_size", [None, 3, slow(6)])
 def test_values_and_gradients(chunk_size):
     kernel = BATCHED.with_options(chunk_size=chunk_size)
     close(kernel(X, S), ONE(X, S))
 
     @jax.jit
     def both(x, s):
-        return kernel(x, s), jax.grad(total(kernel), (0, 1))(x, s)
+        return [(f(x, s), jax.grad(total(f), (0, 1))(x, s)) for f in (kernel, ONE)]
 
-    close(both(X, S), (ONE(X, S), jax.grad(total(ONE), (0, 1))(X, S)))
+    close(*both(X, S))
 
 
-@pytest.mark.parametrize("chunk_size", [slow(None), 3])
-def test_eager_and_second_derivatives(chunk_size):
-    kernel = BATCHED.with_options(chunk_size=chunk_size)
-    grads = jax.grad(total(kernel)), jax.grad(total(ONE))
-    close(*(grad(X, S) for grad in grads))
-    close(*(jax.jit(lambda x, grad=grad: jax.jvp(grad, (x, S), (x, S)))(X) for grad in grads))
+def test_eager_and_second_derivatives():
+    def first_and_second(kernel):
+        grad = jax.grad(total(kernel))
+        return grad(X, S), jax.jvp(grad, (X, S), (X, S))[1]
+
+    kernel = BATCHED.with_options(chunk_size=3)
+    close(first_and_second(kernel), jax.jit(lambda: first_and_second(ONE))())
 
 
 @pytest.mark.parametrize(
     ("chunk_size", "reduce"),
-    [(7, "sum"), (7, "max"), (7, TopK(3)), slow(None, "logsumexp")],
+    [(7, "sum"), (7, TopK(3)), slow(None, "logsumexp")],
     ids=str,
 )
 def test_reductions(reduce, chunk_size):
     options = {"reduce": Out(reduce, None)}
-    kernel, one = (f.with_options(**options) for f in (BATCHED, ONE))
-    kernel = kernel.with_options(chunk_size=chunk_size)
-
-    def both(kernel):
-        return jax.jit(lambda x: (kernel(x, S), jax.grad(total(kernel))(x, S)))
-
-    close(both(kernel)(X), both(one)(X))
-
-
-def test_a_reduction_of_one_axis_and_the_best():
-    def price(x):
-        return {"cost": jnp.sum(x**2, 1), "x": x}
-
-    def cost(x):
-        return {"cost": jnp.sum(x**2), "x": x}
-
-    for options in ({"reduce_axis": 0}, {}):
-        kernel, one = (
-            auto_vmap(1, reduce=Best("cost"), **options)(cost),
-            auto_vmap(1, reduce=Best("cost"), chunk_size=6, batched=True, **options)(price),
-        )
-        close(kernel(X), one(X))
+    kernels = BATCHED.with_options(**options, chunk_size=chunk_size), ONE.with_options(**options)
+    close(*jax.jit(lambda x: [(f(x, S), jax.grad(total(f))(x, S)) for f in kernels])(X))
 
 
 def test_what_where_leaves_out_sends_nothing_back():
@@ -126,26 +106,23 @@ def test_what_where_leaves_out_sends_nothing_back():
     kernel = auto_vmap(1, chunk_size=6, batched=True, **options)(log)
     one = auto_vmap(1, **options)(log)
     x = ROWS.at[3, 0].set(0.0)
-    close(kernel(x), one(x))
-    close(*(jax.grad(lambda x, f=f: f(x)["log"])(x) for f in (kernel, one)))
+    both = jax.jit(lambda f, x: (f(x), jax.grad(lambda x: f(x)["log"])(x)), static_argnums=0)
+    close(both(kernel, x), both(one, x))
 
 
 def test_chunked_vmap_and_chunked_reduce():
-    want = jax.vmap(of_item, (1, 0), (Out(1, 0)))(ROWS[:5].T, S)
-    for size in (None, 2):
-        mapped = chunked_vmap(network, size, (1, 0), Out(1, 0), batched=True)
-        close(mapped(ROWS[:5].T, S), want)
-        reduced = chunked_reduce(network, "sum", size, batched=True)
-        close(reduced(ROWS[:5], S), jax.tree.map(lambda x: x.sum(0), ONE(ROWS[:5], S)))
-        shared = chunked_vmap(lambda x, w: x @ w, size, (0, None), batched=True)
-        close(shared(ROWS, W), ROWS @ W)
+    rows, want = ROWS[:5], jax.jit(jax.vmap(of_item))(ROWS[:5], S)
+    mapped = chunked_vmap(network, 2, (1, 0), Out(1, 0), batched=True)
+    close(mapped(rows.T, S), Out(want.value.T, want.index))
+    reduced = chunked_reduce(network, "sum", 2, batched=True)
+    close(reduced(rows, S), jax.tree.map(lambda x: x.sum(0), want))
+    shared = chunked_vmap(lambda x, w: x @ w, 2, (0, None), batched=True)
+    close(shared(ROWS, W), ROWS @ W)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_no_batch_axes_and_no_items(chunk_size):
-    kernel = BATCHED.with_options(chunk_size=chunk_size)
+def test_no_batch_axes_and_no_items():
+    kernel = BATCHED.with_options(chunk_size=3)
     close(kernel(X[0, 0], 2.0), ONE(X[0, 0], 2.0))
-    close(kernel(X[:, :0], S[:0]), ONE(X[:, :0], S[:0]))
     close(kernel(X[:0], S), ONE(X[:0], S))
     total = kernel.with_options(reduce="sum")
     close(total(X[:0], S), ONE.with_options(reduce="sum")(X[:0], S))
@@ -161,37 +138,21 @@ def test_pytrees_and_split_keys():
     key, pair = jax.random.key(0), {"a": ROWS[:, :2], "b": ROWS > 0}
     ranks = {"key": SplitKey, "pair": 1}
     want = auto_vmap(**ranks)(draw_one)(key, pair)
-    for size in (None, 6):
-        close(auto_vmap(**ranks, chunk_size=size, batched=True)(draw)(key, pair), want)
+    close(auto_vmap(**ranks, chunk_size=6, batched=True)(draw)(key, pair), want)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 6])
-def test_vmap_from_outside(chunk_size):
+def test_vmap_from_outside():
     def scaled(w, x):
-        return auto_vmap(1, chunk_size=chunk_size, batched=True)(lambda x: jnp.tanh(x @ w))(x)
+        return auto_vmap(1, chunk_size=6, batched=True)(lambda x: jnp.tanh(x @ w))(x)
 
     ws = jnp.stack([W, 2 * W, 3 * W])
     xs = jnp.stack([ROWS, ROWS + 1, ROWS + 2])
-    by_hand = jax.vmap(lambda w, x: jnp.tanh(x @ w))
-    close(jax.jit(jax.vmap(scaled))(ws, xs), by_hand(ws, xs))
-    close(jax.vmap(scaled, (None, 0))(W, xs), by_hand(jnp.stack([W] * 3), xs))
-    of_weights = jax.vmap(jax.grad(total(scaled)), (0, None))
-    close(of_weights(ws, ROWS), jax.vmap(jax.grad(lambda w: total(jnp.tanh)(ROWS @ w)))(ws))
 
+    def each(f):
+        of_weights = jax.vmap(jax.grad(total(f)), (0, None))
+        return jax.vmap(f)(ws, xs), jax.vmap(f, (None, 0))(W, xs), of_weights(ws, ROWS)
 
-def test_a_changed_weight_is_seen_and_nothing_is_compiled_again():
-    weights = [W]
-    kernel = auto_vmap(1, chunk_size=6, batched=True)(lambda x: jnp.tanh(x @ weights[0]))
-    grad = jax.grad(total(kernel))
-    close(kernel(ROWS), jnp.tanh(ROWS @ W))
-    grad(ROWS)
-    weights[0] = 2 * W
-    value, count = compilations(kernel, ROWS)
-    assert count == 0
-    close(value, jnp.tanh(ROWS @ (2 * W)))
-    slope, count = compilations(grad, ROWS)
-    assert count == 0
-    close(slope, jax.grad(lambda x: total(jnp.tanh)(x @ (2 * W)))(ROWS))
+    close(*jax.jit(lambda: [each(f) for f in (scaled, lambda w, x: jnp.tanh(x @ w))])())
 
 
 def test_lengths():
@@ -211,29 +172,15 @@ def test_an_exported_program_of_any_length():
     close(jax.export.export(jax.jit(kernel))(shape).call(ROWS), jnp.tanh(ROWS @ W))
 
 
-def test_a_bucket_compiles_one_program():
-    seen = []
-
-    def tanh(x):
-        seen.append(len(x))
-        return jnp.tanh(x)
-
-    kernel = auto_vmap(1, chunk_size=8, batched=True, jit=True, bucket=(20,))(tanh)
-    for count in (17, 18, 20):
-        close(kernel(ROWS[:count]), jnp.tanh(ROWS[:count]))
-    assert seen == [1, 7]
-
-
 @pytest.mark.optimized
-def test_temporaries_do_not_grow_with_the_batch():
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_temporaries_do_not_grow_with_the_batch(reduce):
     w = jnp.ones((32, 256))
-    kernel = auto_vmap(1, chunk_size=16, batched=True)(lambda x: jnp.sum(jnp.tanh(x @ w) ** 2, 1))
-    summed = kernel.with_options(reduce="sum")
-    programs = [kernel, jax.grad(lambda x: kernel(x).sum()), summed, jax.grad(summed)]
-    for program in programs:
+    fun = lambda x: jnp.sum(jnp.tanh(x @ w) ** 2, 1)  # noqa: E731
+    kernel = auto_vmap(1, chunk_size=16, batched=True, reduce=reduce)(fun)
+    for program in (kernel, jax.grad(lambda x: kernel(x).sum())):
         few, many = (temporary_bytes(program, jnp.ones((n, 32))) for n in (160, 16_000))
         assert many < few + 64
-    assert temporary_bytes(programs[0], jnp.ones((16_000, 32))) < 16 * 256 * 4 * 4
 
 
 @pytest.mark.optimized
@@ -247,9 +194,6 @@ def test_a_memory_limit():
     close(kernel(x), fun(x))
 
 
-# Functions of other packages, and some that `jax.vmap` refuses.
-
-
 def test_a_simulator_without_vmap():
     shapes = set()
 
@@ -260,60 +204,12 @@ def test_a_simulator_without_vmap():
     def simulator(x):
         return jax.pure_callback(simulate, jax.ShapeDtypeStruct(x.shape[:1], x.dtype), x)
 
-    for size, length in ((None, 20), (7, 7)):
-        kernel = auto_vmap(1, chunk_size=size, batched=True)(simulator)
-        shapes.clear()
-        close(kernel(X), X.sum(-1))
-        assert shapes == {(length, 3)}
-        close(jax.jit(jax.vmap(kernel))(X), X.sum(-1))
-        close(kernel.with_options(reduce="max")(X), X.sum(-1).max())
+    kernel = auto_vmap(1, chunk_size=7, batched=True)(simulator)
+    close(kernel(X), X.sum(-1))
+    assert shapes == {(7, 3)}
+    close(jax.jit(jax.vmap(kernel))(X), X.sum(-1))
+    close(kernel.with_options(reduce="max")(X), X.sum(-1).max())
     assert kernel.nonfinite(X.at[1, 2, 0].set(jnp.nan)).indices.tolist() == [[1, 2]]
-
-
-def test_a_rule_around_a_callback():
-    @jax.custom_vjp
-    def tanh(x):
-        return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    tanh.defvjp(lambda x: (tanh(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2),))
-    kernel = auto_vmap(1, chunk_size=7, batched=True)(tanh)
-    close(jax.jit(jax.grad(total(kernel)))(ROWS), jax.grad(total(jnp.tanh))(ROWS))
-
-
-@pytest.mark.slow
-def test_equinox():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(1))
-
-    def loss(model, run):
-        return total(run(model))(ROWS)
-
-    def in_chunks(model):
-        return auto_vmap(1, chunk_size=7, batched=True)(jax.vmap(model))
-
-    close(in_chunks(model)(ROWS), jax.vmap(model)(ROWS))
-    close(*(eqx.filter_grad(loss)(model, run) for run in (in_chunks, jax.vmap)))
-
-
-def test_a_network_with_parameters():
-    """As those of Flax are called: what has no rank is passed as it is."""
-
-    def apply(params, x, *, train=False):
-        assert not train
-        for kernel, scale in params.values():
-            x = jax.nn.relu(x @ kernel) * scale
-        return x
-
-    params = {"first": (jnp.ones((3, 4)), jnp.float32(2)), "last": (jnp.ones((4, 2)), 0.5)}
-    kernel = auto_vmap(x=1, chunk_size=7, batched=True, jit=True)(apply)
-    close(kernel(params, X), apply(params, X))
-    close(*(jax.jit(jax.grad(total(f)))(params, X) for f in (kernel, apply)))
-
-
-def test_jnp_vectorize():
-    dot = jnp.vectorize(jnp.dot, signature="(n),(n)->()")
-    kernel = auto_vmap(a=1, b=1, chunk_size=7, batched=True)(lambda a, b: dot(a, b))
-    close(kernel(ROWS[:, None], ROWS), ROWS @ ROWS.T)
 
 
 # Where it meets other options.
@@ -325,31 +221,15 @@ def test_check_finds_a_function_that_mixes_its_items():
         kernel.check(ROWS)
 
 
-@pytest.mark.parametrize(("items", "gradient"), [(2, False), slow(6, True)])
-def test_check_agrees_with_a_function_that_does_not(items, gradient):
-    assert BATCHED.with_options(chunk_size=7).check(X, S, items=items, gradient=gradient).items
+@pytest.mark.parametrize("gradient", [False, slow(True)])
+def test_check_agrees_with_a_function_that_does_not(gradient):
+    assert BATCHED.with_options(chunk_size=7).check(X, S, items=2, gradient=gradient).items
 
 
 def test_nonfinite_gradients():
     kernel = auto_vmap(0, chunk_size=7, batched=True)(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0))
     x = jnp.ones(20).at[17].set(0.0)
-    assert kernel.nonfinite(x).count == 0
     assert kernel.nonfinite(x, gradient=True).indices.tolist() == [[17]]
-
-
-def test_dask_and_streams(tmp_path):
-    da = pytest.importorskip("dask.array")
-    stream = pytest.importorskip("rankax.stream")
-    kernel = auto_vmap(1, chunk_size=3, batched=True)(lambda x: jnp.tanh(x @ W))
-    rows = np.asarray(ROWS)
-    blocks = da.from_array(rows, chunks=(10, 3))
-    want = np.tanh(rows @ np.asarray(W))
-    np.testing.assert_allclose(kernel(blocks).compute(), want, rtol=1e-5)
-    summed = kernel.with_options(reduce="sum")
-    np.testing.assert_allclose(summed(blocks).compute(), want.sum(0), rtol=1e-5)
-    for fun, expected in ((kernel, want), (summed, want.sum(0))):
-        out = stream.run(fun, rows, out=tmp_path / str(fun is kernel), progress=False)
-        np.testing.assert_allclose(out[...], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -388,27 +268,21 @@ def test_outputs_without_the_axis_are_named(fun, text):
     assert str(error.value).startswith("<lambda>() at ")
 
 
-LANES = (
-    "lockstep=False lets each item end by itself, but with batched=True the function takes a whole "
-    "chunk; leave out one of them"
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("auto_vmap(network)", lambda: auto_vmap(1, 0, batched=True, lockstep=False)(network)),
+        ("chunked_vmap(network)", lambda: chunked_vmap(network, 3, batched=True, lockstep=False)),
+        ("network()", lambda: BATCHED(X, S)),
+    ],
 )
-
-
-def test_lanes_are_refused():
-    refused = {
-        "auto_vmap(network)": lambda: auto_vmap(1, 0, batched=True, lockstep=False)(network),
-        "chunked_vmap(network)": lambda: chunked_vmap(network, 3, batched=True, lockstep=False),
-        "chunked_reduce(network)": lambda: chunked_reduce(
-            network, "sum", 3, batched=True, lockstep=False
-        ),
-        "network()": lambda: BATCHED(X, S),
-    }
-    for where, call in refused.items():
-        with (
-            rankax.options(lockstep=False),
-            pytest.raises(TypeError, match=f"^{re.escape(f'{where}: {LANES}')}$"),
-        ):
-            call()
+def test_lanes_are_refused(where, call):
+    text = (
+        f"{where}: lockstep=False lets each item end by itself, but with batched=True the function "
+        "takes a whole chunk; leave out one of them"
+    )
+    with rankax.options(lockstep=False):
+        assert refusal(TypeError, call) == text
 
 
 def test_an_error_of_the_function_says_what_it_gets():
@@ -427,18 +301,16 @@ def test_annotations_describe_the_batch():
         "auto_vmap(norm): no rank is declared; give ranks, as in auto_vmap(0, 1), because "
         "with batched=True, annotations describe the batch"
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
-        auto_vmap(batched=True)(norm)
+    assert refusal(TypeError, auto_vmap(batched=True), norm) == text
 
 
 @pytest.mark.skipif(REMAT3, reason="checkify does not know the new checkpoint of JAX")
-@pytest.mark.parametrize("chunk_size", [None, 7])
-def test_checkify_looks_inside(chunk_size):
+def test_checkify_looks_inside():
     def log(x):
         checkify.check(jnp.all(x < 100), "too large")
         return jnp.log(x)
 
-    kernel = auto_vmap(1, batched=True, chunk_size=chunk_size)(log)
+    kernel = auto_vmap(1, batched=True, chunk_size=7)(log)
     checked = jax.jit(checkify.checkify(kernel, checkify.user_checks | checkify.nan_checks))
     rows = jnp.abs(ROWS)
     error, out = checked(rows)

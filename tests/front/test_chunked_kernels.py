@@ -12,14 +12,13 @@ import pytest
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-import rankax
-from helpers import assert_same, primitives, slow
+from helpers import assert_same, primitives, refusal
 from rankax import Static, auto_vmap, chunked_reduce, chunked_vmap
 from scan_cases import here
 
 X = jnp.asarray(np.linspace(-1.0, 1.0, 5))
 ROWS = jnp.asarray(np.arange(15.0).reshape(5, 3))
-CHUNKS = pytest.mark.parametrize("chunk_size", [None, 1, 2, 5, 9])
+CHUNKS = pytest.mark.parametrize("chunk_size", [None, 1, 2])
 
 
 def counted(fun):
@@ -46,10 +45,6 @@ def parts(row):
     ("out_axes", "text"),
     [
         (
-            (0, 0),
-            "the out_axes of output is a tuple of 2 entries, but output is dict",
-        ),
-        (
             {"sum": 0, "row": 0},
             "the out_axes of output has no entry for output['none'] (None would leave it as it is)",
         ),
@@ -58,29 +53,20 @@ def parts(row):
             "the out_axes of output['row'] is a dict of 1 entry, but output['row'] is tuple",
         ),
         (
-            1,
-            "output['row'][1] and output['sum'] cannot have the mapped axis where out_axes says\n\n"
-            "    leaf              shape of one item  out_axes  possible\n"
-            "    output['row'][0]  (3,)               1         -2 to 1\n"
-            "  > output['row'][1]  ()                 1         -1 to 0\n"
-            "  > output['sum']     ()                 1         -1 to 0",
-        ),
-        (
-            {"sum": -1, "row": (-3, 0), "none": None},
-            "output['row'][0] cannot have the mapped axis where out_axes says\n\n"
+            {"sum": 1, "row": (-3, 0), "none": None},
+            "output['row'][0] and output['sum'] cannot have the mapped axis where out_axes says\n\n"
             "    leaf              shape of one item  out_axes  possible\n"
             "  > output['row'][0]  (3,)               -3        -2 to 1\n"
             "    output['row'][1]  ()                 0         -1 to 0\n"
-            "    output['sum']     ()                 -1        -1 to 0",
+            "  > output['sum']     ()                 1         -1 to 0",
         ),
     ],
-    ids=["container", "keys", "inner", "too-large", "too-small"],
+    ids=["keys", "container", "axes"],
 )
 def test_out_axes_that_do_not_fit(chunk_size, out_axes, text):
     kernel, traces = counted(parts)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
-        chunked_vmap(kernel, chunk_size, out_axes=out_axes)(ROWS)
-    assert str(caught.value) == f"{here(parts)}: {text}"
+    mapped = chunked_vmap(kernel, chunk_size, out_axes=out_axes)
+    assert refusal(ValueError, mapped, ROWS) == f"{here(parts)}: {text}"
     assert len(traces) == 1
 
 
@@ -97,9 +83,8 @@ def test_outputs_that_depend_on_the_item_need_an_axis(chunk_size):
     ):
         for x in (X, X[None]):
             mapped = chunked_vmap(kernel, chunk_size, out_axes=out_axes)
-            with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
-                (mapped if x is X else jax.vmap(mapped))(x)
-            assert str(caught.value) == f"{here(kernel)}: out_axes is None for {text}"
+            came = refusal(ValueError, mapped if x is X else jax.vmap(mapped), x)
+            assert came == f"{here(kernel)}: out_axes is None for {text}"
     fits = {"a": 0, "b": None, "c": (-1, None)}
     want = jax.jit(jax.vmap(kernel, out_axes=fits))(X)
     assert_same(chunked_vmap(kernel, chunk_size, out_axes=fits)(X), want)
@@ -150,9 +135,7 @@ def test_an_output_that_is_no_array_is_named(chunk_size):
         (shape, "a ShapeDtypeStruct at output"),
     ):
         for mapped in (chunked_vmap(fun, chunk_size), auto_vmap(0, chunk_size=chunk_size)(fun)):
-            with pytest.raises(TypeError) as caught:
-                mapped(X)
-            assert str(caught.value) == f"{here(fun)} returned {came}, {end}"
+            assert refusal(TypeError, mapped, X) == f"{here(fun)} returned {came}, {end}"
     # What it advises.
     got = chunked_vmap(lambda x: (x, Static("wave")), chunk_size)(X)
     assert_same(got, (X, Static("wave")))
@@ -161,54 +144,40 @@ def test_an_output_that_is_no_array_is_named(chunk_size):
 # The name of the axis.
 
 
-@CHUNKS
-def test_a_name_for_the_axis_is_taken(chunk_size):
-    got = chunked_vmap(jnp.sin, chunk_size, axis_name="items")(X)
-    assert_same(got, jnp.sin(X))
+def test_a_name_for_the_axis_is_taken():
+    assert_same(chunked_vmap(jnp.sin, 2, axis_name="items")(X), jnp.sin(X))
+
+    def over_rows(inner):
+        return jax.vmap(inner, axis_name="outer")(ROWS.T)
+
+    def fun(x):
+        return x * lax.psum(x, "outer")
+
+    assert_same(over_rows(chunked_vmap(fun, 2, axis_name="items")), over_rows(jax.vmap(fun)))
+    with pytest.raises(NameError, match="outer"):
+        chunked_vmap(fun, 2, axis_name="items")(X)
 
 
-def centred(x):
-    return x - lax.pmean(x, "items")
-
-
-COLLECTIVES = {
-    "psum": lambda x: x / lax.psum(x, "items"),
-    "axis_index": lambda x: x + lax.axis_index("items").astype(x.dtype),
-    "pmean": centred,
-}
-
-
-@pytest.mark.parametrize("fun", COLLECTIVES.values(), ids=COLLECTIVES)
-@pytest.mark.parametrize("outer", ["items", slow(None), slow("other")])
+@pytest.mark.parametrize(
+    ("fun", "outer"),
+    [
+        (lambda x: x / lax.psum(x, "items"), None),
+        (lambda x: x + lax.axis_index("items").astype(x.dtype), "other"),
+        (lambda x: x - lax.pmean(x, "items"), "items"),
+    ],
+    ids=["psum", "axis_index", "pmean"],
+)
 def test_a_collective_works_in_one_chunk_only(fun, outer):
-
     def call(chunk_size):
         mapped = chunked_vmap(fun, chunk_size, axis_name="items")
         return mapped(X) if outer is None else jax.vmap(mapped, axis_name=outer)(X[None])[0]
 
-    want = jax.vmap(fun, axis_name="items")(X)
-    for chunk_size in (None, 5):
-        assert_same(call(chunk_size), want)
-    for chunk_size in (1, 2):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
-            call(chunk_size)
-        assert str(caught.value) == (
-            f"{here(fun)}: it uses a collective over axis_name='items', which would see the items "
-            "of one chunk only; use jax.vmap, or take the collective out of the kernel"
-        )
-
-
-def test_collectives_over_other_axes_pass():
-    def fun(x):
-        return x * lax.psum(x, "outer")
-
-    def both(inner):
-        return jax.vmap(inner, axis_name="outer")(ROWS.T)
-
-    want = both(jax.vmap(fun))
-    assert_same(both(chunked_vmap(fun, 2, axis_name="items")), want)
-    with pytest.raises(NameError, match="outer"):
-        chunked_vmap(fun, 2, axis_name="items")(X)
+    assert_same(call(5), jax.vmap(fun, axis_name="items")(X))
+    text = (
+        f"{here(fun)}: it uses a collective over axis_name='items', which would see the items "
+        "of one chunk only; use jax.vmap, or take the collective out of the kernel"
+    )
+    assert refusal(ValueError, call, 1) == refusal(ValueError, call, 2) == text
 
 
 def test_a_name_that_the_kernel_lacks_is_no_axis():
@@ -244,32 +213,17 @@ def test_a_branch_stays_a_branch_in_chunks_of_one_item(axis, length):
         assert names["cond"] > 0
         assert names["select_n"] == 0
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def derivatives(f, x):
-        return jax.grad(loss(f))(x), jax.hessian(loss(f))(x), jax.jvp(f, (x,), (x,))
-
-    assert_same(f(x), jax.jit(want)(x))
+    derivatives = jax.jit(lambda f, x: (f(x), jax.hessian(loss(f))(x)), static_argnums=0)
     assert_same(derivatives(f, x), derivatives(want, x), rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,), (5, 1), (1, 5)])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 5)])
 def test_a_branch_stays_a_branch_at_every_level(shape):
     kernel = auto_vmap(0, 0, chunk_size=1)(lambda a, b: branching(a * b))
-    a, b = X[: shape[0]].reshape(shape[0], *[1] * (len(shape) - 1)), jnp.ones((1,) * len(shape))
-    b = jnp.broadcast_to(b, (*b.shape[:-1], shape[-1]))
+    a, b = X[: shape[0], None], jnp.ones((1, shape[1]))
     names = primitives(kernel, a, b)
-    assert names["cond"] == 1
-    assert names["select_n"] == 0
+    assert (names["cond"], names["select_n"]) == (1, 0)
     assert_same(kernel(a, b), jnp.vectorize(branching)(a * b), rtol=1e-5)
-
-
-def test_keys_and_integers_in_chunks_of_one_item():
-    def kernel(key, i):
-        use, keep = jax.random.split(key)
-        return jax.random.normal(use, (2,)) * i, keep, i, i > 2
-
-    keys, i = jax.random.split(jax.random.key(0), 5), jnp.arange(5.0)
-    assert_same(chunked_vmap(kernel, 1)(keys, i), jax.jit(jax.vmap(kernel))(keys, i))
 
 
 # Effects.
@@ -296,29 +250,22 @@ def test_ordered_callbacks_run_in_order_in_chunks_of_one_item(options):
     assert seen == [float(x) for x in X]
 
 
-@pytest.mark.parametrize("chunk_size", [2, 3])
-def test_ordered_callbacks_in_larger_chunks_are_refused(chunk_size):
+def test_ordered_callbacks_in_larger_chunks_are_refused():
     kernel = recording(True, [])
     text = (
         f"{here(kernel)}: it has an ordered effect, such as a callback with ordered=True, which "
         "JAX cannot map; with chunk_size=1 the items run one after another in order, and with "
         "ordered=False the order is left open"
     )
-    for mapped in (
-        chunked_vmap(kernel, chunk_size),
-        auto_vmap(0, chunk_size=chunk_size)(kernel),
-        jax.jit(chunked_vmap(kernel, chunk_size)),
-    ):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011, the whole text is compared
-            mapped(X)
-        assert str(caught.value) == text
+    assert refusal(ValueError, auto_vmap(0, chunk_size=3)(kernel), X) == text
+    assert refusal(ValueError, jax.jit(chunked_vmap(kernel, 2)), X) == text
     seen = []
-    chunked_vmap(recording(False, seen), chunk_size)(X).block_until_ready()
+    chunked_vmap(recording(False, seen), 2)(X).block_until_ready()
     jax.effects_barrier()
     assert set(seen) == {float(x) for x in X}
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+@pytest.mark.parametrize("chunk_size", [1, 2])
 def test_the_check_for_reuse_names_a_key_that_every_chunk_uses(chunk_size):
     def kernel(key, x):
         return jax.random.normal(key) * x
@@ -326,24 +273,20 @@ def test_the_check_for_reuse_names_a_key_that_every_chunk_uses(chunk_size):
     def cloned(key, x):
         return kernel(jax.random.clone(key), x)
 
-    six = jnp.arange(6.0)
+    text = (
+        f"{here(kernel)}: it uses one PRNG key in every chunk, either an argument that is not "
+        "mapped or a key from outside, or two chunks overlap; map over jax.random.split(key, n) "
+        "with a chunk_size that divides n, or use jax.random.clone(key) in the kernel where all "
+        "items are meant to draw the same"
+    )
+    key, keys, six = jax.random.key(0), jax.random.split(jax.random.key(1), 6), jnp.arange(6.0)
+    mapped = auto_vmap(0, 0, chunk_size=chunk_size)(kernel)
     with jax.debug_key_reuse(True):
-        for mapped in (
-            chunked_vmap(kernel, chunk_size, (None, 0)),
-            auto_vmap(0, 0, chunk_size=chunk_size)(kernel),
-        ):
-            with pytest.raises(jax.errors.KeyReuseError) as caught:
-                mapped(jax.random.key(0), six)
+        for call in (chunked_vmap(kernel, chunk_size, (None, 0)), mapped):
             # JAX adds where it explains the error.
-            assert str(caught.value).split("\n")[0] == (
-                f"{here(kernel)}: it uses one PRNG key in every chunk, either an argument that is "
-                "not mapped or a key from outside, or two chunks overlap; map over "
-                "jax.random.split(key, n) with a chunk_size that divides n, or use "
-                "jax.random.clone(key) in the kernel where all items are meant to draw the same"
-            )
+            assert refusal(jax.errors.KeyReuseError, call, key, six).split("\n")[0] == text
         # What it advises.
-        keys = jax.random.split(jax.random.key(0), 6)
-        chunked_vmap(kernel, chunk_size)(keys, six)
+        mapped(keys, six)
         chunked_vmap(cloned, chunk_size, (None, 0))(jax.random.key(0), six)
 
 
@@ -371,43 +314,31 @@ def tripled_sine():
     return primitive
 
 
-@pytest.mark.parametrize("names", [["prim"], ["prim", "policy", "names", "params"]])
-def test_a_primitive_may_have_parameters_of_any_name(names):
-    primitive = tripled_sine()
+def test_a_primitive_may_have_parameters_of_any_name():
+    primitive, names = tripled_sine(), ["prim", "policy", "names", "params"]
 
     def kernel(row):
         return jnp.sum(primitive.bind(row, **dict.fromkeys(names, 1)) ** 2)
 
     rows = np.asarray(ROWS)[:4]  # two chunks of two: what is left over is many programs
     want = jax.jit(jax.grad(lambda rows: jnp.sum(jax.vmap(kernel)(rows))))(rows)
-    for call in (chunked_reduce(kernel, "logsumexp", 2), chunked_vmap(kernel, 2)):
-        got = jax.grad(lambda rows, call=call: jnp.sum(call(rows)))(rows)
-        assert got.shape == want.shape
+    got = jax.grad(lambda rows: jnp.sum(chunked_vmap(kernel, 2)(rows)))(rows)
     assert_same(got, want, rtol=1e-4)
+    reduced = jax.grad(chunked_reduce(kernel, "logsumexp", 2))(rows)
+    assert reduced.shape == want.shape
 
 
-CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "typed": lambda: jnp.float32(2), "int": lambda: 3}
-
-
-@pytest.mark.parametrize(("name", "jit"), [("weak", False), ("int", True), slow("typed", True)])
-def test_a_constant_output_is_an_array(name, jit):
+@pytest.mark.parametrize(("make", "jit"), [(lambda: jnp.asarray(2.0), False), (lambda: 3, True)])
+def test_a_constant_output_is_an_array(make, jit):
     def kernel(x):
-        return {"x": jnp.sin(x), "c": CONSTANTS[name]()}
-
-    @jax.jit
-    def by_hand(x):
-        items = jax.vmap(kernel)(x)
-        reduced = [jax.tree.map(f, items) for f in (jnp.max, jnp.sum, jnp.argmax)]
-        return items, reduced, [jax.grad(lambda x: f(jnp.sin(x)))(x) for f in (jnp.max, jnp.sum)]  # noqa: B023
+        return {"x": jnp.sin(x), "c": make()}
 
     # In eager calls, what is left over by two chunks of two is many programs.
     wrap, x = (jax.jit, X) if jit else (lambda fun: fun, np.asarray(X)[:4])
-    items, reduced, gradients = by_hand(x)
+    items = jax.jit(jax.vmap(kernel))(x)
     assert_same(wrap(chunked_vmap(kernel, 2))(x), items)
-    fold = rankax.reductions.Fold(jnp.asarray([0.0]), lambda x: x["x"][None], jnp.maximum)
-    for i, reduce in enumerate(("max", "sum", "argmax")):
-        call = auto_vmap(0, reduce=reduce, chunk_size=2)(kernel)
-        assert_same(wrap(call)(x), reduced[i])
-        if reduce != "argmax":
-            assert_same(wrap(jax.grad(lambda x, call=call: call(x)["x"]))(x), gradients[i])
-    assert_same(wrap(chunked_reduce(kernel, fold, 2))(x), reduced[0]["x"][None])
+    for name, reduce in {"max": jnp.max, "sum": jnp.sum, "argmax": jnp.argmax}.items():
+        reduced = auto_vmap(0, reduce=name, chunk_size=2)(kernel)
+        assert_same(wrap(reduced)(x), jax.tree.map(reduce, items))
+    summed = auto_vmap(0, reduce="sum", chunk_size=2)(kernel)
+    assert_same(wrap(jax.grad(lambda x: summed(x)["x"]))(x), jnp.cos(x))

@@ -5,7 +5,6 @@ Nothing runs: programs are compiled for shapes, and XLA says what it would alloc
 """
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from rankax.core.options import Options
 pytestmark = pytest.mark.optimized
 
 CHUNK = 1000
-EVEN, UNEVEN, LONG = 200_000, 200_003, 400_003
+EVEN, UNEVEN = 200_000, 200_003
 MB = 10**6
 
 
@@ -27,6 +26,10 @@ def distances(points):
     """Sum of the distances of all pairs: 8 x 8 x 3 intermediate numbers, 768 bytes a step."""
     separation = points[:, None] - points[None]
     return jnp.sum(jnp.sqrt(jnp.sum(separation**2, axis=-1) + 1e-3))
+
+
+def turned(p):
+    return jnp.sin(p) * distances(p)
 
 
 def clouds(length):
@@ -39,10 +42,6 @@ def clouds_along(axis, length):
     return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
 
 
-def input_bytes(length):
-    return length * 8 * 3 * 4
-
-
 def loss(f):
     return lambda *args: jnp.sum(f(*args))
 
@@ -51,10 +50,8 @@ def push(f):
     return lambda x, t: jax.jvp(f, (x,), (t,))
 
 
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN, slow(LONG)])
-def test_forward_is_flat(length):
-    f = chunked_vmap(distances, CHUNK)
-    assert temporary_bytes(f, clouds(length)) < 2 * MB
+def pull(f):
+    return lambda args, cotangents: jax.vjp(f, *args)[1](cotangents)
 
 
 @pytest.mark.parametrize("axis", [slow(0), 1])
@@ -65,7 +62,7 @@ def test_chunks_of_one_item_are_flat(axis):
     assert temporary_bytes(jax.grad(loss(f)), x) < 0.2 * MB  # the starts of the chunks, and outputs
 
 
-@pytest.mark.parametrize("core", [(16, 1), slow((1, 16)), (4, 1, 5), slow((1,))])
+@pytest.mark.parametrize("core", [(16, 1), (4, 1, 5)])
 def test_an_axis_of_length_1_costs_nothing(core):
     # XLA copied the whole stack of such items into another layout: 13 MB here, for (16, 1).
     x = jax.ShapeDtypeStruct((EVEN, *core), jnp.float32)
@@ -74,64 +71,66 @@ def test_an_axis_of_length_1_costs_nothing(core):
         assert temporary_bytes(program, x) < 0.1 * MB
 
 
-@pytest.mark.parametrize("length", [EVEN, slow(2 * EVEN)])
-def test_derivatives_are_flat_where_the_chunk_divides(length):
-    f = chunked_vmap(distances, CHUNK)
-    x = clouds(length)
-    assert temporary_bytes(jax.grad(loss(f)), x) < 2 * MB
-    assert temporary_bytes(push(f), x, x) < 4 * MB
+EACH = chunked_vmap(distances, CHUNK)
+OUTPUTS = UNEVEN * 4
+WEIGHTS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+NUMBERS = jax.ShapeDtypeStruct((UNEVEN,), jnp.float32)
+INTEGERS = jax.ShapeDtypeStruct((UNEVEN,), jnp.int32)
 
 
-def output_bytes(length):
-    return length * 4
+def closed_over(w, x):
+    return jnp.sum(chunked_vmap(lambda p: distances(p * w), CHUNK)(x))
 
 
-@pytest.mark.parametrize("length", [UNEVEN, slow(LONG)])
-def test_derivatives_copy_no_input_where_it_does_not(length):
-    f = chunked_vmap(distances, CHUNK)
-    x = clouds(length)
-    assert temporary_bytes(jax.grad(loss(f)), x) < 2 * MB + output_bytes(length)
-    assert temporary_bytes(push(f), x, x) < 4 * MB + 2 * output_bytes(length)
+def scaled(scale, x, kind):
+    one = lambda s, p, k: distances(p) * s * k.astype(s.dtype)  # noqa: E731
+    return jnp.sum(chunked_vmap(one, CHUNK)(scale, x, kind))
 
 
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
-@pytest.mark.parametrize("axis", [1, 2])
-def test_derivatives_copy_no_input_along_any_axis(length, axis):
+def in_scan(x):
+    def step(total, scale):
+        return total + jnp.sum(EACH(x) * scale), None
+
+    return jax.lax.scan(step, jnp.zeros(()), jnp.arange(3.0))[0]
+
+
+# A copy of uneven clouds would be 19 MB; their outputs are 0.8 MB.
+BOUNDED = {
+    "gradient, even": (jax.grad(loss(EACH)), [clouds(EVEN)], 2 * MB),
+    "jvp, even": (push(EACH), [clouds(EVEN)] * 2, 4 * MB),
+    "forward over reverse": (
+        lambda x, v: push(jax.grad(loss(EACH)))(x, v)[1],
+        [clouds(UNEVEN)] * 2,
+        4 * MB + 2 * OUTPUTS,
+    ),
+    "what is closed over": (jax.grad(closed_over), [WEIGHTS, clouds(UNEVEN)], 2 * MB),
+    "one of three inputs": (
+        jax.grad(scaled),
+        [NUMBERS, clouds(UNEVEN), INTEGERS],
+        2 * MB + OUTPUTS,
+    ),
+    "inside scan": (in_scan, [clouds(UNEVEN)], 2 * MB + OUTPUTS),
+}
+
+
+@pytest.mark.parametrize(("program", "args", "most"), BOUNDED.values(), ids=BOUNDED)
+def test_no_input_is_copied(program, args, most):
+    assert temporary_bytes(program, *args) < most
+
+
+@pytest.mark.parametrize("axis", [0, 1, slow(2)])
+def test_derivatives_copy_no_input_where_it_does_not(axis):
     f = chunked_vmap(distances, CHUNK, in_axes=axis)
-    x = clouds_along(axis, length)
-    assert temporary_bytes(jax.grad(loss(f)), x) < 2 * MB + output_bytes(length)
-    assert temporary_bytes(push(f), x, x) < 4 * MB + 2 * output_bytes(length)
+    x = clouds_along(axis, UNEVEN)
+    assert temporary_bytes(jax.grad(loss(f)), x) < 2 * MB + OUTPUTS
+    assert temporary_bytes(push(f), x, x) < 4 * MB + 2 * OUTPUTS
 
 
-@pytest.mark.parametrize("length", [UNEVEN, slow(LONG)])
-def test_derivatives_copy_the_outputs_once_where_it_does_not(length):
-    f = chunked_vmap(lambda p: jnp.sin(p) * distances(p), CHUNK)
-    x = clouds(length)
-    one = input_bytes(length)  # the outputs are as large as the inputs
-
-    def pull(x, cotangent):
-        return jax.vjp(f, x)[1](cotangent)
-
-    assert one < temporary_bytes(pull, x, x) < 2 * MB + one
+def test_derivatives_copy_the_outputs_once_where_it_does_not():
+    f, x = chunked_vmap(turned, CHUNK), clouds(UNEVEN)
+    one = UNEVEN * 8 * 3 * 4  # the outputs are as large as the inputs
+    assert one < temporary_bytes(pull(f), (x,), x) < 2 * MB + one
     assert one < temporary_bytes(push(f), x, x) < 4 * MB + 2 * one
-
-
-def without_names(fun, *args):
-    """Return the compiled program, without what says where in the source it comes from."""
-    text = jax.jit(fun).lower(*args).compile().as_text()
-    return re.sub(r", metadata=\{[^}]*\}", "", text[text.index("\n\n%") :])
-
-
-@pytest.mark.parametrize("make", [lambda f: lambda x, t: f(x), push], ids=["forward", "jvp"])
-def test_even_chunks_compile_to_the_program_of_lax_map(make):
-    """So a difference between their times is the machine's; where a chunk is not cut into tiles."""
-    x = clouds(EVEN)
-    by_hand = make(lambda x: jax.lax.map(waves, x, batch_size=100))
-    assert without_names(make(chunked_vmap(waves, 100)), x, x) == without_names(by_hand, x, x)
-
-
-def waves(points):
-    return jnp.exp(points) * jnp.prod(points, axis=-1, keepdims=True)
 
 
 def test_without_checkpoint_the_gradient_grows():
@@ -140,45 +139,10 @@ def test_without_checkpoint_the_gradient_grows():
     assert temporary_bytes(jax.grad(loss(stored)), clouds(EVEN)) > 100 * MB
 
 
-def test_intermediates_that_no_compiler_fuses_away():
-    def factors(p):
-        return jnp.sum(jnp.linalg.cholesky(p @ p.T + 0.1 * jnp.eye(8)))
-
-    x = clouds(EVEN)
-    assert temporary_bytes(jax.vmap(factors), x) > EVEN * 8 * 8 * 4
-    assert temporary_bytes(chunked_vmap(factors, CHUNK), x) < 2 * MB
-    assert temporary_bytes(jax.grad(loss(chunked_vmap(factors, CHUNK))), x) < 4 * MB
-
-
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
-def test_gradient_of_closed_over_values_copies_no_input(length):
-    def f(w, x):
-        return jnp.sum(chunked_vmap(lambda p: distances(p * w), CHUNK)(x))
-
-    w = jax.ShapeDtypeStruct((8, 3), jnp.float32)
-    assert temporary_bytes(jax.grad(f), w, clouds(length)) < 2 * MB
-
-
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
-def test_inputs_that_nobody_differentiates_are_not_copied(length):
-    def f(scale, x, kind):
-        def one(s, p, k):
-            return distances(p) * s * k.astype(s.dtype)
-
-        return jnp.sum(chunked_vmap(one, CHUNK)(scale, x, kind))
-
-    scale = jax.ShapeDtypeStruct((length,), jnp.float32)
-    kind = jax.ShapeDtypeStruct((length,), jnp.int32)
-    # The outputs are 0.8 MB; a copy of `x` would be 19 MB.
-    bound = 2 * MB + output_bytes(length)
-    assert temporary_bytes(jax.grad(f), scale, clouds(length), kind) < bound
-
-
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
-@pytest.mark.parametrize("axis", [1, 2])
-def test_forward_is_flat_along_any_axis(length, axis):
+@pytest.mark.parametrize("axis", [0, 1, slow(2)])
+def test_forward_is_flat_along_any_axis(axis):
     f = chunked_vmap(lambda p: (distances(p), p * 2), CHUNK, in_axes=axis, out_axes=(0, axis))
-    assert temporary_bytes(f, clouds_along(axis, length)) < 2 * MB
+    assert temporary_bytes(f, clouds_along(axis, UNEVEN)) < 2 * MB
 
 
 LAPACK = {
@@ -189,7 +153,7 @@ LAPACK = {
 
 
 @pytest.mark.parametrize("kernel", LAPACK)
-@pytest.mark.parametrize(("axis", "length"), [(0, 20_011), weekly(1, 20_000), weekly(2, 20_011)])
+@pytest.mark.parametrize(("axis", "length"), [(0, 20_011), weekly(1, 20_000)])
 def test_kernels_that_want_another_layout_copy_no_input(axis, length, kernel):
     """LAPACK is given columns; XLA must not turn the whole input around before the loop."""
     shape = [8, 8]
@@ -197,7 +161,7 @@ def test_kernels_that_want_another_layout_copy_no_input(axis, length, kernel):
     x = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
     f = chunked_vmap(LAPACK[kernel], 100, in_axes=axis)
     assert temporary_bytes(f, x) < MB < length * 8 * 8 * 4
-    assert temporary_bytes(jax.grad(loss(f)), x) < MB + output_bytes(length)
+    assert temporary_bytes(jax.grad(loss(f)), x) < MB + 4 * length
 
 
 # A prime, so that chunks are read by index, and a length that nothing else has.
@@ -215,7 +179,7 @@ def flat(shape, axis):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("axis", "checkpoint"), [(0, True), weekly(1, False), weekly(2, True)])
+@pytest.mark.parametrize(("axis", "checkpoint"), [(0, True), weekly(1, False)])
 def test_cotangents_are_added_in_place(axis, checkpoint, order):
     """A sum or a copy of the whole in the loop would cost time that grows as the square."""
     f = chunked_vmap(distances, 100, in_axes=axis, checkpoint=checkpoint)
@@ -258,39 +222,8 @@ def test_cotangents_of_many_batches_are_added_in_place():
         assert found["dynamic-update-slice"] == 1
 
 
-@pytest.mark.parametrize("length", [slow(EVEN), UNEVEN])
-def test_forward_over_reverse_is_as_small(length):
-    f = chunked_vmap(distances, CHUNK)
-
-    def hessian_times_vector(x, v):
-        return jax.jvp(jax.grad(loss(f)), (x,), (v,))[1]
-
-    x = clouds(length)
-    assert temporary_bytes(hessian_times_vector, x, x) < 4 * MB + 2 * output_bytes(length)
-
-
-def test_inside_scan_the_bound_holds():
-    f = chunked_vmap(distances, CHUNK)
-
-    def steps(x):
-        def step(total, scale):
-            return total + jnp.sum(f(x) * scale), None
-
-        return jax.lax.scan(step, jnp.zeros(()), jnp.arange(3.0))[0]
-
-    assert temporary_bytes(steps, clouds(UNEVEN)) < 2 * MB + UNEVEN * 4
-
-
 # What uneven maps and reductions need today, beside arguments and results. A change that needs less
 # lowers these figures; one that needs more is seen.
-
-
-def turned(p):
-    return jnp.sin(p) * distances(p)
-
-
-def pull(f):
-    return lambda args, cotangents: jax.vjp(f, *args)[1](cotangents)
 
 
 DERIVATIVES = {
@@ -302,43 +235,19 @@ DERIVATIVES = {
 }
 PRIME = 20_011
 CLOUDS = (clouds(PRIME),)  # 1.92 MB
-WEIGHTS = jax.ShapeDtypeStruct((8, 3), jnp.float32)
 GRID = (
     jax.ShapeDtypeStruct((101, 1, 8, 3), jnp.float32),
     jax.ShapeDtypeStruct((203,), jnp.float32),  # outputs of 1.97 MB
 )
 # The function, its arguments, and for each derivative the temporaries in kB, in tiles.
 UNEVEN_CALLS = {
-    "numbers": (chunked_vmap(distances, CHUNK), CLOUDS, (0, 90, 160, 100, 175)),
     "arrays": (chunked_vmap(turned, CHUNK), CLOUDS, (0, 1936, 3843, 1942, 3863)),
-    "arrays along axis 1": (
-        chunked_vmap(turned, CHUNK, 1, 1),
-        (clouds_along(1, PRIME),),
-        (0, 3843, 3843, 3843, 5764),
-    ),
-    "shared weights": (
-        chunked_vmap(lambda p, w: turned(p * w), CHUNK, (0, None)),
-        (*CLOUDS, WEIGHTS),
-        (0, 1936, 3843, 1950, 3866),
-    ),
-    "uneven in uneven": (
-        chunked_vmap(chunked_vmap(turned, 30), 10),
-        (jax.ShapeDtypeStruct((101, 203, 8, 3), jnp.float32),),
-        (176, 2144, 4093, 2261, 4171),
-    ),
     "two axes": (
         auto_vmap(2, 0, chunk_size=30)(lambda p, s: s * turned(p)),
         GRID,
         (59, 2110, 3977, 2174, 4102),
     ),
     "a sum": (chunked_reduce(turned, "sum", CHUNK), CLOUDS, (0, 1940, 6, 1955, 1966)),
-    "outputs kept beside a sum of rows": (
-        auto_vmap(2, 0, chunk_size=30, reduce=("sum", None), reduce_axis=1)(
-            lambda p, s: (s * distances(p), s * turned(p))
-        ),
-        GRID,
-        (39, 49, 77, 52, 2039),
-    ),
     "outputs kept beside a sum": (
         chunked_reduce(lambda p: (distances(p), turned(p)), ("sum", None), CHUNK),
         CLOUDS,
@@ -348,27 +257,18 @@ UNEVEN_CALLS = {
 
 # Without tiles, a whole chunk of 1000 items counts: 1 kB an item, and as much for each derivative.
 WHOLE_CHUNKS = {
-    "numbers": (96, 267, 1228, 3530, 3668),
     "arrays": (275, 2379, 4300, 6104, 7076),
-    "arrays along axis 1": (183, 3843, 4392, 6988, 6801),
-    "shared weights": (183, 2379, 4484, 6100, 8181),
-    "uneven in uneven": (585, 2924, 5086, 4557, 6292),
     "a sum": (275, 410, 1434, 3948, 5968),
     "outputs kept beside a sum": (99, 2339, 4038, 6852, 7154),
 }
 
 
-OTHER_CALLS = [name for name in UNEVEN_CALLS if name != "outputs kept beside a sum"]
-
-
-def has_tiles():
-    return Options().rules is not NO_RULES
-
-
-@pytest.mark.parametrize("name", ["outputs kept beside a sum", *map(weekly, OTHER_CALLS)])
+@pytest.mark.parametrize(
+    "name", ["two axes", "outputs kept beside a sum", weekly("arrays"), weekly("a sum")]
+)
 def test_uneven_calls_need_no_more_than_they_did(name):
     f, args, most = UNEVEN_CALLS[name]
-    most = most if has_tiles() else WHOLE_CHUNKS.get(name, most)
+    most = most if Options().rules is not NO_RULES else WHOLE_CHUNKS.get(name, most)
     cotangents = jax.eval_shape(f, *args)
     needed = {
         derivative: temporary_bytes(make(f), args, cotangents) / 1000
@@ -376,10 +276,3 @@ def test_uneven_calls_need_no_more_than_they_did(name):
     }
     bounds = {name: 1.05 * kB + 10 for name, kB in zip(DERIVATIVES, most, strict=True)}
     assert {name: kB for name, kB in needed.items() if kB > bounds[name]} == {}
-
-
-def test_reverse_over_reverse_stores_no_more_than_it_did():
-    """The first pass stores all intermediates, as `jax.checkpoint` does there: 1.2 kB an item."""
-    f = chunked_vmap(distances, CHUNK)
-    both = jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x))))
-    assert temporary_bytes(both, *CLOUDS) < (1300 if has_tiles() else 1420) * PRIME

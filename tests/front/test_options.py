@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Options at the call: `with_options` and the scope of `options`."""
 
-import functools
 import os
 import pickle
-import re
 import threading
 
 import cloudpickle
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 import rankax
+from helpers import refusal
 from rankax import auto_vmap, chunked_vmap
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
@@ -61,21 +60,6 @@ def test_jit_by_with_options():
     np.testing.assert_array_equal(jitted(X), norm(X))
     assert "while" in jitted.lower(X).as_text()
     assert not hasattr(jitted.with_options(jit=False), "lower")
-
-
-def test_methods():
-    class Scale:
-        @auto_vmap(x=0)
-        def times(self, x):
-            return self.factor * x
-
-    scale = Scale()
-    scale.factor = 3.0
-    chunked, x = scale.times.with_options(chunk_size=2), jnp.arange(5.0)
-    assert chunked == scale.times.with_options(chunk_size=2)
-    assert chunked.plan(x).in_flight == 2
-    for times in (chunked, functools.partial(Scale.times.with_options(chunk_size=2), scale)):
-        assert times(x).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
 
 
 def test_a_scope_sets_what_a_kernel_was_not_given():
@@ -132,10 +116,6 @@ def test_a_scope_counts_while_a_jit_of_ones_own_is_traced():
         assert "scan" in str(jax.make_jaxpr(fun)(X))
 
 
-def test_a_scope_is_a_decorator_too():
-    assert rankax.options(chunk_size=2)(in_flight)(norm) == 2
-
-
 def test_compiler_options_reach_xla():
     flag = {"xla_embed_ir_in_executable": True}
     kernel = norm.with_options(jit=True, compiler_options=flag)
@@ -166,11 +146,6 @@ def test_pickles_never_lose_options():
             "memory_limit and xla_cpu)",
         ),
         (
-            lambda: norm.with_options(chunk_size=0),
-            ValueError,
-            "norm.with_options: chunk_size must be a positive int, got 0",
-        ),
-        (
             lambda: norm.with_options(compiler_options={"xla": True}),
             TypeError,
             "norm.with_options: compiler_options are those of jax.jit, so they need jit=True; "
@@ -188,10 +163,9 @@ def test_pickles_never_lose_options():
             "'a': None",
         ),
         (
-            lambda: rankax.options(chunk_size="2"),
-            TypeError,
-            "rankax.options: chunk_size must be a positive int, got '2'; memory_limit='2 GB' picks "
-            "a size that fits the memory, and kernel.tune(...) the fastest one",
+            lambda: rankax.options(chunk_size=0),
+            ValueError,
+            "rankax.options: chunk_size must be a positive int, got 0",
         ),
         (
             lambda: rankax.options(jit=True),
@@ -203,11 +177,7 @@ def test_pickles_never_lose_options():
     ],
 )
 def test_wrong_options_are_refused_at_once(give, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        give()
-
-
-# A new option of loops.
+    assert refusal(error, give) == text
 
 
 def test_memory_is_measured_anew_for_other_options(monkeypatch):
@@ -227,29 +197,17 @@ def test_memory_is_measured_anew_for_other_options(monkeypatch):
 
 def test_one_cpu_device_says_how_to_get_more():
     mapped = chunked_vmap(lambda x: x, 2, devices="all")
-    with pytest.raises(
-        ValueError,
-        match=re.escape(
-            "chunked_vmap(<lambda>): devices='all', but JAX has 1 CPU device; for more "
-            "CPU devices, one for each core, call "
-            f'jax.config.update("jax_num_cpu_devices", {os.cpu_count()}) before JAX is first used'
-        ),
-    ):
-        mapped(jnp.ones(4))
-    (device,) = jax.devices()
-    out = chunked_vmap(lambda x: x * 2, 2, devices=[device])(jnp.arange(4.0))
-    np.testing.assert_array_equal(out, [0, 2, 4, 6])
-    np.testing.assert_array_equal(chunked_vmap(lambda x: x, 2, devices=1)(jnp.ones(4)), np.ones(4))
+    assert refusal(ValueError, mapped, jnp.ones(4)) == (
+        "chunked_vmap(<lambda>): devices='all', but JAX has 1 CPU device; for more CPU devices, "
+        f'one for each core, call jax.config.update("jax_num_cpu_devices", {os.cpu_count()}) '
+        "before JAX is first used"
+    )
+    for device in (jax.devices(), 1):
+        out = chunked_vmap(lambda x: x * 2, 2, devices=device)(jnp.arange(4.0))
+        np.testing.assert_array_equal(out, [0, 2, 4, 6])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: auto_vmap(1, shards=2)(lambda x: x),
-        lambda: auto_vmap(1)(lambda x: x).with_options(shards=2),
-        lambda: rankax.options(shards=2),
-    ],
-)
-def test_the_old_name_of_the_option_leads_to_the_new_one(call):
-    with pytest.raises(TypeError, match=r"did you mean (the option )?'?devices'?"):
-        call()
+def test_the_old_name_of_the_option_leads_to_the_new_one():
+    hint = "'shards'; did you mean the option 'devices'?"
+    assert hint in refusal(TypeError, auto_vmap(1, shards=2), norm.__wrapped__)
+    assert hint in refusal(TypeError, norm.with_options, shards=2)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: MIT
 """``kernel.check`` and ``kernel.nonfinite``, against plain `jax.vmap`."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compilations, slow
+from helpers import compilations, refusal
 from rankax import SplitKey, auto_vmap
 from rankax.plans import CheckReport, NonFinite
 
@@ -48,18 +45,9 @@ def _(primals, tangents):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        slow({}),
-        slow({"chunk_size": None}),
-        {"jit": True, "bucket": (8, 16)},
-        {"reduce": "sum", "where": None},
-    ],
-    ids=str,
+    "options", [{"jit": True, "bucket": (8, 16)}, {"reduce": ("sum", None)}], ids=str
 )
 def test_a_sound_kernel_agrees(options):
-    if "reduce" in options:
-        options = {"reduce": ("sum", None)}
     report = LENGTH.with_options(**options).check(X, W, items=6, gradient=True)
     assert isinstance(report, CheckReport)
     assert len(report.items) == 6
@@ -71,10 +59,9 @@ def test_a_sound_kernel_agrees(options):
     assert str(report).startswith(first)
 
 
-@pytest.mark.parametrize("args", [(X[0, 0], W), (X[:0], W), (X[:, :1], W[None, None])])
-def test_any_batch(args):
-    report = LENGTH.check(*args, gradient=True)
-    assert len(report.items) == min(16, int(np.prod(report.batch_shape)))
+def test_a_batch_without_items():
+    report = LENGTH.check(X[:0], W, gradient=True)
+    assert (report.items, report.batch_shape) == ((), (0, 7))
 
 
 def test_a_number_of_python_is_one_item():
@@ -90,19 +77,19 @@ def test_a_branch_on_a_number_that_all_items_share():
     assert [path for path, _, _ in report.differences] == names
 
 
-@pytest.mark.parametrize("args", [(W,), (2.0,)])
-def test_disabled_jit(args):
+@pytest.mark.parametrize("x", [W, 2.0], ids=["batch", "number"])
+def test_disabled_jit(x):
     kernel = auto_vmap(x=0)(lambda x: (2 * x, 1 / 3))
     with jax.disable_jit():
-        assert [ulps for _, ulps, _ in kernel.check(*args).differences] == [0, 0]
+        assert [ulps for _, ulps, _ in kernel.check(x).differences] == [0, 0]
 
 
 def test_outputs_of_any_dtype():
     """A gradient that mixes narrow floats, which JAX does not promote, and complex numbers."""
-    dtypes = [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.int8]
+    dtypes = [jnp.float8_e4m3fn, jnp.float32, jnp.complex64, jnp.int8]
     kernel = auto_vmap(x=1, chunk_size=4)(lambda x: [(x * x).astype(dtype) for dtype in dtypes])
     report = kernel.check(X, gradient=True)
-    assert len(report.differences) == 6
+    assert len(report.differences) == 5
     assert all(ulps < 10 for _, ulps, _ in report.differences)
 
 
@@ -129,8 +116,8 @@ def test_keys_that_are_split_are_those_of_the_items():
     def draw(x, key):
         return x * jax.random.normal(key, x.shape), key
 
-    report = draw.check(X, jax.random.key(1), gradient=True)
-    assert [ulps < 1 for _, ulps, _ in report.differences] == [True] * 3
+    report = draw.check(X, jax.random.key(1))
+    assert [ulps < 1 for _, ulps, _ in report.differences] == [True] * 2
 
 
 def test_a_function_that_mixes_its_items_is_found():
@@ -141,8 +128,7 @@ def test_a_function_that_mixes_its_items_is_found():
         "[0.5, 1, 2] (4.19e+06 ulps of the largest number); the item has "
         "x = [0.25, 0.5, 1]"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        kernel.check(x)
+    assert refusal(ValueError, kernel.check, x) == text
 
 
 def test_another_gradient_is_found_and_only_if_asked_for():
@@ -154,25 +140,19 @@ def test_another_gradient_is_found_and_only_if_asked_for():
 
 
 def test_an_item_that_is_not_finite_hides_no_other_gradient():
-    x = X.at[2, 3].set(-1.0)
-    LENGTH.check(x, W, items=3, gradient=True)
-    LENGTH.check(x, W, items=35, gradient=True)
+    LENGTH.check(X.at[2, 3].set(-1.0), W, items=35, gradient=True)
 
 
 BAD = X.at[2, 3].set(-1.0).at[4, 0, 1].set(jnp.nan).at[1, 1].set(0.0)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"chunk_size": None}, {"reduce": ("sum", None), "reduce_axis": 0}, {"jit": True}],
-    ids=str,
+    "options", [{"jit": True}, {"reduce": ("sum", None), "reduce_axis": 0}], ids=str
 )
 def test_items_that_are_not_finite_are_counted_and_named(options):
     found = LENGTH.with_options(**options).nonfinite(BAD, W)
-    values = jax.vmap(jax.vmap(length, (0, None)), (0, None))(BAD, W)[0]
     assert isinstance(found, NonFinite)
-    assert found.count == 2
-    np.testing.assert_array_equal(found.indices, np.argwhere(~np.isfinite(values)))
+    assert (found.count, found.indices.tolist()) == (2, [[2, 3], [4, 0]])
     for index, arguments in zip(found.indices, found.arguments, strict=True):
         np.testing.assert_array_equal(arguments["x"], BAD[tuple(index)])
         np.testing.assert_array_equal(arguments["w"], W)
@@ -196,10 +176,7 @@ def test_items_whose_gradient_alone_is_not_finite():
     x = jnp.array([1.0, 0.0, 4.0, -1.0, 0.0, jnp.inf])
     kernel = auto_vmap(x=0, w=0, chunk_size=2)(root)
     found = kernel.nonfinite(x, 2.0, gradient=True)
-    gradients = jax.vmap(jax.grad(root, (0, 1)), (0, None))(x, 2.0)
-    bad = ~np.isfinite(gradients).all(0) & np.isfinite(jax.vmap(root, (0, None))(x, 2.0))
-    assert found.count == bad.sum() == 3
-    np.testing.assert_array_equal(found.indices[:, 0], np.flatnonzero(bad))
+    assert (found.count, found.indices.tolist()) == (3, [[1], [3], [4]])
     assert kernel.nonfinite(x, 2.0).indices.tolist() == [[5]]
 
 
@@ -209,10 +186,9 @@ def test_items_that_do_not_count_are_left_out():
     assert kernel.nonfinite(BAD.at[4, 0, 0].set(1.0), W).indices.tolist() == [[4, 0]]
 
 
-@pytest.mark.parametrize("args", [(X[0, 0], W), (X[:0], W)])
-def test_no_batch_and_no_item(args):
-    found = LENGTH.nonfinite(*args)
-    assert (found.count, found.indices.shape) == (0, (0, len(found.batch_shape)))
+def test_no_batch_and_no_item():
+    assert LENGTH.nonfinite(X[0, 0], W).indices.shape == (0, 0)
+    assert LENGTH.nonfinite(X[:0], W).indices.shape == (0, 2)
 
 
 def test_methods_take_their_object_along():
@@ -227,13 +203,8 @@ def test_methods_take_their_object_along():
     assert Scale().log.check(jnp.array([1.0, 2.0])).items == ((0,), (1,))
 
 
-@pytest.mark.parametrize(
-    ("ask", "text"),
-    [
-        (functools.partial(LENGTH.check, items=0), "length.check: items must be a positive int, "),
-        (functools.partial(LENGTH.nonfinite, most=0), "length.nonfinite: most must be a positive "),
-    ],
-)
-def test_wrong_numbers_are_refused(ask, text):
-    with pytest.raises(ValueError, match=f"^{text}"):
-        ask(X, W)
+def test_wrong_numbers_are_refused():
+    text = refusal(ValueError, LENGTH.check, X, W, items=0)
+    assert text.startswith("length.check: items must be a positive int, ")
+    text = refusal(ValueError, LENGTH.nonfinite, X, W, most=0)
+    assert text.startswith("length.nonfinite: most must be a positive ")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A decorated kernel is treated as a function, by Python's tools and by JAX."""
 
+import abc
 import copy
 import dataclasses
 import doctest
@@ -15,18 +16,16 @@ import threading
 import typing
 import weakref
 
-import beartype
 import cloudpickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
 import wrapper_kernels
-from helpers import assert_same, slow
+from helpers import assert_same
 from rankax import BatchShapeError, SplitKey, Static, auto_vmap
 from wrapper_kernels import Body, Comet
 
@@ -96,8 +95,7 @@ def test_partials_and_objects_are_named_and_described():
     assert not hasattr(mapped, "shift")
 
 
-@pytest.mark.parametrize("module", [pickle, cloudpickle])
-@pytest.mark.parametrize("name", ["plain", "jitted"])
+@pytest.mark.parametrize(("module", "name"), [(pickle, "plain"), (cloudpickle, "jitted")])
 def test_module_level_kernels_are_pickled_by_name(module, name):
     mapped = getattr(wrapper_kernels, name)
     mapped(S, X)
@@ -114,7 +112,7 @@ class Pair(eqx.Module):
     b: jax.Array
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"jit": True}, {"chunk_size": 2}], ids=str)
 def test_local_kernels_are_pickled_by_value_also_after_use(options):
     factor = 3.0
 
@@ -146,41 +144,28 @@ def test_a_kernel_that_calls_itself_is_pickled_by_value():
 
 MAIN = """
 import pickle, sys
-import cloudpickle, jax.numpy as jnp
+import cloudpickle
 from rankax import auto_vmap
-
-class Line:
-    slope = 2.0
-
-    @auto_vmap(x=0)
-    def at(self, x):
-        return self.slope * x
 
 @auto_vmap(x=0, jit=True)
 def double(x):
     return factor * x
 
 factor = 2
-if "write" in sys.argv:
-    assert pickle.loads(pickle.dumps(double)) is double
-    assert cloudpickle.loads(cloudpickle.dumps(double)) is not double
-    sys.stdout.buffer.write(cloudpickle.dumps([double, Line().at, double.with_options(jit=False)]))
+assert pickle.loads(pickle.dumps(double)) is double
+assert cloudpickle.loads(cloudpickle.dumps(double)) is not double
+sys.stdout.buffer.write(cloudpickle.dumps(double))
 """
-READ = """
-import pickle, sys
-import numpy as np
-print([np.asarray(f(np.arange(3.0))).tolist() for f in pickle.load(sys.stdin.buffer)])
-"""
+READ = "import pickle, sys; print(pickle.load(sys.stdin.buffer)(2.5))"
 
 
 @pytest.mark.slow
 def test_kernels_of_a_notebook_go_to_other_processes_by_value():
-    def run(program, *args, **options):
-        command = [sys.executable, "-c", program, *args]
+    def run(program, **options):
+        command = [sys.executable, "-c", program]
         return subprocess.run(command, stdout=subprocess.PIPE, check=True, **options).stdout
 
-    want = b"[[0.0, 2.0, 4.0], [0.0, 2.0, 4.0], [0.0, 2.0, 4.0]]\n"
-    assert run(READ, input=run(MAIN, "write")) == want
+    assert run(READ, input=run(MAIN)) == b"5.0\n"
 
 
 def test_modules_that_cloudpickle_takes_by_value():
@@ -193,7 +178,7 @@ def test_modules_that_cloudpickle_takes_by_value():
     assert_same(copied(S, X), wrapper_kernels.jitted(S, X))
 
 
-@pytest.mark.parametrize("options", [slow({}), {"jit": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"jit": True}, {"chunk_size": 2}], ids=str)
 def test_copies_and_weak_references(options):
     mapped = auto_vmap(0, **options)(lambda x: x)
     mapped(S)
@@ -207,12 +192,11 @@ def test_copies_and_weak_references(options):
     assert reference() is None
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}], ids=str)
-def test_a_call_keeps_no_argument_alive(options):
+def test_a_call_keeps_no_argument_alive():
     class Marker:
         pass
 
-    mapped = auto_vmap(x=0, **options)(lambda x, marker: x + 1)
+    mapped = auto_vmap(x=0, chunk_size=2)(lambda x, marker: x + 1)
     marker, array = Marker(), jnp.arange(4.0)
     mapped(array, marker)
     references = [weakref.ref(marker), weakref.ref(array)]
@@ -227,17 +211,14 @@ def test_methods_are_inherited_and_call_their_super():
     assert_same(Body(2.0).pull(X), pull)
     assert_same(comet.pull(X), pull + X)
     assert_same(Comet.pull(comet, x=X[0]), pull[0] + X[0])
-    assert_same(Body.unit(X), X)
-    assert_same(Comet.unit(X), X + 1)
+    assert_same(Comet.unit(X), Body.unit(X) + 1)
     assert_same(comet.norm(X), jnp.sum(X**2, axis=1))
     assert comet.pull.__self__ is comet
-    assert Body.pull.plan(comet, X).batch_shape == (4,)
-    assert comet.norm.plan(X).batch_shape == (4,)
     assert comet.pull.plan(X) == Comet.pull.plan(comet, X)
-    assert Comet.unit.plan(X).batch_shape == comet.unit.plan(X).batch_shape == (4,)
+    assert Comet.unit.plan(X).batch_shape == comet.norm.plan(X).batch_shape == (4,)
     assert_same(Comet.unit.with_options(chunk_size=2)(X), X + 1)
-    assert inspect.getdoc(Comet.pull) == "Pull towards the origin."  # inherited, as for a function
-    assert inspect.getdoc(comet.pull) == "Pull towards the origin."
+    for owner in (Comet, comet):  # inherited, as for a function
+        assert inspect.getdoc(owner.pull) == "Pull towards the origin."
     assert str(inspect.signature(comet.pull)) == "(x)"
 
 
@@ -245,23 +226,17 @@ def test_bound_methods_are_like_those_of_functions():
     body, twin = Body(2.0), Body(2.0)
     pull = body.pull
     assert (pull.__self__, pull.__func__) == (body, Body.pull)
-    assert (pull.__name__, pull.__module__) == ("pull", "wrapper_kernels")
-    assert pull.__qualname__ == "Body.pull"
+    assert (pull.__name__, pull.__qualname__) == ("pull", "Body.pull")
+    assert pull.__module__ == "wrapper_kernels"
     assert_same(pull.__wrapped__(X[0]), pull(X[0]))
     assert {pull: 1}[body.pull] == 1
-    assert pull != twin.pull
-    assert pull != body.pull.with_options(chunk_size=3)
+    assert pull not in (twin.pull, body.pull.with_options(chunk_size=3))
     assert inspect.isroutine(pull)
-    assert "pull(x)\n    Pull towards the origin." in pydoc.render_doc(
-        pull, renderer=pydoc.plaintext
-    )
+    help_text = pydoc.render_doc(pull, renderer=pydoc.plaintext)
+    assert "pull(x)\n    Pull towards the origin." in help_text
     assert not hasattr(pull, "lower")
     assert_same(functools.partialmethod(Body.pull, X[0]).__get__(body)(), body.pull(X[0]))
-
-    class Other:
-        pull = body.pull  # is bound already
-
-    assert Other().pull == body.pull
+    assert type("Other", (), {"pull": pull})().pull == body.pull  # is bound already
     assert copy.copy(pull) is pull
     copied = copy.deepcopy({"pull": pull, "body": body})
     assert copied["pull"].__self__ is copied["body"] is not body
@@ -294,12 +269,11 @@ def test_kernels_as_defaults_and_as_fields():
     class Holder(eqx.Module):
         fun: object
 
-    @auto_vmap(x=0)
+    @auto_vmap(x=0, jit=True)
     def through(x, fun=twice):
         return fun(x)
 
     assert_same(through(S), 2 * S)
-    assert_same(through.with_options(jit=True)(S), 2 * S)
     assert jax.tree.leaves(Holder(twice)) == [twice]
     assert_same(eqx.filter_jit(lambda holder: holder.fun(S))(Holder(twice)), 2 * S)
 
@@ -319,19 +293,19 @@ def test_a_bound_method_is_a_pytree_of_its_object():
         def at(self, x):
             return jnp.dot(self.slope, x)
 
-    line, lines = Line(X[0]), Line(X)
+    def apply(fun, x):
+        return fun(x)
+
+    line, lines, called = Line(X[0]), Line(X), jax.jit(apply)
     ((path, leaf),) = jax.tree_util.tree_leaves_with_path(line.at)
     assert leaf is line.slope
     assert jax.tree_util.keystr(path) == ".__self__.slope"
-    called = jax.jit(lambda fun, x: fun(x))
-    assert_same(called(line.at, X), line.at(X))
+    assert_same(called(line.at, X), X @ X[0])
     assert_same(called(lines.at, X[0]), X @ X[0])
     assert called._cache_size() == 2
-    both = jax.vmap(lambda fun, x: fun(x), in_axes=(0, None))(lines.at, X)
-    assert_same(both, X @ X.T)
+    assert_same(jax.vmap(apply, in_axes=(0, None))(lines.at, X), X @ X.T)
     assert_same(jax.grad(lambda fun: fun(X).sum())(line.at).__self__.slope, X.sum(0))
-    jitted = auto_vmap(x=1, fun=None, jit=True)(lambda fun, x: fun(x))
-    assert_same(jitted(line.at, X), line.at(X))
+    assert_same(auto_vmap(x=1, fun=None, jit=True)(apply)(line.at, X), X @ X[0])
 
 
 def test_doctest_finds_kernels_and_methods():
@@ -367,8 +341,6 @@ class PairOfScalars(eqx.Module):
 
 
 def test_abstract_methods_stay_abstract():
-    import abc
-
     class Base(abc.ABC):
         @auto_vmap(x=0)
         @abc.abstractmethod
@@ -378,46 +350,17 @@ def test_abstract_methods_stay_abstract():
         Base()
 
 
-def test_partials_of_a_decorated_kernel():
-    mapped = auto_vmap(0, 1, scale=0)(lambda s, v, *, scale: s * jnp.sum(v) * scale)
-    assert_same(functools.partial(mapped, scale=S)(2.0, X), 2 * jnp.sum(X, axis=1) * S)
-    assert_same(functools.partial(mapped, S)(X, scale=1.0), jnp.sum(X, axis=1) * S)
-
-
-def test_decorated_kernels_call_each_other():
-    @auto_vmap(1, 1)
-    def distance(p, q):
-        return jnp.sqrt(jnp.sum((p - q) ** 2))
-
-    for options in ({}, {"chunk_size": 2}, {"jit": True}):
-
-        @auto_vmap(1, 2, **options)
-        def nearest(p, others):
-            return jnp.min(distance(p, others))
-
-        others = X[:2] + 0.5
-        want = jnp.stack([jnp.min(jnp.linalg.norm(others - p[None], axis=1)) for p in X])
-        assert_same(nearest(X, others), want)
-        assert_same(nearest(X[:, None], jnp.stack([others, others]))[:, 1], want)
-
-
 # Other wrappers, inside and outside.
 
-ORDERS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "filter_jit": eqx.filter_jit,
-    "twice jit": lambda f: jax.jit(jax.jit(f)),
-}
+ORDERS = {"jit": jax.jit, "checkpoint": jax.checkpoint, "filter_jit": eqx.filter_jit}
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 3}, slow({}), slow({"jit": True})], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_wrappers_does_not_matter(order, options):
+def test_the_order_of_wrappers_does_not_matter(order):
     def f(s, v):
         return jnp.sin(s) * jnp.sum(v**2)
 
-    wrap, decorate = ORDERS[order], auto_vmap(0, 1, **options)
+    wrap, decorate = ORDERS[order], auto_vmap(0, 1, chunk_size=3)
     s, x = np.asarray(S), np.asarray(X)
     want = np.sin(s)[:, None] * np.sum(x**2, axis=1)[None]
     slope = np.cos(s) * np.sum(x**2)
@@ -426,32 +369,6 @@ def test_the_order_of_wrappers_does_not_matter(order, options):
         assert_same(jax.grad(lambda s: jnp.sum(mapped(s[:, None], X)))(S), slope)  # noqa: B023
         with pytest.raises(BatchShapeError, match="Batch axis -1 is 4 \\(s\\) and 3 \\(v\\)"):
             mapped(S, X[:3])
-
-
-def test_jaxtyped_inside_sees_one_item_and_outside_the_batch():
-    checked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
-
-    @auto_vmap(0, 1)
-    @checked
-    def inside(s: Float[Array, ""] | float, v: Float[Array, "3"]) -> Float[Array, "3"]:
-        return s * v
-
-    @checked
-    @auto_vmap(0, 1)
-    def outside(s: Float[Array, "*batch"], v: Float[Array, "*batch 3"]) -> Float[Array, "*batch 3"]:
-        return s * v
-
-    @auto_vmap
-    @checked
-    def alone(s: Float[Array, ""] | float, v: Float[Array, "3"]) -> Float[Array, "3"]:
-        return s * v
-
-    for f in (inside, outside, alone):
-        assert_same(f(S, X), S[:, None] * X)
-    assert inside(2.0, X).shape == (4, 3)
-    for f, v in ((inside, X[:, :2]), (outside, X[:2])):
-        with pytest.raises(jaxtyping.TypeCheckError, match="Type-check error"):
-            f(S, v)
 
 
 @jax.custom_jvp
@@ -465,23 +382,13 @@ def _(primals, tangents):
     return log1pexp(x, k), tangents[0] * 7 * k  # a derivative that is told from the true one
 
 
-@jax.custom_vjp
-def clipped(x, k=1.0):
-    return x * k
-
-
-clipped.defvjp(lambda x, k: (x * k, k), lambda k, ct: (ct * 7 * k, jnp.zeros_like(ct)))
-
-
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
-@pytest.mark.parametrize("fun", [log1pexp, clipped], ids=lambda f: f.__name__)
-def test_kernels_with_derivatives_of_their_own(fun, options):
-    mapped = auto_vmap(0, 0, **options)(fun)
+def test_kernels_with_derivatives_of_their_own():
+    mapped = auto_vmap(0, 0, chunk_size=3)(log1pexp)
     k = jnp.arange(1.0, 3.0)
     got = jax.grad(lambda x: jnp.sum(mapped(x[:, None], k)))(S)
     assert_same(got, jnp.full(4, 7.0 * 3))
-    assert_same(mapped(S, 2.0), jax.vmap(lambda x: fun(x, 2.0))(S))
-    assert mapped.__name__ == fun.__name__
+    assert_same(mapped(S), jnp.log1p(jnp.exp(S)))
+    assert mapped.__name__ == "log1pexp"
 
 
 def test_a_decorated_function_takes_a_rule_of_its_own():
@@ -509,27 +416,7 @@ def test_methods_of_an_equinox_module():
     want = jnp.tanh(X @ layer.weight)
     assert_same(layer(X), want)
     assert_same(layer.combine({"k": X}, X), jnp.sum(X * X, axis=1))
-    gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
-    assert_same(gradient.weight, (1 - want**2) @ X)
-
-
-def test_a_jitted_equinox_module():
-    layer = Layer(jnp.arange(3.0), jnp.tanh)
-    want = jnp.tanh(X @ layer.weight)
     assert_same(eqx.filter_jit(layer)(X), want)
     assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
-
-
-def test_an_equinox_module_as_kernel_and_as_argument():
-    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    want = jnp.stack([linear(x) for x in X])
-    assert_same(auto_vmap(1)(linear)(X), want)
-    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(
-        jax.random.split(jax.random.key(0), 4)
-    )
-    ranks = eqx.tree_at(lambda m: (m.weight, m.bias), linear, (2, 1))
-    apply = auto_vmap(ranks, 1)(lambda model, x: model(x))
-    want = jnp.stack(
-        [jax.tree.map(lambda leaf: leaf[i], models)(x) for i, x in enumerate(X)]  # noqa: B023
-    )
-    assert_same(apply(models, X), want, rtol=1e-4)
+    gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
+    assert_same(gradient.weight, (1 - want**2) @ X)

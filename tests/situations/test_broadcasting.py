@@ -64,9 +64,6 @@ def test_an_ensemble_on_a_batch():
     want = jax.vmap(jax.vmap(network, in_axes=(None, 0)), in_axes=(0, None))(params, inputs)
     every = jax.tree.map(lambda leaf: leaf[:, None], params)
     assert_same(auto_vmap(params=ranks, x=1)(network)(every, inputs), want)
-    # Members and inputs one by one, without the extra axis.
-    got = auto_vmap(params=ranks, x=1, chunk_size=2)(network)(params, inputs[:3])
-    assert_same(got, jax.vmap(network)(params, inputs[:3]))
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
@@ -87,13 +84,6 @@ def test_an_empty_batch(options):
     kernel = auto_vmap(0, **options)(lambda x: {"next": x + 1, "below": x < 0})
     want = {"next": jnp.zeros((5, 0), jnp.float32), "below": jnp.zeros((5, 0), bool)}
     assert_same(kernel(jnp.asarray(empty)), want)
-
-
-def test_a_reduction_of_an_empty_batch():
-    kernel = auto_vmap(0, reduce={"sum": "sum", "any": "any"}, chunk_size=3)(
-        lambda x: {"sum": x, "any": x > 0}
-    )
-    assert_same(kernel(jnp.zeros(0)), {"sum": jnp.float32(0), "any": jnp.bool_(False)})
 
 
 @pytest.mark.parametrize("dtype", ["bool", slow("bfloat16")])
