@@ -135,13 +135,6 @@ def test_the_program_is_that_of_axis_size():
     assert str(jax.make_jaxpr(kernel)(1.0)) == str(jax.make_jaxpr(by_hand)(1.0))
 
 
-def test_under_jax_vmap_each_item_has_these_axes():
-    kernel = auto_vmap(0, SplitKey, batch_shape=5, chunk_size=2)(draw)
-    scales = jnp.arange(3.0)
-    got = jax.vmap(kernel, in_axes=(0, None))(scales, KEY)
-    assert_same(got[0], jnp.stack([kernel(scale, KEY)[0] for scale in scales]))
-
-
 def test_a_plan_shows_it_as_an_argument():
     kernel = auto_vmap(scale=0, key=SplitKey, batch_shape=(4, 6), chunk_size=5)(draw)
     assert str(kernel.plan(jnp.ones((4, 1)), KEY)) == (
@@ -182,10 +175,6 @@ def test_axes_that_clash_are_named_like_arguments():
         "To combine every scale with every batch_shape, pass scale[:, None]."
     )
     assert kernel(jnp.ones(5)[:, None], KEY)[1].shape == (5, 3)
-    pair = auto_vmap(a=0, b=0, batch_shape=3)(lambda a, b: a + b)
-    assert refusal(BatchShapeError, pair, jnp.ones(5), jnp.ones(5)).endswith(
-        "To combine every a and b with every batch_shape, pass a[:, None] and b[:, None]."
-    )
 
 
 X = np.arange(6, dtype=np.float32)

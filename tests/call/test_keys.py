@@ -211,13 +211,6 @@ def test_keys_are_split_over_the_axes_that_they_lack(shape, chunk_size):
     assert_same(kept(X, keys)[1], want)
 
 
-def test_the_oracle_is_split():
-    assert_same(own_keys(KEY, BATCH), jax.random.split(KEY, BATCH))
-    keys = jax.random.split(KEY, 3)
-    assert_same(own_keys(keys[:, None], BATCH), jax.vmap(lambda k: jax.random.split(k, 5))(keys))
-    assert_same(own_keys(keys, (3,)), keys)
-
-
 def test_keys_that_lack_nothing_are_used_as_they_are():
     kernel = auto_vmap(x=0, key=SplitKey)(noisy)
     assert_same(kernel(0.5, KEY), noisy(0.5, KEY))  # one item: simply called
@@ -247,17 +240,6 @@ def test_the_keys_of_a_tree_are_split_each_on_its_own():
     columns = jax.random.split(jax.random.key(9), 5)
     want = jax.tree.map(lambda key: own_keys(key, BATCH), (tree, columns))
     assert_same(kernel(X, tree, columns), want)
-
-
-def test_keys_of_args_and_of_a_method():
-    class Model:
-        @auto_vmap(x=0, key=SplitKey, chunk_size=4)
-        def sample(self, x, key):
-            return noisy(x, key)[1]
-
-    assert_same(Model().sample(X, KEY), own_keys(KEY, BATCH))
-    many = auto_vmap(0, SplitKey, SplitKey)(lambda x, *keys: keys)
-    assert_same(many(X, KEY, KEY), (own_keys(KEY, BATCH),) * 2)
 
 
 # Generators.

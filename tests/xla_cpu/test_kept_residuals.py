@@ -120,18 +120,6 @@ def test_derivatives_are_those_of_vmap(kernel, transformation, length):
     assert_same(got, want, rtol=2e-4, atol=2e-4)
 
 
-def test_reductions_and_several_arguments():
-    def kernel(x, w, n):
-        return stencil(x * w) * n.astype(x.dtype)
-
-    mapped = auto_vmap(x=1, w=1, n=0, reduce="max", chunk_size=3)(kernel)
-    n = jnp.arange(7)
-    gradients = jax.grad(lambda x, w: mapped(x, w, n), (0, 1))
-    by_hand = jax.vmap(kernel, (0, None, 0))
-    want = jax.grad(lambda x, w: jnp.max(by_hand(x, w, n)), (0, 1))
-    assert_same(jax.jit(gradients)(X, X[0]), jax.jit(want)(X, X[0]), rtol=2e-4, atol=2e-4)
-
-
 def test_what_has_no_reverse_pass_is_left_alone():
     def until_small(x):
         return lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)

@@ -76,6 +76,7 @@ def test_chains_of_layers_keep_values_in_chunks(kernel):
     assert found > by_hand
     if kernel is chain:
         assert found == 4  # the input, and what is between the four
+        assert_same(auto_vmap(1, chunk_size=3)(chain)(X), jax.jit(jax.vmap(chain))(X), rtol=2e-5)
     assert barriers(chunked_vmap(kernel, 7), X) == by_hand  # one chunk is plain `jax.vmap`
 
 
@@ -201,10 +202,8 @@ def test_reductions_in_chunks():
     assert_same(got, want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_eager_calls(jit):
-    want = jax.jit(jax.vmap(chain))(X)
-    assert_same(auto_vmap(x=1, chunk_size=3, jit=jit)(chain)(X), want, rtol=2e-5)
+def compiled(fun, *args):
+    return jax.jit(fun).lower(*args).compile().as_text()
 
 
 @pytest.mark.optimized
@@ -216,16 +215,10 @@ def test_each_layer_is_computed_once():
 
     def count(mapped):
         x = jax.ShapeDtypeStruct((6000, 40), jnp.float32)  # so long that sines stay
-        text = jax.jit(mapped).lower(x).compile().as_text()
-        return len(re.findall(r" sine\(", text))
+        return len(re.findall(r" sine\(", compiled(mapped, x)))
 
     assert count(chunked_vmap(waves, 30)) == 4
     assert count(lambda x: lax.map(waves, x, batch_size=30)) > 4  # if not: see `kept_values.py`
-
-
-def fusions(fun, *args):
-    """Return the text of each loop of a compiled program."""
-    return jax.jit(fun).lower(*args).compile().as_text().split("\n\n")
 
 
 @pytest.mark.optimized
@@ -237,7 +230,7 @@ def test_without_a_copy_such_functions_read_the_whole_array():
 
     def slices(mapped):
         x = jax.ShapeDtypeStruct((6000, 4), jnp.float32)
-        loops = [text for text in fusions(mapped, x) if "log-plus-one(" in text]
+        loops = [text for text in compiled(mapped, x).split("\n\n") if "log-plus-one(" in text]
         assert loops
         return any("dynamic-slice(" in text for text in loops)
 

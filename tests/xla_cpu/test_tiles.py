@@ -186,18 +186,6 @@ def test_what_the_plan_shows_is_what_runs():
     assert steps(chunked_reduce(distances, "sum", 500), x) == [50]
 
 
-def test_several_levels():
-    @auto_vmap(2, 2, chunk_size=1000)
-    def between(a, b):
-        return jnp.sum(jnp.sqrt(jnp.sum((a[:, None] - b[None]) ** 2, axis=-1) + 1e-3))
-
-    a, b = clouds(40), clouds(30, 1)
-    assert [level.tile for level in between.plan(a, b).levels] == [1, 20]
-    assert steps(between, a, b) == [2, 30]  # the inner loop is printed first
-    want = jax.vmap(lambda b: jax.vmap(lambda a: between(a, b))(a))(b[:, 0])
-    assert_same(between(a, b), want)
-
-
 @pytest.mark.parametrize("reduce", [None, "sum"])
 def test_the_kernel_is_traced_once_a_call(reduce):
     traces, x = [], clouds(300)
@@ -207,21 +195,6 @@ def test_the_kernel_is_traced_once_a_call(reduce):
     want = jax.jit(jax.vmap(distances))(x)
     assert_same(counted(x), want if reduce is None else want.sum(), rtol=1e-4)
     assert len(traces) == 1
-
-
-def test_a_plan_takes_shapes_and_values_in_any_place():
-    @auto_vmap(2, 2, None, None, chunk_size=500)
-    def kernel(a, b, table, flags):
-        scale = 2.0 if flags["on"] and flags["values"][0] > 0 else table[0]
-        return distances(a) * distances(b) * scale
-
-    like = jax.ShapeDtypeStruct
-    flags = {"on": True, "values": np.ones(2)}  # looked at while the kernel is traced
-    plan = kernel.plan(
-        like((1000, 8, 3), jnp.float32), like((8, 3), jnp.float32), like((2,), jnp.float32), flags
-    )
-    assert plan.in_flight == 20
-    assert kernel.plan(clouds(1000), clouds(), jnp.ones(2), {1: 0, "on": 0}).in_flight == 20
 
 
 # Values and derivatives.
@@ -401,24 +374,6 @@ def test_derivatives_in_tiles_of_their_own(length):
     want = all_of(plain, x)
     assert_same(all_of(kernel, x), want, rtol=1e-3, atol=1e-3)
     assert_same(gradient(kernel)(x), want[0], rtol=1e-4, atol=1e-5)
-
-
-def test_derivatives_of_several_levels_have_tiles_of_their_own():
-    def between(a, b):
-        return stored(a) * jnp.sum(b)
-
-    a, b = jnp.tile(clouds(96), (1, 4, 1)), clouds(5, 1)
-    kernel = auto_vmap(2, 2, chunk_size=200)(between)
-    levels = kernel.plan(a, b).levels
-    assert any(level.derivative for level in levels)
-    plain = jax.vmap(jax.vmap(between, (0, None)), (None, 0))
-
-    def loss(fun):
-        return lambda a, b: jnp.sum(jnp.tanh(fun(a, b)))
-
-    got = jax.grad(loss(kernel), (0, 1))(a, b)
-    want = jax.jit(jax.grad(loss(plain), (0, 1)))(a, b[:, 0])
-    assert_same(got, (want[0], want[1][:, None]), rtol=1e-3, atol=1e-3)
 
 
 def test_jax_0_11_1_gets_a_warning(monkeypatch):
