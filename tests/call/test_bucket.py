@@ -111,19 +111,6 @@ def test_arrays_of_numpy_and_keys_are_filled_without_a_program():
     assert_same(kernel(x, more), plain(x, more))
 
 
-def test_items_that_end_by_themselves():
-    def steps(x, y):
-        def body(state):
-            return state[0] + 1, state[1] * 0.9 + y[0]
-
-        most = jnp.abs(x[0] * 10).astype(int)
-        return jax.lax.while_loop(lambda state: state[0] < most, body, (0, x[1]))[1]
-
-    kernel = auto_vmap(x=1, y=1, jit=True, lockstep=False, chunk_size=16)(steps)
-    kernel = kernel.with_options(reduce=Several("sum", "argmax"))
-    assert_same(kernel.with_options(bucket=True)(X, Y), kernel(X, Y))
-
-
 @pytest.mark.parametrize(
     "args",
     [

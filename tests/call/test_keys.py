@@ -1,29 +1,17 @@
 # SPDX-License-Identifier: MIT
 """`SplitKey`: keys and draws of each item are those of `jax.random.split`, however it is walked."""
 
-import dataclasses
 import functools
-import math
 from typing import Annotated, NamedTuple
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from helpers import assert_same, compilations, refusal, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap
-from rankax.core.call.nest import nest_of
-from rankax.core.declare.dims import Rank
-from rankax.core.declare.split_key import key_rank
-from rankax.core.loop.spec import item_key
-from rankax.core.options import Options
-from rankax.core.plan.nesting import plan_nesting
-from rankax.core.trace.programs import trace_item
 from rankax.reductions import Best, BottomK
 
 KEY = jax.random.key(5)
@@ -109,15 +97,14 @@ def test_the_last_tile_of_a_reduction_goes_on_counting():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("reduce", [None, slow("sum")], ids=str)
-def test_keys_are_never_an_array(reduce):
+def test_keys_are_never_an_array():
     """400,000 keys would be 3.2 MB, and 400,000 numbers 1.6 MB; a chunk needs 26 kB."""
 
     def draw(x, key):
         return jnp.sum(x * jax.random.normal(key, (16,)))
 
-    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=100, reduce=reduce)(draw)
-    by_hand = auto_vmap(x=0, key=0, chunk_size=100, reduce=reduce)(draw)
+    kernel = auto_vmap(x=0, key=SplitKey, chunk_size=100)(draw)
+    by_hand = auto_vmap(x=0, key=0, chunk_size=100)(draw)
     x = jnp.zeros(400_000)
 
     def gradient(x):
@@ -127,70 +114,6 @@ def test_keys_are_never_an_array(reduce):
     assert temporary_bytes(gradient, x) < 100_000
     many = temporary_bytes(lambda x, key: by_hand(x, jax.random.split(key, x.size)), x, KEY)
     assert many > 3_200_000  # so it is the keys that would be seen
-
-
-# A part of a batch, as each of several devices has one.
-
-
-def in_parts(axis, count, batch, chunk_size):
-    """What a nest makes of ``count`` parts of a batch, mapped side by side."""
-    size = batch[axis] // count
-    shape = batch[:axis] + (size,) + batch[axis + 1 :]
-
-    def planned(shape, chunk_size):
-        arrays = [(0, "x", shape, Rank(0)), (1, "key", (), key_rank())]
-        return plan_nesting(noisy, arrays, chunk_size)
-
-    whole = planned(batch, None)
-
-    def of_part(first, part, key):
-        def on_item(x, number):
-            return list(noisy(x, item_key(key, number)))
-
-        plan = dataclasses.replace(planned(shape, chunk_size), splits=whole.splits)
-        nest = nest_of(plan, (0,), Options())
-        types = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint32)
-        item = trace_item(on_item, lambda *items: (items, {}), types, 0)
-        return nest.walk(item, [part], begins={axis: first})
-
-    x = np.arange(math.prod(batch), dtype=np.float32).reshape(batch)
-    parts = np.stack(np.split(x, count, axis))
-    first = np.arange(0, batch[axis], size, dtype=np.uint32)
-
-    @jax.jit
-    def all_parts(first, parts, key):
-        outs = jax.vmap(of_part, in_axes=(0, 0, None))(first, parts, key)
-        return [jnp.concatenate(list(out), axis) for out in outs]
-
-    return x, all_parts(first, parts, KEY)
-
-
-@pytest.mark.parametrize(
-    ("axis", "batch", "chunk_size"),
-    [
-        (0, (12,), 2),
-        (1, (3, 8), 5),  # a level of both axes, whose places are not consecutive numbers
-        slow(1, (2, 4, 3), 5),
-        (1, (3, 4), 2),  # parts of one item
-    ],
-    ids=str,
-)
-def test_a_part_of_a_batch_has_the_keys_of_the_whole(axis, batch, chunk_size):
-    x, (draws, keys) = in_parts(axis, 4, batch, chunk_size)
-    want = jax.random.split(KEY, batch)
-    assert_same(keys, want)
-    flat = draw_each(x.reshape(1, -1), want.reshape(1, -1))[0]
-    assert_same(draws, flat.reshape(batch))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_batch_on_a_mesh(kind):
-    """Arrays that are mapped together need the same sharding, where it is part of their types."""
-    mesh = jax.make_mesh((1,), ("batch",), axis_types=(kind,), devices=jax.devices()[:1])
-    x = jax.device_put(X, NamedSharding(mesh, P("batch")))
-    key = jax.device_put(KEY, NamedSharding(mesh, P()))
-    kernel = auto_vmap(x=0, key=SplitKey)(lambda x, key: jax.random.key_data(key))
-    assert_same(kernel(x, key), jax.random.key_data(own_keys(KEY, BATCH)))
 
 
 # Which keys are split.
@@ -300,19 +223,6 @@ def test_keys_that_are_traced(chunk_size, jit):
     assert_same(jax.jit(kernel)(X, KEY), own_keys(KEY, BATCH))
     assert_same(jax.vmap(kernel, (None, 0))(X, keys), want)
     assert_same(jax.lax.map(lambda key: kernel(X, key), keys), want)
-
-
-def test_symbolic_shapes_export():
-    kernel = auto_vmap(x=0, key=SplitKey)(lambda x, key: jax.random.key_data(key))
-
-    def on_words(x, words):
-        return kernel(x, jax.random.wrap_key_data(words))
-
-    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, m"), jnp.float32)
-    words = jax.random.key_data(KEY)
-    exported = jax.export.export(jax.jit(on_words))(shape, words)
-    again = jax.export.deserialize(exported.serialize())
-    assert_same(again.call(X, words), jax.random.key_data(own_keys(KEY, BATCH)))
 
 
 @pytest.mark.parametrize("chunk_size", [4, None])

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from beartype import beartype
 from jaxtyping import (
     Array,
     ArrayLike,
@@ -39,12 +38,11 @@ from jaxtyping import (
     Scalar,
     ScalarLike,
     Shaped,
-    jaxtyped,
 )
 from typing_extensions import TypeAliasType
 
 from helpers import assert_same
-from rankax import CoreDimensionError, RankError, auto_vmap
+from rankax import CoreDimensionError, auto_vmap
 
 Vector = Float[Array, "3"]
 Meters = NewType("Meters", Float[Array, ""])
@@ -133,30 +131,6 @@ def test_array_types(hint, value, expected):
 
 
 @pytest.mark.parametrize(
-    "hint",
-    [
-        Array,
-        ArrayLike,
-        Float[Array, "..."],
-        Float[ArrayLike, "..."],
-        Float[Array, "..."] | float,
-        PyTree,
-        PyTree[Any],
-        Any,
-        str | None,
-        T,
-        tuple[int, ...],
-        dict[str, Any],
-        Callable[[Float[Array, "n"]], Float[Array, ""]],
-        type[Pose],
-        eqx.nn.MLP,
-    ],
-)
-def test_what_declares_no_rank_is_passed_through(hint):
-    assert ranks(hint, "anything") == {}
-
-
-@pytest.mark.parametrize(
     ("hint", "value", "expected"),
     [
         (PyTree[Float[Array, "?n"], "T"], {"a": (matrix, None)}, {"x['a'][0]": 1}),
@@ -203,17 +177,6 @@ def test_annotations_without_one_rank_are_errors_at_decoration(hint, message):
     assert auto_vmap(x=1)(kernel).plan(jnp.ones((2, 3))).batch_shape == (2,)
 
 
-def test_an_error_inside_a_class_names_the_field():
-    class Wrong(NamedTuple):
-        good: Vector
-        bad: Float[Array, "n *rest"]
-
-    def kernel(x: Wrong): ...
-
-    with pytest.raises(ValueError, match=r"the annotation of x: Wrong\.bad: the dimensions 'n \*r"):
-        auto_vmap(kernel)
-
-
 def test_a_lone_variadic_in_a_class_is_an_error():
     """Seen with unxt's ``Quantity``: a norm of shape (5, 3) came out per component."""
 
@@ -253,23 +216,6 @@ def test_static_fields_are_not_read():
         fixed: Float[Array, "n"] | float = eqx.field(static=True, default=1.0)
 
     assert ranks(Table, Table(matrix)) == {"x.at": 1}
-
-
-# Explicit ranks and annotations together.
-
-
-def test_explicit_ranks_override_annotations_per_parameter():
-    @auto_vmap(y=0)
-    def kernel(x: Float[Array, "n"], y: Float[Array, "n"], z: Float[Array, "n n"]):
-        return jnp.sum(x) * y + jnp.trace(z)
-
-    plan = kernel.plan(jnp.ones((4, 2)), jnp.ones(4), jnp.ones((2, 2)))
-    assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("x", 1), ("y", 0), ("z", 2)]
-    untouched = auto_vmap(y=None)(kernel.__wrapped__)
-    assert [leaf.path for leaf in untouched.plan(jnp.ones(2), 5, jnp.ones((2, 2))).leaves] == [
-        "x",
-        "z",
-    ]
 
 
 # Variadic parameters.
@@ -489,21 +435,3 @@ def test_a_returned_named_variadic_means_one_scalar():
     message = 'output has 1 axis, but its rank "" declares 0.'
     with pytest.raises(CoreDimensionError, match=re.escape(message)):
         kernel(jnp.ones((2, 4)))
-
-
-# Together with jaxtyped.
-
-
-@pytest.mark.parametrize("above", [False, True])
-def test_jaxtyped_changes_no_plan(above):
-    def kernel(x: Float[Array, "*batch n 3"], m: Float[Array, "*batch n"]):
-        return m @ x
-
-    check = jaxtyped(typechecker=beartype)
-    wrapped = auto_vmap(check(kernel)) if not above else auto_vmap(kernel)
-    x, m = jnp.ones((4, 5, 3)), jnp.ones((4, 5))
-    assert wrapped.plan(x, m) == auto_vmap(kernel).plan(x, m)
-    call = check(wrapped) if above else wrapped
-    assert_same(call(x, m), jax.vmap(kernel)(x, m))
-    with pytest.raises(RankError, match="kernel"):
-        wrapped(jnp.ones(3), jnp.ones(5))

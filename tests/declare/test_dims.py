@@ -72,16 +72,12 @@ def test_the_rank_is_the_number_of_words_after_a_variadic(text, core):
         ("n,3", "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes with"),
         ("n +", "the dimensions 'n +' cannot be read at '+': a dimension is a name, a size, '_'"),
         ("-3", "the dimensions '-3' cannot be read at '-3': a size must not be negative"),
+        ("(n)->()", "'(n)->()' looks like a gufunc signature"),
     ],
 )
 def test_a_string_that_cannot_be_read_is_an_error_at_decoration(text, message):
     with pytest.raises(ValueError, match="^" + re.escape(f"auto_vmap(first): arrays: {message}")):
         auto_vmap(arrays=text)(first)
-
-
-def test_a_gufunc_signature_among_ranks_is_told_apart():
-    with pytest.raises(ValueError, match=re.escape("'(n)->()' looks like a gufunc signature")):
-        auto_vmap(arrays="(n)->()")(first)
 
 
 def test_every_disagreement_is_reported():

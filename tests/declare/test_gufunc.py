@@ -49,13 +49,7 @@ def test_outputs_are_compared_with_the_inputs():
 
     with pytest.raises(CoreDimensionError) as error:
         auto_vmap("(n),(m)->(n)")(kernel)(jnp.ones((4, 3)), jnp.ones(2))
-    assert str(error.value).partition("\n")[2] == (
-        "\n"
-        "    output  shape  rank\n"
-        '  > output  (5,)   "n"\n'
-        "\n"
-        "Dimension n is 5 (output) and 3 (the arguments)."
-    )
+    assert str(error.value).endswith("\n\nDimension n is 5 (output) and 3 (the arguments).")
     # A name that only an output has is free.
     assert auto_vmap("(n),(m)->(k)")(kernel)(jnp.ones((4, 3)), jnp.ones(2)).shape == (4, 5)
     # It overrides the annotation.

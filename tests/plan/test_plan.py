@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from helpers import refusal
 from rankax import auto_vmap
-from rankax.core.plan.schedule import plan_levels
 
 
 def energy(x, m):
@@ -64,12 +63,10 @@ BATCHES = {
     "ones": ((1, 1), (1,)),
     "none": ((), ()),
 }
-chunk_sizes = pytest.mark.parametrize("chunk_size", [1, 7, 40])
-cases = pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 
 
-@chunk_sizes
-@cases
+@pytest.mark.parametrize("chunk_size", [1, 7, 40])
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_a_plan_is_what_brute_force_says(batches, chunk_size):
     batch_shape = np.broadcast_shapes(*batches)
     kernel = auto_vmap(leaves=1, chunk_size=chunk_size)(lambda *leaves: leaves)
@@ -96,20 +93,11 @@ def test_a_plan_is_what_brute_force_says(batches, chunk_size):
             has_axis = len(batch) >= -from_right and batch[from_right] == batch_shape[axis]
             assert mapped == has_axis
 
-
-@chunk_sizes
-@cases
-def test_tiles_fill_from_the_innermost_level(batches, chunk_size):
-    """Once a level is cut, each level outside takes what room is left: never two cut in vain."""
-    levels = plan_levels(batches, np.broadcast_shapes(*batches), chunk_size)
-    room = chunk_size
-    for level in reversed(levels):
-        assert level.tile <= room or level.tile == level.size == 1
-        if level.size <= room:
-            assert level.tile == level.size
+    room = chunk_size  # of which each level takes what those inside it leave
+    for level in reversed(plan.levels):
+        assert level.tile <= room or level.tile == 1
+        assert level.tile == level.size or level.size > room
         room //= level.tile
-    if math.prod(level.size for level in levels) <= chunk_size:
-        assert all(level.tile == level.size for level in levels)
 
 
 def test_a_plan_reads_shapes_only():
