@@ -125,16 +125,6 @@ def test_nothing_of_the_batch_is_stored():
     assert temporary_bytes(kernel, KEY) < 100_000
 
 
-def test_the_program_is_that_of_axis_size():
-    kernel = auto_vmap(x=0, batch_shape=(2, 3))(jnp.sin)
-
-    def by_hand(x):
-        inner = jax.vmap(jnp.sin, in_axes=None, out_axes=0, axis_size=3)
-        return jax.vmap(inner, in_axes=None, out_axes=0, axis_size=2)(x)
-
-    assert str(jax.make_jaxpr(kernel)(1.0)) == str(jax.make_jaxpr(by_hand)(1.0))
-
-
 def test_a_plan_shows_it_as_an_argument():
     kernel = auto_vmap(scale=0, key=SplitKey, batch_shape=(4, 6), chunk_size=5)(draw)
     assert str(kernel.plan(jnp.ones((4, 1)), KEY)) == (

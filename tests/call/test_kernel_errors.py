@@ -79,34 +79,26 @@ def error_of(call):
 
 XS = {"a": np.ones(6, "float32")}
 CALLS = {
-    "no batch": (lambda: auto_vmap(1, 2)(product)(V[0], M), ONE, product),
-    "chunks": (lambda: auto_vmap(1, 2, chunk_size=2)(product)(V, M), RANKED, product),
-    "jit": (lambda: auto_vmap(1, 2, jit=True)(product)(V, M), RANKED, product),
-    "plan": (lambda: auto_vmap(1, 2, chunk_size=2)(product).plan(V, M), RANKED, product),
-    "chunked_vmap": (lambda: chunked_vmap(product, 2, (0, None))(V, M), MAPPED, product),
-    "chunked_reduce": (
-        lambda: chunked_reduce(product, "sum", 2, (0, None))(V, M),
-        MAPPED,
-        product,
-    ),
-    "jacfwd": (lambda: chunked_jacfwd(product)(V, M), TYPED, product),
-    "jacrev": (lambda: chunked_jacrev(product)(V, M), TYPED, product),
-    "hessian": (lambda: chunked_hessian(product)(V, M), TYPED, product),
-    "sliced_scan": (lambda: sliced_scan(step, V[0], XS), SCANNED, step),
-    "checkpointed": (
-        lambda: checkpoint_chunked_scan(step, V[0], XS, chunk_size=2),
-        SCANNED,
-        step,
-    ),
+    "no batch": (lambda: auto_vmap(1, 2)(product)(V[0], M), ONE),
+    "chunks": (lambda: auto_vmap(1, 2, chunk_size=2)(product)(V, M), RANKED),
+    "jit": (lambda: auto_vmap(1, 2, jit=True)(product)(V, M), RANKED),
+    "plan": (lambda: auto_vmap(1, 2, chunk_size=2)(product).plan(V, M), RANKED),
+    "chunked_vmap": (lambda: chunked_vmap(product, 2, (0, None))(V, M), MAPPED),
+    "chunked_reduce": (lambda: chunked_reduce(product, "sum", 2, (0, None))(V, M), MAPPED),
+    "jacfwd": (lambda: chunked_jacfwd(product)(V, M), TYPED),
+    "jacrev": (lambda: chunked_jacrev(product)(V, M), TYPED),
+    "hessian": (lambda: chunked_hessian(product)(V, M), TYPED),
+    "sliced_scan": (lambda: sliced_scan(step, V[0], XS), SCANNED),
+    "checkpointed": (lambda: checkpoint_chunked_scan(step, V[0], XS, chunk_size=2), SCANNED),
 }
 
 
-@pytest.mark.parametrize(("call", "note", "kernel"), CALLS.values(), ids=CALLS)
-def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note, kernel):
+@pytest.mark.parametrize(("call", "note"), CALLS.values(), ids=CALLS)
+def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note):
     error, notes = error_of(call)
     assert isinstance(error, TypeError)
     assert str(error).startswith("dot_general requires contracting dimensions")
-    assert notes == [note.format(at(kernel))]
+    assert notes == [note.format(at(step if note is SCANNED else product))]
 
 
 def test_the_innermost_kernel_is_named_and_errors_of_this_library_have_no_note():
@@ -149,11 +141,9 @@ def test_a_list_of_arrays_and_none_are_named():
     assert note.endswith("\n\nm is None, which passes through whatever its rank.")
 
 
-V_AND_M = "values of the arguments v and m."
 CHOICES = {
     "auto_vmap": (auto_vmap(1, 2, chunk_size=2)(chosen), M, "value of the argument v."),
-    "chunked_vmap": (chunked_vmap(chosen, 2), M[:4, None], V_AND_M),
-    "chunked_reduce": (chunked_reduce(chosen, "sum", 2, (0, None)), M, "value of the argument v."),
+    "chunked_vmap": (chunked_vmap(chosen, 2), M[:4, None], "values of the arguments v and m."),
 }
 
 
@@ -161,11 +151,9 @@ CHOICES = {
 def test_an_if_on_a_traced_value_names_the_kernel(mapped, m, names):
     error, notes = error_of(lambda: mapped(V, m))
     assert isinstance(error, jax.errors.TracerBoolConversionError)
-    where = at(chosen).replace("()", "")
-    assert str(error).split("\n")[1] == (
-        f"The error occurred while tracing the function {where} for jit. This concrete value was "
-        f"not available in Python because it depends on the {names}"
-    )
+    message = str(error).split("\n")[1]
+    assert f"while tracing the function {at(chosen).replace('()', '')} for jit" in message
+    assert message.endswith(f"it depends on the {names}")
     assert len(notes) == 1
 
 

@@ -18,7 +18,6 @@ from typing import (
     TypedDict,
     TypeVar,
     Union,
-    Unpack,
 )
 
 import equinox as eqx
@@ -219,19 +218,6 @@ def test_static_fields_are_not_read():
 
 
 # Variadic parameters.
-
-
-def test_args_of_containers_and_unpacked_ones():
-    @auto_vmap
-    def kernel(*poses: Pose, **params: Unpack[Params]):
-        return sum(p.rotation @ p.translation for p in poses) * jnp.sum(params["k"])
-
-    plan = kernel.plan(Pose(matrix, jnp.ones(3)), Pose(matrix, jnp.ones(3)), k=matrix, other="a")
-    assert {leaf.path: leaf.rank for leaf in plan.leaves if "poses[0]" not in leaf.path} == {
-        "poses[1].rotation": 2,
-        "poses[1].translation": 1,
-        "params['k']": 1,
-    }
 
 
 def test_unpacked_tuple():

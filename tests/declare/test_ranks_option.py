@@ -135,10 +135,11 @@ def test_items_override_an_unpacked_annotation_as_a_whole():
         a: Float[Array, "n"]
         b: Float[Array, "n"]
 
-    def kernel(x, **settings: Unpack[Settings]):
+    def kernel(x: Float[Array, ""], **settings: Unpack[Settings]):
         return x
 
-    assert ranks(auto_vmap(a=0)(kernel), 1.0, a=cube, b=cube) == {"settings['a']": 0}
+    assert ranks(auto_vmap(kernel), 1.0, b=cube) == {"x": 0, "settings['b']": 1}
+    assert ranks(auto_vmap(a=0, x=None)(kernel), 1.0, a=cube, b=cube) == {"settings['a']": 0}
 
 
 def test_items_take_trees_and_dimension_strings():
