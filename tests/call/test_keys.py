@@ -256,17 +256,10 @@ def test_an_eager_call_compiles_once_for_all_keys():
 
 def test_a_plan_shows_which_keys_are_split():
     kernel = auto_vmap(x=0, key=SplitKey, chunk_size=5, jit=True)(noisy)
-    assert str(kernel.plan(X, KEY)) == (
-        "noisy: batch shape (3, 5), 15 evaluations, 5 in flight, 3 steps\n"
-        "  leaf   shape   rank      core  batch axes\n"
-        "  x      (3, 5)  0         ()    3 5\n"
-        "  key    ()      SplitKey  ()    / /\n"
-        "  batch  (3, 5)                  3 5\n"
-        "  axes 0, 1 as one: 3 chunks of 5 over 15, mapping x\n"
-        "  (/ split: each item has a key of its own)"
-    )
     plan = kernel.plan(X, jax.ShapeDtypeStruct((3, 1), KEY.dtype))
-    assert "  key    (3, 1)  SplitKey  ()    3 1/" in str(plan).split("\n")
+    text = str(plan)
+    assert "\n  key    (3, 1)  SplitKey  ()    3 1/\n" in text
+    assert text.endswith("\n  (/ split: each item has a key of its own)")
     assert plan.leaves[1].is_split
     picture = plan._repr_html_()
     assert '<td class="axis split">1/</td>' in picture

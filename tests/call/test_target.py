@@ -84,12 +84,10 @@ def test_what_is_set_around_the_call():
 def test_the_mesh_of_a_shape(kind, monkeypatch):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for sharding in (NamedSharding(mesh, PartitionSpec("d")), SingleDeviceSharding(CPU)):
+    found, on_mesh = [], NamedSharding(mesh, PartitionSpec("d"))
+    for sharding in (SingleDeviceSharding(CPU), on_mesh):
         x = jax.ShapeDtypeStruct((5000,), jnp.float32, sharding=sharding)
         assert target_of([x]) == Target("cpu", CPU)
-    found = []
-    shape = NamedSharding(mesh, PartitionSpec("d"))
-    x = jax.ShapeDtypeStruct((5000,), jnp.float32, sharding=shape)
     jax.jit(lambda x: found.append(target_of([x]))).trace(x)
     with jax.set_mesh(mesh):
         jax.jit(lambda x: found.append(target_of([x]))).trace(x)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,6 @@ class Body:
     next: Body | None = None
 
 
-class Options(TypedDict):
-    gain: Float[Array, "n"]
-    kind: str
-
-
 def read(kernel, *args):
     return {leaf.path: leaf.rank for leaf in auto_vmap(kernel).plan(*args).leaves}
 
@@ -46,15 +41,14 @@ POSE = Pose(jnp.ones((3, 3)), jnp.ones(3))
 
 
 def test_module_level_names():
-    def kernel(body: Body, options: Options | None, key: PRNGKeyArray): ...
+    def kernel(body: Body, key: PRNGKeyArray | None): ...
 
     body = Body(POSE, jnp.ones(4), next=Body(None, jnp.ones(())))
-    assert read(kernel, body, {"gain": jnp.ones(4), "kind": "a"}, jax.random.key(0)) == {
+    assert read(kernel, body, jax.random.key(0)) == {
         "body.pose.rotation": 2,
         "body.pose.translation": 1,
         "body.mass": 0,
         "body.next.mass": 0,
-        "options['gain']": 1,
         "key": 0,
     }
 

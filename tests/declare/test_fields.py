@@ -15,25 +15,15 @@ from helpers import assert_same
 from rankax import BatchShapeError, auto_vmap, chunked_vmap, ranks_like
 
 
-def counted(cls):
-    """Register a dataclass as jax_dataclasses does: JAX sees positions, not names."""
-    fields = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
-    static = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]
-
-    def flatten(node):
-        return [getattr(node, f) for f in fields], tuple(getattr(node, f) for f in static)
-
-    def unflatten(aux, children):
-        node = object.__new__(cls)
-        values = zip([*fields, *static], [*children, *aux], strict=True)
-        vars(node).update(values)
-        return node
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
+def counted(cls, *fields):
+    """Register a class of which JAX sees positions, not names, as jax_dataclasses does."""
+    jax.tree_util.register_pytree_node(
+        cls,
+        lambda node: ([getattr(node, name) for name in fields], None),
+        lambda _, children: cls(*children),
+    )
 
 
-@counted
 @dataclasses.dataclass
 class Flat:
     rotation: Float[Array, "3 3"]
@@ -41,7 +31,6 @@ class Flat:
     count: int = dataclasses.field(default=3, metadata={"static": True})
 
 
-@counted
 @dataclasses.dataclass
 class Arm:
     base: Flat
@@ -56,11 +45,6 @@ class Slotted:
         self.first, self.second = first, second
 
 
-jax.tree_util.register_pytree_node(
-    Slotted, lambda s: ((s.first, s.second), None), lambda _, children: Slotted(*children)
-)
-
-
 class Strict:
     """Its constructor, which JAX calls too, takes arrays only."""
 
@@ -69,9 +53,10 @@ class Strict:
         self.x, self.y = x, y
 
 
-jax.tree_util.register_pytree_node(
-    Strict, lambda s: ((s.x, s.y), None), lambda _, children: Strict(*children)
-)
+counted(Flat, "rotation", "translation")
+counted(Arm, "base", "links", "length")
+counted(Slotted, "first", "second")
+counted(Strict, "x", "y")
 
 
 @jax.tree_util.register_dataclass

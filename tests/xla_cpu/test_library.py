@@ -61,27 +61,23 @@ def test_values_that_would_be_computed_again_stay_stored():
 SHARED = np.linspace(1, 2, 9, dtype=np.float32).reshape(3, 3)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "chosen"),
-    [
-        (lambda x: jnp.sum(x * x, axis=-1), True),
-        (lambda x: jnp.sum(x * x, axis=0), True),
-        (lambda x: jnp.sum(x * x), False),  # a long row
-        (lambda x: jnp.sum(x * x, axis=-1) + jnp.sum(x * x), False),
-        (lambda x: jnp.max(jnp.sum(x * x, axis=-1)), True),  # a short one, of fewer numbers
-        (lambda x: jnp.sum(jnp.sin(x), axis=-1), False),
-        (lambda x: jnp.sum(x @ SHARED, axis=-1), False),
-        (lambda x: jnp.sum(x.T @ x, axis=-1), True),
-        (lambda x: jnp.sum(x / (2 * jnp.sqrt(SHARED[:1])), axis=-1), True),
-        (lambda x: jnp.sum(x.astype(jnp.int32), axis=-1), False),
-        (lambda x: 2 * x, False),
-        (with_callback, False),
-    ],
-    ids=[
-        *("short", "columns", "long", "short and long", "long of short", "sine", "shared matrix"),
-        *("product of each item", "shared function", "integers", "no sum", "callback"),
-    ],
-)
+CHOSEN = {
+    "short": (lambda x: jnp.sum(x * x, axis=-1), True),
+    "columns": (lambda x: jnp.sum(x * x, axis=0), True),
+    "long": (lambda x: jnp.sum(x * x), False),
+    "short and long": (lambda x: jnp.sum(x * x, axis=-1) + jnp.sum(x * x), False),
+    "short, of fewer numbers": (lambda x: jnp.max(jnp.sum(x * x, axis=-1)), True),
+    "sine": (lambda x: jnp.sum(jnp.sin(x), axis=-1), False),
+    "shared matrix": (lambda x: jnp.sum(x @ SHARED, axis=-1), False),
+    "product of each item": (lambda x: jnp.sum(x.T @ x, axis=-1), True),
+    "shared function": (lambda x: jnp.sum(x / (2 * jnp.sqrt(SHARED[:1])), axis=-1), True),
+    "integers": (lambda x: jnp.sum(x.astype(jnp.int32), axis=-1), False),
+    "no sum": (lambda x: 2 * x, False),
+    "callback": (with_callback, False),
+}
+
+
+@pytest.mark.parametrize(("kernel", "chosen"), CHOSEN.values(), ids=CHOSEN)
 def test_what_is_chosen(kernel, chosen):
     program = jax.make_jaxpr(jax.vmap(kernel))(jnp.ones((2000, 8, 3))).jaxpr
     assert library.pays_to_sum_in_loops(program) == chosen
