@@ -15,8 +15,6 @@ import xarray as xr
 import rankax.xarray
 from helpers import assert_same, refusal, slow, temporary_bytes
 from rankax import BatchShapeError, SplitKey, auto_vmap
-from rankax.core.call.bind import bind
-from rankax.ext.tune.workload import Workload
 from rankax.reductions import Moments
 
 KEY = jax.random.key(3)
@@ -142,11 +140,8 @@ def test_a_plan_shows_it_as_an_argument():
     assert "<code>batch_shape</code>" in kernel.plan(jnp.ones((4, 1)), KEY)._repr_html_()
 
 
-def test_tune_measures_slices_of_it():
+def test_tune_takes_it():
     kernel = auto_vmap(0, SplitKey, batch_shape=(3, 50))(draw)
-    workload = Workload(bind(kernel.spec, (1.0, KEY), {}), None, False, "tune")
-    _, call = workload.compiled(workload.with_chunk(4), 30)
-    assert call()[0].shape == (3, 10, 2)
     assert_same(kernel.tune(1.0, KEY, seconds=0.005)(1.0, KEY), kernel(1.0, KEY))
 
 

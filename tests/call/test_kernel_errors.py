@@ -101,7 +101,7 @@ def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note):
     assert notes == [note.format(at(step if note is SCANNED else product))]
 
 
-def test_the_innermost_kernel_is_named_and_errors_of_this_library_have_no_note():
+def test_the_innermost_kernel_is_named():
     inner = auto_vmap(v=1, m=2)(product)
     outer = auto_vmap(1, 2)(lambda a, b: inner(a, b))
     assert error_of(lambda: outer(V, M))[1] == [ONE.format(at(product))]

@@ -183,6 +183,7 @@ def with_others(*names, quick, merge=()):
 AT_MERGE = ("a memory limit", "the largest", "what is kept", "an axis more", "a batch at once")
 
 
+# Lanes have memory limits in tests/lockstep.
 @pytest.mark.parametrize(
     "other", with_others("lanes", quick=("a mask", "keys"), merge=AT_MERGE[1:])
 )

@@ -205,15 +205,6 @@ def test_derivatives_are_those_of_the_functions(name, order):
         assert_same(*grads, rtol=3e-6)
 
 
-def test_tangents_and_batches_of_derivatives():
-    x, v = jnp.linspace(-3, 3, 7), jnp.linspace(1, 2, 7)
-
-    def all_of(fun):
-        return jax.jvp(fun, (x,), (v,)), jax.jacrev(fun)(x)
-
-    assert_same(all_of(chunked(jnp.arctan, 3)), all_of(jax.vmap(jnp.arctan)), rtol=3e-6)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "float64"])
 def test_sines_of_other_dtypes_stay(dtype):
     with enable_x64():

@@ -182,18 +182,6 @@ def test_values_and_derivatives_are_those_of_vmap(name):
     assert_same(all_of(chunked_vmap(kernel, 3)), all_of(jax.vmap(kernel)), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_derivatives_of_a_gradient():
-    def all_of(fun):
-        gradient = jax.grad(loss(fun))
-        return jax.vmap(gradient)(jnp.stack([X, 2 * X])), jax.jvp(gradient, (X,), (X,))
-
-    got, want = (
-        jax.jit(all_of, static_argnums=0)(f) for f in (chunked_vmap(chain, 3), jax.vmap(chain))
-    )
-    assert_same(got, want, rtol=5e-4, atol=5e-5)
-
-
 def test_reductions_in_chunks():
     fun, whole = (chunked_reduce(lambda x: jnp.sum(chain(x)), "logsumexp", n) for n in (3, 7))
     assert barriers(fun, X) > 0

@@ -107,26 +107,22 @@ def test_each_way_to_say_so():
         options(xla_cpu=0)
 
 
-def rules_with(value):
-    """Return the standard output and error of a process with this variable."""
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("off", "Rules"),
+        slow("1", "XlaCpu"),
+        slow(None, "XlaCpu"),
+        slow("maybe", "ValueError: RANKAX_XLA_CPU must be 0 or 1, got 'maybe'"),
+    ],
+)
+def test_the_environment_sets_the_default(value, line):
     program = "from rankax.core.options import Options; print(type(Options().rules).__name__)"
     env = {k: v for k, v in os.environ.items() if k != "RANKAX_XLA_CPU"}
     env |= {} if value is None else {"RANKAX_XLA_CPU": value}
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
-    return run.stdout.strip(), run.stderr
-
-
-@pytest.mark.parametrize(
-    ("value", "name"), [("off", "Rules"), slow("1", "XlaCpu"), slow(None, "XlaCpu")]
-)
-def test_the_environment_sets_the_default(value, name):
-    assert rules_with(value)[0] == name
-
-
-@pytest.mark.slow
-def test_the_environment_may_not_say_anything_else():
-    assert "ValueError: RANKAX_XLA_CPU must be 0 or 1, got 'maybe'" in rules_with("maybe")[1]
+    assert (run.stdout + run.stderr).splitlines()[-1] == line
 
 
 @pytest.mark.parametrize(
