@@ -141,9 +141,10 @@ def test_keys_that_lack_nothing_are_used_as_they_are():
     assert_same(kernel(X[0], keys), kernel(X[0], KEY))
     assert_same(jax.vmap(kernel)(X[0], keys), kernel(X[0], KEY))
     assert_same(kernel(0.5, keys)[1], keys)
-    alone = auto_vmap(key=SplitKey, chunk_size=2)(lambda key: key)
+    alone = auto_vmap(SplitKey, chunk_size=2)(lambda key: key)
     assert_same(alone(KEY), KEY)
     assert_same(alone(keys), keys)
+    assert_same(auto_vmap(SplitKey)(lambda key: key)(KEY), KEY)  # the rank, not a kernel
 
 
 @pytest.mark.parametrize("chunk_size", [2, None])
