@@ -180,7 +180,7 @@ def test_a_stream_and_an_option(tmp_path, other):
     check((other, "a stream"), tmp_path)
 
 
-@pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=(), merge=("indices",)))
+@pytest.mark.parametrize("other", with_others("lanes", "a stream", quick=()))
 def test_a_stream_of_items_that_end_by_themselves_and_an_option(tmp_path, other):
     check((other, "lanes", "a stream"), tmp_path)
 
