@@ -45,9 +45,7 @@ MUTANTS = [
     Mutant("broadcast", "comparison", "auto_vmap"),
     # Random keys.
     Mutant("chunk_at", "right operand", "keys::items_draw_what_split_keys_draw"),
-    Mutant(
-        "number_items.number", "nothing listed", "keys::a_part_of_a_batch_has_the_keys_of_the_whole"
-    ),
+    Mutant("number_items.number", "nothing listed", PARTS),
     # Programs that eager calls keep.
     Mutant("run._run", "element left out", CALLS, 3),
     Mutant("_key_of", "element left out", CALLS, 1),

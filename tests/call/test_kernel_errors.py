@@ -79,55 +79,39 @@ def error_of(call):
 
 XS = {"a": np.ones(6, "float32")}
 CALLS = {
-    "auto_vmap": (lambda: auto_vmap(1, 2)(product)(V, M), RANKED, product),
-    "no batch": (lambda: auto_vmap(1, 2)(product)(V[0], M), ONE, product),
-    "chunks": (lambda: auto_vmap(1, 2, chunk_size=2)(product)(V, M), RANKED, product),
-    "jit": (lambda: auto_vmap(1, 2, jit=True)(product)(V, M), RANKED, product),
-    "reduce": (lambda: auto_vmap(1, 2, reduce="sum")(product)(V, M), RANKED, product),
-    "plan": (lambda: auto_vmap(1, 2, chunk_size=2)(product).plan(V, M), RANKED, product),
-    "chunked_vmap": (lambda: chunked_vmap(product, 2, (0, None))(V, M), MAPPED, product),
-    "one chunk": (lambda: chunked_vmap(product, None, (0, None))(V, M), MAPPED, product),
-    "chunked_reduce": (
-        lambda: chunked_reduce(product, "sum", 2, (0, None))(V, M),
-        MAPPED,
-        product,
-    ),
-    "jacfwd": (lambda: chunked_jacfwd(product)(V, M), TYPED, product),
-    "jacrev": (lambda: chunked_jacrev(product)(V, M), TYPED, product),
-    "hessian": (lambda: chunked_hessian(product)(V, M), TYPED, product),
-    "sliced_scan": (lambda: sliced_scan(step, V[0], XS), SCANNED, step),
-    "checkpointed": (
-        lambda: checkpoint_chunked_scan(step, V[0], XS, chunk_size=2),
-        SCANNED,
-        step,
-    ),
+    "no batch": (lambda: auto_vmap(1, 2)(product)(V[0], M), ONE),
+    "chunks": (lambda: auto_vmap(1, 2, chunk_size=2)(product)(V, M), RANKED),
+    "jit": (lambda: auto_vmap(1, 2, jit=True)(product)(V, M), RANKED),
+    "plan": (lambda: auto_vmap(1, 2, chunk_size=2)(product).plan(V, M), RANKED),
+    "chunked_vmap": (lambda: chunked_vmap(product, 2, (0, None))(V, M), MAPPED),
+    "chunked_reduce": (lambda: chunked_reduce(product, "sum", 2, (0, None))(V, M), MAPPED),
+    "jacfwd": (lambda: chunked_jacfwd(product)(V, M), TYPED),
+    "jacrev": (lambda: chunked_jacrev(product)(V, M), TYPED),
+    "hessian": (lambda: chunked_hessian(product)(V, M), TYPED),
+    "sliced_scan": (lambda: sliced_scan(step, V[0], XS), SCANNED),
+    "checkpointed": (lambda: checkpoint_chunked_scan(step, V[0], XS, chunk_size=2), SCANNED),
 }
 
 
-@pytest.mark.parametrize(("call", "note", "kernel"), CALLS.values(), ids=CALLS)
-def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note, kernel):
+@pytest.mark.parametrize(("call", "note"), CALLS.values(), ids=CALLS)
+def test_an_error_of_the_kernel_names_it_and_its_arguments(call, note):
     error, notes = error_of(call)
     assert isinstance(error, TypeError)
     assert str(error).startswith("dot_general requires contracting dimensions")
-    assert notes == [note.format(at(kernel))]
+    assert notes == [note.format(at(step if note is SCANNED else product))]
 
 
 def test_the_innermost_kernel_is_named():
     inner = auto_vmap(v=1, m=2)(product)
     outer = auto_vmap(1, 2)(lambda a, b: inner(a, b))
     assert error_of(lambda: outer(V, M))[1] == [ONE.format(at(product))]
-
-
-def test_errors_of_this_library_have_no_note():
-    inner = auto_vmap(v=1, m=2)(product)
     error, notes = error_of(lambda: auto_vmap(1, 1)(lambda a, b: inner(a, b))(V, V))
     assert isinstance(error, RankError)
     assert notes == []
 
 
 def test_a_kernel_of_jax_has_a_note():
-    error, (note,) = error_of(lambda: auto_vmap(1, 1)(jnp.dot)(V, M[0]))
-    assert isinstance(error, TypeError)
+    _, (note,) = error_of(lambda: auto_vmap(1, 1)(jnp.dot)(V, M[0]))
     assert note.startswith("This error comes from dot() at ")
 
 
@@ -141,7 +125,7 @@ def test_the_table_of_a_note_is_short():
     assert lines[18:] == ["    v[15]     (4, 3)  1     (3,)", "    ... 24 more"]
 
 
-def test_a_list_of_arrays_is_named():
+def test_a_list_of_arrays_and_none_are_named():
     kernel = auto_vmap(v=1, m=2)(product)
     error, notes = error_of(lambda: kernel([V[0], V[1]], M))
     assert isinstance(error, TypeError)
@@ -153,23 +137,13 @@ def test_a_list_of_arrays_is_named():
         "    m         (5, 5)  2     (5, 5)\n\n"
         "v is a list, so the kernel gets a list; jnp.stack(v) is one array."
     ]
+    _, (note,) = error_of(lambda: kernel(V[0], None))
+    assert note.endswith("\n\nm is None, which passes through whatever its rank.")
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("batch", [(), (4,)])
-def test_a_none_that_the_kernel_does_not_take_is_named(chunk_size, batch):
-    v = jnp.ones((*batch, 3))
-    kernel = auto_vmap(v=1, m=2, chunk_size=chunk_size)(product)
-    error, notes = error_of(lambda: kernel(v, None))
-    assert isinstance(error, TypeError)
-    assert notes[0].endswith("\n\nm is None, which passes through whatever its rank.")
-
-
-V_AND_M = "values of the arguments v and m."
 CHOICES = {
     "auto_vmap": (auto_vmap(1, 2, chunk_size=2)(chosen), M, "value of the argument v."),
-    "chunked_vmap": (chunked_vmap(chosen, 2), M[:4, None], V_AND_M),
-    "chunked_reduce": (chunked_reduce(chosen, "sum", 2, (0, None)), M, "value of the argument v."),
+    "chunked_vmap": (chunked_vmap(chosen, 2), M[:4, None], "values of the arguments v and m."),
 }
 
 
@@ -177,11 +151,9 @@ CHOICES = {
 def test_an_if_on_a_traced_value_names_the_kernel(mapped, m, names):
     error, notes = error_of(lambda: mapped(V, m))
     assert isinstance(error, jax.errors.TracerBoolConversionError)
-    where = at(chosen).replace("()", "")
-    assert str(error).split("\n")[1] == (
-        f"The error occurred while tracing the function {where} for jit. This concrete value was "
-        f"not available in Python because it depends on the {names}"
-    )
+    message = str(error).split("\n")[1]
+    assert f"while tracing the function {at(chosen).replace('()', '')} for jit" in message
+    assert message.endswith(f"it depends on the {names}")
     assert len(notes) == 1
 
 
@@ -194,28 +166,6 @@ def test_leaves_and_keys_are_named_by_their_arguments():
         lambda: auto_vmap(1, SplitKey, chunk_size=2)(kernel)(pose, jax.random.key(0))
     )
     assert "depends on the values of the arguments pose_R and key" in str(error)
-
-
-def test_none_is_no_output():
-    def forgetful(v):
-        v @ v
-
-    text = (
-        f"{at(forgetful)} returned None, but outputs must be arrays or numbers; add the missing "
-        "return, or return () from a kernel that is called for its effects"
-    )
-    for mapped in (
-        auto_vmap(1)(forgetful),
-        auto_vmap(1, chunk_size=2)(forgetful),
-        auto_vmap(1, reduce="sum")(forgetful),
-        chunked_vmap(forgetful, 2),
-        chunked_vmap(forgetful, None),
-    ):
-        error, notes = error_of(lambda: mapped(V))  # noqa: B023
-        assert (type(error), str(error), notes) == (TypeError, text, [])
-    error, _ = error_of(lambda: auto_vmap(1)(forgetful)(V[0]))
-    assert (type(error), str(error)) == (TypeError, text)
-    assert auto_vmap(1)(lambda v: ())(V) == ()
 
 
 @pytest.mark.parametrize("batch", [(), (4,)])

@@ -20,6 +20,7 @@ from rankax.core.protocol import FORMS, TRACED, Form, bool_option, register
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     """In a process of its own, because it registers options."""
     subprocess.run([sys.executable, "-m", "doctest", PAGE], check=True, timeout=120)

@@ -2,7 +2,6 @@
 """Ranks read from annotations: arrays, the containers that hold them, and what is no array."""
 
 import dataclasses
-import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import (
     TypedDict,
     TypeVar,
     Union,
-    Unpack,
 )
 
 import equinox as eqx
@@ -27,11 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from beartype import beartype
 from jaxtyping import (
     Array,
     ArrayLike,
-    Bool,
     Float,
     Int,
     Key,
@@ -41,12 +37,11 @@ from jaxtyping import (
     Scalar,
     ScalarLike,
     Shaped,
-    jaxtyped,
 )
 from typing_extensions import TypeAliasType
 
 from helpers import assert_same
-from rankax import BatchShapeError, CoreDimensionError, RankError, auto_vmap
+from rankax import CoreDimensionError, auto_vmap
 
 Vector = Float[Array, "3"]
 Meters = NewType("Meters", Float[Array, ""])
@@ -108,30 +103,20 @@ key = jax.random.key(0)
 @pytest.mark.parametrize(
     ("hint", "value", "expected"),
     [
-        (Float[Array, "n 3"], matrix, 2),
         (Float[Array, "*batch n 3"], matrix, 2),
-        (Float[Array, "... 3"], matrix, 1),
         (Float[Array, "*batch"], matrix, 0),
-        (Float[Array, ""], matrix, 0),
         (Float[Array, "#n _"], matrix, 2),
-        (Float[Array, "k=3"], matrix, 1),
         (Float[np.ndarray, "n"], np.ones((2, 3)), 1),
         (Num[Array | np.ndarray, "n"], matrix, 1),
         (Float[Float[Array, "3"], "n"], matrix, 2),
-        (Bool[Array, "n"], matrix > 0, 1),
-        (Shaped[Array, "n"], matrix, 1),
         (Scalar, matrix, 0),
         (ScalarLike, 1.0, 0),
         (Float[ArrayLike, ""], 1.0, 0),
         (Float[ArrayLike, "n"], matrix, 1),
-        (Key[Array, ""], key, 0),
         (Key[Array, "n"], jax.random.split(key, 4), 1),
-        (PRNGKeyArray, key, 0),
         (PRNGKeyArray | None, key, 0),
-        (Float[Array, "3"] | None, matrix, 1),
         (Optional[Float[Array, "3"]], matrix, 1),  # noqa: UP045
         (Union[Float[Array, "n"], Int[Array, "m"]], matrix, 1),  # noqa: UP007
-        (Float[Array, ""] | float, 1.0, 0),
         (Float[Array, "n"] | str, matrix, 1),
         (Annotated[Float[Array, "n"], "in metres"], matrix, 1),
         (Final[Float[Array, "n"]], matrix, 1),
@@ -145,56 +130,18 @@ def test_array_types(hint, value, expected):
 
 
 @pytest.mark.parametrize(
-    "hint",
-    [
-        Array,
-        np.ndarray,
-        ArrayLike,
-        Float[Array, "..."],
-        Float[Array, "*_"],
-        Float[ArrayLike, "..."],
-        Float[Array, "..."] | float,
-        PyTree,
-        PyTree[Any],
-        Any,
-        int,
-        float,
-        str | None,
-        T,
-        list[int],
-        tuple[int, ...],
-        dict[str, Any],
-        Callable[[Float[Array, "n"]], Float[Array, ""]],
-        type[Pose],
-        eqx.nn.MLP,
-    ],
-)
-def test_what_declares_no_rank_is_passed_through(hint):
-    assert ranks(hint, "anything") == {}
-
-
-@pytest.mark.parametrize(
     ("hint", "value", "expected"),
     [
-        (PyTree[Float[Array, "n"]], {"a": (matrix, matrix)}, {"x['a'][0]": 1, "x['a'][1]": 1}),
-        (PyTree[Float[Array, "?n"], "T"], [matrix], {"x[0]": 1}),
-        (PyTree[Float[Array, "n"] | None], [matrix, None], {"x[0]": 1}),
+        (PyTree[Float[Array, "?n"], "T"], {"a": (matrix, None)}, {"x['a'][0]": 1}),
         (tuple[Float[Array, "n"], str], (matrix, "a"), {"x[0]": 1}),
         (tuple[Vector, ...], (matrix, matrix), {"x[0]": 1, "x[1]": 1}),
         (list[Vector], [matrix, matrix], {"x[0]": 1, "x[1]": 1}),
-        (Sequence[Vector], (matrix,), {"x[0]": 1}),
         (Sequence[Pose], [Pose(matrix, matrix)], {"x[0].rotation": 2, "x[0].translation": 1}),
-        (dict[str, Vector], {"a": matrix}, {"x['a']": 1}),
         (Mapping[str, list[Vector]], {"a": [matrix]}, {"x['a'][0]": 1}),
         (dict[str, tuple[Vector, int]], {"a": (matrix, 1)}, {"x['a'][0]": 1}),
-        (Pose, Pose(matrix, matrix), {"x.rotation": 2, "x.translation": 1}),
         (Pose | None, Pose(matrix, None), {"x.rotation": 2}),
         (Pose | None, None, {}),
-        (
-            Body,
-            Body(Pose(matrix, matrix), matrix),
-            {"x.pose.rotation": 2, "x.pose.translation": 1, "x.mass": 0},
-        ),
+        (Body, Body(Pose(None, matrix), matrix), {"x.pose.translation": 1, "x.mass": 0}),
         (Spring, Spring(matrix, matrix, matrix), {"x.stiffness": 0, "x.rest": 1}),
         (Params, {"k": matrix, "x0": matrix, "other": 1}, {"x['k']": 1, "x['x0']": 0}),
         (Params, {"k": matrix, "other": "any"}, {"x['k']": 1}),
@@ -202,6 +149,14 @@ def test_what_declares_no_rank_is_passed_through(hint):
 )
 def test_containers_are_read_by_their_parts(hint, value, expected):
     assert ranks(hint, value) == expected
+
+
+Endless = TypeAliasType("Endless", list["Endless"])
+
+
+class Half(NamedTuple):
+    at: Vector
+    what: "Nowhere"
 
 
 NOT_FIRST = "have a variadic that is not the first word; batch axes lead, so write it first"
@@ -218,26 +173,22 @@ UNION = "so the number of batch axes cannot be known; give the parameter one ran
         (Float[Array, "n"] | Array, f"it is a union of rank 1 and no rank, {UNION}"),
         (Pose | tuple[Vector, Vector], "it is a union of containers, so the ranks cannot be known"),
         (PyTree[Pose], "PyTree[Pose] does not say at which depth the leaves are; give the "),
+        (Endless, "the type Endless contains itself, so it does not say"),
+        (
+            "jnp.nowhere",
+            "'jnp.nowhere' cannot be resolved (module 'jax.numpy' has no attribute 'nowhere'); "
+            "give the parameter its rank explicitly (x=None leaves it untouched)",
+        ),
+        (Half, "Half.what: 'Nowhere' cannot be resolved (name 'Nowhere' is not defined)"),
     ],
 )
 def test_annotations_without_one_rank_are_errors_at_decoration(hint, message):
     kernel = lambda_annotated(hint)
     expected = f"auto_vmap(kernel): the annotation of x: {message}"
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(expected)}"):
         auto_vmap(kernel)
     # An explicit rank is the way out: the annotation is not read then.
     assert auto_vmap(x=1)(kernel).plan(jnp.ones((2, 3))).batch_shape == (2,)
-
-
-def test_an_error_inside_a_class_names_the_field():
-    class Wrong(NamedTuple):
-        good: Vector
-        bad: Float[Array, "n *rest"]
-
-    def kernel(x: Wrong): ...
-
-    with pytest.raises(ValueError, match=r"the annotation of x: Wrong\.bad: the dimensions 'n \*r"):
-        auto_vmap(kernel)
 
 
 def test_a_lone_variadic_in_a_class_is_an_error():
@@ -281,69 +232,7 @@ def test_static_fields_are_not_read():
     assert ranks(Table, Table(matrix)) == {"x.at": 1}
 
 
-# Explicit ranks and annotations together.
-
-
-def test_explicit_ranks_override_annotations_per_parameter():
-    @auto_vmap(y=0)
-    def kernel(x: Float[Array, "n"], y: Float[Array, "n"], z: Float[Array, "n n"]):
-        return jnp.sum(x) * y + jnp.trace(z)
-
-    plan = kernel.plan(jnp.ones((4, 2)), jnp.ones(4), jnp.ones((2, 2)))
-    assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("x", 1), ("y", 0), ("z", 2)]
-    untouched = auto_vmap(y=None)(kernel.__wrapped__)
-    assert [leaf.path for leaf in untouched.plan(jnp.ones(2), 5, jnp.ones((2, 2))).leaves] == [
-        "x",
-        "z",
-    ]
-
-
-def test_a_kernel_without_any_rank_is_an_error():
-    message = (
-        "auto_vmap(kernel): no rank is declared; give ranks, as in auto_vmap(0, 1), or annotate "
-        "the parameters with jaxtyping"
-    )
-
-    def kernel(x: Array, y: int): ...
-
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        auto_vmap(kernel)
-
-
-def test_bare_and_called_decorators_are_the_same():
-    def kernel(x: Vector):
-        return jnp.sum(x)
-
-    x = jnp.ones((4, 3))
-    assert auto_vmap(kernel).plan(x) == auto_vmap()(kernel).plan(x)
-    assert str(auto_vmap(kernel).plan(x)) == str(auto_vmap()(kernel).plan(x))
-
-
 # Variadic parameters.
-
-
-def test_args_and_kwargs():
-    @auto_vmap
-    def kernel(*xs: Vector, **named: Float[Array, ""]):
-        return sum(jnp.sum(x) for x in xs) + sum(named.values())
-
-    got = kernel(jnp.ones((4, 1, 3)), jnp.ones(3), a=jnp.arange(5.0))
-    np.testing.assert_allclose(got, np.broadcast_to(6 + np.arange(5.0), (4, 5)))
-
-
-def test_args_of_containers_and_unpacked_ones():
-    @auto_vmap
-    def kernel(*poses: Pose, **params: Unpack[Params]):
-        return sum(p.rotation @ p.translation for p in poses) * jnp.sum(params["k"])
-
-    plan = kernel.plan(Pose(matrix, jnp.ones(3)), Pose(matrix, jnp.ones(3)), k=matrix, other="a")
-    assert {leaf.path: leaf.rank for leaf in plan.leaves} == {
-        "poses[0].rotation": 2,
-        "poses[0].translation": 1,
-        "poses[1].rotation": 2,
-        "poses[1].translation": 1,
-        "params['k']": 1,
-    }
 
 
 def test_unpacked_tuple():
@@ -354,73 +243,6 @@ def test_unpacked_tuple():
     assert kernel(jnp.ones((4, 3)), jnp.arange(4.0)).tolist() == [0.0, 3.0, 6.0, 9.0]
 
 
-# Values: annotated containers against vmaps nested by hand.
-
-
-def apply(pose, x):
-    return pose.rotation @ x + pose.translation
-
-
-def test_pose_body_and_module_batch_as_their_fields_say():
-    """Together, with mixed batch shapes."""
-    normal = functools.partial(jax.random.normal, key)
-    pose = Pose(normal((4, 1, 3, 3)), normal((5, 3)))
-    body = Body(Pose(normal((3, 3)), normal((4, 1, 3))), normal((5,)), "sun")
-    spring = Spring(normal((5,)), normal((3,)), normal((7,)))
-
-    @auto_vmap
-    def together(pose: Pose, body: Body, spring: Spring):
-        assert body.name == "sun"
-        assert spring.weights.shape == (7,)
-        x = spring.activation(apply(pose, spring.rest)) - apply(body.pose, spring.rest)
-        return {"f": body.mass * spring.stiffness * x, "n": jnp.int32(1)}
-
-    def inner(rotation, translation, moved, mass, stiffness):
-        return together.__wrapped__(
-            Pose(rotation, translation),
-            Body(Pose(body.pose.rotation, moved), mass, "sun"),
-            Spring(stiffness, spring.rest, spring.weights),
-        )
-
-    by_hand = jax.vmap(jax.vmap(inner, (None, 0, None, 0, 0)), (0, None, 0, None, None))
-    moved = body.pose.translation[:, 0]
-    want = by_hand(pose.rotation[:, 0], pose.translation, moved, body.mass, spring.stiffness)
-    assert_same(together(pose, body, spring), want)
-
-
-def test_an_annotated_method_of_an_equinox_module():
-    spring = Spring(jnp.array(2.0), jnp.ones(3), jnp.ones(7))
-    x = jnp.arange(12.0).reshape(4, 3)
-    assert_same(spring.force(x), jax.vmap(lambda x: -2.0 * (x - 1.0))(x))
-    assert str(spring.force.__func__.__wrapped__.__name__) == "force"
-
-
-def test_an_annotated_method_of_a_plain_class():
-    class Lens:
-        def __init__(self, power):
-            self.power = power
-
-        @auto_vmap
-        def bend(self, x: Vector, n: Float[Array, ""] = 1.5) -> Vector:
-            return self.power * x * n
-
-        @staticmethod
-        @auto_vmap
-        def norm(x: Vector) -> Float[Array, ""]:
-            return jnp.sum(x)
-
-        @auto_vmap
-        @classmethod
-        def made(cls, x: Vector):
-            return cls.__name__, x
-
-    lens = Lens(2.0)
-    assert_same(lens.bend(jnp.ones((4, 3))), 3.0 * jnp.ones((4, 3)))
-    assert_same(lens.bend(jnp.ones(3), jnp.ones(5)), 2.0 * jnp.ones((5, 3)))
-    assert lens.norm(jnp.ones((4, 3))).tolist() == [3.0] * 4
-    assert Lens.made(jnp.ones(3))[0] == "Lens"
-
-
 # Classes.
 
 
@@ -428,20 +250,8 @@ def test_a_subclass_is_read_by_its_own_fields():
     class Charged(Spring):
         charge: Float[Array, ""] = 1.0
 
-    @auto_vmap
-    def kernel(spring: Spring):
-        assert spring.charge.shape == ()
-        return spring.stiffness * spring.charge
-
-    got = kernel(Charged(jnp.ones((4, 1)), jnp.ones(3), jnp.ones(7), charge=jnp.arange(5.0)))
-    np.testing.assert_array_equal(got, np.broadcast_to(np.arange(5.0), (4, 5)))
-
-
-def test_another_class_is_an_error():
-    kernel = auto_vmap(lambda_annotated(Pose))
-    message = "x is annotated as Pose, but it is tuple"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernel((matrix, matrix))
+    charged = Charged(matrix, matrix, matrix, charge=matrix)
+    assert ranks(Spring, charged) == {"x.stiffness": 0, "x.rest": 1, "x.charge": 0}
 
 
 def lambda_annotated(hint):
@@ -469,13 +279,8 @@ def test_an_unregistered_dataclass_is_an_error():
 def test_recursive_classes():
     Link = make_link()
     kernel = auto_vmap(lambda_annotated(Link))
-    chain = Link(matrix, Link(matrix, Link(matrix[0], None)))
-    plan = kernel.plan(chain)
-    assert {leaf.path: leaf.rank for leaf in plan.leaves} == {
-        "x.value": 1,
-        "x.next.value": 1,
-        "x.next.next.value": 1,
-    }
+    plan = kernel.plan(Link(matrix, Link(matrix[0], None)))
+    assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("x.value", 1), ("x.next.value", 1)]
     assert plan.batch_shape == (3,)
 
 
@@ -490,21 +295,6 @@ def make_link():
     return Link
 
 
-class Tree(NamedTuple):
-    children: "list[Tree]"
-    at: Vector
-
-
-def test_a_tree_of_itself():
-    tree = Tree([Tree([], matrix), Tree([Tree([], matrix)], matrix)], matrix)
-    assert ranks(Tree, tree) == {
-        "x.children[0].at": 1,
-        "x.children[1].children[0].at": 1,
-        "x.children[1].at": 1,
-        "x.at": 1,
-    }
-
-
 class Pair(NamedTuple, Generic[T]):
     first: Vector
     second: T
@@ -514,9 +304,7 @@ class Pair(NamedTuple, Generic[T]):
 def test_generic_classes():
     pair = Pair(matrix, matrix, [matrix])
     assert ranks(Pair, pair) == {"x.first": 1}
-    assert ranks(Pair[int], pair) == {"x.first": 1}
     assert ranks(Pair[Float[Array, "n n"]], pair) == {"x.first": 1, "x.second": 2, "x.rest[0]": 2}
-    assert ranks(Pair[Pose], Pair(matrix, Pose(matrix, matrix), []))["x.second.rotation"] == 2
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
@@ -559,38 +347,15 @@ def test_a_type_statement_that_cannot_be_evaluated():
     assert [(leaf.path, leaf.rank) for leaf in plan.leaves] == [("y", 1)]
 
 
-Endless = TypeAliasType("Endless", list["Endless"])
-
-
 def test_type_aliases_of_typing_extensions():
     vec = TypeAliasType("vec", Float[Array, "3"])
     several = TypeAliasType("several", tuple[vec, T], type_params=(T,))
     assert ranks(vec, matrix) == {"x": 1}
     assert ranks(several[Float[Array, "n n"]], (matrix, matrix)) == {"x[0]": 1, "x[1]": 2}
     assert ranks(TypeAliasType("late", "Vector"), matrix) == {"x": 1}
-    with pytest.raises(ValueError, match="x: the type Endless contains itself, so it does not say"):
-        auto_vmap(lambda_annotated(Endless))
 
 
 # Where a name cannot be found.
-
-
-@pytest.mark.parametrize(
-    ("hint", "why"),
-    [
-        ("Nowhere", "name 'Nowhere' is not defined"),
-        ("jnp.nowhere", "module 'jax.numpy' has no attribute 'nowhere'"),
-    ],
-)
-def test_an_explicit_rank_avoids_an_unresolvable_annotation(hint, why):
-    kernel = lambda_annotated(hint)
-    message = (
-        f"auto_vmap(kernel): the annotation of x: {hint!r} cannot be resolved ({why}); give the "
-        "parameter its rank explicitly (x=None leaves it untouched)"
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        auto_vmap(kernel)
-    assert auto_vmap(x=1)(kernel).plan(matrix).batch_shape == (3,)
 
 
 def test_a_name_that_is_assigned_later_is_no_obstacle():
@@ -603,27 +368,6 @@ def test_a_name_that_is_assigned_later_is_no_obstacle():
     later = 2.0
     assert kernel.plan(matrix).batch_shape == (3,)
     assert_same(kernel(matrix), later * jnp.sum(matrix, axis=1))
-
-
-def test_an_unresolvable_field_is_an_error_too():
-    class Half(NamedTuple):
-        at: Vector
-        what: "Nowhere"
-
-    message = (
-        "the annotation of x: Half.what: 'Nowhere' cannot be resolved (name 'Nowhere' is not "
-        "defined)"
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        auto_vmap(lambda_annotated(Half))
-
-
-def test_forward_references_inside_annotations():
-    def kernel(a: Optional["Pose"], b: list["Pose"]):
-        return a
-
-    plan = auto_vmap(kernel).plan(Pose(matrix, matrix), [Pose(matrix, matrix)])
-    assert [leaf.rank for leaf in plan.leaves] == [2, 1, 2, 1]
 
 
 # Return annotations.
@@ -648,16 +392,6 @@ def test_a_return_annotation_without_one_rank_is_not_checked(hint):
     assert_same(auto_vmap(kernel)(matrix), matrix)
 
 
-def test_a_returned_structure_that_is_not_as_declared():
-    @auto_vmap
-    def kernel(x: Vector) -> tuple[Vector, Vector]:
-        return [x, x]
-
-    message = "the rank of output is a tuple of 2 entries, but output is list"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernel(matrix)
-
-
 def test_a_returned_named_variadic_means_one_scalar():
     @auto_vmap
     def kernel(x: Float[Array, "*batch n"]) -> Float[Array, "*batch"]:
@@ -667,65 +401,3 @@ def test_a_returned_named_variadic_means_one_scalar():
     message = 'output has 1 axis, but its rank "" declares 0.'
     with pytest.raises(CoreDimensionError, match=re.escape(message)):
         kernel(jnp.ones((2, 4)))
-
-
-# Together with jaxtyped.
-
-
-def test_jaxtyped_below_checks_one_item():
-    @auto_vmap
-    @jaxtyped(typechecker=beartype)
-    def kernel(x: Float[Array, "n 3"], m: Float[Array, "n"]) -> Float[Array, "3"]:
-        return m @ x
-
-    x, m = jnp.arange(60.0).reshape(4, 1, 5, 3), jnp.arange(30.0).reshape(6, 5)
-    assert_same(kernel(x, m), jnp.einsum("anc,bn->abc", x[:, 0], m))
-    with pytest.raises(BatchShapeError):
-        kernel(jnp.ones((4, 5, 3)), jnp.ones((6, 5)))
-
-
-def test_jaxtyped_above_checks_the_batch():
-    @jaxtyped(typechecker=beartype)
-    @auto_vmap
-    def kernel(
-        x: Float[Array, "*batch n 3"], m: Float[Array, "*batch n"]
-    ) -> Float[Array, "*batch 3"]:
-        return m @ x
-
-    x, m = jnp.arange(360.0).reshape(4, 6, 5, 3), jnp.arange(120.0).reshape(4, 6, 5)
-    assert_same(kernel(x, m), jnp.einsum("...nc,...n->...c", x, m))
-    assert_same(kernel(x[3, 2], m[1, 4]), m[1, 4] @ x[3, 2])
-
-
-@pytest.mark.parametrize("above", [False, True])
-def test_jaxtyped_changes_no_plan(above):
-    def kernel(x: Float[Array, "*batch n 3"], m: Float[Array, "*batch n"]):
-        return m @ x
-
-    check = jaxtyped(typechecker=beartype)
-    wrapped = auto_vmap(check(kernel)) if not above else auto_vmap(kernel)
-    x, m = jnp.ones((4, 5, 3)), jnp.ones((4, 5))
-    assert wrapped.plan(x, m) == auto_vmap(kernel).plan(x, m)
-    call = check(wrapped) if above else wrapped
-    assert_same(call(x, m), jax.vmap(kernel)(x, m))
-    with pytest.raises(RankError, match="kernel"):
-        wrapped(jnp.ones(3), jnp.ones(5))
-
-
-# Other kinds of callables.
-
-
-def test_partials_and_callable_objects():
-    def kernel(scale, x: Vector) -> Vector:
-        return scale * x
-
-    class Scale(eqx.Module):
-        factor: float
-
-        def __call__(self, x: Vector) -> Vector:
-            return self.factor * x
-
-    x = jnp.ones((4, 3))
-    assert_same(auto_vmap(functools.partial(kernel, 2.0))(x), 2.0 * x)
-    assert_same(auto_vmap()(Scale(2.0))(x), 2.0 * x)
-    assert_same(auto_vmap(Scale(2.0))(x), 2.0 * x)

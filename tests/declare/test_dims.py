@@ -2,7 +2,6 @@
 """Dimension strings: how many axes each stands for, and which sizes agree."""
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,9 +23,9 @@ def first(*arrays):
     return arrays[0]
 
 
-def planned(*leaves: tuple[str, tuple[int, ...]], names: Sequence[str] = "abcdef") -> BatchPlan:
+def planned(*leaves: tuple[str, tuple[int, ...]]) -> BatchPlan:
     """Plan a kernel whose parameters ``a, b, c...`` have these dimensions and shapes."""
-    names = names[: len(leaves)]
+    names = "abcdef"[: len(leaves)]
     kernel = eval(f"lambda {', '.join(names)}: None")
     kernel.__annotations__ = {
         n: Float[Array, dims] for n, (dims, _) in zip(names, leaves, strict=True)
@@ -34,10 +33,10 @@ def planned(*leaves: tuple[str, tuple[int, ...]], names: Sequence[str] = "abcdef
     return auto_vmap(kernel).plan(*[jax.ShapeDtypeStruct(shape, float) for _, shape in leaves])
 
 
-def clashes(*leaves: tuple[str, tuple[int, ...]], **options) -> list[str]:
+def clashes(*leaves: tuple[str, tuple[int, ...]]) -> list[str]:
     """Sentences about leaves of a dimension string and a core shape each."""
     try:
-        planned(*leaves, **options)
+        planned(*leaves)
     except CoreDimensionError as error:
         return str(error).split("\n\n")[-1].split("\n")
     return []
@@ -47,14 +46,10 @@ def clashes(*leaves: tuple[str, tuple[int, ...]], **options) -> list[str]:
     ("text", "core"),
     [
         ("", ()),
-        ("  ", ()),
-        ("n", (5,)),
-        ("n 3", (5, 3)),
         (" n  3 ", (5, 3)),
         ("*batch n 3", (5, 3)),
         ("... 3", (3,)),
         ("*#batch n", (5,)),
-        ("#*batch n", (5,)),
         ("*_ n", (5,)),
         ("*batch", ()),
         ("_ _n 3", (5, 6, 3)),
@@ -74,15 +69,10 @@ def test_the_rank_is_the_number_of_words_after_a_variadic(text, core):
     ("text", "message"),
     [
         ("n *rest", "the dimensions 'n *rest' have a variadic that is not the first word; batch"),
-        (
-            "n,3",
-            "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes with spaces",
-        ),
-        (
-            "n +",
-            "the dimensions 'n +' cannot be read at '+': a dimension is a name, a size, '_', or",
-        ),
+        ("n,3", "the dimensions 'n,3' cannot be read at 'n,3': separate names and sizes with"),
+        ("n +", "the dimensions 'n +' cannot be read at '+': a dimension is a name, a size, '_'"),
         ("-3", "the dimensions '-3' cannot be read at '-3': a size must not be negative"),
+        ("(n)->()", "'(n)->()' looks like a gufunc signature"),
     ],
 )
 def test_a_string_that_cannot_be_read_is_an_error_at_decoration(text, message):
@@ -90,26 +80,12 @@ def test_a_string_that_cannot_be_read_is_an_error_at_decoration(text, message):
         auto_vmap(arrays=text)(first)
 
 
-def test_a_gufunc_signature_among_ranks_is_told_apart():
-    with pytest.raises(ValueError, match=re.escape("'(n)->()' looks like a gufunc signature")):
-        auto_vmap(arrays="(n)->()")(first)
-
-
-def test_named_and_fixed_sizes_that_agree_pass():
-    assert clashes(("n 3", (5, 3)), ("n", (5,)), ("k=3 _", (3, 9)), ("", ())) == []
-
-
 def test_every_disagreement_is_reported():
+    assert clashes(("n 3", (5, 3)), ("n", (5,)), ("k=3 _", (3, 9)), ("", ())) == []
+    assert clashes(("k=4", (5,))) == ["A dimension declared as k=4 is 5 (a)."]
     assert clashes(("n 3", (5, 4)), ("n m", (6, 2)), ("m n", (2, 5))) == [
         "Dimension n is 5 (a, c) and 6 (b).",
         "A dimension declared as 3 is 4 (a).",
-    ]
-
-
-def test_of_many_leaves_some_are_named():
-    leaves = [("n", (5 + (i == 3),)) for i in range(9)]
-    assert clashes(*leaves, names=[f"x{i}" for i in range(9)]) == [
-        "Dimension n is 5 (x0, x1, x2, x4 and 4 more) and 6 (x3)."
     ]
 
 
@@ -121,10 +97,6 @@ def test_expressions_do_not_depend_on_the_order_of_arguments(swap):
     bad = [("n", (4,)), ("n+1", (6,))]
     name = "a" if swap else "b"
     assert clashes(*bad[order]) == [f"A dimension declared as n+1 = 5 is 6 ({name})."]
-
-
-def test_an_expression_of_unbound_names_is_not_checked():
-    assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("{n}", (2,))) == []
 
 
 def test_an_expression_is_compared_by_its_value():
@@ -139,11 +111,7 @@ def test_an_expression_that_fails_for_this_call_is_a_clash():
     with pytest.raises(CoreDimensionError) as error:
         kernel(jnp.ones(0), jnp.ones(5), jnp.ones(2))
     assert str(error.value).endswith(
-        ": the core dimensions disagree\n"
         "\n"
-        "    argument  shape  rank    batch axes\n"
-        '    a         (0,)   "n"     ()\n'
-        '    b         (5,)   "m"     ()\n'
         '  > c         (2,)   "m//n"  ()\n'
         "\n"
         "A dimension declared as m//n is 2 (c), but m//n cannot be computed for m = 5 and n = 0: "
@@ -164,7 +132,7 @@ def test_no_axis_is_proposed_where_an_expression_fails():
         assert str(error.value).endswith(f"\n\nc has 1 axis, but its rank {rank} needs 2{end}")
 
 
-@pytest.mark.parametrize("text", ["...", "*_", " ... "])
+@pytest.mark.parametrize("text", ["...", "*_"])
 def test_a_string_without_a_rank_leaves_the_argument_untouched(text):
     plan = auto_vmap(text, "n")(lambda a, b: b).plan(jnp.ones((2, 2)), jnp.ones((4, 3)))
     assert [leaf.path for leaf in plan.leaves] == ["b"]
@@ -199,7 +167,6 @@ def test_an_expression_of_unknown_names_is_an_error(text, problem):
     ("text", "sentence"),
     [
         ("n/2", "n/2 = 1.5 is 2 (b)."),
-        ("2-5", "2-5 = -3 is 2 (b)."),
         ("n==2", "n==2 = False is 2 (b)."),
         ("n//0", "n//0 is 2 (b), but n//0 cannot be computed for n = 3: ZeroDivisionError: "),
         ("2//0", "2//0 is 2 (b), but 2//0 cannot be computed: ZeroDivisionError: "),
@@ -210,11 +177,6 @@ def test_an_expression_that_is_no_size_is_an_error_at_the_call(text, sentence):
     kernel = auto_vmap("n", text)(lambda a, b: a)
     with pytest.raises(CoreDimensionError, match=re.escape(f"A dimension declared as {sentence}")):
         kernel(jnp.ones(3), jnp.ones(2))
-
-
-@pytest.mark.parametrize("text", ["n-m", "m-n", "n-5", "n%2", "2**n", "-n+50", "2*3", "n/2"])
-def test_any_expression_of_known_names_is_accepted_at_decoration(text):
-    assert auto_vmap("n", "m", text)(lambda a, b, c: a)
 
 
 def test_names_of_an_expression_may_come_from_an_annotation():
@@ -237,11 +199,6 @@ def test_what_jaxtyping_accepts_in_an_annotation_is_accepted():
         kernel(jnp.ones(5), jnp.ones(2), jnp.ones((6, 7, 8)), 7)
 
 
-def test_a_fixed_size_may_have_a_name():
-    assert clashes(("k=4", (4,))) == []
-    assert clashes(("k=4", (5,))) == ["A dimension declared as k=4 is 5 (a)."]
-
-
 def test_a_stretching_dimension_may_have_length_one():
     assert clashes(("n", (4,)), ("#n", (1,)), ("#n", (4,)), ("#3", (1,)), ("#n+1", (1,))) == []
     assert clashes(("#n", (1,)), ("n", (4,))) == []
@@ -249,29 +206,17 @@ def test_a_stretching_dimension_may_have_length_one():
     assert clashes(("#3", (2,))) == ["A dimension declared as 3 is 2 (a)."]
 
 
-def test_underscores_are_never_compared():
+def test_some_names_are_never_compared():
     assert clashes(("_ _n", (4, 5)), ("_n _", (6, 7))) == []
-
-
-def test_a_question_mark_differs_from_leaf_to_leaf():
     assert clashes(("?n 3", (4, 3)), ("?n 3", (5, 3))) == []
+    assert clashes(("n+k", (7,)), ("n", (3,)), ("{size}", (2,)), ("{n}", (2,))) == []
 
 
 def test_names_are_compared_within_one_pytree_argument():
     kernel = auto_vmap(body="n")(lambda body: body["a"] * body["b"])
-    np.testing.assert_array_equal(
-        kernel({"a": jnp.ones((2, 3)), "b": jnp.ones(3)}), np.ones((2, 3))
-    )
     with pytest.raises(CoreDimensionError) as error:
         kernel({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
     assert str(error.value).endswith("\n\nDimension n is 3 (body['a']) and 4 (body['b']).")
-
-
-def test_names_hold_for_one_call_only():
-    kernel = auto_vmap("n", "n")(lambda a, b: a @ b)
-    for n in (3, 5):
-        a, b = np.arange(2.0 * n, dtype="f").reshape(2, n), np.arange(n, dtype="f")
-        np.testing.assert_array_equal(kernel(a, b), a @ b)
 
 
 def test_dimension_strings_and_ints_mix():

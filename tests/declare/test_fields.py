@@ -15,25 +15,15 @@ from helpers import assert_same
 from rankax import BatchShapeError, auto_vmap, chunked_vmap, ranks_like
 
 
-def counted(cls):
-    """Register a dataclass as jax_dataclasses does: JAX sees positions, not names."""
-    fields = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
-    static = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]
-
-    def flatten(node):
-        return [getattr(node, f) for f in fields], tuple(getattr(node, f) for f in static)
-
-    def unflatten(aux, children):
-        node = object.__new__(cls)
-        values = zip([*fields, *static], [*children, *aux], strict=True)
-        vars(node).update(values)
-        return node
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
+def counted(cls, *fields):
+    """Register a class of which JAX sees positions, not names, as jax_dataclasses does."""
+    jax.tree_util.register_pytree_node(
+        cls,
+        lambda node: ([getattr(node, name) for name in fields], None),
+        lambda _, children: cls(*children),
+    )
 
 
-@counted
 @dataclasses.dataclass
 class Flat:
     rotation: Float[Array, "3 3"]
@@ -41,7 +31,6 @@ class Flat:
     count: int = dataclasses.field(default=3, metadata={"static": True})
 
 
-@counted
 @dataclasses.dataclass
 class Arm:
     base: Flat
@@ -56,11 +45,6 @@ class Slotted:
         self.first, self.second = first, second
 
 
-jax.tree_util.register_pytree_node(
-    Slotted, lambda s: ((s.first, s.second), None), lambda _, children: Slotted(*children)
-)
-
-
 class Strict:
     """Its constructor, which JAX calls too, takes arrays only."""
 
@@ -69,9 +53,10 @@ class Strict:
         self.x, self.y = x, y
 
 
-jax.tree_util.register_pytree_node(
-    Strict, lambda s: ((s.x, s.y), None), lambda _, children: Strict(*children)
-)
+counted(Flat, "rotation", "translation")
+counted(Arm, "base", "links", "length")
+counted(Slotted, "first", "second")
+counted(Strict, "x", "y")
 
 
 @jax.tree_util.register_dataclass
@@ -118,32 +103,23 @@ def paths(rank: Any, value: Any) -> dict[str, int]:
 
 # Names in place of positions.
 
+ARM = ["x.base.translation", "x.links[0].translation", "x.length"]
+
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (Flat(R, t), ["x.rotation", "x.translation"]),
-        (Flat(t, t), ["x.rotation", "x.translation"]),
         (Flat(3, 3), ["x.rotation", "x.translation"]),
         (Flat(None, t), ["x.translation"]),
         (Slotted(R, t), ["x.first", "x.second"]),
-        (Slotted(1.0, 1.0), ["x.first", "x.second"]),
         (Strict(R, t), ["x.x", "x.y"]),
         (Strict(t, t), ["x[<flat index 0>]", "x[<flat index 1>]"]),
         (
             Packed(Made(R, t), t),
             ["x.made[<flat index 0>][0]", "x.made[<flat index 0>][1]", "x.made.x", "x.z"],
         ),
-        (
-            Arm(Flat(R, t), [Flat(R, t)], 1.0),
-            [
-                "x.base.rotation",
-                "x.base.translation",
-                "x.links[0].rotation",
-                "x.links[0].translation",
-                "x.length",
-            ],
-        ),
+        (Arm(Flat(None, t), [Flat(None, t)], 1.0), ARM),
     ],
     ids=by_type,
 )
@@ -155,40 +131,26 @@ def test_an_error_names_the_attributes():
     kernel = auto_vmap(pose=1, x=1)(lambda pose, x: x)
     with pytest.raises(BatchShapeError, match=r"Batch axis -1 is 3 \(pose.rotation\) and 2 \(x\)"):
         kernel(Flat(R, t), jnp.ones((2, 3)))
-    message = re.escape("x is a list of numbers")
-    with pytest.raises(TypeError, match=message.replace("x", re.escape("x.first"), 1)):
+    with pytest.raises(TypeError, match=r"x\.first is a list of numbers"):
         paths(1, Slotted([1.0, 2.0], t))
-
-
-def test_the_axis_errors_of_a_chunked_map_name_the_attributes():
     with pytest.raises(ValueError, match=r"pose\.rotation"):
         chunked_vmap(lambda pose: pose, 2)(Flat(jnp.ones((4, 3, 3)), jnp.ones((5, 3))))
+    # Which are not read by field, as those of `jax.vmap`.
+    with pytest.raises(ValueError, match="the in_axes of pose is a dict of 2 entries, but pose is"):
+        chunked_vmap(lambda pose: pose, 2, ({"rotation": 0, "translation": 0},))(Pose(R, t))
 
 
 # Annotations of such classes.
 
 
-def test_an_annotated_class_that_jax_only_counts():
-    @auto_vmap
-    def moved(pose: Flat, x: Float[Array, "3"]):
-        assert pose.count == 3
-        return pose.rotation @ x + pose.translation
-
-    poses, x = Flat(jnp.stack([R, 2 * R])[:, None], jnp.arange(18.0).reshape(6, 3)), t
-    want = jax.vmap(jax.vmap(lambda r, s: r @ x + s, (None, 0)), (0, None))(
-        poses.rotation[:, 0], poses.translation
-    )
-    assert_same(moved(poses, x), want)
-    assert_same(moved(Flat(R, t), jnp.ones((2, 3))), jnp.stack([1 + t, 1 + t]))
-
-
-def test_an_annotated_class_of_such_classes():
+def test_an_annotated_class_of_classes_that_jax_only_counts():
     @auto_vmap
     def kernel(arm: Arm):
-        return arm.length * sum(link.translation for link in arm.links)
+        assert arm.base.count == 3
+        return arm.length * sum(arm.base.rotation @ link.translation for link in arm.links)
 
-    arm = Arm(Flat(R, t), [Flat(R, jnp.ones((4, 1, 3))), Flat(R, t)], jnp.arange(5.0))
-    want = jnp.outer(jnp.arange(5.0), 1 + t)
+    arm = Arm(Flat(2 * R, t), [Flat(R, jnp.ones((4, 1, 3))), Flat(R, t)], jnp.arange(5.0))
+    want = jnp.outer(jnp.arange(5.0), 2 * (1 + t))
     assert_same(kernel(arm), jnp.stack([want] * 4))
 
 
@@ -225,12 +187,11 @@ class Body:
 
 
 @pytest.mark.parametrize("cls", [Pose, Flat])
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
-def test_a_dict_of_ranks_is_read_by_the_fields_of_a_class(cls, options):
+def test_a_dict_of_ranks_is_read_by_the_fields_of_a_class(cls):
     def moved(pose, x):
         return pose.rotation @ x + pose.translation
 
-    kernel = auto_vmap({"rotation": 2, "translation": "n"}, x="n", **options)(moved)
+    kernel = auto_vmap({"rotation": 2, "translation": "n"}, x="n")(moved)
     translations = jnp.arange(18.0).reshape(6, 3)
     want = jnp.stack([moved(cls(R, item), t) for item in translations])
     assert_same(kernel(cls(R, translations), t), want)
@@ -242,9 +203,6 @@ def test_dicts_nest_and_a_real_dict_is_read_by_its_keys():
     assert paths(rank, value) == {"x.pose.translation": 1, "x.mass": 0}
     as_dict = {"pose": {"rotation": None, "translation": t}, "mass": 1.0}
     assert paths(rank, as_dict) == {"x['pose']['translation']": 1, "x['mass']": 0}
-    got = auto_vmap(xs={"rotation": 2, "translation": 1})(lambda *xs: xs[0].translation)
-    translations = jnp.arange(12.0).reshape(4, 3)
-    assert_same(got(Pose(R, translations)), translations)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +214,6 @@ def test_dicts_nest_and_a_real_dict_is_read_by_its_keys():
             "the rank of x has an entry for 'translatoin', which is not a field of Pose that holds "
             "arrays; did you mean 'translation'?; the rank of x has no entry for x.translation",
         ),
-        ({"rotation": 2}, Flat(R, t), "the rank of x has no entry for x.translation (None would"),
         (
             {"pose": {"rotation": 2, "translation": 1, "k": 3}, "mass": 0},
             Body(Pose(R, t), 1.0),
@@ -268,18 +225,11 @@ def test_dicts_nest_and_a_real_dict_is_read_by_its_keys():
             "the rank of x has an entry for 'name', which is not a field of Body",
         ),
         ({"rotation": 2}, (R, t), "the rank of x is a dict of 1 entry, but x is tuple"),
-        ({"rotation": 2}, R, "the rank of x is a dict of 1 entry, but x is an array of shape"),
     ],
 )
 def test_fields_that_do_not_fit(rank, value, message):
     with pytest.raises(ValueError, match=f": {re.escape(message)}"):
         paths(rank, value)
-
-
-def test_in_axes_of_a_chunked_map_are_not_read_by_field():
-    """As `jax.vmap`, which refuses them."""
-    with pytest.raises(ValueError, match="the in_axes of pose is a dict of 2 entries, but pose is"):
-        chunked_vmap(lambda pose: pose, 2, ({"rotation": 0, "translation": 0},))(Pose(R, t))
 
 
 # Ranks by example.
@@ -290,15 +240,11 @@ def test_in_axes_of_a_chunked_map_are_not_read_by_field():
     [
         (t, 1),
         (1.0, 0),
-        (True, 0),
         (np.float32(1), 0),
-        (np.ones((2, 3)), 2),
         (jax.ShapeDtypeStruct((2, 3), jnp.float32), 2),
         (jax.random.key(0), 0),
         (None, None),
-        ("text", None),
         (len, None),
-        ((), ()),
         ({"a": [t, (R, "text", None)]}, {"a": [1, (2, None, None)]}),
         (Pose(R, t), Pose(2, 1)),
         (Flat(R, t), Flat(2, 1)),
@@ -313,15 +259,9 @@ def test_ranks_of_an_example(item, expected):
     got = ranks_like(item)
     assert got == expected
     assert type(got) is type(expected)
-    if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(item)):
-        ranks = [leaf.rank for leaf in auto_vmap(got)(lambda x: x).plan(item).leaves]
-        arrays = [leaf for leaf in jax.tree.leaves(item) if not isinstance(leaf, str)]
-        assert ranks == [jnp.ndim(leaf) for leaf in arrays]
 
 
-@pytest.mark.parametrize(
-    "item", [Pose(R, t), Flat(R, t), Strict(R, t), Converting(R, t)], ids=by_type
-)
+@pytest.mark.parametrize("item", [Flat(R, t), Converting(R, t)], ids=by_type)
 def test_an_example_declares_what_batches_of_it_need(item):
     def kernel(x):
         return sum(leaf.sum() for leaf in jax.tree.leaves(x))

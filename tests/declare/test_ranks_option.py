@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""``ranks=``: ranks by parameter name, also of parameters that share theirs with an option."""
+"""Ranks by name: ``ranks=``, and those of single items of ``*args`` and ``**kwargs``."""
 
 import pickle
 import re
-from typing import Annotated
+from typing import Annotated, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,25 @@ def kernel(x, bucket, *, where=1.0):
 want = jax.vmap(kernel)(x, bucket)
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 3}], ids=str)
 @pytest.mark.parametrize(
     "declared",
     [
         {"ranks": {"x": 1, "bucket": 0, "where": 0}},
-        {"ranks": {"bucket": 0, "where": 0}, "x": 1},
-        {"ranks": {"x": "n", "bucket": "", "where": 0}},
+        {"ranks": {"bucket": 0, "where": 0}, "x": 1, "jit": True},
+        {"ranks": {"x": "n", "bucket": "", "where": 0}, "chunk_size": 3},
     ],
     ids=str,
 )
-def test_parameters_may_have_the_names_of_options(declared, options):
-    mapped = auto_vmap(**declared, **options)(kernel)
+def test_parameters_may_have_the_names_of_options(declared):
+    mapped = auto_vmap(**declared)(kernel)
     assert_same(mapped(x, bucket), want)
     each = mapped(x, bucket, where=jnp.arange(2.0).reshape(2, 1))
     assert_same(each, jnp.stack([want - 1, want]))
 
 
 def test_an_option_and_a_parameter_of_one_name_differ():
+    named = auto_vmap(1, ranks={"ranks": 0})(lambda x, ranks: x * ranks)
+    assert_same(named(x, bucket), x * bucket[:, None])
     mapped = auto_vmap(1, ranks={"bucket": 0}, jit=True, bucket=(6,))(kernel)
     assert_same(mapped(x, bucket), want)
     assert mapped.plan(x, bucket).batch_shape == (6,)
@@ -79,19 +80,86 @@ def test_a_rank_overrides_the_annotation():
     assert_same(mapped(bucket, jax.random.key(0)), bucket)
 
 
-def test_items_of_args_and_kwargs():
-    def total(*args, **kwargs):
-        return sum(map(jnp.sum, args)) + jnp.sum(kwargs["bucket"]) + jnp.sum(kwargs["chunksize"])
-
-    mapped = auto_vmap(ranks={"args": 1, "kwargs": 0, "chunksize": 1}, chunk_size=3)(total)
-    got = mapped(x, bucket=bucket, chunksize=x)
-    assert_same(got, jax.vmap(lambda x, b: total(x, bucket=b, chunksize=x))(x, bucket))
+# Items of ``*args`` and ``**kwargs``.
 
 
-def test_a_parameter_with_the_name_ranks():
-    mapped = auto_vmap(1, ranks={"ranks": 0})(lambda x, ranks: x * ranks)
-    assert_same(mapped(x, bucket), x * bucket[:, None])
+def apply(variables, *args, factor=1.0, **kwargs):
+    total = sum(jnp.sum(arg) for arg in args) + sum(jnp.sum(arg) for arg in kwargs.values())
+    return jnp.sum(variables) * total * factor
 
+
+def ranks(kernel, *args, **kwargs) -> dict[str, int]:
+    return {leaf.path: leaf.rank for leaf in kernel.plan(*args, **kwargs).leaves}
+
+
+cube = jnp.ones((2, 2, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+def test_ranks_hold_for_single_items_of_args_and_kwargs(options):
+    x, y, whole = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0), jnp.ones(9)
+    got = auto_vmap(None, 1, 0, z=0, **options)(apply)(whole, x, y, whole, z=y, other=whole)
+    want = jax.vmap(lambda a, b: apply(whole, a, b, whole, z=b, other=whole))(x, y)
+    assert_same(got, want)
+
+
+def test_one_rank_on_args_still_holds_for_each():
+    assert ranks(auto_vmap(None, 1)(apply), cube, cube, cube) == {"args[0]": 1, "args[1]": 1}
+
+
+def test_items_may_be_fewer_or_more_than_ranks():
+    kernel = auto_vmap(0, 2, None, 1, factor=0, a=1)(apply)
+    assert ranks(kernel, cube) == {"variables": 0, "factor": 0}
+    assert ranks(kernel, 1.0, cube, cube) == {"variables": 0, "args[0]": 2, "factor": 0}
+    plan = kernel.plan(1.0, cube, cube, cube, cube, b=cube)
+    assert [leaf.path for leaf in plan.leaves] == ["variables", "args[0]", "args[2]", "factor"]
+    assert [path for path, _ in plan.untouched] == ["args[1]", "args[3]", "kwargs['b']"]
+
+
+def test_a_rank_on_kwargs_holds_for_items_without_their_own():
+    kernel = auto_vmap(kwargs=2, a=1, b=None)(apply)
+    assert ranks(kernel, 1.0, a=cube, b=cube, c=cube) == {"kwargs['a']": 1, "kwargs['c']": 2}
+
+
+def test_items_without_a_rank_have_that_of_the_annotation():
+    def kernel(*xs: Float[Array, "n"], **named: Float[Array, "n n"]):
+        return 0
+
+    mapped = auto_vmap(0, 2, a=1)(kernel)
+    expected = {"xs[0]": 0, "xs[1]": 2, "xs[2]": 1, "named['a']": 1, "named['b']": 2}
+    assert ranks(mapped, cube, cube, cube, a=cube, b=cube) == expected
+
+
+def test_items_override_an_unpacked_annotation_as_a_whole():
+    class Settings(TypedDict, total=False):
+        a: Float[Array, "n"]
+        b: Float[Array, "n"]
+
+    def kernel(x: Float[Array, ""], **settings: Unpack[Settings]):
+        return x
+
+    assert ranks(auto_vmap(kernel), 1.0, b=cube) == {"x": 0, "settings['b']": 1}
+    assert ranks(auto_vmap(a=0, x=None)(kernel), 1.0, a=cube, b=cube) == {"settings['a']": 0}
+
+
+def test_items_take_trees_and_dimension_strings():
+    kernel = auto_vmap(None, {"k": 1}, "n", m="n+1")(apply)
+    assert ranks(kernel, 1.0, {"k": cube}, jnp.ones(3), m=jnp.ones((2, 4))) == {
+        "args[0]['k']": 1,
+        "args[1]": 1,
+        "kwargs['m']": 1,
+    }
+    message = "auto_vmap(apply): args: the dimension 'k+1' could never be checked: "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        auto_vmap(None, "n", "k+1")(apply)
+
+
+def test_a_gufunc_signature_may_have_more_inputs_than_parameters():
+    kernel = auto_vmap("(k),(n),()->()")(apply)
+    assert ranks(kernel, cube, cube, cube, cube) == {"variables": 1, "args[0]": 1, "args[1]": 0}
+
+
+# Mistakes.
 
 TWICE = "has two ranks, 0 by {} and 1 in ranks"
 
@@ -114,10 +182,6 @@ TWICE = "has two ranks, 0 by {} and 1 in ranks"
             "the kernel has no parameter 'rank'; did you mean the option 'ranks'?",
         ),
         (
-            lambda: auto_vmap(ranks={"bucket": -1})(kernel),
-            "bucket: a rank is an int >= 0, None, a dimension string, SplitKey, or a tree of those",
-        ),
-        (
             lambda: auto_vmap(ranks={0: 1})(kernel),
             "ranks must map names of parameters to ranks, as in ranks={'x': 0}, got dict {0: 1}",
         ),
@@ -126,8 +190,20 @@ TWICE = "has two ranks, 0 by {} and 1 in ranks"
             "ranks={'x': 1} is the option of auto_vmap, but the kernel has a parameter 'ranks' too",
         ),
         (
-            lambda: auto_vmap(kernel, ranks={"x": 1}),
-            "got the function kernel among the ranks; write auto_vmap(...)(kernel)",
+            lambda: auto_vmap(0, 1, 2)(lambda x, **kwargs: x),
+            "too many ranks; 3 ranks for 1 positional parameter (x)",
+        ),
+        (
+            lambda: auto_vmap(0, chunksize=3)(lambda x, **kwargs: x),
+            "'chunksize' would be the rank of an item of **kwargs; did you mean the option",
+        ),
+        (
+            lambda: auto_vmap(0, 1, 2, args=3)(lambda x, *args: x),
+            "parameter 'args' has two ranks, (1, 2) by position and 3 by name",
+        ),
+        (
+            lambda: auto_vmap("(),(),()->()")(lambda x, y: x),
+            "'(),(),()->()' has 3 inputs, which does not fit the parameters (x, y)",
         ),
     ],
 )
@@ -136,7 +212,7 @@ def test_mistakes(decorate, message):
         decorate()
 
 
-def test_a_rank_that_is_taken_for_an_option_names_ranks():
+def test_options_that_parameters_are_named_like():
     def both(x, devices=0, jit=0):
         return x
 
@@ -145,8 +221,5 @@ def test_a_rank_that_is_taken_for_an_option_names_ranks():
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         auto_vmap(x=1, devices=0, jit=1)(both)
-
-
-def test_a_parameter_named_like_an_option_needs_ranks():
     with pytest.raises(TypeError, match="got 'no'"):
         auto_vmap(ranks={"chunk_size": 0}, chunk_size="no")(lambda chunk_size: chunk_size)

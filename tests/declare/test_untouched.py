@@ -66,17 +66,11 @@ def test_a_plan_shows_the_arrays_without_a_rank():
     x = {"a": points, "b": jnp.ones((2, 2))}
     options = {"table": np.ones(7), "size": 3, "name": "x", "scale": jnp.ones(())}
     plan = kernel.plan(x, [jax.ShapeDtypeStruct((6, 2), int)], 1.0, jnp.ones(1), **options)
-    assert plan.untouched == (
-        ("x['b']", (2, 2)),
-        ("w[0]", (6, 2)),
-        ("rest[1]", (1,)),
-        ("options['table']", (7,)),
-    )
-    assert str(plan).endswith(
-        "\n  untouched: x['b'] (2, 2), w[0] (6, 2), rest[1] (1,), options['table'] (7,)"
-    )
-    line = "untouched: x[&#x27;b&#x27;] (2, 2), w[0] (6, 2), rest[1] (1,), "
-    assert f'<p class="key">{line}options[&#x27;table&#x27;] (7,)</p></div>' in plan._repr_html_()
+    words = "x['b'] (2, 2), w[0] (6, 2), rest[1] (1,), options['table'] (7,)"
+    assert [f"{path} {shape}" for path, shape in plan.untouched] == re.split(r"(?<=\)), ", words)
+    assert str(plan).endswith(f"\n  untouched: {words}")
+    quoted = words.replace("'", "&#x27;")
+    assert f'<p class="key">untouched: {quoted}</p></div>' in plan._repr_html_()
 
 
 def test_a_plan_of_many_arrays_without_a_rank_shows_some():
@@ -96,9 +90,8 @@ def test_a_plan_where_every_array_has_a_rank_shows_none():
     assert BatchPlan("f", (), (), ()).untouched == ()
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
-def test_an_error_shows_the_arrays_without_a_rank(options):
-    kernel = auto_vmap(None, 1, **options)(moved)
+def test_an_error_shows_the_arrays_without_a_rank():
+    kernel = auto_vmap(None, 1)(moved)
     with pytest.raises(RankError) as error:
         kernel(poses, jnp.ones(()), np.ones(2))
     assert str(error.value).partition("\n")[2] == (
@@ -114,18 +107,15 @@ def test_an_error_shows_the_arrays_without_a_rank(options):
 # The warning.
 
 
-@pytest.mark.parametrize("options", [{}, {"jit": True}, {"chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"jit": True}], ids=str)
 def test_a_bare_annotation_that_could_not_give_a_rank_warns_once(options):
     kernel = auto_vmap(**options)(moved)
     other = auto_vmap(**options)(moved)
     assert warned(lambda: kernel(poses, points)) == [WARNING]
     assert warned(lambda: kernel(poses, points[:2])) == []
     assert warned(lambda: other.plan(poses, points)) == [WARNING]
-    scale = warned(lambda: kernel(poses, points, np.ones(1)))
-    assert [text.partition(";")[0] for text in scale] == [
-        "moved(): the annotation of scale declares no rank, so it goes whole to every item of the "
-        "batch, with its arrays scale (1,)"
-    ]
+    (scale,) = warned(lambda: kernel(poses, points, np.ones(1)))
+    assert scale.startswith("moved(): the annotation of scale declares no rank, so it goes whole")
 
 
 def test_it_warns_again_where_warnings_are_errors():
@@ -159,20 +149,14 @@ def lambda_annotated(hint):
 @pytest.mark.parametrize(
     "hint",
     [
-        Array,
-        np.ndarray,
         ArrayLike,
         Float[Array, "..."],
-        Array | None,
-        float | np.ndarray,
-        list[Array],
+        Float[Array, "..."] | np.ndarray,
         dict[str, tuple[Array, ...]],
-        tuple[Float[Array, "..."], str],
         Any,
         object,
         T,
         PyTree,
-        PyTree[Any],
         PyTree[Array],
         TypeAliasType("Arrays", list[Array]),
         Box["Nowhere"],  # of which nothing is known
@@ -185,13 +169,10 @@ def lambda_annotated(hint):
 def test_annotations_that_mean_no_rank_do_not_warn(hint):
     kernel = auto_vmap(lambda_annotated(hint))
     assert warned(lambda: kernel(points, points)) == []
+    assert kernel.plan(points, points).untouched == (("x", (4, 3)),)
 
 
-@pytest.mark.parametrize(
-    "hint",
-    [Pose, Pose | None, list[Pose], dict, float, "Pose", TypeAliasType("Poses", list[Pose])],
-    ids=str,
-)
+@pytest.mark.parametrize("hint", [Pose | None, dict, "Pose", TypeAliasType("Poses", list[Pose])])
 def test_annotations_that_say_nothing_of_arrays_warn(hint):
     kernel = auto_vmap(lambda_annotated(hint))
     assert len(warned(lambda: kernel({"a": points}, points))) == 1

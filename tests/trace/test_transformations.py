@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What JAX's other transformations see inside a call: errors, references, named axes, zeros."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax import lax
 from jax.experimental import checkify
 from jax.experimental.jet import jet
 
-from helpers import REMAT3, assert_same, slow
+from helpers import REMAT3, assert_same, at_each_run, slow
 from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 X = np.arange(5, dtype=np.float32)
@@ -49,34 +51,26 @@ def scanned(scan, kernel, **options):
 
 SEEN = {
     "uneven": chunked_vmap(plain, 2),
-    "even": chunked_vmap(plain, 1),
-    "jit": jax.jit(chunked_vmap(plain, 2)),
     "a custom_jvp": chunked_vmap(inverse, 2),
-    "a custom_vjp": chunked_vmap(inverse_back, 2),
     "a custom_vjp, even": chunked_vmap(inverse_back, 1),
     "two arrays": lambda x: auto_vmap(0, 0, chunk_size=3)(lambda a, b: a / b)(x[:, None], x),
+    "gradient": jax.grad(lambda x: chunked_vmap(jnp.sqrt, 2)(x).sum()),
+    "max": mapped(plain, reduce="max"),
+    "sliced_scan, a rule": scanned(sliced_scan, inverse, step=2),
+    "checkpoint_chunked_scan": scanned(checkpoint_chunked_scan, plain, chunk_size=2),
+}
+AT_MERGE = {
+    "a custom_vjp": chunked_vmap(inverse_back, 2),
     "nested": lambda x: chunked_vmap(chunked_vmap(inverse, 2), 2)(jnp.stack([x + 1, x, x])),
     "mapped": lambda x: jax.vmap(chunked_vmap(plain, 2))(jnp.stack([x + 1, x])),
-    "checkpoint": jax.checkpoint(chunked_vmap(plain, 2)),
-    "gradient": jax.grad(lambda x: chunked_vmap(jnp.sqrt, 2)(x).sum()),
-    **{name: mapped(plain, reduce=name) for name in ("max", "logsumexp")},
-    "sliced_scan": scanned(sliced_scan, plain, step=2),
-    "sliced_scan, a rule": scanned(sliced_scan, inverse, step=2),
-    "sliced_scan, windows": scanned(sliced_scan, plain, step=2, reduce="mean"),
-    "checkpoint_chunked_scan": scanned(checkpoint_chunked_scan, plain, chunk_size=2),
+    "windows": scanned(sliced_scan, plain, step=2, reduce="mean"),
 }
 
 
-OFTEN = [
-    *("uneven", "a custom_jvp", "a custom_vjp, even", "two arrays"),
-    *("gradient", "max", "sliced_scan, a rule", "checkpoint_chunked_scan"),
-]
-
-
 @pytest.mark.skipif(REMAT3, reason="see the test below")
-@pytest.mark.parametrize("name", [*OFTEN, *(slow(name) for name in SEEN if name not in OFTEN)])
-def test_checkify_sees_inside(name):
-    error, _ = checkify.checkify(SEEN[name], errors=checkify.float_checks)(X)
+@pytest.mark.parametrize("fun", at_each_run(SEEN, SEEN | AT_MERGE))
+def test_checkify_sees_inside(fun):
+    error, _ = checkify.checkify(fun, errors=checkify.float_checks)(X)
     assert "division by zero" in error.get()
 
 
@@ -177,23 +171,21 @@ def doubled(x):
 def test_a_kernel_makes_a_reference(options):
     fun, by_hand = mapped(doubled, **options), mapped(lambda x: 2 * x, **options)
     assert_same(fun(X), by_hand(X))
-    assert_same(jax.jit(fun)(X), by_hand(X))
     gradient, expected = (jax.grad(lambda x, f=f: (f(x) ** 2).sum()) for f in (fun, by_hand))
     assert_same(jax.jit(gradient)(X), expected(X))
     assert_same(gradient(X), expected(X))
 
 
-@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     "scan",
     [
-        lambda *args: sliced_scan(*args, step=1),
+        sliced_scan,
         lambda *args: sliced_scan(*args, start=1, step=2),
         lambda *args: checkpoint_chunked_scan(*args, chunk_size=2),
     ],
     ids=["all", "sliced", "chunked"],
 )
-def test_a_scan_writes_a_reference_from_outside(scan, jit):
+def test_a_scan_writes_a_reference_from_outside(scan):
     def total(x, scan):
         ref = jax.new_ref(jnp.float32(0))
 
@@ -204,21 +196,23 @@ def test_a_scan_writes_a_reference_from_outside(scan, jit):
         scan(body, jnp.float32(0), x)
         return ref[...]
 
-    assert_same(jit(lambda x: total(x, scan))(X), total(X, lax.scan))
+    want = total(X, lax.scan)
+    assert_same(total(X, scan), want)
+    assert_same(jax.jit(lambda x: total(x, scan))(X), want)
 
 
-@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-def test_a_kernel_reads_a_reference_from_outside(jit):
+def test_a_kernel_reads_a_reference_from_outside():
     def both(x):
         ref = jax.new_ref(jnp.array([2.0, 3.0]))
         fun = chunked_vmap(lambda x: ref[1] * x, 2)
         return fun(x), jax.grad(lambda x: fun(x).sum())(x)
 
-    assert_same(jit(both)(X), (3 * X, np.full(5, 3.0, np.float32)))
+    want = (3 * X, np.full(5, 3.0, np.float32))
+    assert_same(both(X), want)
+    assert_same(jax.jit(both)(X), want)
 
 
-@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-def test_a_backward_rule_writes_a_reference(jit):
+def test_a_backward_rule_writes_a_reference():
     @jax.custom_vjp
     def stash(ref, x):
         del ref
@@ -230,57 +224,49 @@ def test_a_backward_rule_writes_a_reference(jit):
 
     stash.defvjp(lambda ref, x: (x, ref), backward)
 
-    def stashed(x, scan):
+    def product(x):
+        def body(carry, x):
+            carry = stash(ref, carry * x)
+            return carry, carry
+
         ref = jax.new_ref(jnp.float32(0))
+        gradient = jax.grad(lambda x: sliced_scan(body, jnp.float32(1), x)[0])(x)
+        return gradient, ref[...]
 
-        def product(x):
-            def body(carry, x):
-                carry = stash(ref, carry * x)
-                return carry, carry
-
-            return scan(body, jnp.float32(1), x)[0]
-
-        return jax.grad(product)(x), ref[...]
-
-    expected = stashed(X + 1, lax.scan)
-    assert_same(jit(lambda x: stashed(x, sliced_scan))(X + 1), expected)
-
-    def mapped_stash(x):
+    def squares(x):
         ref = jax.new_ref(jnp.float32(0))
         gradient = jax.grad(lambda x: chunked_vmap(lambda x: stash(ref, x * x), 1)(x).sum())(x)
         return gradient, ref[...]
 
-    assert_same(jit(mapped_stash)(X), (2 * X, np.float32(1)))
+    # The first step of the scan, whose rule runs last, gets the product of the others.
+    for fun, x, want in (
+        (product, X + 1, (120 / (X + 1), np.float32(120))),
+        (squares, X, (2 * X, np.float32(1))),
+    ):
+        assert_same(fun(x), want)
+        assert_same(jax.jit(fun)(x), want)
 
 
 # What a map from outside sees.
 
 
-def test_a_sum_over_a_named_axis_is_the_same_for_all():
+def test_outputs_that_are_the_same_for_all():
+    """By a sum over a named axis, and because a map leaves the argument alone."""
     rows = jnp.stack([X, X + 1])
 
+    def kernel(x, y):
+        return lax.psum(x**2, "i"), x * y, 2 * inverse(y + 1)
+
+    @functools.partial(jax.jit, static_argnums=0)
     def of(inner):
         def total(rows):
-            outs = jax.vmap(inner, axis_name="i", out_axes=None)(rows)
-            return (outs**2).sum(), outs
+            over_rows = jax.vmap(inner, (0, None), out_axes=(None, 0, None), axis_name="i")
+            outs = over_rows(rows, X)
+            return (outs[0] ** 2).sum() + (outs[1] @ outs[2]).sum(), outs
 
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(rows)
-
-    def kernel(x):
-        return lax.psum(x**2, "i")
+        return jax.value_and_grad(total, has_aux=True)(rows)
 
     assert_same(of(chunked_vmap(kernel, 2)), of(jax.vmap(kernel)))
-
-
-def test_an_output_that_a_map_leaves_alone_is_not_mapped():
-    def of(inner):
-        outs = jax.vmap(inner, (0, None), out_axes=(0, None))(jnp.stack([X, X + 1]), X)
-        return (outs[0] @ outs[1]).sum(), outs
-
-    def kernel(x, y):
-        return x * y, 2 * inverse(y + 1)
-
-    assert_same(jax.jit(of, static_argnums=0)(chunked_vmap(kernel, 2)), of(jax.vmap(kernel)))
 
 
 # Rules with symbolic zeros. In JAX, a rule is not called for an input that has no tangent.
@@ -298,8 +284,7 @@ def test_an_output_that_a_map_leaves_alone_is_not_mapped():
     ],
     ids=["even", "uneven", "max", "scan", "sliced"],
 )
-@pytest.mark.parametrize("kind", ["a rule", "stop_gradient"])
-def test_a_tangent_of_zero_stays_symbolic(loop, kind):
+def test_a_tangent_of_zero_stays_symbolic(loop):
     calls = []
 
     @jax.custom_jvp
@@ -312,31 +297,17 @@ def test_a_tangent_of_zero_stays_symbolic(loop, kind):
 
     noted.defjvp(rule, symbolic_zeros=True)
 
-    @jax.custom_jvp
-    def rounded(x):
-        return jnp.round(x)
-
-    def zero(primals, tangents):
-        del tangents
-        return rounded(*primals), jax.custom_derivatives.zero_from_primal(
-            primals[0], symbolic_zeros=True
-        )
-
-    rounded.defjvp(zero, symbolic_zeros=True)
-    flat = rounded if kind == "a rule" else lax.stop_gradient
-
     def pushed(fun):
         return jax.eval_shape(lambda x: jax.jvp(fun, (x,), (x,)), X)
 
-    pushed(lambda x: noted(loop(flat)(x)))
-    pushed(loop(lambda x: noted(flat(x))))
+    pushed(lambda x: noted(loop(lax.stop_gradient)(x)))
+    pushed(loop(lambda x: noted(lax.stop_gradient(x))))
     assert not calls
     pushed(loop(lambda x: noted(x)))
     assert calls
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2])
-def test_a_rule_that_returns_a_constant(chunk_size):
+def test_a_rule_that_returns_a_constant():
     @jax.custom_jvp
     def constant(x):
         return x
@@ -346,4 +317,4 @@ def test_a_rule_that_returns_a_constant(chunk_size):
     def pushed(fun):
         return jax.jit(lambda x: jax.jvp(fun, (x,), (x,))[1])(X)
 
-    assert_same(pushed(chunked_vmap(constant, chunk_size)), pushed(jax.vmap(constant)))
+    assert_same(pushed(chunked_vmap(constant, 2)), pushed(jax.vmap(constant)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tiles: chunks that are walked in smaller steps, where XLA:CPU is faster so."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, primitives, slow, temporary_bytes
+from helpers import assert_same, at_each_run, primitives, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.plan.schedule import Tiles, plan_levels, split_into_tiles
 from rankax.ext.xla_cpu import slow_chunks
@@ -84,19 +85,18 @@ WITH_TILES = {
     "float16": (lambda x: of_three(x.astype(jnp.float16)), (3,), 1365),
 }  # fmt: skip
 
-# How many numbers an item has, with those of its inputs and outputs.
-IN_CACHE = {
-    "an outer product": (lambda x: lax.mul(x[:, None], x[None]), (64,), 3 * 64 + 2 * 64 * 64),
-    "a long sum": (lambda x: jnp.sum(lax.neg(x)), (1000,), 2 * 1000 + 2),
-    "a loop": (lambda x: lax.fori_loop(0, 9, lambda _, y: lax.neg(y), x), (300,), 4 * 300 + 2),
-}
 AT_LEAST = {
     "a sort": (jnp.sort, (9000,), 512),
     "a transform": (jnp.fft.rfft, (9000,), 512),
     "a factorisation": (lambda x: jnp.linalg.cholesky(x @ x.T + 1), (90, 90), 512),
     "a convolution": (lambda x: jnp.convolve(x, THREE), (9000,), 16),
 }
-
+# Of the numbers of an item, with its inputs and outputs, half a megabyte is in the cache.
+IN_CACHE = {
+    "an outer product": (lambda x: lax.mul(x[:, None], x[None]), (64,), 2**17 // 8384),
+    "a long sum": (lambda x: jnp.sum(lax.neg(x)), (1000,), 2**17 // 2002),
+    "a loop": (lambda x: lax.fori_loop(0, 9, lambda _, y: lax.neg(y), x), (300,), 2**17 // 1202),
+}
 WITHOUT = {
     "no sum": (jnp.sin, (3,)),
     "long": (jnp.sum, (16,)),
@@ -116,48 +116,21 @@ def in_flight(fun, core, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("distances", "largest", "one at a time", "dot", "in while", "a rule", "beside an effect"),
-        *map(
-            slow,
-            (
-                "in scan",
-                "in cond",
-                "in checkpoint",
-                "long, over axes apart",
-                "float16",
-                "of a solution",
-            ),
-        ),
-    ],
-)
-def test_short_sums_get_tiles(name):
-    fun, core, tile = WITH_TILES[name]
-    assert 4 * tile / 5 <= in_flight(fun, core).in_flight <= tile  # one that divides may be smaller
+OFTEN = [
+    *("distances", "largest", "one at a time", "dot", "in while", "a rule", "beside an effect"),
+    *("no sum", "not of the item, in a loop", "a loop"),
+]
 
 
-@pytest.mark.parametrize("name", ["a loop", *map(slow, ("an outer product", "a long sum"))])
-def test_a_tile_has_its_values_in_the_cache(name):
-    fun, core, numbers = IN_CACHE[name]
-    tiles = rule.best_tiles(jax.make_jaxpr(fun)(jnp.ones(core)).jaxpr)
-    assert tiles == (2**19 // (4 * numbers), 2**18 // (4 * numbers))
+@pytest.mark.parametrize("case", at_each_run(OFTEN, WITH_TILES | AT_LEAST | IN_CACHE))
+def test_chunks_get_tiles(case):
+    fun, core, tile = case
+    assert 2 * tile / 3 <= in_flight(fun, core).in_flight <= tile  # one that divides may be smaller
 
 
-@pytest.mark.parametrize("name", AT_LEAST)
-def test_calls_of_libraries_have_some_items(name):
-    fun, core, tile = AT_LEAST[name]
-    assert 4 * tile / 5 <= in_flight(fun, core).in_flight <= tile
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["no sum", "not of the item, in a loop", *map(slow, ("long", "product", "ints", "of one"))],
-)
-def test_all_else_keeps_its_chunk(name):
-    fun, core = WITHOUT[name]
-    assert in_flight(fun, core).in_flight == 6250
+@pytest.mark.parametrize("case", at_each_run(OFTEN, WITHOUT))
+def test_all_else_keeps_its_chunk(case):
+    assert in_flight(*case).in_flight == 6250
 
 
 def test_chunks_below_a_tile_and_chunks_that_hold_all():
@@ -194,85 +167,37 @@ def chain(x):
 # One plan.
 
 
-@pytest.mark.parametrize("jit", [False, slow(True)])
-def test_what_the_plan_shows_is_what_runs(jit):
-    kernel = auto_vmap(2, chunk_size=500, jit=jit)(distances)
-    x = clouds(1000)
-    plan = kernel.plan(x)
-    assert (plan.in_flight, plan.steps) == (20, 50)
-    assert steps(kernel, x) == [50]
-    assert "axis 0: 50 chunks of 20 over 1000, mapping points" in str(plan)
+def test_what_the_plan_shows_is_what_runs():
+    kernel, x = auto_vmap(2, chunk_size=500)(distances), clouds(1000)
+    for each in (kernel, kernel.with_options(reduce="sum")):
+        plan = each.plan(x)
+        assert (plan.in_flight, plan.steps) == (20, 50)
+        assert steps(each, x) == [50]
+    assert "axis 0: 50 chunks of 20 over 1000, mapping points" in str(kernel.plan(x))
+    assert steps(chunked_vmap(distances, 500), x) == [50]
+    assert steps(chunked_reduce(distances, "sum", 500), x) == [50]
 
 
-def test_several_levels():
-    @auto_vmap(2, 2, chunk_size=1000)
-    def between(a, b):
-        return jnp.sum(jnp.sqrt(jnp.sum((a[:, None] - b[None]) ** 2, axis=-1) + 1e-3))
-
-    a, b = clouds(40), clouds(30, 1)
-    assert [level.tile for level in between.plan(a, b).levels] == [1, 20]
-    assert steps(between, a, b) == [2, 30]  # the inner loop is printed first
-    want = jax.vmap(lambda b: jax.vmap(lambda a: between(a, b))(a))(b[:, 0])
-    assert_same(between(a, b), want)
-
-
-def test_the_kernel_is_traced_once_a_call():
-    traces = 0
-
-    @auto_vmap(2, chunk_size=100)
-    def counted(points):
-        nonlocal traces
-        traces += 1
-        return distances(points)
-
-    x = clouds(300)
-    for reduce in (None, "sum"):
-        traces = 0
-        assert_same(
-            counted.with_options(reduce=reduce)(x),
-            jax.vmap(distances)(x) if reduce is None else jax.vmap(distances)(x).sum(),
-            rtol=1e-4,
-        )
-        assert traces == 1
-
-
-def test_a_plan_takes_shapes_and_values_in_any_place():
-    @auto_vmap(2, 2, None, None, chunk_size=500)
-    def kernel(a, b, table, flags):
-        scale = 2.0 if flags["on"] and flags["values"][0] > 0 else table[0]
-        return distances(a) * distances(b) * scale
-
-    like = jax.ShapeDtypeStruct
-    flags = {"on": True, "values": np.ones(2)}  # looked at while the kernel is traced
-    plan = kernel.plan(
-        like((1000, 8, 3), jnp.float32), like((8, 3), jnp.float32), like((2,), jnp.float32), flags
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_the_kernel_is_traced_once_a_call(reduce):
+    traces, x = [], clouds(300)
+    counted = auto_vmap(2, chunk_size=100, reduce=reduce)(
+        lambda points: traces.append(0) or distances(points)
     )
-    assert plan.in_flight == 20
-    assert kernel.plan(clouds(1000), clouds(), jnp.ones(2), {1: 0, "on": 0}).in_flight == 20
+    want = jax.jit(jax.vmap(distances))(x)
+    assert_same(counted(x), want if reduce is None else want.sum(), rtol=1e-4)
+    assert len(traces) == 1
 
 
 # Values and derivatives.
 
 
-@pytest.mark.parametrize(
-    ("chunked", "length"),
-    [(lambda f: chunked_vmap(f, 50), 101), slow(auto_vmap(2, chunk_size=50), 100)],
-)
-def test_values_and_derivatives(chunked, length):
-    x, mapped, plain = clouds(length), chunked(distances), jax.vmap(distances)
+def test_values_and_derivatives():
+    x, mapped, plain = clouds(101), chunked_vmap(distances, 50), jax.vmap(distances)
     want = jax.jit(lambda x: (plain(x), *pushed(plain, x)))(x)
+    got = jax.jit(lambda x: (mapped(x), *pushed(mapped, x)))(x)
+    assert_same(got, want, rtol=1e-3, atol=1e-3)
     assert_same(mapped(x), want[0], rtol=1e-4)
-    assert_same(gradient(mapped)(x), want[1], rtol=1e-3, atol=1e-4)
-    assert_same(jax.jit(pushed, static_argnums=0)(mapped, x), want[1:], rtol=1e-3, atol=1e-3)
-
-
-def test_chunked_vmap_and_reductions_have_tiles_too():
-    x = clouds(1000)
-    assert steps(chunked_vmap(distances, 500), x) == [50]
-    assert steps(chunked_reduce(distances, "sum", 500), x) == [50]
-    kernel = auto_vmap(2, chunk_size=500, reduce="sum")(distances)
-    assert (kernel.plan(x).in_flight, steps(kernel, x)) == (20, [50])
-    assert_same(chunked_reduce(distances, "sum", 500)(x), jax.vmap(distances)(x).sum(), rtol=1e-4)
 
 
 def test_each_tile_of_a_gram_matrix_updates_all_of_it():
@@ -348,15 +273,13 @@ def test_derivatives_of_a_prime_chunk_copy_no_more_than_a_chunk(axis):
     assert temporary_bytes(lambda x, t: jax.jvp(gradient(mapped), (x,), (t,)), x, x) < 7 * chunk
 
 
-@pytest.mark.parametrize("axes", [(2, 1), slow((0, 0))])
-def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
+def test_chunks_cut_by_themselves_are_those_of_vmap():
     def kernel(points, scale):
         return scale * jnp.sin(points) * distances(points), distances(points), jnp.ones(2)
 
-    x = jnp.moveaxis(clouds(3 * 37), 0, axes[0])
-    args, out_axes = (x, jnp.arange(111.0)), (axes[1], 0, None)
-    mapped = chunked_vmap(kernel, 37, (axes[0], 0), out_axes)
-    plain = jax.vmap(kernel, (axes[0], 0), out_axes)
+    args = jnp.moveaxis(clouds(3 * 37), 0, 2), jnp.arange(111.0)
+    axes = {"in_axes": (2, 0), "out_axes": (1, 0, None)}
+    mapped, plain = chunked_vmap(kernel, 37, **axes), jax.vmap(kernel, **axes)
     assert steps(mapped, *args) == [2, 3]
 
     def derivatives(fun, *args):
@@ -366,7 +289,6 @@ def test_chunks_cut_by_themselves_are_those_of_vmap(axes):
         return jax.grad(loss, (0, 1))(*args), jax.jvp(fun, args, args)
 
     got, want = (jax.jit(derivatives, static_argnums=0)(f, *args) for f in (mapped, plain))
-    assert_same(mapped(*args), want[1][0], rtol=1e-4)
     assert_same(got, want, rtol=1e-3, atol=1e-3)
 
 
@@ -404,9 +326,9 @@ def test_several_levels_of_tiles_fill_up_from_the_inside():
     assert tiles(10, 21) == [1, 10]
     assert tiles(3000, 21) == [60, 50]  # all at once
 
-    for chunk_size in (37, 500, 2000):  # a row of prime length, whose tiles overlap
-        rows, row = plan_levels(((60, 1), (1, 37)), (60, 37), chunk_size, tiles=Tiles(21, 21))
-        assert (rows.tile, row.tile, row.chunk) == (1, 19, None)
+    # A row of prime length, whose tiles overlap.
+    rows, row = plan_levels(((60, 1), (1, 37)), (60, 37), 500, tiles=Tiles(21, 21))
+    assert (rows.tile, row.tile, row.chunk) == (1, 19, None)
 
 
 # A derivative has tiles of its own.
@@ -418,8 +340,7 @@ def stored(points):
 
 
 def test_derivatives_have_smaller_tiles():
-    x = clouds(1024)
-    x = jnp.tile(x, (1, 4, 1))
+    x = jax.ShapeDtypeStruct((1024, 32, 3), jnp.float32)
     kernel = auto_vmap(2, chunk_size=512)(stored)
     (level,) = kernel.plan(x).levels
     assert level.derivative is not None
@@ -437,32 +358,14 @@ def test_derivatives_have_smaller_tiles():
 def test_derivatives_in_tiles_of_their_own(length):
     x = jnp.tile(clouds(length), (1, 4, 1))
     kernel, plain = auto_vmap(2, chunk_size=512)(stored), jax.vmap(stored)
-    two = jnp.stack([x, 2 * x])
-    want = jax.jit(lambda x: (*pushed(plain, x), jax.vmap(plain)(two)))(x)
-    assert_same(kernel(x), want[2][0], rtol=1e-5)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def all_of(fun, x):
+        return (*pushed(fun, x), jax.vmap(fun)(jnp.stack([x, 2 * x])))
+
+    want = all_of(plain, x)
+    assert_same(all_of(kernel, x), want, rtol=1e-3, atol=1e-3)
     assert_same(gradient(kernel)(x), want[0], rtol=1e-4, atol=1e-5)
-    of_gradient, tangent = jax.jit(lambda x: pushed(kernel, x))(x)
-    assert_same(of_gradient, want[0], rtol=1e-4, atol=1e-5)
-    assert_same(tangent, want[1], rtol=1e-3, atol=1e-3)
-    assert_same(jax.vmap(kernel)(two), want[2], rtol=1e-5)
-
-
-def test_derivatives_of_several_levels_have_tiles_of_their_own():
-    def between(a, b):
-        return stored(a) * jnp.sum(b)
-
-    a, b = jnp.tile(clouds(96), (1, 4, 1)), clouds(5, 1)
-    kernel = auto_vmap(2, 2, chunk_size=200)(between)
-    levels = kernel.plan(a, b).levels
-    assert any(level.derivative for level in levels)
-    plain = jax.vmap(jax.vmap(between, (0, None)), (None, 0))
-
-    def loss(fun):
-        return lambda a, b: jnp.sum(jnp.tanh(fun(a, b)))
-
-    got = jax.grad(loss(kernel), (0, 1))(a, b)
-    want = jax.jit(jax.grad(loss(plain), (0, 1)))(a, b[:, 0])
-    assert_same(got, (want[0], want[1][:, None]), rtol=1e-3, atol=1e-3)
 
 
 def test_jax_0_11_1_gets_a_warning(monkeypatch):
