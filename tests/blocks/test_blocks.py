@@ -47,6 +47,14 @@ def computed(tree):
     return treedef.unflatten(values)
 
 
+def plus(x, y):
+    return x + y
+
+
+add = auto_vmap(x=0, y=0)(plus)
+double = auto_vmap(x=0)(lambda x: 2 * x)
+
+
 class Pair(NamedTuple):
     norm: Array
     parts: dict
@@ -56,12 +64,11 @@ def energy(s, v, m):
     return v @ m @ v + s, Pair(jnp.abs(s) * 2, {"v": v[:2] * s, "n": jnp.argmax(v)})
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_other_arguments_are_those_of_a_call_with_numpy(package):
+def test_other_arguments_are_those_of_a_call_with_numpy():
     kernel = auto_vmap(s=0, v=1, name=None, reduce=({"sum": "sum"}, None), reduce_axis=-1)(
         lambda s, v, name: ({"sum": ()}, {name: s + v @ v})
     )
-    v = in_blocks(package, V, (2, 3))
+    v = da.from_array(V, chunks=(2, 3))
     assert_same(computed(kernel(1.5, v, "a")), kernel(1.5, V, "a"))
     assert refusal(TypeError, kernel, [1.0, 2.0], v, "a").startswith(
         "<lambda>(): s is a list of numbers, but an array is expected; pass jnp.asarray(s)."
@@ -89,16 +96,12 @@ def test_numpy_jax_and_numbers_mix_with_blocks_in_a_tree(package):
     a, b = V[:, None], V[:4]
     lazy = {"a": in_blocks(package, a, (2, 1, 3)), "b": [jnp.asarray(b)]}
     # The number stays weak: float32 times a Python float is float32.
-    assert_same(
-        computed(moved(lazy, 2.0, name="shift")), moved({"a": a, "b": [b]}, 2.0, name="shift")
-    )
-    assert_same(
-        computed(moved(lazy, jnp.asarray(2.0), name="shift")),
-        moved({"a": a, "b": [b]}, 2.0, name="shift"),
-    )
+    for by in (2.0, jnp.asarray(2.0)):
+        want = moved({"a": a, "b": [b]}, 2.0, name="shift")
+        assert_same(computed(moved(lazy, by, name="shift")), want)
 
 
-@pytest.mark.parametrize("scale", [2.0, np.float64(2), jnp.float32(2), slow(True), slow(3)])
+@pytest.mark.parametrize("scale", [2.0, np.float64(2), jnp.float32(2)])
 def test_a_number_is_as_weak_as_in_every_call(scale):
     scaled = auto_vmap(x=0, by=0)(lambda x, by: x * by)
     x = np.arange(4, dtype="float16")
@@ -107,12 +110,11 @@ def test_a_number_is_as_weak_as_in_every_call(scale):
         assert_same(computed(scaled(da.from_array(x, chunks=3), scale)), want)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_large_array_of_numpy_goes_along(package):
+def test_a_large_array_of_numpy_goes_along():
     weights = np.arange(400_000.0, dtype="float32").reshape(4, 100_000)
     total = auto_vmap(x=0, w=1)(lambda x, w: x * w.sum())
     x = np.arange(4, dtype="float32")
-    assert_same(computed(total(in_blocks(package, x, (2,)), weights)), total(x, weights))
+    assert_same(computed(total(da.from_array(x, 2), weights)), total(x, weights))
 
 
 def forbidden(block, block_info=None):
@@ -142,9 +144,9 @@ TRACES = []
 
 
 @auto_vmap(v=1)
-def counted(v, scale=1.0):
+def counted(v):
     TRACES.append(1)
-    return v @ v * scale
+    return v @ v
 
 
 def test_a_kernel_is_compiled_once_for_all_blocks_and_calls():
@@ -167,15 +169,13 @@ def test_the_bound_on_memory_holds_in_a_block():
 
     @auto_vmap(v=1)
     def norm(v):
-        out = jax.ShapeDtypeStruct((), v.dtype)
-        return jax.pure_callback(squared, out, v, vmap_method="expand_dims")
+        return jax.pure_callback(squared, v[0], v, vmap_method="expand_dims")
 
-    x = np.ones((6, 3), "float32")
     with rankax.options(chunk_size=2):
-        lazy = norm(da.from_array(x, chunks=(6, 3)))
+        lazy = norm(da.from_array(V[:4], chunks=(4, 3)))
     # The scope has ended, but its options hold for the blocks.
-    assert_same(computed(lazy), np.sum(x * x, -1))
-    assert lengths == [2, 2, 2]
+    np.testing.assert_allclose(computed(lazy), np.sum(V[:4] ** 2, -1), rtol=1e-6)
+    assert lengths == [2, 2]
 
 
 NAMES = ("sum", "prod", "max", "min", "argmin", "any", "all", "logsumexp", "gram")
@@ -188,7 +188,7 @@ def output(s, v, m):
 
 @pytest.mark.parametrize(
     ("reduce", "axis", "chunk_size"),
-    [(SOME, 0, None), (SOME, (0, 1), 2), slow(OTHERS, (0, 1), 2)],
+    [(SOME, (0, 1), 2), slow(SOME, 0, None), slow(OTHERS, (0, 1), 2)],
 )
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_reduction_over_blocks_is_that_of_numpy(package, reduce, axis, chunk_size):
@@ -198,20 +198,17 @@ def test_a_reduction_over_blocks_is_that_of_numpy(package, reduce, axis, chunk_s
     assert_same(computed(got), kernel(S, V, M), rtol=1e-4)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_tree_of_reductions_keeps_what_it_is_told_to(package):
+def test_a_tree_of_reductions_keeps_what_it_is_told_to():
     def hit(s, v, m):
         return {"all": s * v, "best": {"by": v @ m @ v, "v": v}, "sum": (s, v.sum())}
 
-    kernel = auto_vmap(
-        s=0, v=1, m=2, reduce={"all": None, "best": Best("by"), "sum": "sum"}, reduce_axis=1
-    )(hit)
-    got = kernel(S, in_blocks(package, V, (2, 3)), in_blocks(package, M, (3, 2, 3, 3)))
+    reduce = {"all": None, "best": Best("by"), "sum": "sum"}
+    kernel = auto_vmap(s=0, v=1, m=2, reduce=reduce, reduce_axis=1)(hit)
+    got = kernel(S, da.from_array(V, chunks=(2, 3)), da.from_array(M, chunks=(3, 2, 3, 3)))
     assert_same(computed(got), kernel(S, V, M))
 
 
-@pytest.mark.parametrize("reduce", [SOME, slow(OTHERS)], ids=["some", "others"])
-def test_items_that_count_over_blocks(reduce):
+def test_items_that_count_over_blocks():
     """One block has none."""
 
     def root(s, v, m):
@@ -219,9 +216,9 @@ def test_items_that_count_over_blocks(reduce):
         return {"a": jnp.sqrt(out), "ok": jnp.all(out > 0) & (s < 0.5)}
 
     s = np.linspace(-1, 1, S.size, dtype="float32").reshape(S.shape)
-    options = {"reduce": {"a": reduce, "ok": None}, "where": "ok", "chunk_size": 2}
+    options = {"reduce": {"a": SOME, "ok": None}, "where": "ok", "chunk_size": 2}
     kernel = auto_vmap(s=0, v=1, m=2, **options)(root)
-    got = kernel(s, in_blocks("dask", V, (2, 3)), in_blocks("dask", M, (1, 2, 3, 3)))
+    got = kernel(s, da.from_array(V, chunks=(2, 3)), da.from_array(M, chunks=(1, 2, 3, 3)))
     assert_same(computed(got), kernel(s, V, M), rtol=1e-4)
 
 
@@ -271,22 +268,19 @@ def test_a_fold_merges_blocks_in_their_order(package):
 def test_empty_blocks_and_empty_batches():
     x = np.arange(6, dtype="float32")
     empty = da.from_array(x, chunks=((4, 0, 2),))
-    some = auto_vmap(x=0, reduce=Several("sum", "argmin", BottomK(2)))(lambda x: x * 2)
+    some = double.with_options(reduce=Several("sum", "argmin", BottomK(2)))
     assert_same(computed(some(empty)), some(x))
-    kernel = auto_vmap(x=0)(lambda x: x * 2)
-    assert_same(computed(kernel(empty)), kernel(x))
-    total = auto_vmap(x=0, reduce="sum")(lambda x: x)
+    assert_same(computed(double(empty)), double(x))
+    total = double.with_options(reduce="sum")
     assert_same(computed(total(da.from_array(x[:0]))), total(x[:0]))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_outputs_without_numbers(package):
+def test_outputs_without_numbers():
     none = auto_vmap(v=1, reduce="sum")(lambda v: v[:0])
-    assert_same(computed(none(in_blocks(package, V, (2, 3)))), none(V))
+    assert_same(computed(none(da.from_array(V, chunks=(2, 3)))), none(V))
 
 
 def test_dask_arrays_are_cut_where_any_is():
-    add = auto_vmap(x=0, y=0)(lambda x, y: x + y)
     x = np.arange(10.0, dtype="float32")
     got = add(da.from_array(x, chunks=4), da.from_array(x, chunks=5))
     assert got.chunks == ((4, 1, 3, 2),)
@@ -304,23 +298,20 @@ def test_each_item_has_its_own_key():
 
 def test_blocks_are_computed_as_jax_was_set_at_the_call():
     x = np.linspace(0, 1, 6)
-    half = auto_vmap(x=0)(lambda x: x / 3)
+    third = auto_vmap(x=0)(lambda x: x / 3)
     with jax.enable_x64(True):
-        lazy = half(da.from_array(x, chunks=2))
+        lazy = third(da.from_array(x, chunks=2))
     value = computed(lazy)
     assert value.dtype == np.float64
     np.testing.assert_allclose(value, x / 3, rtol=1e-12)
-    assert refusal(TypeError, lambda: half(da.from_array(x, chunks=2))) == (
-        "<lambda>(): x is a dask array of dtype float64, but JAX computes with float32 by "
-        "default, which would silently lose digits; call jax.config.update("
-        '"jax_enable_x64", True) first, or convert x to float32'
+    assert refusal(TypeError, third, da.from_array(x, chunks=2)).startswith(
+        "<lambda>(): x is a dask array of dtype float64, but JAX computes with float32 by default"
     )
 
 
 def test_other_byte_orders_are_read():
-    half = auto_vmap(x=0)(lambda x: x / 2)
     x = np.arange(6, dtype=">f4")
-    assert_same(computed(half(da.from_array(x, chunks=4))), half(x.astype("float32")))
+    assert_same(computed(double(da.from_array(x, chunks=4))), double(x.astype("float32")))
 
 
 def add_in_place(block):
@@ -329,14 +320,13 @@ def add_in_place(block):
 
 
 def test_a_later_step_may_write_into_a_block():
-    x = auto_vmap(x=0)(lambda x: x * 2)(da.ones(3, chunks=3, dtype="float32"))
+    x = double(da.ones(3, chunks=3, dtype="float32"))
     assert computed(x.map_blocks(add_in_place, dtype=x.dtype)).tolist() == [3, 3, 3]
 
 
 def test_a_method_takes_its_object_along():
-    class Body:
-        def __init__(self, mass):
-            self.mass = mass
+    class Body(NamedTuple):
+        mass: float
 
         @auto_vmap(v=1)
         def energy(self, v):
@@ -376,110 +366,79 @@ NORM = auto_vmap(v="n 3", w="n")(lambda v, w: w @ v)
 W = np.ones(2, "float32")
 
 
-def norm_error(error, v, w=W):
-    return refusal(error, NORM, v, w)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_core_axis_that_is_cut(package):
-    v = in_blocks(package, np.ones((4, 2, 3), "float32"), (4, 1, 3))
-    assert norm_error(ValueError, v) == (
+def test_core_axes_that_are_cut_and_wrong_shapes():
+    v = da.ones((4, 2, 3), chunks=(4, 1, 3), dtype="f4")
+    assert refusal(ValueError, NORM, v, W) == (
         '<lambda>(): v has shape (4, 2, 3) and rank "n 3", but its core axis 1 is cut into 2 '
         "chunks, and one item needs all of it; pass v.rechunk({1: 2})"
     )
-
-
-def test_shapes_are_checked_as_in_every_call():
-    assert 'v         (3,)   "n 3"  too few axes' in norm_error(RankError, da.ones(3, dtype="f4"))
+    few = refusal(RankError, NORM, da.ones(3, dtype="f4"), W)
+    assert 'v         (3,)   "n 3"  too few axes' in few
     v = da.ones((4, 2, 3), chunks=(2, 2, 3), dtype="f4")
-    assert "the core dimensions disagree" in norm_error(CoreDimensionError, v, np.ones(5, "f4"))
-    assert "do not broadcast" in norm_error(BatchShapeError, v, np.ones((3, 2), "f4"))
+    long, batch = np.ones(5, "f4"), np.ones((3, 2), "f4")
+    assert "the core dimensions disagree" in refusal(CoreDimensionError, NORM, v, long)
+    assert "do not broadcast" in refusal(BatchShapeError, NORM, v, batch)
 
 
 X = da.from_array(np.arange(6, dtype="float32"), chunks=3)
-RAGGED = "is Ragged, which goes with arrays of JAX and NumPy only"
+JITTED = double.with_options(jit=True)
+X_AND_Y = auto_vmap(x="n", y=0)(lambda x, y: y)
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (lambda: NORM(da.ones((2, 3), dtype="M8[s]"), W), "v is a dask array of dtype datetime64"),
+        (lambda: double(X[X > 2]), "x is a dask array of unknown length along axis 0; call x."),
+        (lambda: auto_vmap(0, None)(plus)(X, [X]), "y[0] is a dask array, but it has no rank, so"),
+        (lambda: add(X, cubed.ones(6, dtype="f4")), "x is a dask array and y is a cubed array"),
+        (lambda: X_AND_Y(Ragged(V[:, 0], [3, 2]), X[:2]), "x is Ragged, which goes with arrays of"),
+        (lambda: X_AND_Y(Ragged(X, [4, 2]), 3.0), "x is Ragged, which goes with arrays of JAX and"),
         (
-            lambda: NORM(da.ones((4, 2, 3), dtype="M8[s]"), W),
-            "v is a dask array of dtype datetime64[s], which JAX does not support; convert it",
+            lambda: double.with_options(progress="mean")(X),
+            "progress='mean' cannot be reported from",
         ),
         (
-            lambda: auto_vmap(x=0)(lambda x: x)(X[X > 2]),
-            "x is a dask array of unknown length along axis 0; call x.compute_chunk_sizes() first",
-        ),
-        (
-            lambda: auto_vmap(x=0, y=None)(lambda x, y: x)(X, {"a": X}),
-            "y['a'] is a dask array, but it has no rank, so every item would receive all of it",
-        ),
-        (
-            lambda: auto_vmap(x=0, y=0)(lambda x, y: x)(X, cubed.ones(6, dtype=np.float32)),
-            "x is a dask array and y is a cubed array, but one package has to evaluate the call",
-        ),
-        (
-            lambda: auto_vmap(x="n", y=0)(lambda x, y: y)(Ragged(V[:, 0], [3, 2]), X[:2]),
-            f"x {RAGGED}",
-        ),
-        (
-            lambda: auto_vmap(z="n")(lambda z: z.sum())(Ragged(da.ones(5, dtype="f4"), [3, 2])),
-            f"z {RAGGED}",
-        ),
-        (
-            lambda: auto_vmap(x=0, progress="mean")(lambda x: x)(X),
-            "progress='mean' cannot be reported from blocks, which are evaluated elsewhere; use",
+            lambda: double.with_options(jit=True, bucket=True)(X),
+            "bucket=True pads the arrays of a call, but dask evaluates each block at its own",
         ),
         *(
-            (
-                lambda what=what: getattr(auto_vmap(x=0, jit=True)(lambda x: x), what)(X),
-                "x is a dask array, whose blocks only a call of <lambda> itself evaluates; pass",
-            )
+            (lambda what=what: getattr(JITTED, what)(X), "x is a dask array, whose blocks only a")
             for what in ("plan", "tune", "lower")
         ),
     ],
 )
 def test_what_blocks_are_refused(call, text):
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'<lambda>(): {text}')}"):
+    with pytest.raises((TypeError, ValueError), match=rf"^(<lambda>|plus)\(\): {re.escape(text)}"):
         call()
 
 
 def test_cubed_is_told_of_the_memory_limit():
-    kernel = auto_vmap(x=0)(lambda x: x * 2)
     x = cubed.ones(6, chunks=3, dtype=np.float32, spec=cubed.Spec(allowed_mem="1 GB"))
     for reduce in (None, "sum"):
-        own = kernel.with_options(reduce=reduce)
-        for limit in (None, "900 MB", "50%"):
-            computed(own.with_options(memory_limit=limit)(x))
+        own = double.with_options(reduce=reduce)
+        computed(own.with_options(memory_limit="50%")(x))
         message = refusal(ValueError, own.with_options(memory_limit="2 GB")(x).compute)
         assert "exceeds allowed_mem" in message
 
 
 def test_cubed_arrays_that_are_cut_differently():
     x = np.arange(10.0, dtype="float32")
-    assert refusal(
-        ValueError,
-        lambda: auto_vmap(x=0, y=0)(lambda x, y: x + y)(
-            cubed.from_array(x, chunks=4), cubed.from_array(x, chunks=5)
-        ),
-    ) == (
-        "<lambda>(): along batch axis 0, x has chunks of 4 and y of 5, and cubed would have to "
-        "store one of them again; rechunk one of them"
+    blocks = cubed.from_array(x, chunks=4), cubed.from_array(x, chunks=5)
+    assert refusal(ValueError, add, *blocks) == (
+        "plus(): along batch axis 0, x has chunks of 4 and y of 5, and cubed would have to store "
+        "one of them again; rechunk one of them"
     )
 
 
 def test_more_items_than_an_int_can_number():
     x = da.ones(2**31, chunks=2**28, dtype="float32")
-    total = auto_vmap(x=0, reduce="sum")(lambda x: x)(x)
-    assert total.shape == ()
-    count = auto_vmap(x=0, reduce=rankax.reductions.Moments())(lambda x: x)(x).count
+    same = auto_vmap(x=0)(lambda x: x)
+    assert same.with_options(reduce="sum")(x).shape == ()
+    count = same.with_options(reduce=Moments())(x).count
     assert (count.shape, count.dtype) == ((), np.float32)
-    text = refusal(ValueError, lambda: auto_vmap(x=0, reduce="argmax")(lambda x: x)(x))
-    assert text.endswith(
-        "it cannot be reduced by argmax: the indices of 2147483648 items need 64 bits; call "
-        'jax.config.update("jax_enable_x64", True) first, or reduce one axis at a time'
-    )
+    text = refusal(ValueError, same.with_options(reduce="argmax"), x)
+    assert "cannot be reduced by argmax: the indices of 2147483648 items need 64 bits; call" in text
 
 
 # What else is promised.
@@ -516,31 +475,13 @@ def test_without_xarray_it_is_said_how_to_install_it(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("package", ["dask", "cubed"])
-def test_buckets_are_refused(package):
-    x = np.arange(6, dtype=np.float32)
-    blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
-    steady = auto_vmap(x=0, jit=True, bucket=True)(jnp.tanh)
-    assert refusal(TypeError, lambda: steady(blocks)) == (
-        f"tanh(): bucket=True pads the arrays of a call, but {package} evaluates each block "
-        "at its own length; give the chunks only a few lengths, and tanh.with_options(bucket=False)"
-    )
-
-
-@pytest.mark.parametrize("package", ["dask", "cubed"])
-def test_a_key_that_would_be_split_in_each_block_is_refused(package):
+def test_a_key_that_would_be_split_in_each_block_is_refused():
     """Each block would count its items from 0, and all would draw the same."""
-
-    @auto_vmap(x=0, key=SplitKey)
-    def draw(x, key):
-        return x + jax.random.normal(key)
-
+    draw = auto_vmap(x=0, key=SplitKey)(lambda x, key: x + jax.random.normal(key))
     key, x = jax.random.key(0), np.arange(6, dtype=np.float32)
-    blocks = da.from_array(x, 2) if package == "dask" else cubed.from_array(x, 2)
-    with pytest.raises(TypeError) as caught:
-        draw(blocks, key)
-    assert str(caught.value) == (
-        f"draw(): key has the rank SplitKey, but {package} evaluates block by block, and each "
+    blocks = da.from_array(x, 2)
+    assert refusal(TypeError, draw, blocks, key) == (
+        "<lambda>(): key has the rank SplitKey, but dask evaluates block by block, and each "
         "block would count its items from 0 and draw the same numbers; pass a key for each item: "
         "jax.random.split(key, (6,))"
     )

@@ -59,57 +59,32 @@ def test_lengths_are_a_copy():
 PAIR = Ragged(np.ones(3), [1, 2])
 
 
+def pair(x, m):
+    return x
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (
-            lambda: PAIR[:, None],
-            TypeError,
-            "[:, None] would add a batch axis, but a Ragged has only",
-        ),
-        (
-            lambda: PAIR[:1],
-            TypeError,
-            "an index is the number of an item, got slice(None, 1, None)",
-        ),
-        (
-            lambda: Ragged(np.ones(3), [1, 1]),
-            ValueError,
-            "the lengths of 2 items add up to 2, but values has 3 rows",
-        ),
-        (lambda: Ragged(np.ones(3), [4, -1]), ValueError, "item 1 has the length -1"),
-        (
-            lambda: Ragged(np.ones(3), [1.0, 2.0]),
-            TypeError,
-            "lengths must be a sequence of ints, one for each item, got float64 of shape (2,)",
-        ),
-        (
-            lambda: jax.jit(lambda n: Ragged(jnp.ones(3), n).values)(jnp.array([1, 2])),
-            TypeError,
-            "the lengths are traced, but they must be known when the call is made; pass NumPy",
-        ),
-        (lambda: Ragged(3.0, [1]), ValueError, "values must have the rows of all items on axis 0"),
+        (lambda: PAIR[:, None], "[:, None] would add a batch axis, but a Ragged has only"),
+        (lambda: PAIR[:1], "an index is the number of an item, got slice(None, 1, None)"),
+        (lambda: Ragged(np.ones(3), [1, 1]), "2 items add up to 2, but values has 3 rows"),
+        (lambda: Ragged(np.ones(3), [4, -1]), "item 1 has the length -1"),
+        (lambda: Ragged(np.ones(3), [1.0, 2.0]), "lengths must be a sequence of ints, one for "),
+        (lambda: jax.jit(Ragged)(3.0, jnp.arange(2)), "the lengths are traced, but they must be "),
+        (lambda: Ragged(3.0, [1]), "values must have the rows of all items on axis 0"),
         (
             lambda: Ragged.from_list([np.ones((2, 3)), np.ones((2, 2))]),
-            ValueError,
             "Ragged.from_list: item 1 has shape (2, 2), but item 0 has (2, 3); items may differ",
         ),
-        (lambda: Ragged.from_list([]), ValueError, "use Ragged(values, [])"),
-        (lambda: Mask(3), TypeError, "Mask takes the name of a dimension, as in Mask('n'), got 3"),
-        (
-            lambda: auto_vmap(x="n", m=Mask("k"))(lambda x, m: x),
-            ValueError,
-            "m is the mask of 'k', but no parameter has 'k' as its first core dimension",
-        ),
-        (
-            lambda: auto_vmap(x="n", m=(Mask("n"), 0))(lambda x, m: x),
-            TypeError,
-            "m: Mask is the rank of a whole parameter, which callers do not pass",
-        ),
+        (lambda: Ragged.from_list([]), "use Ragged(values, [])"),
+        (lambda: Mask(3), "Mask takes the name of a dimension, as in Mask('n'), got 3"),
+        (lambda: auto_vmap(x="n", m=Mask("k"))(pair), "m is the mask of 'k', but no parameter has"),
+        (lambda: auto_vmap(x="n", m=(Mask("n"), 0))(pair), "m: Mask is the rank of a whole param"),
     ],
 )
-def test_errors(make, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+def test_errors(make, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         make()
 
 
@@ -130,21 +105,12 @@ def annotated(
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    [
-        auto_vmap(x="n 3", mask=Mask("n"), s=0)(total),
-        auto_vmap("n 3", Mask("n"), 0)(total),
-        auto_vmap("(n,3),()->()", mask=Mask("n"))(total),
-        auto_vmap(annotated),
-        Scaled().total,
-    ],
+    "kernel", [auto_vmap("n 3", Mask("n"), 0)(total), auto_vmap(annotated), Scaled().total]
 )
 def test_callers_do_not_pass_the_mask(kernel):
     x = jnp.ones((2, 5, 3))
     assert list(inspect.signature(kernel).parameters) == ["x", "s"]
-    for options in ({}, {"reduce": "max"}):
-        out = kernel.with_options(**options)(x, 2.0)  # dense: all rows are real
-        np.testing.assert_array_equal(out, 30.0)
+    np.testing.assert_array_equal(kernel(x, 2.0), [30.0, 30.0])  # dense: all rows are real
     assert "mask" not in str(kernel.plan(x, 2.0))
     ragged = Ragged(jnp.ones((7, 3)), [5, 2])
     np.testing.assert_array_equal(kernel(ragged, 2.0), [30.0, 12.0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run of `rankax.stream` in a process of its own, which `test_stream.py` kills or measures."""
+"""A run of `rankax.stream` in a process of its own, which a test kills or measures."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,16 +22,24 @@ from rankax import auto_vmap
 ITEMS = 1000
 
 
-class Slow:
-    """An array that takes its time."""
+class Recorded:
+    """An array that counts its reads, takes its time, and may fail."""
 
-    def __init__(self, array, seconds):
+    def __init__(self, array, error=None, after=0, seconds=0.0):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
-        self.seconds = seconds
+        self.error, self.after, self.seconds, self.reads = error, after, seconds, []
 
     def __getitem__(self, region):
+        self.reads.append(region)
         time.sleep(self.seconds)
+        if self.error is not None and len(self.reads) > self.after:
+            raise self.error
         return self.array[region]
+
+
+def values(tree):
+    """What a run has stored, in memory."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
 
 
 class Begin:
@@ -63,11 +72,12 @@ def points():
 
 def run(kind, out, seconds=0.0, progress=False):
     x, y = points()
-    x = Slow(x[:, None], seconds)
+    x = Recorded(x[:, None], seconds=seconds)
     return rankax.stream.run(KERNELS[kind], x, y, out=out, memory_limit="20 MB", progress=progress)
 
 
-def run_slowly(kind, out, begun):
+def run_slowly(kind, out, least, begun):
+    rankax.stream._job._LEAST = least
     run(kind, out, seconds=0.08, progress=Begin(begun))
 
 

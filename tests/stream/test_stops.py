@@ -3,9 +3,10 @@
 
 import contextlib
 import errno
-import multiprocessing
 import os
+import random
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +18,11 @@ import stream_child
 from helpers import assert_same, slow, weekly
 from rankax.ext.blocks.on_streamed import STATES
 from rankax.stream import _job
-from stream_child import KERNELS, STEPS
+from stream_child import KERNELS, STEPS, values
+
+pytestmark = pytest.mark.usefixtures("few_blocks")
 
 LEAST = 12
-
-
-@pytest.fixture(autouse=True)
-def few_blocks(monkeypatch):
-    monkeypatch.setattr(_job, "_LEAST", LEAST)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Start processes that have imported JAX."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stream_child"])
-    return context
 
 
 def files(store):
@@ -53,8 +43,7 @@ def whole(tmp_path_factory):
                     step: stack.enter_context(stream_child.stopped(step, 0, None, after=False))
                     for step in STEPS
                 }
-                got = stream_child.run(kind, out)
-            got = jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), got)
+                got = values(stream_child.run(kind, out))
             assert_same(got, jax.jit(kernel)(x[:, None], y), rtol=1e-4)
             runs[kind] = files(out), {step: len(own) for step, own in calls.items()}
     return runs
@@ -76,9 +65,8 @@ EACH_CASE = pytest.mark.parametrize(("step", "last", "after"), [*map(mark, CASES
 
 @pytest.mark.parametrize("kind", ["map", slow("reduce")])
 @EACH_CASE
-def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, last, after):
+def test_a_run_that_is_killed_goes_on(out, processes, whole, kind, step, last, after):
     number = whole[kind][1][step] if last else 1
-    out = tmp_path / "a.zarr"
     arguments = kind, out, LEAST, step, number, after
     process = processes.Process(target=stream_child.run_killed, args=arguments)
     process.start()
@@ -88,8 +76,26 @@ def test_a_run_that_is_killed_goes_on(tmp_path, processes, whole, kind, step, la
     assert files(out) == whole[kind][0]
 
 
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_goes_on(out, processes, whole):
+    """At any moment, in the middle of a step as well."""
+    chance = random.Random(28)
+    for _ in range(4):
+        begun = processes.Event()
+        arguments = "reduce", out, LEAST, begun
+        process = processes.Process(target=stream_child.run_slowly, args=arguments)
+        process.start()
+        assert begun.wait(120)
+        time.sleep(chance.uniform(0, 0.08))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL  # it was not at its end
+    stream_child.run("reduce", out)
+    assert files(out) == whole["reduce"][0]
+
+
 @EACH_CASE
-def test_a_run_that_finds_the_disk_full_goes_on(tmp_path, whole, step, last, after):
+def test_a_run_that_finds_the_disk_full_goes_on(out, whole, step, last, after):
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -98,14 +104,13 @@ def test_a_run_that_finds_the_disk_full_goes_on(tmp_path, whole, step, last, aft
         pytest.raises(OSError, match="No space left on device"),
         stream_child.stopped(step, number, full, after=after),
     ):
-        stream_child.run("reduce", tmp_path / "a.zarr")
-    stream_child.run("reduce", tmp_path / "a.zarr")
-    assert files(tmp_path / "a.zarr") == whole["reduce"][0]
+        stream_child.run("reduce", out)
+    stream_child.run("reduce", out)
+    assert files(out) == whole["reduce"][0]
 
 
-@pytest.mark.parametrize("size", [0, slow(1), slow(600)])
-def test_a_disk_without_space_for_files(tmp_path, processes, whole, size):
-    out = tmp_path / "a.zarr"
+@pytest.mark.parametrize("size", [0, slow(600)])
+def test_a_disk_without_space_for_files(out, processes, whole, size):
     process = processes.Process(target=stream_child.run_without_space, args=("map", out, size))
     process.start()
     process.join()
@@ -128,8 +133,7 @@ def begun(out):
     assert [path for path in out.iterdir() if path.name != "_rankax"]
 
 
-def test_another_call_may_take_a_store_that_was_not_created(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_another_call_may_take_a_store_that_was_not_created(out):
     begun(out)
     x, _ = stream_child.points()
     near = rankax.auto_vmap(x=1)(lambda x: jnp.sum(x))
@@ -139,8 +143,7 @@ def test_another_call_may_take_a_store_that_was_not_created(tmp_path):
     assert not (out / "distance").exists()
 
 
-def test_a_store_that_was_not_created_needs_no_resume(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_a_store_that_was_not_created_needs_no_resume(out):
     begun(out)
     x, y = stream_child.points()
     rankax.stream.run(KERNELS["map"], x[:, None], y, out=out, resume=False, progress=False)
@@ -148,8 +151,7 @@ def test_a_store_that_was_not_created_needs_no_resume(tmp_path):
         rankax.stream.run(KERNELS["map"], x[:, None], y, out=out, resume=False, progress=False)
 
 
-def test_files_of_others_are_never_deleted(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_files_of_others_are_never_deleted(out):
     begun(out)
     (out / "notes").mkdir()
     (out / "notes" / "a.txt").write_text("mine")
@@ -159,8 +161,7 @@ def test_files_of_others_are_never_deleted(tmp_path):
     assert (out / "distance" / "zarr.json").exists()
 
 
-def test_a_record_that_the_power_cut_off_is_none(tmp_path, whole):
-    out = tmp_path / "a.zarr"
+def test_a_record_that_the_power_cut_off_is_none(out, whole):
     begun(out)
     (out / STATES / "zarr.json").write_bytes(b"")
     stream_child.run("map", out)

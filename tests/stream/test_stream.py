@@ -4,15 +4,10 @@
 import errno
 import importlib.util
 import json
-import multiprocessing
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -31,8 +26,11 @@ from helpers import assert_same, at_each_run, refusal, slow, weekly
 from rankax import SplitKey, auto_vmap
 from rankax.ext.blocks.on_streamed import STATES
 from rankax.ext.blocks.programs import CONFIG
-from rankax.reductions import BottomK, Fold, Moments
+from rankax.reductions import Fold, Moments, TopK
 from rankax.stream import _job, _run
+from stream_child import Recorded, values
+
+pytestmark = pytest.mark.usefixtures("few_blocks")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 1, 3)).astype("float32")
@@ -40,34 +38,8 @@ Y = RNG.normal(size=(7, 3)).astype("float32")
 M = RNG.normal(size=(300, 7, 3, 3)).astype("float32")
 
 
-@pytest.fixture(autouse=True)
-def few_blocks(monkeypatch):
-    """Let 300 items be 16 blocks of 19, not 100 of 3."""
-    monkeypatch.setattr(_job, "_LEAST", 12)
-
-
-class Recorded:
-    """An array that counts its reads, and may fail."""
-
-    def __init__(self, array, error=None, after=0):
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-        self.error, self.after, self.reads = error, after, []
-
-    def __getitem__(self, region):
-        self.reads.append(region)
-        if self.error is not None and len(self.reads) > self.after:
-            raise self.error
-        return self.array[region]
-
-
 def run(kernel, *args, **options):
     return rankax.stream.run(kernel, *args, **{"memory_limit": "5 MB", "progress": False} | options)
-
-
-def values(tree):
-    """What a run has stored, in memory."""
-    assert all(isinstance(leaf, zarr.Array) for leaf in jax.tree.leaves(tree))
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
 
 
 def mapped_file(tmp_path, array, name="x.npy"):
@@ -85,15 +57,15 @@ def near(x, y):
     return jnp.sum((x - y) ** 2)
 
 
-def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path):
+def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path, out):
     sources = mapped_file(tmp_path, X), zarr.array(Y, chunks=(3, 2)), Recorded(M), 2.0
-    got = run(energy, *sources, out=tmp_path / "a.zarr")
+    got = run(energy, *sources, out=out)
     assert_same(values(got), energy(X, Y, M, 2.0))
-    group = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    group = zarr.open_group(out, mode="r")
     assert {name for name, _ in group.arrays()} == {"0"}
     assert {name for name, _ in group["1"].arrays()} == {"parts", "n"}
     assert got[0].shape == group["0"].shape == (300, 7)
-    parts = xarray.open_zarr(tmp_path / "a.zarr", group="1", consolidated=False)["parts"]
+    parts = xarray.open_zarr(out, group="1", consolidated=False)["parts"]
     assert np.array_equal(parts, got[1]["parts"][...])
     # What is read is read in blocks, each of them once.
     sizes = [np.empty(M.shape, bool)[region].size for region in sources[2].reads[1:]]
@@ -101,14 +73,14 @@ def test_outputs_of_all_kinds_of_sources_are_those_of_numpy(tmp_path):
     assert len(sizes) == 16
 
 
-def test_data_sets_of_hdf5(tmp_path, capsys):
+def test_data_sets_of_hdf5(tmp_path, out, capsys):
     x = RNG.normal(size=(6000, 3)).astype("float32")
     with h5py.File(tmp_path / "m.h5", "w") as file:
         file.create_dataset("points/x", data=x, chunks=(60, 2))
     with h5py.File(tmp_path / "m.h5") as file:
         points = file["points/x"]
         (cuts,) = _job.prepared(near, (points, Y[0]), {}, "1 GB", "here", {}).stages
-        got = run(near, points, Y[0], out=tmp_path / "a.zarr")
+        got = run(near, points, Y[0], out=out)
     assert cuts.block == (360,)  # of chunks of the source
     assert_same(values(got), near(x, Y[0]))
     inputs = (f"{name}={tmp_path / 'm.h5'}/points/x" for name in "xy")
@@ -123,12 +95,7 @@ def test_hdf5_needs_h5py(tmp_path, capsys, monkeypatch):
     assert shell(capsys, *call) == (1, "m.h5/x needs h5py: pip install h5py\n")
 
 
-def test_a_kernel_with_buckets(tmp_path):
-    kernel = near.with_options(jit=True, bucket=True)
-    assert_same(values(run(kernel, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
-
-
-def test_arrays_of_jax_and_numpy_keys_and_pytrees(tmp_path):
+def test_arrays_of_jax_and_numpy_keys_and_pytrees(out):
     @auto_vmap(pose=1, key=0)
     def moved(pose, key, name):
         assert name == "shift"
@@ -136,20 +103,20 @@ def test_arrays_of_jax_and_numpy_keys_and_pytrees(tmp_path):
 
     keys = jax.random.split(jax.random.key(0), 300)
     pose = {"a": jnp.asarray(X[:, 0]), "b": [X[:1, 0]]}
-    got = run(moved, pose, keys, name="shift", out=tmp_path / "a.zarr")
+    got = run(moved, pose, keys, name="shift", out=out)
     assert_same(values(got), moved(pose, keys, name="shift"))
     assert Path(got.store.root).name == "output"
 
 
-def test_a_method_and_options_of_the_kernel(tmp_path):
+def test_a_method_and_options_of_the_kernel(out):
     class Model:
         scale = 3.0
 
-        @auto_vmap(x=1, chunk_size=2, jit=True)
+        @auto_vmap(x=1, chunk_size=2, jit=True, bucket=True)
         def near(self, x):
             return jnp.sum(x) * self.scale
 
-    got = run(Model().near, X[:, 0], out=tmp_path / "a.zarr")
+    got = run(Model().near, X[:, 0], out=out)
     assert_same(values(got), Model().near(X[:, 0]))
 
 
@@ -160,31 +127,30 @@ RECENT = Fold(
     lambda f, g: (f[0] * g[0], f[1] * g[0] + g[1]),
 )
 REDUCTIONS = {
-    "sum": ("sum", (0,)),
-    "argmax": ("argmax", None),
-    "top": (BottomK(3), (0, 1)),
+    "one axis": ("sum", (0,)),
+    "top": (TopK(3), None),
     "moments": (Moments(), 1),
     "fold": (RECENT, None),
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "fold" else slow(name) for name in REDUCTIONS])
-def test_reductions_are_those_of_numpy(tmp_path, name):
+@pytest.mark.parametrize("name", at_each_run(["fold"], {name: name for name in REDUCTIONS}))
+def test_reductions_are_those_of_numpy(tmp_path, out, name):
     reduce, axis = REDUCTIONS[name]
     kernel = near.with_options(reduce=reduce, reduce_axis=axis)
-    got = run(kernel, mapped_file(tmp_path, X), Y, out=tmp_path / "a.zarr")
+    got = run(kernel, mapped_file(tmp_path, X), Y, out=out)
     assert_same(values(got), jax.jit(kernel)(X, Y), rtol=1e-4)
 
 
-def test_outputs_that_are_kept_beside_a_reduction(tmp_path):
+def test_outputs_that_are_kept_beside_a_reduction(out):
     kernel = auto_vmap(x=1, y=1, reduce=("max", None))(lambda x, y: (x @ y, x - y))
-    assert_same(values(run(kernel, X, Y, out=tmp_path / "a.zarr")), kernel(X, Y))
+    assert_same(values(run(kernel, X, Y, out=out)), kernel(X, Y))
 
 
-def test_reductions_and_maps_of_no_items(tmp_path):
+def test_reductions_and_maps_of_no_items(tmp_path, out):
     none = X[:0, 0]
     total = auto_vmap(1, reduce="sum")(jnp.sum)
-    assert_same(values(run(total, none, out=tmp_path / "a.zarr")), total(none))
+    assert_same(values(run(total, none, out=out)), total(none))
     each = auto_vmap(1)(jnp.sum)
     assert_same(values(run(each, none, out=tmp_path / "b.zarr")), each(none))
 
@@ -226,8 +192,7 @@ def files(store):
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("c.*")}
 
 
-def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_a_run_that_failed_goes_on_where_it_was(tmp_path, out):
     source = Recorded(X, OSError("gone"), after=9)
     with pytest.raises(OSError, match="gone") as info:
         run(near, source, Y, out=out)
@@ -246,8 +211,8 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     assert files(out) == files(tmp_path / "b.zarr")
 
 
-def test_a_single_output_has_the_name_in_out(tmp_path):
-    store = tmp_path / "a.zarr"
+def test_a_single_output_has_the_name_in_out(tmp_path, out):
+    store = out
     want = near(X, Y)
     assert_same(values(run(near, X, Y, out=store / "deep/near")), want)
     assert_same(jnp.asarray(zarr.open_array(store / "deep/near", mode="r")[...]), want)
@@ -267,18 +232,17 @@ def test_a_store_inside_a_store_of_zarr_stays_one(tmp_path):
     assert (inside / "output").is_dir()
 
 
-def test_ctrl_c_leaves_a_store_that_resumes(tmp_path):
+def test_ctrl_c_leaves_a_store_that_resumes(out):
     source = Recorded(X, KeyboardInterrupt(), after=6)
     with pytest.raises(KeyboardInterrupt) as info:
-        run(near, source, Y, out=tmp_path / "a.zarr")
-    text = f"{tmp_path / 'a.zarr'} keeps the blocks that are whole; the same call resumes"
-    assert str(info.value) == text
+        run(near, source, Y, out=out)
+    assert str(info.value) == f"{out} keeps the blocks that are whole; the same call resumes"
     assert info.value.__suppress_context__  # no traceback of JAX
-    assert_same(values(run(near, X, Y, out=tmp_path / "a.zarr")), near(X, Y))
+    assert_same(values(run(near, X, Y, out=out)), near(X, Y))
 
 
-def test_a_full_disk_leaves_a_store_that_resumes(tmp_path, monkeypatch):
-    out, flushed, lost, paths = tmp_path / "a.zarr", [], [], {}
+def test_a_full_disk_leaves_a_store_that_resumes(out, monkeypatch):
+    flushed, lost, paths = [], [], {}
     fsync, open_ = os.fsync, os.open
 
     def known(path, *args, **kwargs):
@@ -306,9 +270,9 @@ def test_a_full_disk_leaves_a_store_that_resumes(tmp_path, monkeypatch):
     assert_same(values(run(near, X, Y, out=out)), near(X, Y))
 
 
-def test_a_file_that_became_shorter_is_told(tmp_path):
+def test_a_file_that_became_shorter_is_told(tmp_path, out):
     x = mapped_file(tmp_path, X)
-    assert_same(values(run(near, x, Y, out=tmp_path / "a.zarr")), near(X, Y))
+    assert_same(values(run(near, x, Y, out=out)), near(X, Y))
     os.truncate(tmp_path / "x.npy", 1000)
     assert refusal(OSError, run, near, x, Y, out=tmp_path / "b.zarr") == (
         "the file of x has 1000 bytes now, and had at least 3728"
@@ -330,22 +294,17 @@ def told(out, kernel, *args):
 def test_nan_is_told_with_its_indices(tmp_path):
     x = X.copy()
     x[200] = np.nan
-    assert told(tmp_path / "a", near, x, Y) == (
-        "output is NaN at the batch indices (200, 0), (200, 1), (200, 2), (200, 3), (200, 4), "
-        "(200, 5), (200, 6)"
-    )
+    seven = ", ".join(str((200, i)) for i in range(7))
+    assert told(tmp_path / "a", near, x, Y) == f"output is NaN at the batch indices {seven}"
     assert_same(values(run(near, x, Y, out=tmp_path / "a")), near(x, Y))
     x[201] = np.nan
     ten = ", ".join(str((200 + i // 7, i % 7)) for i in range(10))
-    assert (
-        told(tmp_path / "b", near, x, Y) == f"output is NaN at the batch indices {ten} and 4 more"
-    )
+    said = f"output is NaN at the batch indices {ten} and 4 more"
+    assert told(tmp_path / "b", near, x, Y) == said
 
 
 NAN_IN_REDUCTIONS = {
-    "sum": near.with_options(reduce="sum"),
     "one axis": near.with_options(reduce="logsumexp", reduce_axis=0, memory_limit="1 MB"),
-    "the other": near.with_options(reduce="max", reduce_axis=1, progress=True),
     "compiled": near.with_options(reduce=Moments(), jit=True, bucket=True),
     "narrow": auto_vmap(x=1, y=1, reduce="argmax")(lambda x, y: jnp.sum(x - y).astype("bfloat16")),
 }
@@ -360,6 +319,7 @@ def test_nan_in_a_reduction_is_told_with_its_indices(tmp_path, kernel):
     assert told(tmp_path, kernel, x, Y) == said
 
 
+@pytest.mark.slow
 def test_items_that_do_not_count_are_not_told(tmp_path):
     @auto_vmap(x=1, y=1, reduce="sum", where="ok")
     def masked(x, y):
@@ -382,99 +342,57 @@ def test_a_block_that_becomes_nan_is_told(tmp_path):
     assert told(tmp_path, auto_vmap(x=0, reduce="prod")(lambda x: 2 * x), x) == said
 
 
-@pytest.mark.parametrize("kernel", [near, slow(near.with_options(reduce="sum", reduce_axis=0))])
+DAMAGE = {
+    "flip": lambda data: data[:3] + bytes([data[3] ^ 1]) + data[4:],
+    "zeros": lambda data: bytes(len(data)),
+    "empty": lambda data: b"",
+    "delete": None,
+}
+
+
 @pytest.mark.parametrize(
-    "damage", ["flip", slow("delete"), slow("shorten"), "zeros", slow("empty")]
+    ("kernel", "damage"),
+    [
+        *((near, "flip"), (near, "zeros"), slow(near, "empty"), slow(near, "delete")),
+        slow(near.with_options(reduce="sum", reduce_axis=0), "flip"),
+    ],
 )
-def test_a_block_that_was_damaged_is_computed_again(tmp_path, kernel, damage):
-    out = tmp_path / "a.zarr"
+def test_a_block_that_was_damaged_is_computed_again(out, kernel, damage):
     run(kernel, X, Y, out=out)
     whole = files(out)
     name = sorted(whole)[len(whole) // 2]
-    data = whole[name]
     (out / name).unlink()
-    if damage != "delete":
-        damaged = {
-            "flip": data[:3] + bytes([data[3] ^ 1]) + data[4:],
-            "shorten": data[:-5],
-            "zeros": bytes(len(data)),
-            "empty": b"",
-        }
-        (out / name).write_bytes(damaged[damage])
+    if damaged := DAMAGE[damage]:
+        (out / name).write_bytes(damaged(whole[name]))
     source = Recorded(X)
     run(kernel, source, Y, out=out)
     assert files(out) == whole
     assert len(source.reads) == 2  # one of them for the digest
 
 
-def test_a_reader_is_told_of_damage(tmp_path):
-    got = run(near, X, Y, out=tmp_path / "a.zarr")
-    name, data = max(files(tmp_path / "a.zarr").items())
-    (tmp_path / "a.zarr" / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+def test_a_reader_is_told_of_damage(out):
+    got = run(near, X, Y, out=out)
+    name, data = max(files(out).items())
+    (out / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ValueError, match="checksum"):
         got[...]
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Start processes that have imported JAX."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rankax.stream"])
-    return context
-
-
-@pytest.mark.slow
-def test_a_run_killed_twenty_times_is_that_of_one_piece(tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(_job, "_LEAST", 100)  # as in the other processes
-
-    def kill(kind):
-        chance = random.Random(28)
-        for _ in range(20):
-            begun = processes.Event()
-            process = processes.Process(
-                target=stream_child.run_slowly, args=(kind, tmp_path / kind, begun)
-            )
-            process.start()
-            assert begun.wait(120)
-            time.sleep(chance.uniform(0, 0.12))
-            process.kill()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL  # it was not at its end
-
-    with ThreadPoolExecutor() as threads:  # for they sleep most of the time
-        list(threads.map(kill, stream_child.KERNELS))
-    for kind, kernel in stream_child.KERNELS.items():
-        assert 10 < len(files(tmp_path / kind)) < 250
-        got = stream_child.run(kind, tmp_path / kind)
-        stream_child.run(kind, tmp_path / f"{kind} at once")
-        assert files(tmp_path / kind) == files(tmp_path / f"{kind} at once")
-        x, y = stream_child.points()
-        assert_same(values(got), kernel(x[:, None], y))
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_a_store_that_exists_is_never_overwritten(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_a_store_that_exists_is_never_overwritten(tmp_path, out):
     run(near, X, Y, out=out)
     assert refusal(FileExistsError, run, near, X, Y, out=out, resume=False) == (
         f"rankax.stream.run(near): {out} exists, and resume=False; give another out"
     )
-    assert refusal(FileExistsError, run, near, X, Y, out=tmp_path) == (
-        f"rankax.stream.run(near): {tmp_path} exists, and it is not a store of rankax.stream; give "
-        "another out"
-    )
     (tmp_path / "file").touch()
-    assert refusal(FileExistsError, run, near, X, Y, out=tmp_path / "file") == (
-        f"rankax.stream.run(near): {tmp_path / 'file'} exists, and it is not a store of "
-        "rankax.stream; give another out"
-    )
     zarr.create_group(tmp_path / "other.zarr")
-    with pytest.raises(FileExistsError, match="not a store of"):
-        run(near, X, Y, out=tmp_path / "other.zarr")
+    for other in (tmp_path, tmp_path / "file", tmp_path / "other.zarr"):
+        assert refusal(FileExistsError, run, near, X, Y, out=other) == (
+            f"rankax.stream.run(near): {other} exists, and it is not a store of rankax.stream; "
+            "give another out"
+        )
 
 
-def test_a_resume_that_differs_says_in_what(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_a_resume_that_differs_says_in_what(out):
     kernels = [
         auto_vmap(x=1, y=1)(lambda x, y, weight=weight: jnp.sum(x * y * weight))
         for weight in (jnp.arange(3.0), jnp.ones(3))
@@ -494,26 +412,12 @@ def test_a_resume_that_differs_says_in_what(tmp_path):
     assert different(kernels[0], X[:20], Y) == ["blocks", "x"]
     assert different(kernels[0].with_options(chunk_size=5), X, Y) == ["options: chunk_size"]
     assert different(kernels[0], X, Y, memory_limit="6 MB") == ["memory_limit"]
-    assert different(kernels[0].with_options(reduce="sum"), X, Y) == [
-        "blocks",
-        "options: reduce",
-        "program",
-    ]
     # The constants of a kernel count, too, and so does its name.
     assert different(kernels[1], X, Y) == ["program"]
     assert "kernel was <lambda> and is near" in refusal(ValueError, run, near, X, Y, out=out)
 
 
-def test_two_folds_of_one_name_are_two_programs(tmp_path):
-    ends = [Fold(jnp.float32(0), jnp.abs, by) for by in (jnp.minimum, jnp.maximum)]
-    kernels = [near.with_options(reduce=fold) for fold in ends]
-    run(kernels[0], X, Y, out=tmp_path / "a.zarr")
-    with pytest.raises(ValueError, match="call: program was"):
-        run(kernels[1], X, Y, out=tmp_path / "a.zarr")
-
-
-def test_a_second_run_on_one_store_is_told(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_a_second_run_on_one_store_is_told(out):
     run(near, X, Y, out=out)
     with FileLock(out / STATES / "lock"):
         assert refusal(BlockingIOError, run, near, X, Y, out=out) == (
@@ -523,8 +427,8 @@ def test_a_second_run_on_one_store_is_told(tmp_path):
     run(near, X, Y, out=out)
 
 
-def test_of_two_runs_that_begin_at_once_one_is_told(tmp_path, monkeypatch):
-    out, prepared = tmp_path / "a.zarr", _run.prepared
+def test_of_two_runs_that_begin_at_once_one_is_told(out, monkeypatch):
+    prepared = _run.prepared
 
     def late(*args):
         monkeypatch.setattr(_run, "prepared", prepared)
@@ -539,49 +443,30 @@ def test_of_two_runs_that_begin_at_once_one_is_told(tmp_path, monkeypatch):
 # What is refused.
 
 
-def test_what_cannot_be_streamed_is_refused(tmp_path):
-    out = tmp_path / "a.zarr"
-    where = "rankax.stream.run(near): "
-    assert refusal(TypeError, run, jnp.sum, X, out=out) == (
-        "rankax.stream.run(sum): kernel must be decorated with rankax.auto_vmap"
-    )
-    assert refusal(TypeError, run, X, near, out=out) == (
-        "rankax.stream.run(ndarray): kernel must be decorated with rankax.auto_vmap"
-    )
-    assert refusal(ValueError, run, near, X, Y, out=out, on_nan="stop") == (
-        where + "on_nan must be 'keep' or 'raise', got 'stop'"
-    )
-    assert refusal(TypeError, run, near, X, Y, out=out, memory_limit=None) == (
-        where + "memory_limit must not be None; it sets the size of blocks"
-    )
-    assert refusal(TypeError, run, auto_vmap(x=1)(lambda x: x), "stars.npy", out=out) == (
-        "rankax.stream.run(<lambda>): no argument with a rank is an array with axes; x is str"
-    )
+def doubled(x):
+    return 2 * x
+
+
+def test_what_cannot_be_streamed_is_refused(out):
+
+    def said(*args, **options):
+        return refusal((TypeError, ValueError), run, *args, out=out, **options)
+
+    assert "run(ndarray): kernel must be decorated with rankax.auto_vmap" in said(X, near)
+    assert "on_nan must be 'keep' or 'raise', got 'stop'" in said(near, X, Y, on_nan="stop")
+    assert "must not be None; it sets the size of blocks" in said(near, X, Y, memory_limit=None)
+    strings = auto_vmap(x=1)(doubled), "stars.npy"
+    assert "no argument with a rank is an array with axes; x is str" in said(*strings)
     narrow = auto_vmap(1)(lambda x: x.astype(jnp.bfloat16))
-    assert refusal(TypeError, run, narrow, X, out=out) == (
-        "rankax.stream.run(<lambda>): output has dtype bfloat16, which zarr does not store; return "
-        "another one, such as .astype(jnp.float32)"
-    )
-    assert refusal(TypeError, run, near, zarr.array(X.astype("float64")), Y, out=out) == (
-        "near(): x is a streamed array of dtype float64, but JAX computes with float32 by default, "
-        'which would silently lose digits; call jax.config.update("jax_enable_x64", True) first, '
-        "or convert x to float32"
-    )
+    assert "output has dtype bfloat16, which zarr does not store; return" in said(narrow, X)
     noise = auto_vmap(x=1, key=SplitKey)(lambda x, key: x[0] * jax.random.normal(key))
-    assert refusal(TypeError, run, noise, X, jax.random.key(0), out=out) == (
-        "<lambda>(): key has the rank SplitKey, but rankax.stream evaluates block by block, and "
-        "each block would count its items from 0 and draw the same numbers; pass a key for each "
-        "item: jax.random.split(key, (300, 1))"
-    )
-    wide = near.with_options(batch_shape=(300, 7))
-    assert refusal(TypeError, run, wide, X, Y, out=out) == (
-        "near(): batch_shape=(300, 7) has no chunks, by which rankax.stream would evaluate it; "
-        "pass a streamed array that has these axes, and near.with_options(batch_shape=None)"
-    )
+    text = said(noise, X, jax.random.key(0))
+    assert "key has the rank SplitKey, but rankax.stream evaluates block by block, and" in text
+    assert "pass a key for each item: jax.random.split(key, (300, 1))" in text
+    text = said(near.with_options(batch_shape=(300, 7)), X, Y)
+    assert text.startswith("near(): batch_shape=(300, 7) has no chunks, by which rankax.stream")
     twice = auto_vmap(1)(lambda x: {"a/b": x, "a": {"b": x}})
-    assert refusal(ValueError, run, twice, X, out=out) == (
-        "rankax.stream.run(<lambda>): two outputs would be stored as one array; rename their keys"
-    )
+    assert "two outputs would be stored as one array; rename their keys" in said(twice, X)
     with pytest.raises(rankax.CoreDimensionError):
         run(auto_vmap(x="n", y="n")(lambda x, y: x @ y), X, Y[:, :2], out=out)
     assert not out.exists()
@@ -607,18 +492,18 @@ def test_pickles_are_not_read(tmp_path, capsys):
 @pytest.mark.optimized
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read on Linux")
 @pytest.mark.parametrize("limit", [20_000_000, weekly(100_000_000)])
-def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, limit):
+def test_memory_stays_within_the_limit_on_ten_times_as_much(tmp_path, out, limit):
     shape = (10 * limit // 4000, 1000)
     x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="float32", shape=shape)
     for i in range(0, len(x), 5000):
         x[i : i + 5000] = RNG.random((5000, 1000), "float32")
     del x
-    args = [stream_child.__file__, tmp_path / "x.npy", tmp_path / "a.zarr", str(limit)]
+    args = [stream_child.__file__, tmp_path / "x.npy", out, str(limit)]
     peak = int(subprocess.check_output([sys.executable, *args]))
     assert peak < limit + 30_000_000  # as the docstring says
 
 
-def test_what_is_in_memory_only_is_read_from_there(tmp_path):
+def test_what_is_in_memory_only_is_read_from_there(tmp_path, out):
     """A scalar of zarr, and a mapped file with changes of this process."""
     scale = zarr.open_array(tmp_path / "s.zarr", mode="w", shape=(), dtype="float32")
     scale[...] = 3
@@ -626,44 +511,47 @@ def test_what_is_in_memory_only_is_read_from_there(tmp_path):
     x = np.load(tmp_path / "x.npy", mmap_mode="c")
     x[7] = 5
     kernel = auto_vmap(x=1, s=0)(lambda x, s: s * x)
-    assert_same(values(run(kernel, x, scale, out=tmp_path / "a.zarr")), kernel(x, np.float32(3)))
+    assert_same(values(run(kernel, x, scale, out=out)), kernel(x, np.float32(3)))
 
 
-def test_copies_of_a_mapped_file_are_in_memory(tmp_path):
-    x = mapped_file(tmp_path, X[:, 0])
-    each = auto_vmap(x=1)(lambda x: 2 * x)
-    copies = x.copy(), x.astype("float16"), x + 1, x.copy()[3:], x[::2], np.asarray(x)[::-1]
-    for i, array in enumerate(copies):
-        got = run(each, array, out=tmp_path / f"{i}.zarr")
-        assert_same(values(got), each(np.asarray(array)))
+ARRAYS = {
+    "a copy of a mapped file": lambda x: x.copy(),
+    "a part of a copy": lambda x: x.copy()[3:],
+    "strides": lambda x: x[::2],
+    "backwards": lambda x: np.asarray(x)[::-1],
+    "the other byte order": lambda x: np.asarray(x).astype(">f4"),
+}
 
 
-def test_arrays_in_the_other_byte_order(tmp_path):
-    swapped = X[:, 0].astype(">f4")
-    each = auto_vmap(x=1)(lambda x: 2 * x)
-    for i, array in enumerate((swapped, mapped_file(tmp_path, swapped))):
-        assert_same(values(run(each, array, out=tmp_path / f"{i}.zarr")), each(X[:, 0]))
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_a_mapped_file(tmp_path, out, name):
+    array = ARRAYS[name](mapped_file(tmp_path, X[:, 0]))
+    got = run(auto_vmap(x=1)(doubled), array, out=out)
+    assert_same(values(got), jnp.asarray(2 * np.asarray(array, "float32")))
 
 
-def test_arrays_of_64_bits_are_refused_wherever_they_are(tmp_path):
-    wide, ints = X[:, 0].astype("float64"), np.arange(300)
+def test_a_mapped_file_in_the_other_byte_order(tmp_path, out):
+    x = mapped_file(tmp_path, X[:, 0].astype(">f4"))
+    got = run(auto_vmap(x=1)(doubled), x, out=out)
+    assert_same(values(got), jnp.asarray(2 * X[:, 0]))
+
+
+def test_arrays_of_64_bits_are_refused_wherever_they_are(tmp_path, out):
+    wide, narrow, ints = X[:, 0].astype("float64"), X[:, 0], np.arange(300)
     scale = zarr.open_array(tmp_path / "s.zarr", mode="w", shape=(), dtype="float64")
     kernel = auto_vmap(x=1, s=0)(lambda x, s: s * x)
-    mapped = mapped_file(tmp_path, wide)
-    narrow = X[:, 0]
-    for x, s, name in [
-        *((wide, 2.0, "x"), (mapped, 2.0, "x"), (zarr.array(wide), 2.0, "x")),
-        *((mapped.copy(), 2.0, "x"), (wide.astype(">f8"), 2.0, "x"), (narrow, wide[:, 0], "s")),
-        *((narrow, scale, "s"), (narrow, np.array(2.0), "s"), (narrow, ints, "s")),
+    for x, s, text in [
+        *((mapped_file(tmp_path, wide), 2.0, "x float64"), (wide.astype(">f8"), 2.0, "x float64")),
+        *((narrow, wide[:, 0], "s float64"), (narrow, scale, "s float64")),
+        *((narrow, np.array(2.0), "s float64"), (narrow, ints, "s int64")),
     ]:
-        text = refusal(TypeError, run, kernel, x, s, out=tmp_path / "a.zarr")
-        bits = "int64" if s is ints else "float64"
-        assert text == (
-            f"<lambda>(): {name} is a streamed array of dtype {bits}, but JAX computes with "
-            f"{bits[:-2]}32 by default, which would silently lose digits; call "
-            f'jax.config.update("jax_enable_x64", True) first, or convert {name} to {bits[:-2]}32'
+        name, dtype = text.split()
+        narrower = f"{dtype[:-2]}32"
+        assert refusal(TypeError, run, kernel, x, s, out=out) == (
+            f"<lambda>(): {name} is a streamed array of dtype {dtype}, but JAX computes with "
+            f"{narrower} by default, which would silently lose digits; call "
+            f'jax.config.update("jax_enable_x64", True) first, or convert {name} to {narrower}'
         )
-    assert not (tmp_path / "a.zarr").exists()
     with CONFIG["jax_enable_x64"](True):
         got = run(kernel, wide, 0.1, out=tmp_path / "b.zarr")
         assert np.array_equal(got[...], 0.1 * wide)
@@ -672,14 +560,14 @@ def test_arrays_of_64_bits_are_refused_wherever_they_are(tmp_path):
     assert_same(values(got), 2 * jnp.asarray(narrow))
 
 
-def test_masks_are_not_dropped(tmp_path):
-    each = auto_vmap(x=1)(lambda x: 2 * x)
+def test_masks_are_not_dropped(tmp_path, out):
+    each = auto_vmap(x=1)(doubled)
     masked = np.ma.masked_array(X[:, 0], X[:, 0] > 2)
-    assert refusal(TypeError, run, each, masked, out=tmp_path / "a.zarr") == (
-        "rankax.stream.run(<lambda>): x is a masked array, whose mask would be lost; pass "
+    assert refusal(TypeError, run, each, masked, out=out) == (
+        "rankax.stream.run(doubled): x is a masked array, whose mask would be lost; pass "
         "x.filled(...) and the mask as an argument of its own"
     )
-    assert not (tmp_path / "a.zarr").exists()
+    assert not out.exists()
     # A file may make them of missing values, block by block.
     assert refusal(TypeError, run, each, Recorded(masked), out=tmp_path / "b.zarr") == (
         "x has a block with masked items, whose mask would be lost"
@@ -698,8 +586,7 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch, out):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_was_writing_is_deleted(tmp_path):
-    out = tmp_path / "a.zarr"
+def test_what_a_killed_process_was_writing_is_deleted(out):
     run(near, X, Y, out=out)
     half = out / "output" / "0.partial"
     half.parent.mkdir(exist_ok=True)
@@ -717,13 +604,13 @@ def test_without_its_packages_it_is_said_how_to_install_them(monkeypatch):
 
 
 @pytest.mark.slow
-def test_devices_share_each_block(tmp_path):
+def test_devices_share_each_block(tmp_path, out):
     code = f"""
 import jax, numpy as np, rankax.stream
 from rankax import SplitKey, auto_vmap
 x = np.ones((1000, 3), "float32")
 kernel = auto_vmap(1, chunk_size=2, devices=2)(lambda x: x @ x)
-got = rankax.stream.run(kernel, x, out={str(tmp_path / "a.zarr")!r}, progress=False)
+got = rankax.stream.run(kernel, x, out={str(out)!r}, progress=False)
 assert np.array_equal(got[...], kernel(x))
 total = kernel.with_options(reduce="sum")
 got = rankax.stream.run(total, x, out={str(tmp_path / "b.zarr")!r}, progress=False)
@@ -746,49 +633,29 @@ def shell(capsys, *arguments):
 KERNEL = "stream_child:both"
 
 
-def test_the_command_streams_and_resumes(tmp_path, capsys):
+def test_the_command_streams_and_resumes(tmp_path, out, capsys):
     x, y = stream_child.points()
     np.save(tmp_path / "x.npy", x[:, None])
     zarr.save_array(tmp_path / "s.zarr" / "y", y)
-    call = [
-        *(
-            "stream",
-            KERNEL,
-            "--in",
-            f"x={tmp_path / 'x.npy'}",
-            "--in",
-            f"y={tmp_path / 's.zarr/y'}",
-        ),
-        *("--out", tmp_path / "a.zarr", "--memory-limit", "20MB"),
-    ]
+    inputs = f"x={tmp_path / 'x.npy'}", "--in", f"y={tmp_path / 's.zarr/y'}"
+    options = "--out", out, "--memory-limit", "20MB"
+    call = ["stream", KERNEL, "--in", *inputs, *options]
     status, text = shell(capsys, *call, "--plan")
-    assert status == 0
-    assert text == (
-        "both: memory limit 20 MB\n"
-        "  16 blocks of (63, 5) over (1000, 5): each reads 816 B and writes 5.04 kB; "
-        "28.5 kB in flight\n"
-        "    distance  (1000, 5)  float32\n"
-        "    sum  (1000, 5, 3)  float32\n"
-    )
-    assert not (tmp_path / "a.zarr").exists()
+    assert (status, text.splitlines()[0]) == (0, "both: memory limit 20 MB")
+    blocks = "16 blocks of (63, 5) over (1000, 5): each reads 816 B and writes 5.04 kB; 28.5 kB"
+    assert f"  {blocks} in flight\n    distance  (1000, 5)  float32\n" in text
+    assert not out.exists()
     status, text = shell(capsys, *call)
     assert status == 0
     assert "both" in text
     assert "items/s" in text
-    for line in (
-        f'zarr.open_array("{tmp_path / "a.zarr"}/distance")  (1000, 5)  float32',
-        f'zarr.open_array("{tmp_path / "a.zarr"}/sum")  (1000, 5, 3)  float32',
-    ):
-        assert line in text.splitlines()
-    stored = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    assert f'zarr.open_array("{out}/distance")  (1000, 5)  float32' in text.splitlines()
+    assert f'zarr.open_array("{out}/sum")  (1000, 5, 3)  float32' in text.splitlines()
+    stored = zarr.open_group(out, mode="r")
     want = stream_child.both(x[:, None], y)
     assert_same({name: jnp.asarray(stored[name][...]) for name in want}, want)
-    status, text = shell(capsys, *call)
-    assert status == 1
-    assert text == (
-        f"rankax.stream.run(both): {tmp_path / 'a.zarr'} exists, and resume=False; give another "
-        "out\n"
-    )
+    exists = f"rankax.stream.run(both): {out} exists, and resume=False; give another out\n"
+    assert shell(capsys, *call) == (1, exists)
     assert shell(capsys, *call, "--resume")[0] == 0
 
 
@@ -798,20 +665,17 @@ def test_the_command_plans(capsys):
     assert text.startswith("both: batch shape (1000, 5000), 5000000 evaluations")
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    call = ["stream", KERNEL, "--out", tmp_path / "a.zarr", "--in"]
+def test_the_command_says_what_is_wrong(out, capsys):
+    call = ["stream", KERNEL, "--out", out, "--in"]
     with pytest.raises(SystemExit, match="2"):
         shell(capsys, *call, "x")
     assert "argument --in: x must be NAME=VALUE, NAME being a parameter" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         shell(capsys, "plan", KERNEL, "x=3yx")
     assert "argument NAME=SHAPE: invalid _shape value: 'x=3yx'" in capsys.readouterr().err
-    assert shell(capsys, "plan", "math:sin") == (
-        *(1, "math:sin must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"),
-    )
-    assert shell(capsys, "plan", "stream_child", "x=3") == (
-        *(1, "stream_child must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"),
-    )
+    for words in (["math:sin"], ["stream_child", "x=3"]):
+        text = f"{words[0]} must be MODULE:KERNEL, decorated with rankax.auto_vmap\n"
+        assert shell(capsys, "plan", *words) == (1, text)
 
 
 @pytest.mark.parametrize("command", ["stream", "plan"])

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, slow
+from helpers import assert_same, compilations, slow
 from rankax import Mask, Ragged, auto_vmap, load_tuning, options
 from rankax.core.call.bind import bind
 from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
-from rankax.ext.tune import measure, workload
+from rankax.ext.tune import measure
 from rankax.ext.tune.workload import RaggedWorkload
 
 SHORT = 0.005  # seconds, enough for little more than the options as they are
@@ -53,6 +53,10 @@ def distances(points):
 kernel = auto_vmap(2)(distances)
 
 
+def tuning_of(kernel, *args, seconds=ENOUGH, **options):
+    return kernel.tune(*args, seconds=seconds, **options).tuning
+
+
 def tiles(tuning):
     return [candidate.tile for candidate in tuning.candidates]
 
@@ -65,36 +69,35 @@ def test_lanes_are_tried_where_items_differ(clock):
         step = lambda n: jnp.where(n % 2 == 0, n // 2, 3 * n + 1)  # noqa: E731
         return jax.lax.while_loop(lambda s: s[0] > 1, lambda s: (step(s[0]), s[1] + 1), (n, 0))[1]
 
-    tuning = auto_vmap(0)(collatz).tune(np.arange(1, 70, dtype=np.int32), seconds=ENOUGH).tuning
+    tuning = tuning_of(auto_vmap(0)(collatz), np.arange(1, 70, dtype=np.int32))
     assert any(candidate.options.get("lockstep") is False for candidate in tuning.candidates)
-    others = kernel.tune(X[:4], seconds=ENOUGH).tuning.candidates
-    assert all("lockstep" not in candidate.options for candidate in others)
 
 
+@pytest.mark.slow
 def test_lockstep_is_tried_where_it_is_not_asked_for(clock):
     halves = auto_vmap(0, lockstep=False)(
         lambda x: jax.lax.while_loop(lambda y: y > 0.1, lambda y: y / 2, x)
     )
-    tuning = halves.tune(jnp.linspace(0.5, 9.0, 6), seconds=ENOUGH).tuning
+    tuning = tuning_of(halves, jnp.linspace(0.5, 9.0, 6))
     together = [c.options for c in tuning.candidates if c.options.get("lockstep")]
     assert [o["chunk_size"] for o in together][:2] == [None, 1]
 
 
 def test_sizes_are_tried_and_the_options_as_they_are_come_first(clock):
-    tuning = kernel.tune(X, seconds=ENOUGH).tuning
+    tuning = tuning_of(kernel, X)
     assert tiles(tuning) == [40, 14, 4, 1, 8, 2]
-    assert [c.options["chunk_size"] for c in tuning.candidates] == [None, 16, 4, 1, 8, 2]
+    assert [c.options for c in tuning.candidates] == [
+        {"chunk_size": size} for size in (None, 16, 4, 1, 8, 2)
+    ]
     assert all(c.seconds > 0 and c.temporaries >= 0 for c in tuning.candidates)
 
 
 def test_a_chunk_size_is_a_bound_unless_a_limit_is_given(clock):
     chunked, x = kernel.with_options(chunk_size=4), X[:7]
-    assert tiles(chunked.tune(x, seconds=ENOUGH).tuning) == [4, 1, 2]
-    free = chunked.tune(x, seconds=ENOUGH, memory_limit=10**9).tuning
-    assert tiles(free) == [4, 7, 1, 2]
+    assert tiles(tuning_of(chunked, x, memory_limit=10**9)) == [4, 7, 1, 2]
     with options(chunk_size=2):
-        assert tiles(kernel.tune(x, seconds=ENOUGH).tuning) == [2, 1]
-        assert tiles(chunked.tune(x, seconds=ENOUGH).tuning) == [4, 1, 2]
+        assert tiles(tuning_of(kernel, x)) == [2, 1]
+        assert tiles(tuning_of(chunked, x)) == [4, 1, 2]
 
 
 @needs_library
@@ -103,32 +106,18 @@ def test_with_jit_sums_are_tried_without_the_library_of_xla(clock):
     jitted = kernel.with_options(jit=True, compiler_options=given, xla_cpu=True)
     option = "xla_cpu_experimental_ynn_fusion_type"
     off = {**given, option: "LIBRARY_FUSION_TYPE_DOT"}
-    tried = [c.options for c in jitted.tune(X, seconds=ENOUGH).tuning.candidates]
+    tried = [c.options for c in tuning_of(jitted, X).candidates]
     assert [o for o in tried if "compiler_options" in o] == [
         {"chunk_size": None, "compiler_options": off},
         {"chunk_size": 16, "compiler_options": off},
     ]
-    without = jitted.with_options(compiler_options={option: ""}).tune(X, seconds=ENOUGH)
-    assert len(without.tuning.candidates) == 6
+    without = jitted.with_options(compiler_options={option: ""})
+    assert len(tuning_of(without, X[:7]).candidates) == 4
 
 
-def test_cpu_math_is_compared_only_if_the_kernel_allows_it(clock):
-    def tried(kernel):
-        found = kernel.tune(X, seconds=ENOUGH).tuning.candidates
-        return {c.options.get("cpu_math") for c in found}
-
-    assert tried(kernel) == {None}
-    assert tried(kernel.with_options(cpu_math=True)) == {None, False}
-
-
-@needs_library
-def test_what_cannot_be_compiled_is_a_row(clock, monkeypatch):
-    changes = {"compiler_options": (("xla_no_such_option", True),)}
-    monkeypatch.setattr(workload, "TRIED", [lambda call: [((call.bound, 16), changes)]])
-    tuning = kernel.with_options(jit=True, xla_cpu=True).tune(X, seconds=ENOUGH).tuning
-    notes = {c.note for c in tuning.candidates if "compiler_options" in c.options}
-    assert notes == {"failed: INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'"}
-    assert [c.seconds for c in tuning.candidates if "failed" in c.note] == [None, None]
+def test_cpu_math_is_compared_if_the_kernel_allows_it(clock):
+    tuning = tuning_of(kernel.with_options(cpu_math=True), X[:7])
+    assert {c.options.get("cpu_math") for c in tuning.candidates} == {None, False}
 
 
 # What is chosen.
@@ -144,40 +133,25 @@ def compiled_with_care():
 
 @needs_library
 @pytest.mark.optimized
-@pytest.mark.parametrize("gradient", [False, slow(True)])
-def test_what_is_much_faster_is_chosen(gradient, compiled_with_care):
-    x = jnp.tile(X, (500, 1, 1))
-    tuning = kernel.tune(x, seconds=20, gradient=gradient).tuning
+def test_what_is_much_faster_is_chosen(compiled_with_care):
+    tuning = tuning_of(kernel, jnp.tile(X, (500, 1, 1)), seconds=20)
     chosen = tuning.candidates[tuning.chosen]
     assert chosen.tile <= 21
     assert chosen.seconds < tuning.candidates[0].seconds / 1.5
 
 
 def test_the_result_is_the_kernel_with_those_options():
-    tuned = kernel.tune(X, seconds=SHORT)
-    again = kernel.with_options(**tuned.tuning.options)
+    jitted = kernel.with_options(jit=True)
+    tuned = jitted.tune(X, seconds=SHORT)
+    again = jitted.with_options(**tuned.tuning.options)
     assert tuned.plan(X) == again.plan(X)
     assert_same(tuned(X), jax.vmap(distances)(X), rtol=1e-4)
+    assert compilations(again, X)[1] == 0
+    assert tuned.lower(X).as_text() == again.lower(X).as_text()
     assert tuned.__wrapped__ is distances
     assert kernel.tuning is None
     assert again.tuning is None
     assert tuned.with_options(chunk_size=3).tuning is None
-
-
-def test_a_tuned_jitted_kernel_shares_what_is_compiled():
-    traces = []
-
-    @auto_vmap(2, jit=True)
-    def counted(points):
-        traces.append(1)
-        return distances(points)
-
-    tuned = counted.tune(X, seconds=SHORT)
-    again = counted.with_options(**tuned.tuning.options)
-    traces.clear()
-    assert_same(tuned(X), again(X))
-    assert len(traces) == 1
-    assert tuned.lower(X).as_text() == again.lower(X).as_text()
 
 
 @pytest.mark.slow
@@ -186,7 +160,7 @@ def test_a_gradient_is_also_tried_without_checkpoints(clock):
     wave = auto_vmap(1)(lambda v: jnp.sin(v).sum())
 
     def stored(kernel, seconds=SHORT, **options):
-        tuning = kernel.tune(x, seconds=seconds, **options).tuning
+        tuning = tuning_of(kernel, x, seconds=seconds, **options)
         return [c.options for c in tuning.candidates if "checkpoint" in c.options]
 
     found, bound = [{"chunk_size": 256, "checkpoint": False}], wave.with_options(chunk_size=299)
@@ -211,16 +185,14 @@ def sort(x):
 
 def test_a_limit_excludes_what_needs_more(clock):
     x = np.arange(8, dtype=np.float32)
-    tuning = auto_vmap(0)(sort).tune(x, memory_limit=15_000, seconds=ENOUGH).tuning
+    tuning = tuning_of(auto_vmap(0)(sort), x, memory_limit=15_000)
     above = [c for c in tuning.candidates if c.temporaries > 15_000]
     assert above
     assert {c.tile for c in above} == {c.tile for c in tuning.candidates if c.tile >= 4}
     assert {(c.seconds, c.note) for c in above} == {(None, "above the limit of 15 kB")}
     assert tuning.candidates[tuning.chosen].tile <= 2
-    by_option = auto_vmap(0, memory_limit="15 kB")(sort).tune(x, seconds=ENOUGH).tuning
-    assert [c.note for c in by_option.candidates if c.seconds is None] == [c.note for c in above]
-    both = auto_vmap(0, chunk_size=2, memory_limit="15 kB")(sort).tune(x, seconds=ENOUGH).tuning
-    assert sorted(tiles(both)) == [1, 2]
+    by_option = auto_vmap(0, chunk_size=2, memory_limit="15 kB")(sort)
+    assert sorted(tiles(tuning_of(by_option, x))) == [1, 2]
     text = (
         r"sort.tune: no chunk size keeps to the memory_limit of 100 B; the smallest one tried "
         r"needs [\d.]+ k?B besides arguments and results"
@@ -266,13 +238,7 @@ def test_reductions(clock):
 def watched(clock, seconds_of_call, seconds_of_trace=0.0):
     """A kernel of two numbers whose calls and traces take this long, and the lengths of calls.
 
-    Parameters
-    ----------
-    clock : Clock
-    seconds_of_call : callable
-        From the length of the second argument to seconds.
-    seconds_of_trace : float
-        Stands for the time to compile.
+    A call takes ``seconds_of_call`` of its length; a trace stands for the time to compile.
     """
     lengths = []
 
@@ -290,28 +256,24 @@ def watched(clock, seconds_of_call, seconds_of_trace=0.0):
     return kernel, lengths
 
 
+def tuning_of_many(kernel, count, **options):
+    return tuning_of(kernel, jnp.float32(1), jnp.arange(float(count)), **options)
+
+
 def measured(tuning):
     return [c.tile for c in tuning.candidates if c.seconds is not None]
-
-
-def test_of_a_large_batch_a_slice_is_run(clock):
-    kernel, lengths = watched(clock, lambda n: 1e-4 * n)
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(4000.0), seconds=2).tuning
-    assert tuning.candidates[0].tile == 4000
-    assert 30 < max(lengths) <= 340  # of 4000; a run takes a sixtieth of the time
 
 
 def test_a_slice_has_several_chunks_where_the_batch_has(clock):
     """A large chunk was one in a slice, which is `jax.vmap`, without the tiles of a chunk."""
     kernel, lengths = watched(clock, lambda n: 1e-3 * n)
-    chunked = kernel.with_options(chunk_size=180)
-    chunked.tune(jnp.float32(1), jnp.arange(1000.0), seconds=6)
-    assert max(lengths) < 90
+    tuning_of_many(kernel.with_options(chunk_size=180), 1000, seconds=6)
+    assert max(lengths) < 90  # of 1000; a run takes a sixtieth of the time
 
 
 def test_of_slow_items_few_are_run(clock):
     kernel, lengths = watched(clock, lambda n: 0.01)
-    kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=0.1)
+    tuning_of_many(kernel, 60, seconds=0.1)
     assert max(lengths) == 16
 
 
@@ -319,23 +281,14 @@ def of_rows(x, s, mask):
     return jnp.sum(jnp.sin(x).sum(-1), where=mask) * s
 
 
-@pytest.mark.parametrize("options", [{"reduce": "sum"}, slow({"jit": True, "chunk_size": 20})])
-def test_ragged_items(clock, options):
-    lengths = np.arange(60) % 2 * 3  # each length is a program for each candidate
+@pytest.mark.parametrize(("shape", "gradient"), [((12,), False), slow((2, 6), True)])
+def test_ragged_items(clock, shape, gradient):
+    lengths = np.arange(shape[-1]) % 2 * 3
     x = Ragged(np.ones((lengths.sum(), 3), np.float32), lengths)
-    kernel = auto_vmap(x="n 3", s=0, mask=Mask("n"), **options)(of_rows)
-    s = jnp.arange(60, dtype=jnp.float32)
-    tuned = kernel.tune(x, s, seconds=ENOUGH)
-    assert len(measured(tuned.tuning)) > 1
-    assert_same(tuned(x, s), kernel(x, s), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_gradient_of_ragged_items_over_two_axes(clock):
-    x = Ragged(np.ones((90, 3), np.float32), np.arange(60) % 2 * 3)
-    s = jnp.ones((2, 60), jnp.float32)
+    s = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     kernel = auto_vmap(x="n 3", s=0, mask=Mask("n"), reduce="sum")(of_rows)
-    tuned = kernel.tune(x, s, gradient=True, seconds=ENOUGH)
+    tuned = kernel.tune(x, s, gradient=gradient, seconds=ENOUGH)
+    assert len(measured(tuned.tuning)) > 1
     assert tuned.tuning.candidates[0].temporaries is not None
     assert_same(tuned(x, s), kernel(x, s), rtol=1e-5)
 
@@ -353,12 +306,11 @@ def test_a_slice_has_ragged_items_of_all_lengths():
     assert_same(x, Ragged.from_list([items[int(i)] for i in s]))
 
 
-@pytest.mark.parametrize("seconds", [1, slow(3)])
-def test_tuning_ends_in_time(clock, seconds):
+def test_tuning_ends_in_time(clock):
     """It took 60 to 90 seconds instead of 3, and 15 instead of 1."""
     kernel, lengths = watched(clock, lambda n: 0.002 + 1e-6 * n, seconds_of_trace=0.1)
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(20000.0), seconds=seconds).tuning
-    assert clock.now < seconds + 0.5
+    tuning = tuning_of_many(kernel, 20000, seconds=1)
+    assert clock.now < 1.5
     assert measured(tuning)[0] == 20000
     left_out = [c for c in tuning.candidates if c.seconds is None]
     assert len(left_out) > 3
@@ -370,35 +322,33 @@ def test_tuning_ends_in_time(clock, seconds):
 def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock):
     kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
     chunked = kernel.with_options(chunk_size=8)
-    x = jnp.float32(1), jnp.arange(60.0)
-    assert measured(chunked.tune(*x, seconds=1, memory_limit="1 GB").tuning) == [8, 60]
-    assert measured(chunked.tune(*x, seconds=1).tuning) == [8]
+    assert measured(tuning_of_many(chunked, 60, seconds=1, memory_limit="1 GB")) == [8, 60]
+    assert measured(tuning_of_many(chunked, 60, seconds=1)) == [8]
 
 
 def test_the_faster_half_runs_on_and_the_options_as_they_are(clock):
     kernel, _ = watched(clock, lambda n: 1e-4 * n)
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=20).tuning
-    notes = [c.note for c in tuning.candidates]
+    notes = [c.note for c in tuning_of_many(kernel, 40, seconds=20).candidates]
     assert notes[0] == ""
     assert notes.count("given up early") >= len(notes) - 2 > 3
 
 
+@pytest.mark.slow
 def test_what_is_fast_on_a_slice_only_is_not_chosen(clock):
     def seconds_of_call(n):
         return 1e-5 if n == 1100 else 1e-5 * n if 50 < n <= 64 else 5e-4 * n
 
     kernel, lengths = watched(clock, seconds_of_call)
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(1100.0), seconds=10).tuning
+    tuning = tuning_of_many(kernel, 1100, seconds=10)
     assert tuning.options == {"chunk_size": None}
     assert 1100 in lengths
-    notes = [c.note for c in tuning.candidates]
-    assert notes.count("no faster in the end") == 1
+    assert [c.note for c in tuning.candidates].count("no faster in the end") == 1
 
 
 @pytest.mark.parametrize("share", [0.98, slow(0.9)])
 def test_what_wins_by_a_little_is_not_chosen(clock, share):
     kernel, _ = watched(clock, lambda n: 1e-3 * n * (share if n == 4 else 1))
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=60).tuning
+    tuning = tuning_of_many(kernel, 20, seconds=60)
     (close,) = [c for c in tuning.candidates if c.tile == 4]
     assert close.seconds < tuning.candidates[0].seconds
     if share == 0.98:
@@ -414,7 +364,7 @@ def test_a_slice_of_short_runs_decides_nothing(clock, call, chosen):
     """Programs that take long to compile left time for 16 items, on which two calls lost to one."""
     kernel, lengths = watched(clock, lambda n: call, seconds_of_trace=2.0)
     chunked = kernel.with_options(chunk_size=8)
-    tuning = chunked.tune(jnp.float32(1), jnp.arange(4000.0), memory_limit="1 GB", seconds=5).tuning
+    tuning = tuning_of_many(chunked, 4000, memory_limit="1 GB", seconds=5)
     assert max(lengths) == 16
     assert tuning.options == {"chunk_size": chosen}
     assert ("too few items to tell" in str(tuning)) == (chosen == 8)
@@ -428,7 +378,7 @@ def test_what_fails_is_a_row(clock):
         return np.asarray(x)
 
     kernel = auto_vmap(0)(lambda x: jax.pure_callback(wait, x, x, vmap_method="expand_dims"))
-    tuning = kernel.tune(jnp.arange(60.0), seconds=60).tuning
+    tuning = tuning_of(kernel, jnp.arange(20.0), seconds=60)
     (failed,) = [c for c in tuning.candidates if c.tile == 4]
     assert failed.seconds is None
     assert failed.note.startswith("failed: INTERNAL: ")
@@ -437,7 +387,7 @@ def test_what_fails_is_a_row(clock):
 
 def test_what_needs_more_than_the_free_memory_is_not_chosen(clock, monkeypatch):
     monkeypatch.setattr(measure, "free_bytes", lambda: 15_000)
-    tuning = auto_vmap(0)(sort).tune(np.arange(8, dtype=np.float32), seconds=ENOUGH).tuning
+    tuning = tuning_of(auto_vmap(0)(sort), np.arange(8, dtype=np.float32))
     assert tuning.candidates[0].note == "above the limit of 15 kB"
     assert tuning.candidates[tuning.chosen].temporaries <= 15_000
 
@@ -453,8 +403,7 @@ def test_what_was_too_large_for_a_slice_keeps_to_the_limit(clock):
         noise = jnp.sort(jnp.sin(jnp.arange(128.0) * x))[64]
         return jax.pure_callback(wait, x, x, vmap_method="expand_dims") + noise
 
-    x = jnp.arange(1100.0)
-    within = kernel.tune(x, seconds=10, memory_limit=375_000).tuning
+    within = tuning_of(kernel, jnp.arange(1100.0), seconds=10, memory_limit=375_000)
     assert within.options["chunk_size"] is not None
     (vmap,) = [c for c in within.candidates if c.options == {"chunk_size": None}]
     assert vmap.note == "above the limit of 375 kB"
@@ -477,59 +426,38 @@ def test_inside_a_trace_it_is_refused():
     def fun(x):
         return jnp.sum(kernel.tune(x, seconds=SHORT)(x))
 
-    text = (
-        r"^distances.tune: it runs the kernel to time it, so it cannot be called inside jax.jit, "
-    )
+    text = r"^distances.tune: it runs the kernel to time it, so it cannot be called inside jax.jit"
     for call in (jax.jit(fun), jax.vmap(fun), jax.grad(fun), jax.jit(lambda _: fun(X))):
         with pytest.raises(TypeError, match=text):
             call(X)
 
 
 @pytest.mark.parametrize(
-    ("give", "error", "text"),
+    ("x", "options", "text"),
     [
-        (
-            lambda: kernel.tune(X[0]),
-            ValueError,
-            "distances.tune: the arguments have no batch axes, so there is nothing to tune; pass ",
-        ),
-        (
-            lambda: kernel.tune(X[:0]),
-            ValueError,
-            "distances.tune: the arguments have an empty batch",
-        ),
-        (
-            lambda: auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True),
-            TypeError,
-            "abs.tune: gradient=True, but no argument with a rank holds floating-point numbers",
-        ),
-        (
-            lambda: kernel.tune(X, seconds="5"),
-            ValueError,
-            "distances.tune: seconds must be a positive number, got '5'",
-        ),
-        (
-            lambda: kernel.tune(X, gradient=1),
-            TypeError,
-            "distances.tune: gradient must be True or False, got 1",
-        ),
-        (
-            lambda: kernel.tune(X, memory_limit=0),
-            ValueError,
-            "distances.tune: memory_limit must be a positive number",
-        ),
+        (X[0], {}, "the arguments have no batch axes, so there is nothing to tune; pass "),
+        (X[:0], {}, "the arguments have an empty batch"),
+        (X, {"seconds": "5"}, "seconds must be a positive number, got '5'"),
+        (X, {"gradient": 1}, "gradient must be True or False, got 1"),
+        (X, {"memory_limit": 0}, "memory_limit must be a positive number"),
     ],
 )
-def test_wrong_arguments_are_refused(give, error, text):
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
-        give()
+def test_wrong_arguments_are_refused(x, options, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'distances.tune: {text}')}"):
+        kernel.tune(x, **options)
+
+
+def test_the_gradient_of_integers_is_refused():
+    text = "^abs.tune: gradient=True, but no argument with a rank holds floating-point numbers"
+    with pytest.raises(TypeError, match=text):
+        auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True)
 
 
 # The table, and the file.
 
 
 def test_the_table_says_what_was_measured():
-    tuning = kernel.tune(X, seconds=SHORT, gradient=True).tuning
+    tuning = tuning_of(kernel, X, seconds=SHORT, gradient=True)
     title, header, *rows = str(tuning).split("\n")
     assert title == (
         "distances: value and gradient for points float32[40, 8, 3], on "
@@ -573,7 +501,7 @@ def test_a_file_is_found_again_for_exactly_the_same(tmp_path, monkeypatch):
 def test_static_values_are_part_of_what_is_found(tmp_path):
     power = auto_vmap(0, None)(lambda x, n: x**n)
     x = jnp.arange(5.0)
-    power.tune(x, 2, seconds=SHORT).tuning.save(tmp_path / "t")
+    tuning_of(power, x, 2, seconds=SHORT).save(tmp_path / "t")
     saved = load_tuning(tmp_path / "t")
     assert saved.find(power, x, 2) is not None
     assert saved.find(power, x, 3) is None
@@ -581,7 +509,7 @@ def test_static_values_are_part_of_what_is_found(tmp_path):
 
 def test_candidates_that_were_not_tried_are_saved(tmp_path, clock):
     kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
-    tuning = kernel.tune(jnp.float32(1), jnp.arange(60.0), seconds=1).tuning
+    tuning = tuning_of_many(kernel, 60, seconds=1)
     tuning.save(tmp_path / "t")
     assert list(load_tuning(tmp_path / "t")) == [tuning]
     assert "<td>not tried</td>" in tuning._repr_html_()
@@ -607,7 +535,6 @@ def test_a_file_of_the_first_release_is_read(tmp_path):
     [
         ("{", "JSONDecodeError: Expecting property name enclosed in double quotes: "),
         ("[]", "TypeError: list indices must be integers or slices, not str"),
-        ("{}", "KeyError: 'format'"),
         ('{"format": "rankax tunings, 2"}', "its format is 'rankax tunings, 2', not"),
         ('{"format": "rankax tunings, 1", "tunings": [{}]}', "KeyError: 'measured_for'"),
     ],

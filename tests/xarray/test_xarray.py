@@ -43,7 +43,7 @@ def bare(x, *dims):
     return x.transpose(*dims).values
 
 
-WANTED = mean(P.values, bare(T, "time", "x", "level"), W.values)
+WANTED = np.asarray(mean(P.values, bare(T, "time", "x", "level"), W.values))
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +52,18 @@ def in_this_thread():
         yield
 
 
-def chunked(x, **chunks):
-    return x.chunk(chunks)
-
-
-@pytest.mark.parametrize("t", [T, T.transpose("level", "x", "time"), T.chunk(time=1, x=2)])
-def test_dimensions_are_found_in_any_order(t):
-    got = rankax.xarray.apply(mean, P, t, W)
+@pytest.mark.parametrize(
+    ("t", "options"),
+    [(T.transpose("level", "x", "time"), {"jit": True, "bucket": True}), (T.chunk(x=2), {})],
+    ids=["numpy, in a bucket", "dask"],
+)
+def test_dimensions_are_found_in_any_order(t, options):
+    got = rankax.xarray.apply(mean.with_options(**options), P, t, W)
     assert isinstance(got.data, da.Array if t.chunks else np.ndarray)
     assert got.dtype == np.float32
     np.testing.assert_allclose(bare(got, "time", "x"), WANTED, rtol=1e-5)
     assert list(got.coords) == ["time"]
     assert "level" not in got.dims
-
-
-def test_a_kernel_with_buckets():
-    compiled = mean.with_options(jit=True, bucket=True)
-    got = rankax.xarray.apply(compiled, P, T, W)
-    np.testing.assert_allclose(bare(got, "time", "x"), WANTED, rtol=1e-5)
 
 
 def test_names_coordinates_and_attributes_follow_xarrays_rules():
@@ -163,16 +157,17 @@ def test_methods_keywords_and_numbers():
 
 
 @pytest.mark.parametrize("t", [T, T.chunk(time=1, x=2)], ids=["numpy", "dask"])
-@pytest.mark.parametrize("dims", [None, "time", ("x", "time")])
-def test_reduced_dimensions_are_named(t, dims):
+@pytest.mark.parametrize(
+    ("dims", "want"),
+    [
+        (None, np.argmax(WANTED)),
+        ("time", np.argmax(WANTED, 0)),
+        (("x", "time"), np.argmax(WANTED.T)),
+    ],
+)
+def test_reduced_dimensions_are_named(t, dims, want):
     kernel = mean.with_options(reduce="argmax")
     got = rankax.xarray.apply(kernel, P, t, W, reduce_dims=dims)
-    whole = np.asarray(WANTED)
-    want = {
-        None: whole.argmax(),
-        "time": whole.argmax(0),
-        ("x", "time"): whole.T.argmax(),
-    }[dims]
     np.testing.assert_array_equal(got, want)
     assert got.dims == (("x",) if dims == "time" else ())
 
@@ -197,125 +192,93 @@ def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
 
 # Errors.
 
-WHERE = "rankax.xarray.apply"
+
+def said(kernel, *args, **kwargs):
+    """What a call is refused with, after the names of the function and of the kernel."""
+    text = refusal((TypeError, ValueError), rankax.xarray.apply, kernel, *args, **kwargs)
+    begin = f"rankax.xarray.apply({kernel.__name__}): "
+    assert text.startswith(begin)
+    return text.removeprefix(begin)
 
 
-def refused(error, *args, **kwargs):
-    return refusal(error, rankax.xarray.apply, *args, **kwargs)
+first = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
 
 
 def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
-    high = T.rename(level="height")
-    assert refused(ValueError, profile, P, high) == (
-        f"{WHERE}(profile): for t, rank \"level\" declares the core dimension 'level', which is "
-        "absent: t has the dimensions 'time', 'height' and 'x'; rename one, or write "
-        "core_dims={'t': ('x',)}"
+    assert said(profile, P, T.rename(level="height")) == (
+        "for t, rank \"level\" declares the core dimension 'level', which is absent: t has the "
+        "dimensions 'time', 'height' and 'x'; rename one, or write core_dims={'t': ('x',)}"
     )
-    assert refused(ValueError, auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W) == (
-        f"{WHERE}(mean): p has rank 1, which does not name its core axes, and p has the dimensions "
-        "'level'; name the core dimensions in order: core_dims={'p': ('level',)}"
-    )
-    assert refused(ValueError, profile, P, T.chunk(level=2)) == (
-        f"{WHERE}(profile): t is cut into 2 chunks along its core dimension 'level', and one item "
-        "needs all of it; pass t.chunk({'level': -1})"
-    )
-    trace = auto_vmap("n n")(jnp.trace)
-    assert refused(ValueError, trace, T.rename(x="n")) == (
-        f'{WHERE}(trace): a has rank "n n", but no xarray object has two dimensions of one name; '
-        "name the core dimensions: core_dims={'a': ('level', 'n')}"
-    )
-
-
-def test_wrong_names():
-    assert refused(ValueError, profile, P, T, core_dims={"t": "lev"}) == (
-        f"{WHERE}(profile): for t, core_dims names the core dimension 'lev', which is absent: t "
-        "has the dimensions 'time', 'level' and 'x'; rename one, or write "
-        "core_dims={'t': ('level',)}"
-    )
-    assert refused(ValueError, profile, P, T, core_dims={"t": ("level", "x")}) == (
-        f'{WHERE}(profile): t has rank "level", that is 1 core axis, but core_dims names 2 '
-        "dimensions: level and x"
-    )
-    assert refused(TypeError, profile, P, T, core_dims=["level"]) == (
-        f"{WHERE}(profile): core_dims must be a name, or a dict from parameters to names, as in "
-        "{'p': ('level',)}, got list ['level']"
-    )
-    assert refused(ValueError, mean, P, T, W, core_dims="level") == (
-        f'{WHERE}(mean): w has rank "", that is 0 core axes, but core_dims names 1 dimension: level'
-    )
-    unnamed = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
-    assert refused(ValueError, unnamed, P, T) == (
-        f"{WHERE}(<lambda>): output has 1 core axis, but no names; write output_dims=('dim0',)"
-    )
-    assert refused(ValueError, unnamed, P, T, output_dims=("a", "b")) == (
-        f"{WHERE}(<lambda>): output has 1 core axis, but output_dims names 2 dimensions: a and b"
-    )
-    assert refused(ValueError, unnamed, P, T, output_dims="x") == (
-        f"{WHERE}(<lambda>): output has the core dimension 'x', which is a batch dimension of the "
-        "arguments; give it another name by output_dims"
-    )
-    assert refused(TypeError, profile, P, T, output_dims=1) == (
-        f"{WHERE}(profile): output_dims must be a name or a tuple of names, got 1"
-    )
-    pair = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
-    assert refused(ValueError, pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == (
-        f"{WHERE}(<lambda>): the output_dims of output has an entry for output['c'], which is "
-        "absent"
-    )
+    text = said(auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W)
+    assert text.startswith("p has rank 1, which does not name its core axes, and p has the dim")
+    assert text.endswith("; name the core dimensions in order: core_dims={'p': ('level',)}")
+    text = said(profile, P, T.chunk(level=2))
+    assert text.startswith("t is cut into 2 chunks along its core dimension 'level', and one item")
+    assert text.endswith("; pass t.chunk({'level': -1})")
+    text = said(auto_vmap("n n")(jnp.trace), T.rename(x="n"))
+    assert text.startswith('a has rank "n n", but no xarray object has two dimensions of one name')
     scalar = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
-    assert refused(ValueError, scalar, P, T) == (
-        f"{WHERE}(<lambda>): 'level' is a core dimension of p, but a batch dimension of t, whose "
-        'rank is ""; rename it in one of them, or declare it as core in both'
-    )
+    text = said(scalar, P, T)
+    assert text.startswith("'level' is a core dimension of p, but a batch dimension of t, whose")
+
+
+@pytest.mark.parametrize(
+    ("core_dims", "text"),
+    [
+        ({"t": "lev"}, "for t, core_dims names the core dimension 'lev', which is absent: t has"),
+        ({"t": ("level", "x")}, 't has rank "level", that is 1 core axis, but core_dims names 2 '),
+        (["level"], "core_dims must be a name, or a dict from parameters to names, as in {'p': "),
+    ],
+)
+def test_wrong_core_dims(core_dims, text):
+    assert said(profile, P, T, core_dims=core_dims).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("output_dims", "text"),
+    [
+        (None, "output has 1 core axis, but no names; write output_dims=('dim0',)"),
+        (("a", "b"), "output has 1 core axis, but output_dims names 2 dimensions: a and b"),
+        ("x", "output has the core dimension 'x', which is a batch dimension of the arguments"),
+        (1, "output_dims must be a name or a tuple of names, got 1"),
+    ],
+)
+def test_wrong_output_dims(output_dims, text):
+    assert said(first, P, T, output_dims=output_dims).startswith(text)
+
+
+def test_an_entry_for_no_output():
+    pair = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
+    text = "the output_dims of output has an entry for output['c'], which is absent"
+    assert said(pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == text
 
 
 def test_arrays_that_cannot_be_taken():
-    assert refused(TypeError, profile, P, T.astype("float64")) == (
-        f"{WHERE}(profile): t is an array of dtype float64, but JAX computes with float32 by "
-        "default, which would silently lose digits; call jax.config.update("
-        '"jax_enable_x64", True) first, or convert t to float32'
-    )
-    assert refused(TypeError, profile, P, T.values) == (
-        f'{WHERE}(profile): t has shape (3, 4, 5) and rank "level", so it has batch axes, but they '
-        "have no names; pass an xarray.DataArray"
-    )
-    assert refused(TypeError, profile, P.values, P.values) == (
-        f"{WHERE}(profile): no argument with a rank is a DataArray or a Dataset; call profile "
-        "itself"
-    )
-    assert refused(TypeError, auto_vmap(p="level", t="level")(lambda p, t: ()), P, T) == (
-        f"{WHERE}(<lambda>): the kernel returns no array"
-    )
-    assert refused(TypeError, auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == (
-        f"{WHERE}(<lambda>): t is an xarray object, but it has no rank; give it one, or pass "
-        "its values"
-    )
-    assert refused(TypeError, len, P).startswith(
-        f"{WHERE}: kernel must be decorated with rankax.auto_vmap, got <built-in"
-    )
-    with pytest.raises(TypeError) as info:
+    text = said(profile, P, T.astype("float64"))
+    assert text.startswith("t is an array of dtype float64, but JAX computes with float32 by def")
+    text = said(profile, P, T.values)
+    assert text.endswith("it has batch axes, but they have no names; pass an xarray.DataArray")
+    text = "no argument with a rank is a DataArray or a Dataset; call profile itself"
+    assert said(profile, P.values, P.values) == text
+    none = auto_vmap(p="level", t="level")(lambda p, t: ())
+    assert said(none, P, T) == "the kernel returns no array"
+    text = "t is an xarray object, but it has no rank; give it one, or pass its values"
+    assert said(auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == text
+    with pytest.raises(TypeError, match=r"apply: kernel must be decorated with rankax.auto_vmap"):
+        rankax.xarray.apply(len, P)
+    text = r"^profile\(\): p is an xarray object; call rankax.xarray.apply\(profile, ...\), which"
+    with pytest.raises(TypeError, match=text):
         profile(P, T)
-    assert str(info.value) == (
-        "profile(): p is an xarray object; call rankax.xarray.apply(profile, ...), which finds "
-        "the core dimensions by name, or pass its .data"
-    )
 
 
 def test_reduced_dimensions_that_cannot_be():
-    assert refused(TypeError, profile, P, T, reduce_dims="time") == (
-        f"{WHERE}(profile): reduce_dims='time' needs a kernel with the option reduce"
-    )
+    text = "reduce_dims='time' needs a kernel with the option reduce"
+    assert said(profile, P, T, reduce_dims="time") == text
     total = profile.with_options(reduce="sum", reduce_axis=0)
-    assert refused(ValueError, total, P, T) == (
-        f"{WHERE}(profile): profile has reduce_axis=0, but the batch dimensions have names; name "
-        "those to reduce: reduce_dims=('x',)"
-    )
+    text = said(total, P, T)
+    assert text.endswith("have names; name those to reduce: reduce_dims=('x',)")
     both = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
-    assert refused(ValueError, total, P, both, reduce_dims="time") == (
-        f"{WHERE}(profile): the reduced dimensions of t['cold'] are none, but those of the other "
-        "variables are time"
-    )
-    assert refused(ValueError, total, P, T, reduce_dims="level") == (
-        f"{WHERE}(profile): reduce_dims names 'level', which is not a batch dimension; these are "
-        "'time' and 'x'"
-    )
+    text = "the reduced dimensions of t['cold'] are none, but those of the other variables are time"
+    assert said(total, P, both, reduce_dims="time") == text
+    text = "reduce_dims names 'level', which is not a batch dimension; these are 'time' and 'x'"
+    assert said(total, P, T, reduce_dims="level") == text
