@@ -28,6 +28,7 @@ def on(*kinds, enter=True):
 
 
 N = 480
+ODD = N + 3  # which eight devices do not divide
 
 
 def data(*shape, seed=0):
@@ -125,12 +126,6 @@ def check_drawn(out, summed, want):
 def refused(error, text, call, *args):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call(*args)
-
-
-ODD = N + 3
-
-
-LENGTHS = (N, ODD)
 
 
 def on_several(make, devices="all"):
