@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
-import pytest
 import tinygp
 
-from clients import BATCH, check_against_vmap
+from clients import BATCH, SCALARS, check_against_vmap, forward_and_gradient
 
-SCALARS = jnp.linspace(0.5, 2.0, BATCH)
 DATA = jnp.cos(jnp.arange(BATCH * 5.0)).reshape(BATCH, 5)
-GRADIENT = pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 
 
 class TestNumPyro:
@@ -27,7 +24,7 @@ class TestNumPyro:
         with numpyro.plate("items", data.shape[0]):
             numpyro.sample("data", dist.StudentT(4.0, mean, spread), obs=data)
 
-    @GRADIENT
+    @forward_and_gradient
     def test_log_density(self, gradient):
         def log_density(scale, data):
             values = {"mean": data.mean(), "spread": jnp.exp(data[0])}
@@ -35,7 +32,7 @@ class TestNumPyro:
 
         check_against_vmap(log_density, (0, 1), SCALARS, DATA, gradient=gradient)
 
-    @GRADIENT
+    @forward_and_gradient
     def test_potential_of_a_seeded_model(self, gradient):
         def potential(scale, data):
             seeded = numpyro.handlers.seed(self.model, jax.random.key(7))
@@ -77,7 +74,7 @@ class TestBlackJAX:
 
 
 class TestTinygp:
-    @GRADIENT
+    @forward_and_gradient
     def test_log_probability_and_prediction(self, gradient):
         times = jnp.linspace(0.0, 3.0, 5)
 
@@ -91,7 +88,7 @@ class TestTinygp:
 
 
 class TestE3nn:
-    @GRADIENT
+    @forward_and_gradient
     def test_tensor_product_of_spherical_harmonics(self, gradient):
         points = jnp.sin(1 + jnp.arange(BATCH * 12.0)).reshape(BATCH, 4, 3)
 

@@ -224,12 +224,11 @@ def test_split_keys_are_those_of_the_whole_batch(mesh):
     keys = jax.random.key(3)
     want = jax.jit(jax.vmap(jax.vmap(draw)))(batch, jax.random.split(keys, batch.shape))
     square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
-    for entries, sizes in ((("d",), (1, 7)), ((None, "d"), (7, 100)), (("e", "d"), (1, 100))):
-        for size in sizes:
-            drawn = auto_vmap(x=0, key=SplitKey, chunk_size=size)(draw)
-            total = drawn.with_options(reduce=("sum", None), reduce_axis=0)
-            args = put(square, batch, *entries), keys
-            check_drawn(drawn(*args), total(*args), want)
+    for size, *entries in ((1, "d"), (7, None, "d"), (100, "e", "d")):
+        drawn = auto_vmap(x=0, key=SplitKey, chunk_size=size)(draw)
+        total = drawn.with_options(reduce=("sum", None), reduce_axis=0)
+        args = put(square, batch, *entries), keys
+        check_drawn(drawn(*args), total(*args), want)
 
 
 @on("Auto", "Explicit")
@@ -249,12 +248,11 @@ def test_progress_counts_all_parts(mesh):
 
 @on("Auto")
 def test_shard_map_checks_what_varies(mesh):
+    reductions = "sum", rd.BottomK(2), "logsumexp"
     calls = (
+        chunked_vmap(scalar, 7, (0, None)),
         auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
-        *(
-            chunked_reduce(scalar, name, 7, (0, None))
-            for name in ("sum", rd.BottomK(2), "logsumexp")
-        ),
+        *(chunked_reduce(scalar, reduction, 7, (0, None)) for reduction in reductions),
     )
 
     def out(x, w):
