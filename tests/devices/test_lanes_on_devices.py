@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -31,26 +28,6 @@ def test_items_end_alone(mesh):
     assert sent(compiled(mapped, jnp.arange(1, N + 1), w)) == {}
     plan = mapped.plan(jnp.arange(N), w)
     assert (plan.lanes, plan.devices) == (3, ((0, mesh.size),))
-
-
-@pytest.mark.weekly
-@on("Auto")
-def test_derivatives_of_items_that_end_alone(mesh):
-    w = jnp.array([0.3, 0.7])
-    mapped = auto_vmap(n=0, w=1, chunk_size=3, lockstep=False, devices="all")(collatz)
-    largest = mapped.with_options(reduce=(None, "logsumexp"))
-
-    def slopes(gradient, fun, largest, n, w):
-        both = gradient(lambda w: jnp.sum(jnp.sin(fun(n, w)[1])) + largest(n, w)[1])(w)
-        return jax.jvp(lambda w: fun(n, w)[1], (w,), (w,)), both
-
-    each = jax.vmap(collatz, (0, None))
-    plain_largest = lambda n, w: jax.tree.map(jax.nn.logsumexp, each(n, w))  # noqa: E731
-    plain = jax.jit(functools.partial(slopes, jax.jacfwd, each, plain_largest))
-    found = functools.partial(slopes, jax.grad, mapped, largest)
-    for length, call in ((N, jax.jit(found)), (ODD, found), (2, jax.jit(found))):
-        n = np.arange(1, length + 1, dtype=np.int32)
-        same(call(n, w), plain(n, w), rtol=1e-3, atol=1e-3)
 
 
 @on("Auto")

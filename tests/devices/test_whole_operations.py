@@ -76,17 +76,6 @@ def factor(x):
 
 
 @on("Auto")
-def test_ffts_and_factors_send_nothing(mesh):
-    def each(x):
-        return jnp.abs(jnp.fft.fft(x)), factor(x), jnp.sort(x), jnp.cumsum(x)
-
-    x = put(mesh, X, "d")
-    forward = compiled(chunked_vmap(each, 20, **given(mesh)), x)
-    assert sent(forward) == {}
-    same(forward(x), jax.jit(jax.vmap(each))(X))
-
-
-@on("Auto")
 def test_lapack_may_hang_with_jax_0_10(mesh, monkeypatch):
     def warned(fun, threads):
         monkeypatch.setenv("PJRT_NPROC", str(threads))

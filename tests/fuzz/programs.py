@@ -306,7 +306,7 @@ def read_by(*steps: str) -> list[str]:
     return [*dict.fromkeys(["s", "v", *(name for name in names if name in RANKS)])]
 
 
-def apply(steps: tuple[str, ...], item: Item, w: jax.Array) -> Item:
+def apply(steps: tuple[str, ...], w: jax.Array, item: Item) -> Item:
     """Run the kernel on one item; the result has the leaves of the item, with their dtypes."""
     item = dict(item)
     for name in steps:
@@ -322,10 +322,7 @@ def by_chunked_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool
     in_axes = ({name: program.layout[name] for name in arrays},)
     options = dict(program.options)
     out_axes, chunk_size = options.pop("out_axes"), options.pop("chunk_size")
-
-    def kernel(item: Item) -> Item:
-        return apply(program.steps, item, w)
-
+    kernel = functools.partial(apply, program.steps, w)
     out = {name: 0 if RANKS[name] == 0 else out_axes for name in arrays}
     if plain:
         return jax.vmap(kernel, in_axes, out)(arrays)
@@ -352,7 +349,7 @@ def by_auto_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -
 
 def _outputs(program: Program, w: jax.Array, item: Item) -> Item:
     """Return what one item is, and whether it counts, if that is asked for."""
-    out = apply(program.steps, item, w)
+    out = apply(program.steps, w, item)
     return out | {"ok": out["s"] > -0.2} if "where" in program.options else out
 
 
@@ -429,7 +426,7 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
         rows = {name: jnp.asarray(xs[min(number, len(xs) - 1)]) for name, xs in own.items()}
         pairs = {"mask": "v", "others": "e"}.items()
         masks = {mask: jnp.ones(len(rows[name]), bool) for mask, name in pairs if name in rows}
-        one = functools.partial(_joined, kernel, rows | masks)
+        one = functools.partial(lambda own, item: kernel(own | item), rows | masks)
         for _ in range(axis):
             one = jax.vmap(one)
         outs.append(one({n: x[(slice(None),) * axis + (number,)] for n, x in wide.items()}))
@@ -443,17 +440,10 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
     return _reduced(program, {name: together(name) for name in outs[0]})
 
 
-def _joined(kernel: Any, rows: Item, item: Item) -> Item:
-    return kernel(item | rows)
-
-
 def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
     if plain:
         return by_auto_vmap(program, arrays, w, plain=True)
-
-    def kernel(item: Item) -> Item:
-        return apply(program.steps, item, w)
-
+    kernel = functools.partial(apply, program.steps, w)
     mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.given_options())(kernel)
     with tempfile.TemporaryDirectory() as out:
         bounds = {"memory_limit": "5 MB", "progress": False}
@@ -468,7 +458,7 @@ def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any
         parts[program.layout[name]][name] = x
 
     def body(carry: Item, x: Item) -> tuple[Item, Item]:
-        new = apply(program.steps, parts["shared"] | x | carry, w)
+        new = apply(program.steps, w, parts["shared"] | x | carry)
         y = {name: leaf for name, leaf in new.items() if name not in parts["shared"]}
         # Bounded, because rounding errors grow in a chaotic loop, and an overflow gives NaN.
         return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
@@ -503,6 +493,8 @@ CALLERS: dict[str, Any] = {
     "ragged": by_ragged,
 }
 
+OF_ANY_SHAPE = ("auto_vmap", "stream", "ragged")
+
 
 # The transformations: of `f`, which maps the arrays that have a derivative to those that have one
 # (and, for `value`, to all), at `p` along `t`.
@@ -523,16 +515,11 @@ def _grad(f: Any) -> Any:
     return jax.grad(lambda p: total(f(p)))
 
 
-def _reals(p: Item) -> tuple[Item, Item]:
-    """Split off what a Jacobian cannot be taken of."""
-    complex_ = {name: x for name, x in p.items() if jnp.iscomplexobj(*jax.tree.leaves(x))}
-    return {name: x for name, x in p.items() if name not in complex_}, complex_
-
-
 def _jacobian(jacobian: Any) -> Any:
     def transformed(f: Any, p: Item, t: Item) -> Any:
-        reals, rest = _reals(p)
-        return jacobian(lambda reals: total(f(reals | rest)))(reals)
+        # There is none of a complex number.
+        reals = {n: x for n, x in p.items() if not jnp.iscomplexobj(*jax.tree.leaves(x))}
+        return jacobian(lambda reals: total(f(p | reals)))(reals)
 
     return transformed
 
@@ -668,19 +655,17 @@ class Program:
 
     def simpler(self) -> Iterator[Program]:
         """Yield programs with less in them, those with much less first."""
-        changes: list[dict[str, Any]] = []
         count = len(self.steps)
-        if count > 1:
-            halves = self.steps[: count // 2], self.steps[count // 2 :]
-            each = [self.steps[:n] + self.steps[n + 1 :] for n in range(count)]
-            changes += [{"steps": steps} for steps in (*halves, *each)]
+        halves = [self.steps[: count // 2], self.steps[count // 2 :]] if count > 1 else []
+        each = [self.steps[:n] + self.steps[n + 1 :] for n in range(count) if count > 1]
+        changes: list[dict[str, Any]] = [{"steps": steps} for steps in (*halves, *each)]
         needed = read_by(*self.steps)
         if not {*needed} >= self.layout.keys():
-            changes += [{"layout": {n: x for n, x in self.layout.items() if n in needed}}]
+            changes.append({"layout": {n: x for n, x in self.layout.items() if n in needed}})
         is_simple = self.transformation in SIMPLE
         simple = SIMPLE[: SIMPLE.index(self.transformation)] if is_simple else SIMPLE
         changes += [{"transformation": name} for name in simple]
-        changes += [{"length": n} for n in range(1, self.length)] if self.length else []
+        changes += [{"length": n} for n in range(1, self.length)]
         changes += [{"core": n} for n in range(1, self.core)]
         changes += [{"jit": True}, {"x64": True}, {"optimize": False}]
         for name in self.options:
@@ -694,9 +679,7 @@ class Program:
         for name, place in self.layout.items():
             if self.caller == "chunked_vmap":
                 changes.append({"layout": self.layout | {name: 0}})
-            elif (
-                self.caller in ("auto_vmap", "stream", "ragged") and type(place) is tuple and place
-            ):
+            elif self.caller in OF_ANY_SHAPE and type(place) is tuple and place:
                 changes.append({"layout": self.layout | {name: place[1:]}})
         count = len(self.rows)
         changes += [{"rows": self.rows[:n] + self.rows[n + 1 :]} for n in range(count) if count > 1]
@@ -733,7 +716,7 @@ class Program:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         core, where = self.core_shape(name), self.layout[name]
-        if self.caller in ("auto_vmap", "stream", "ragged"):
+        if self.caller in OF_ANY_SHAPE:
             return (*self._sides(name), *core)
         if self.caller != "chunked_vmap":
             return (self.length, *core) if where == "xs" else core

@@ -98,7 +98,7 @@ def shown(fun, *args):
 _AROUND = ("optimization_barrier", "rankax_call")
 
 
-@pytest.mark.parametrize("call", MAPPED)  # all take seconds
+@pytest.mark.parametrize("call", chosen(MAPPED))
 def test_a_chunk_evaluates_the_kernel_itself(call):
     """A chunk of one item is not mapped, so its program is that of the item."""
     f = Operation(call)
