@@ -174,6 +174,11 @@ def test_one_of_several_axes(mesh):
     level = np.zeros((6, 48), "f")
     level[3, 1] = level[2, 30] = level[2, 47] = 1
     assert int(ties(put(auto, level, None, "d"))) == 2 * 48 + 30
+    best = auto_vmap(x=0, i=0, chunk_size=3, reduce=rd.Best("x", largest=True))(
+        lambda x, i: {"x": x, "i": i}
+    )
+    places = put(auto, np.arange(6 * 48).reshape(6, 48), None, "d")
+    assert int(best(put(auto, level, None, "d"), places)["i"]) == 2 * 48 + 30
     top = auto_vmap(x=0, chunk_size=3, reduce=rd.TopK(3))(lambda x: x)
     assert top(put(auto, level, None, "d")).indices.tolist() == [126, 143, 145]
 
