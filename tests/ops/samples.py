@@ -240,7 +240,7 @@ SAMPLES = """
     lax.cond(b, jnp.sin, lambda x: x * x, f3)
     lax.conv(f1144, f1122, (1, 1), "SAME")
     lax.conv_general_dilated(f1144, f1122, (2, 1), "VALID", rhs_dilation=(1, 2))
-    lax.conv_general_dilated(f1441, f2211, (2, 1), "SAME", lhs_dilation=(2, 1),
+    lax.conv_general_dilated(f1441, f2211, (2, 1), "SAME",
                              dimension_numbers=("NHWC", "HWIO", "NHWC"))
     lax.conv_general_dilated_local(f1133, f1422, (1, 1), "VALID", (2, 2))
     lax.conv_general_dilated_patches(f1144, (2, 2), (1, 1), "VALID")
