@@ -71,7 +71,7 @@ def check(apply, rank, params, x, options):
 @OPTIONS
 def test_flax_linen(model, rank, x, options):
     params = model.init(jax.random.key(0), x[0] if rank == 1 else x)
-    check(model.apply, rank, params, x, options)
+    check(lambda params, x: model.apply(params, x), rank, params, x, options)
 
 
 @OPTIONS
