@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ class Mutant(NamedTuple):
 
 
 CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
+KEYS = "keys::a_part_of_a_batch_has_the_keys_of_the_whole"
+LOOPS = "lockstep::loops_of_closed_over_arrays_and_of_length_zero"
+SHARED = "where::what_items_share_gets_nothing_from_what_is_left_out"
+GRAM = "jacobians::the_gram_matrix_of_a_complex_jacobian"
 PARTS = "chosen_devices::keys_of_any_length_are_those_of_the_whole_batch"
 
 MUTANTS = [
@@ -53,11 +57,7 @@ MUTANTS = [
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
     Mutant("fingerprint._of_program", "unordered", "eager::operands_may_change_places", 1),
     # Items that end by themselves.
-    Mutant(
-        "_scan.body",
-        "one more",
-        "lockstep::loops_of_closed_over_arrays_and_of_length_zero",
-    ),
+    Mutant("_scan.body", "one more", LOOPS),
     Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
     Mutant("Engine._take", "right operand", "lockstep::trees_integers_and_bools", 2),
     # Reductions.
@@ -66,52 +66,27 @@ MUTANTS = [
     Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
-    Mutant(
-        "_masked_row.if_any",
-        "always true",
-        "where::what_items_share_gets_nothing_from_what_is_left_out",
-        1,
-    ),
+    Mutant("_masked_row.if_any", "always true", SHARED, 1),
     # Jacobians, devices, windows of scans.
-    Mutant(
-        "gram.product",
-        "argument itself",
-        "jacobians::the_gram_matrix_of_a_complex_jacobian",
-        1,
-    ),
+    Mutant("gram.product", "argument itself", GRAM, 1),
     Mutant("_Jacobian.image", "comparison", "jacobians::as_in_jax"),
     Mutant("Parts.begin", "left operand", PARTS, 1),
     Mutant("Parts.begin", "comparison", PARTS),
     Mutant("_scan_windows.step", "left operand", "where::steps_that_count_in_a_window"),
 ]
 
-
 # What stands in place of a node, for each way in which a kind applies to it.
 
-OTHER = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)]
+OTHER = dict(PAIRS) | {b: a for a, b in PAIRS}
 
 
 def is_call(node: ast.AST, *names: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names
 
 
-def operand(node: ast.AST, side: str) -> list[ast.AST]:
-    return [getattr(node, side)] if isinstance(node, ast.BinOp) else []
-
-
-def shifted(node: ast.AST, by: int) -> list[ast.AST]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        return [ast.BinOp(node, ast.Sub() if by < 0 else ast.Add(), ast.Constant(abs(by)))]
-    return []
+def called(name: str, node: ast.AST) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), [node], [])
 
 
 def branch(node: ast.AST, *, value: bool) -> list[ast.AST]:
@@ -124,68 +99,55 @@ def branch(node: ast.AST, *, value: bool) -> list[ast.AST]:
     return []
 
 
-def comparison(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Compare) and (other := OTHER.get(type(node.ops[0]))):
-        return [ast.Compare(node.left, [other(), *node.ops[1:]], node.comparators)]
-    return []
-
-
-def left_out(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
-        shorter = ([*node.elts[:i], *node.elts[i + 1 :]] for i in range(len(node.elts)))
-        return [ast.Tuple(elements, node.ctx) for elements in shorter]
-    return []
-
-
 def backwards(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.ListComp) or is_call(node, "map", "zip", "range"):
-        as_list = ast.Call(ast.Name("list", ast.Load()), [node], [])
-        return [ast.Subscript(as_list, ast.Slice(step=ast.Constant(-1)), ast.Load())]
+        reverse = ast.Slice(step=ast.Constant(-1))
+        return [ast.Subscript(called("list", node), reverse, ast.Load())]
     return []
 
 
-def argument(node: ast.AST) -> list[ast.AST]:
-    is_single = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
-    return node.args if is_single and not isinstance(node.args[0], ast.Starred) else []
-
-
-def unordered(node: ast.AST) -> list[ast.AST]:
-    if is_call(node, "tuple"):
-        return [ast.Call(ast.Name("frozenset", ast.Load()), node.args, [])]
-    return []
-
-
-def round_down(node: ast.AST) -> list[ast.AST]:
-    match node:
-        case ast.UnaryOp(
+def replacements(kind: str, node: ast.AST) -> list[ast.AST]:
+    """Return what may stand in place of a node."""
+    match kind, node:
+        case "always true" | "always false", _:
+            return branch(node, value=kind == "always true")
+        case "backwards", _:
+            return backwards(node)
+        case "argument itself", ast.Call(args=[only], keywords=[]):
+            return [] if isinstance(only, ast.Starred) else [only]
+        case "comparison", ast.Compare(left, [first, *ops], others) if type(first) in OTHER:
+            return [ast.Compare(left, [OTHER[type(first)](), *ops], others)]
+        case "constant", ast.Constant(int(value)) if value is not True and value is not False:
+            return [ast.Constant(value + 1)]
+        case "element left out", ast.Tuple(elements, ast.Load() as load):
+            shorter = ([*elements[:i], *elements[i + 1 :]] for i in range(len(elements)))
+            return [ast.Tuple(rest, load) for rest in shorter]
+        case "left operand", ast.BinOp(left, _, _):
+            return [left]
+        case "right operand", ast.BinOp(_, _, right):
+            return [right]
+        case "no error", ast.Raise():
+            return [ast.Pass()]
+        case "nothing listed", ast.ListComp():
+            return [ast.List([], ast.Load())]
+        case "one less", ast.BinOp(op=ast.Add() | ast.Sub()):
+            return [ast.BinOp(node, ast.Sub(), ast.Constant(1))]
+        case "one more", ast.BinOp(op=ast.Add() | ast.Sub()):
+            return [ast.BinOp(node, ast.Add(), ast.Constant(1))]
+        case "round down", ast.UnaryOp(
             ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), left), ast.FloorDiv(), right)
         ):
             return [ast.BinOp(left, ast.FloorDiv(), right)]
+        case "unordered", ast.Call() if is_call(node, "tuple"):
+            return [ast.Call(ast.Name("frozenset", ast.Load()), node.args, [])]
     return []
 
 
-def constant(node: ast.AST) -> list[ast.AST]:
-    is_int = isinstance(node, ast.Constant) and type(node.value) is int
-    return [ast.Constant(node.value + 1)] if is_int else []
-
-
-KINDS: dict[str, Callable[[ast.AST], list[ast.AST]]] = {
-    "always false": lambda node: branch(node, value=False),
-    "always true": lambda node: branch(node, value=True),
-    "argument itself": argument,  # of a call
-    "backwards": backwards,
-    "comparison": comparison,
-    "constant": constant,
-    "element left out": left_out,
-    "left operand": lambda node: operand(node, "left"),
-    "no error": lambda node: [ast.Pass()] if isinstance(node, ast.Raise) else [],
-    "nothing listed": lambda node: [ast.List([], ast.Load())] * isinstance(node, ast.ListComp),
-    "one less": lambda node: shifted(node, -1),
-    "one more": lambda node: shifted(node, 1),
-    "right operand": lambda node: operand(node, "right"),
-    "round down": round_down,
-    "unordered": unordered,
-}
+KINDS = (
+    *("always false", "always true", "argument itself", "backwards", "comparison", "constant"),
+    *("element left out", "left operand", "no error", "nothing listed", "one less", "one more"),
+    *("right operand", "round down", "unordered"),
+)
 
 
 # Finding and changing.
@@ -222,7 +184,7 @@ def found(name: str) -> tuple[Path, ast.Module, ast.AST]:
 def places(function: ast.AST, kind: str) -> list[tuple[ast.AST, ast.AST]]:
     """Return each node where a kind applies, and what stands there then, in reading order."""
     body = [node for part in function.body for node in ast.walk(part)]
-    pairs = [(node, new) for node in body for new in KINDS[kind](node)]
+    pairs = [(node, new) for node in body for new in replacements(kind, node)]
     return sorted(pairs, key=lambda pair: (pair[0].lineno, pair[0].col_offset))
 
 
@@ -277,10 +239,7 @@ def failure(mutant: Mutant, path: Path, text: str) -> str | None:
 
 
 def show_places(name: str) -> None:
-    try:
-        _, _, function = found(name)
-    except LookupError as error:
-        raise SystemExit(str(error)) from None
+    _, _, function = found(name)
     for kind in KINDS:
         for place, (old, new) in enumerate(places(function, kind)):
             first, *_ = ast.unparse(old).splitlines()

@@ -17,15 +17,13 @@ def test_is_structure_and_not_a_leaf():
     leaves, treedef = jax.tree.flatten(tree)
     assert leaves == [1.0]
     assert treedef.unflatten([2.0]) == {"x": 2.0, "mode": Static("fast")}
+    assert jax.tree.structure(Static(1)) != jax.tree.structure(Static(2))
 
 
 def test_equality_and_hash_are_those_of_the_value():
-    assert Static((1, "a")) == Static((1, "a"))
-    assert Static(1) != Static(2)
-    assert Static(1) != 1
-    assert hash(Static("a")) == hash(Static("a"))
-    assert len({Static(1), Static(1), Static(2)}) == 2
-    assert jax.tree.structure(Static(1)) != jax.tree.structure(Static(2))
+    assert Static[int](3) == Static(3)
+    assert Static(1) not in (Static(2), 1)
+    assert len({Static((1, "a")), Static((1, "a")), Static(2)}) == 2
 
 
 def test_is_frozen_shows_its_value_and_pickles():
@@ -34,12 +32,6 @@ def test_is_frozen_shows_its_value_and_pickles():
         static.value = 3
     assert repr(static) == "Static(value=(1, 2))"
     assert pickle.loads(pickle.dumps(static)) == static
-
-
-def test_is_generic_in_the_type_of_its_value():
-    annotated = Static[int](3)
-    assert annotated == Static(3)
-    assert annotated.value + 1 == 4
 
 
 def test_jit_compiles_once_per_value():
@@ -59,14 +51,12 @@ def test_jit_compiles_once_per_value():
 def test_is_carried_by_transformations():
     def step(carry, x):
         total, mode = carry
-        total = total * 0.5 + (x if mode.value == "add" else -x)
-        return (total, mode), (total, mode)
+        return (total * 0.5 + (x if mode.value == "add" else -x), mode), carry
 
-    xs = jnp.arange(4.0)
-    (last, mode), (steps, modes) = jax.lax.scan(step, (jnp.array(1.0), Static("subtract")), xs)
+    init = jnp.array(1.0), Static("subtract")
+    (last, mode), (_, modes) = jax.lax.scan(step, init, jnp.arange(4.0))
     assert (mode, modes) == (Static("subtract"), Static("subtract"))
     assert_same(last, jnp.array(((((0.5 - 0) * 0.5) - 1) * 0.5 - 2) * 0.5 - 3))
-    assert_same(steps[-1], last)
 
     def scaled(tree):
         return {"y": tree["x"] * tree["by"].value, "by": tree["by"]}

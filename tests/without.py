@@ -10,6 +10,7 @@ Arguments: names of extensions (all by default), then ``--`` and arguments of py
 """
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -102,21 +103,12 @@ def failures(extension: str, args: list[str]) -> list[str]:
         shutil.copytree(SOURCE, scratch / "src")
         leave_out(extension, scratch / "src")
         report = scratch / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "--tb=line",
-            "-m",
-            "not slow",
-        ]
-        command += [f"--junitxml={report}", "--continue-on-collection-errors", *args]
+        options = ["-q", "--no-header", "--tb=line", "--continue-on-collection-errors"]
+        command = [sys.executable, "-m", "pytest", *options, "-m", "not slow", *args]
+        command.append(f"--junitxml={report}")
         environment = {**os.environ, "PYTHONPATH": str(scratch / "src")}
-        subprocess.run(
-            command, cwd=PROJECT, env=environment, stdout=subprocess.DEVNULL, check=False
-        )
+        run = functools.partial(subprocess.run, stdout=subprocess.DEVNULL, check=False)
+        run(command, cwd=PROJECT, env=environment)
         cases = [*ET.parse(report).iter("testcase")]
     own, other = 0, list[str]()
     for case in cases:

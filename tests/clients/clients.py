@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rankax import auto_vmap
 
-__all__ = ["BATCH", "check_against_vmap"]
-
 BATCH = 6
+SCALARS = jnp.linspace(0.5, 2.0, BATCH)
+forward_and_gradient = pytest.mark.parametrize(
+    "gradient", [False, True], ids=["forward", "gradient"]
+)
 
 
 # A chunk that divides the batch, compiled; one that does not, eager; lanes.
@@ -38,19 +41,19 @@ def check_against_vmap(
     items = tuple(range(len(arrays)))
 
     def call(mapped: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.grad(lambda *a: _weighted_sum(mapped(*a)), items) if gradient else mapped
+        return jax.grad(lambda *a: weighted_sum(mapped(*a)), items) if gradient else mapped
 
     want = jax.jit(call(jax.vmap(fun)))(*arrays)
     _assert_depends_on_item(want)
     for name, (wrap, options) in WAYS.items():
         try:
-            _assert_same(wrap(call(auto_vmap(*ranks, **options)(fun)))(*arrays), want, rtol)
+            assert_same(wrap(call(auto_vmap(*ranks, **options)(fun)))(*arrays), want, rtol=rtol)
         except Exception as error:
             error.add_note(f"with {name}")
             raise
 
 
-def _weighted_sum(tree: Any) -> jax.Array:
+def weighted_sum(tree: Any) -> jax.Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert leaves
     weights = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)) + 2 for leaf in leaves]
@@ -64,7 +67,8 @@ def _assert_depends_on_item(tree: Any) -> None:
     assert any(np.ptp(leaf, axis=0).max() > 1e-3 for leaf in leaves)
 
 
-def _assert_same(got: Any, want: Any, rtol: float) -> None:
+def assert_same(got: Any, want: Any, rtol: float = 1e-5) -> None:
+    """Assert equal structure, shapes, dtypes and values, up to rounding."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

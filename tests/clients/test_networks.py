@@ -5,10 +5,10 @@ import equinox as eqx
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
+from clients import assert_same, weighted_sum
 from rankax import auto_vmap
 
 POINTS = jnp.cos(jnp.arange(5 * 4 * 3.0)).reshape(5, 4, 3)
@@ -44,21 +44,6 @@ class NNXPerceptron(nnx.Module):
         return self.last(jnp.tanh(self.first(x)))
 
 
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-def weighed(tree):
-    """One number to which each element of ``tree`` adds with a weight of its own."""
-    return sum(
-        jnp.vdot(leaf, jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
 def check(apply, rank, params, x, options):
     """Values and gradients of ``apply(params, x)`` in batches and item by item."""
 
@@ -69,43 +54,30 @@ def check(apply, rank, params, x, options):
         return one(x)
 
     kernel = auto_vmap(x=rank, batched=True, **options)(apply)
-    assert_same(kernel(params, x), item_by_item(params, x))
+    assert_same(kernel(params, x), item_by_item(params, x), 1e-4)
     gradients = [
-        jax.jit(jax.grad(lambda params, x, run=run: weighed(run(params, x)), (0, 1)))(params, x)
+        jax.jit(jax.grad(lambda *args, run=run: weighted_sum(run(*args)), (0, 1)))(params, x)
         for run in (kernel, item_by_item)
     ]
-    assert_same(*gradients)
+    assert_same(*gradients, 1e-4)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradients[0]))
 
 
+@pytest.mark.parametrize(
+    ("model", "rank", "x"),
+    [(Perceptron(), 1, POINTS), (Convolutional(), 3, IMAGES)],
+    ids=["perceptron", "convolution"],
+)
 @OPTIONS
-def test_flax_linen_perceptron(options):
-    model = Perceptron()
-    check(
-        lambda params, x: model.apply(params, x),
-        1,
-        model.init(jax.random.key(0), POINTS[0]),
-        POINTS,
-        options,
-    )
-
-
-@OPTIONS
-def test_flax_linen_convolution(options):
-    model = Convolutional()
-    check(
-        lambda params, x: model.apply(params, x),
-        3,
-        model.init(jax.random.key(1), IMAGES),
-        IMAGES,
-        options,
-    )
+def test_flax_linen(model, rank, x, options):
+    params = model.init(jax.random.key(0), x[0] if rank == 1 else x)
+    check(lambda params, x: model.apply(params, x), rank, params, x, options)
 
 
 @OPTIONS
 def test_flax_nnx(options):
     graph, state = nnx.split(NNXPerceptron(nnx.Rngs(0)))
-    check(lambda state, x: nnx.merge(graph, state)(x), 1, state, POINTS, options)
+    check(lambda params, x: nnx.merge(graph, params)(x), 1, state, POINTS, options)
 
 
 def test_nnx_grad_of_a_model_that_all_items_share():

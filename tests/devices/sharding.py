@@ -28,6 +28,7 @@ def on(*kinds, enter=True):
 
 
 N = 480
+ODD = N + 3  # which eight devices do not divide
 
 
 def data(*shape, seed=0):
@@ -46,8 +47,7 @@ def scalar(x, w):
 
 
 def mesh_of(kind, *shape):
-    names = ("d", "e")[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+    return jax.make_mesh(shape, ("d", "e")[: len(shape)], axis_types=(kind,) * len(shape))
 
 
 from_0_10_1 = pytest.mark.skipif(
@@ -96,11 +96,8 @@ def naming(label):
 
 def loss_of(f):
     def loss(*args):
-        return sum(
-            jnp.sum(out * out)
-            for out in jax.tree.leaves(f(*args))
-            if jnp.issubdtype(out.dtype, jnp.floating)
-        )
+        floats = [x for x in jax.tree.leaves(f(*args)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.sum(x * x) for x in floats)
 
     return loss
 
@@ -125,17 +122,6 @@ def check_drawn(out, summed, want):
 def refused(error, text, call, *args):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call(*args)
-
-
-ODD = N + 3
-
-
-LENGTHS = (N, ODD)
-
-
-def on_several(make, devices="all"):
-    """Return a mapped function over devices, and over one."""
-    return make(devices=devices), make()
 
 
 def collatz(n, w):

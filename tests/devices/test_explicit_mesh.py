@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernel_kinds import KINDS, WITHOUT_GRADIENT
+from helpers import weekly
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 from sharding import (
@@ -56,16 +56,18 @@ def test_shared_arrays_are_summed_once_on_an_explicit_mesh(mesh):
     w, x = data(3, 3), put(mesh, data(400 * mesh.size, 3), "d")
     inner = jax.jit(lambda w, v: jnp.where(w > 0, w, 0) @ v)
 
+    def passed(w, x):
+        return jnp.tanh(inner(w, x)).sum()
+
+    def closed(w, x):
+        return lax.map(lambda u: inner(w, x) * u, x).sum()
+
     def loss(w, x):
-        passed = chunked_vmap(lambda w, x: jnp.tanh(inner(w, x)).sum(), 100, (None, 0))
-        closed = chunked_vmap(lambda x: lax.map(lambda u: inner(w, x) * u, x).sum(), 100)
-        return passed(w, x).sum() + closed(x).sum()
+        by_argument = chunked_vmap(passed, 100, (None, 0))(w, x)
+        return by_argument.sum() + chunked_vmap(lambda x: closed(w, x), 100)(x).sum()
 
     def plain(w, x):
-        def of_one(x):
-            return jnp.tanh(inner(w, x)).sum() + lax.map(lambda u: inner(w, x) * u, x).sum()
-
-        return jax.vmap(of_one)(x).sum()
+        return jax.vmap(lambda x: passed(w, x) + closed(w, x))(x).sum()
 
     backward = compiled(jax.grad(loss), w, x)
     assert sent(backward).keys() == {"all-reduce"}
@@ -88,10 +90,8 @@ def test_a_program_whose_arguments_are_on_no_mesh(mesh):
     def of_one(w):
         return jnp.sum(jnp.sin(jax.vmap(convolved, (None, 0))(w, images)))
 
-    value = compiled(loss, w)(w)
-    same(np.asarray(value), np.asarray(of_one(w)), rtol=1e-3, atol=1e-2)
-    gradient = compiled(jax.grad(loss), w)(w)
-    same(np.asarray(gradient), np.asarray(jax.grad(of_one)(w)), rtol=1e-3, atol=1e-2)
+    found, want = (jax.jit(jax.value_and_grad(f))(w) for f in (loss, of_one))
+    same(jax.tree.map(np.asarray, found), want, rtol=1e-3, atol=1e-2)
 
 
 @from_0_10_1
@@ -102,6 +102,78 @@ def test_all_items_are_finite(mesh):
         for gradient in (False, True):
             found = fun.nonfinite(put(mesh, X, "d"), put(mesh, W), gradient=gradient)
             assert found.count == 0
+
+
+# Kernels of one vector of three numbers, one for each kind of program that JAX can trace.
+
+# Closed over, and on no mesh.
+WEIGHTS = jnp.asarray(np.cos(np.arange(9.0)).reshape(3, 3))
+SHIFT = np.array([0.5, -1.0, 2.0], np.float32)
+
+
+@jax.custom_jvp
+def sine(v):
+    return jnp.sin(v)
+
+
+sine.defjvp(lambda primals, tangents: (sine(*primals), jnp.cos(primals[0]) * tangents[0]))
+
+
+@jax.custom_vjp
+def cosine(v):
+    return jnp.cos(v)
+
+
+cosine.defvjp(lambda v: (cosine(v), v), lambda v, g: (-g * jnp.sin(v),))
+
+
+def scanned(v):
+    return lax.scan(lambda s, a: (jnp.tanh(WEIGHTS @ s) + a, s * a), v, v)
+
+
+def looped(v):
+    return lax.while_loop(lambda s: s[1] < 5, lambda s: (s[0] * v, s[1] + 1), (v, 0))[0]
+
+
+def drawn(v):
+    return v * jax.random.normal(jax.random.fold_in(jax.random.key(3), v[0].astype(int)), (3,))
+
+
+def matrix(v):
+    return jnp.outer(v, v) + 2 * jnp.eye(3)
+
+
+KINDS = {
+    "arithmetic": lambda v: jnp.sin(v) * 2 + v / (1 + v**2),
+    "jit": lambda v: jax.jit(lambda v: jnp.sin(v) @ WEIGHTS)(v),
+    "scan": scanned,
+    "fori_loop": lambda v: lax.fori_loop(0, 4, lambda _, s: jnp.sin(s) + v, v),
+    "while_loop": looped,
+    "cond": lambda v: lax.cond(v[0] > 1.5, jnp.sin, jnp.square, v),
+    "switch": lambda v: lax.switch(v[0].astype(int), [jnp.sin, jnp.cos, jnp.square], v),
+    "map": lambda v: lax.map(lambda a: jnp.sin(a) * v[0], v),
+    "nested auto_vmap": lambda v: auto_vmap(0, 1, chunk_size=2)(lambda a, u: a * u.sum())(v, v),
+    "nested chunked_vmap": lambda v: chunked_vmap(lambda a: jnp.sin(a) * v, 2)(v),
+    "hessian": jax.hessian(lambda v: jnp.sin(v).prod()),
+    "grad": jax.grad(lambda v: jnp.sin(v).sum() ** 2),
+    "custom_jvp": lambda v: sine(v) ** 2,
+    "custom_vjp": lambda v: cosine(v) ** 2,
+    "checkpoint": jax.checkpoint(lambda v: jnp.sin(WEIGHTS @ v)),
+    # Without `inv`, which JAX (0.12) cannot map over an explicit axis.
+    "linalg": lambda v: (jnp.linalg.solve(matrix(v), v), jnp.linalg.eigvalsh(matrix(v))),
+    "fft": lambda v: jnp.abs(jnp.fft.fft(v)),
+    "sort": lambda v: jnp.sort(v * SHIFT),
+    "index": lambda v: v[jnp.array([2, 0, 1, 1])] * v[jnp.argmax(v)],
+    "key": drawn,
+    "associative_scan": functools.partial(lax.associative_scan, jnp.multiply),
+    "cumsum": lambda v: jnp.cumsum(v * v),
+    "einsum": lambda v: jnp.einsum("i,ij,j->", v, WEIGHTS, v) + jnp.dot(v, v),
+    "pytree": lambda v: {"a": (v[0], jnp.sin(v)), "b": [v[1:].sum()]},
+    "integer": lambda v: jnp.round(v * 10).astype(jnp.int32),
+    "bool": lambda v: v > 1.2,
+    "constant": lambda v: v * SHIFT + WEIGHTS[0],
+}
+WITHOUT_GRADIENT = ("while_loop", "integer", "bool")
 
 
 FRONT_ENDS = {
@@ -119,15 +191,14 @@ def of_kinds(mesh, kinds):
     return dict.fromkeys(kinds, data(6 * mesh.size, 3) + 1.5)
 
 
-@functools.cache
-def plain_values(mesh, kinds):
+def plain_values(x):
     """Return what each front end should find, computed on one device."""
 
     def values(x):
         out = jax.vmap(all_kinds)(x)
         return {name: jax.tree.map(reduce, out) for name, (_, reduce) in FRONT_ENDS.items()}
 
-    return jax.tree.map(np.asarray, jax.jit(values)(of_kinds(mesh, kinds)))
+    return jax.tree.map(np.asarray, jax.jit(values)(x))
 
 
 def same_kinds(found, want):
@@ -142,9 +213,16 @@ def lacks_gradient(kind):
     return kind in WITHOUT_GRADIENT or (kind == "sort" and jax.__version_info__ < (0, 12))
 
 
-def check_kernels(mesh, kinds):
-    """Compare compiled calls; the front ends that map differ only in what they accept."""
-    x = put(mesh, of_kinds(mesh, kinds), "d")
+SOME_KINDS = ("scan", "nested chunked_vmap", "key")
+few_or_all = pytest.mark.parametrize("kinds", [SOME_KINDS, weekly([*KINDS])], ids=["some", "all"])
+
+
+@few_or_all
+@on("Explicit", enter=False)
+def test_kernels_on_an_explicit_mesh(mesh, kinds):
+    """The front ends that map differ only in what they accept."""
+    plain = of_kinds(mesh, kinds)
+    x, want = put(mesh, plain, "d"), plain_values(plain)
     for enter, *names in (
         (contextlib.nullcontext(), "chunked_vmap", "chunked_reduce"),
         (jax.set_mesh(mesh), "auto_vmap", "chunked_reduce"),
@@ -152,11 +230,20 @@ def check_kernels(mesh, kinds):
         maps = {name: FRONT_ENDS[name][0](all_kinds) for name in names}
         with enter:
             found = jax.jit(lambda x, maps=maps: {name: f(x) for name, f in maps.items()})(x)
-            same_kinds(found, plain_values(mesh, kinds))
+            same_kinds(found, want)
 
 
-def check_gradients(mesh, kinds, apart):
-    """Compare gradients of maps, of the best item, and of the largest outputs of ``apart``."""
+APART = ("switch", "nested chunked_vmap", "custom_vjp", "linalg", "key", "pytree")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "apart"),
+    [(("scan", "einsum"), ("scan",)), weekly([*KINDS], APART)],
+    ids=["some", "all"],
+)
+@on("Explicit", enter=False)
+def test_gradients_on_an_explicit_mesh(mesh, kinds, apart):
+    """Those of maps, of the best item, and of the largest outputs of ``apart``."""
     x = of_kinds(mesh, [kind for kind in kinds if not lacks_gradient(kind)])
 
     def gradients(mapped, best, largest, x):
@@ -185,60 +272,51 @@ def check_gradients(mesh, kinds, apart):
         same_kinds(jax.jit(functools.partial(gradients, *calls))(put(mesh, x, "d")), want)
 
 
+def walk(v, w):
+    return lax.scan(lambda s, a: (jnp.tanh(w @ s) + a, None), v, v)[0].sum()
+
+
+def square(v):
+    return walk(v, jnp.outer(v, v))
+
+
+def noisy(key, v):
+    return v * jax.random.normal(key, (3,))
+
+
+def closed(w, x):
+    return jnp.sum(chunked_vmap(lambda v: walk(v, w.T @ w), 7)(x) ** 2)
+
+
+KEY = jax.random.key(0)
+OPTIONS = {"v": 1, "chunk_size": 7}
+LIMITED = auto_vmap(v=1, memory_limit="2 kB")(square)
+CALLS = {
+    "closed over": (jax.jit(jax.grad(closed)), W, "d"),
+    "on every device": (chunked_vmap(square, 7), None),
+    "reduced on every device": (chunked_reduce(square, "max", 7), None),
+    "jit=True": (auto_vmap(**OPTIONS, jit=True)(square), "d"),
+    "memory limit": (jax.jit(LIMITED), "d"),
+    "split keys": (auto_vmap(key=SplitKey, **OPTIONS)(noisy), KEY, "d"),
+    "split keys, reduced": (auto_vmap(key=SplitKey, **OPTIONS, reduce="sum")(noisy), KEY, "d"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 @on("Explicit", enter=False)
-def test_some_kernels_on_an_explicit_mesh(mesh):
-    check_kernels(mesh, ("scan", "nested chunked_vmap", "key"))
-    check_gradients(mesh, ("jit", "scan", "einsum"), ("jit", "scan"))
-
-
-@pytest.mark.weekly
-@on("Explicit", enter=False)
-def test_every_kernel_on_an_explicit_mesh(mesh):
-    check_kernels(mesh, tuple(KINDS))
-
-
-@pytest.mark.weekly
-@on("Explicit", enter=False)
-def test_every_gradient_on_an_explicit_mesh(mesh):
-    apart = ("switch", "nested chunked_vmap", "custom_vjp", "linalg", "key", "pytree")
-    check_gradients(mesh, KINDS, apart)
+def test_other_calls_on_an_explicit_mesh(mesh, name):
+    call, *shared, axis = CALLS[name]
+    args = [x if x is KEY else put(mesh, x) for x in shared]
+    want = jax.tree.map(np.asarray, call(*shared, X))
+    for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with enter:
+            same(call(*args, put(mesh, X, axis)), want, rtol=1e-3, atol=1e-3)
 
 
 @on("Explicit", enter=False)
-def test_other_calls_on_an_explicit_mesh(mesh):
-    x, w = put(mesh, X, "d"), put(mesh, W)
-    key = jax.random.key(0)
-    options = {"v": 1, "chunk_size": 7}
-    limited = {"memory_limit": "2 kB", "v": 1}
-
-    def walk(v, w):
-        return lax.scan(lambda s, a: (jnp.tanh(w @ s) + a, None), v, v)[0].sum()
-
-    def square(v):
-        return walk(v, jnp.outer(v, v))
-
-    def noisy(key, v):
-        return v * jax.random.normal(key, (3,))
-
-    def closed(w, x):
-        return jnp.sum(chunked_vmap(lambda v: walk(v, w.T @ w), 7)(x) ** 2)
-
-    calls = {
-        "closed over": (jax.jit(jax.grad(closed)), w, x),
-        "on every device": (chunked_vmap(square, 7), put(mesh, X)),
-        "reduced on every device": (chunked_reduce(square, "max", 7), put(mesh, X)),
-        "jit=True": (auto_vmap(**options, jit=True)(square), x),
-        "memory limit": (jax.jit(auto_vmap(**limited)(square)), x),
-        "split keys": (auto_vmap(key=SplitKey, **options)(noisy), key, x),
-        "split keys, reduced": (auto_vmap(key=SplitKey, **options, reduce="sum")(noisy), key, x),
-    }
-    for label, (call, *args) in calls.items():
-        plain = [a if a is key else np.asarray(a) for a in args]
-        want = jax.tree.map(np.asarray, call(*plain))
-        for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):
-            with enter, naming(label):
-                same(call(*args), want, rtol=1e-3, atol=1e-3)
-    assert auto_vmap(**limited)(square).plan(x).memory.chunk_size <= N // mesh.size
+def test_other_layouts_on_an_explicit_mesh(mesh):
+    x = put(mesh, X, "d")
+    assert LIMITED.plan(x).memory.chunk_size <= N // mesh.size
 
     # Not divided, also where a loop of the caller carries the array.
     for size in (7, None):
@@ -264,10 +342,11 @@ def test_other_calls_on_an_explicit_mesh(mesh):
         same(mapped(both), want, rtol=1e-3)
 
 
+@few_or_all
 @on("Explicit", enter=False)
-def test_eager_calls_on_an_explicit_mesh(mesh):
-    x = put(mesh, of_kinds(mesh, KINDS), "d")
-    want = plain_values(mesh, tuple(KINDS))
+def test_eager_calls_on_an_explicit_mesh(mesh, kinds):
+    plain = of_kinds(mesh, kinds)
+    x, want = put(mesh, plain, "d"), plain_values(plain)
     for name, (front, _) in FRONT_ENDS.items():
         spread = NamedSharding(mesh, P() if name == "chunked_reduce" else P("d"))
         for enter in (contextlib.nullcontext(), jax.set_mesh(mesh)):

@@ -14,7 +14,6 @@ from helpers import weekly
 from rankax import chunked_reduce
 from rankax import reductions as rd
 from sharding import (
-    LENGTHS,
     ODD,
     N,
     W,
@@ -26,7 +25,6 @@ from sharding import (
     loss_of,
     naming,
     on,
-    on_several,
     put,
     same,
     scalar,
@@ -106,23 +104,14 @@ def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
     return want
 
 
-def check_sharded(mesh, cases):
+@pytest.mark.parametrize("cases", [USUAL, OTHERS], ids=["usual", "others"])
+@on("Auto", weekly("Explicit"))
+def test_reductions_send_once(mesh, cases):
     def mapped(fun, reduction, **options):
         return chunked_reduce(fun, reduction, 7, (0, None), **options)
 
     own = functools.partial(mapped, **given(mesh))
     check_reductions(cases, own, mapped, (put(mesh, X, "d"), put(mesh, W)), mesh)
-
-
-@on("Auto", "Explicit")
-def test_reductions_send_once(mesh):
-    for usual in USUAL:
-        check_sharded(mesh, [usual])
-
-
-@on("Auto", weekly("Explicit"))
-def test_other_reductions_send_once(mesh):
-    check_sharded(mesh, OTHERS)
 
 
 def reduce_sharded(mesh, reduction, size, values, fun=lambda x: x * 1):
@@ -132,22 +121,18 @@ def reduce_sharded(mesh, reduction, size, values, fun=lambda x: x * 1):
 @on("Auto")
 def test_nan_survives_the_merge(mesh):
     nan = np.nan
+    extremes, best = rd.Several("argmax", "argmin", "max", "min"), rd.Best("x")
     for values in (
         [3, 1, 1, 2, 4, 5, 1, nan],
         [nan, 1, 1, 2, 4, 5, 1, 3],
         [3, 1, nan, 2, 4, nan, 1, 0],
     ):
-        values = np.asarray(values, "f")
         at = np.flatnonzero(np.isnan(values))[0]
-        for name in ("argmax", "argmin"):
-            assert int(reduce_sharded(mesh, name, 1, values)) == at, (name, values)
-        for reduction in ("max", "min"):
-            for size in (1, None):
-                assert np.isnan(reduce_sharded(mesh, reduction, size, values)), (reduction, values)
-        best = reduce_sharded(
-            mesh, rd.Best("x"), 1, np.stack([values, values], 1), lambda x: {"x": x[0], "y": x}
-        )
-        assert np.isnan(best["y"]).all()
+        for size in (1, None):
+            found = reduce_sharded(mesh, extremes, size, np.asarray(values, "f"))
+            np.testing.assert_array_equal([*map(float, found)], [at, at, nan, nan])
+            named = reduce_sharded(mesh, best, size, np.asarray(values, "f"), lambda x: {"x": x})
+            assert np.isnan(named["x"])
 
 
 @on("Auto")
@@ -164,46 +149,41 @@ def test_a_part_may_be_masked(mesh):
         same(own(*(put(mesh, x, "d") for x in args)), want)
 
 
-@on("Auto", weekly("Explicit"))
-def test_some_items_count(mesh):
-    """None of the first device does, and the derivatives of what is left out are nan."""
-    x = np.where((np.arange(N) % 3 == 0) | (np.arange(N) < N // 4), 0, X[:, 0] ** 2).astype("f")
+def root(x, w):
+    return {"v": jnp.sqrt(jnp.sum(w**2) * x), "ok": x > 0}
 
-    def root(x, w):
-        return {"v": jnp.sqrt(w[0, 0] ** 2 * x), "ok": x > 0}
 
-    names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.BottomK(3), FOLD)
+def check_where(x, w, names, own, one):
+    """Compare with one device, where the derivatives of what is left out are nan."""
     reduce = {"v": rd.Several(*names), "ok": "sum"}
-    own = chunked_reduce(root, reduce, 7, (0, None), where="ok", **given(mesh))
-    of_one = chunked_reduce(root, reduce, 7, (0, None), where="ok")
-    sharded = put(mesh, x, "d"), put(mesh, W)
-    want = jax.tree.map(np.asarray, jax.jit(value_and_gradients(of_one))(x, W))
+    want = jax.jit(value_and_gradients(one(reduce)))(*jax.tree.map(np.asarray, (x, w)))
     assert not any(np.isnan(leaf).any() for leaf in want[1])
-    got = jax.jit(value_and_gradients(own))(*sharded)
+    got = jax.jit(value_and_gradients(own(reduce)))(x, w)
     same(got[0], want[0])
     same(got[1], want[1], rtol=1e-3)
-    total = chunked_reduce(root, "sum", 7, (0, None), where="ok", **given(mesh))
-    assert sent(compiled(total, *sharded)) == {"all-reduce": 1}
 
 
+@on("Auto", weekly("Explicit"))
+def test_some_items_count(mesh):
+    """None of the first device does."""
+    x = np.where((np.arange(N) % 3 == 0) | (np.arange(N) < N // 4), 0, X[:, 0] ** 2).astype("f")
+    one = functools.partial(chunked_reduce, root, chunk_size=7, in_axes=(0, None), where="ok")
+    own = functools.partial(one, **given(mesh))
+    args = put(mesh, x, "d"), put(mesh, W)
+    names = ("sum", "mean", "min", "argmin", "logsumexp", rd.Moments(), rd.BottomK(3), FOLD)
+    check_where(*args, names, own, one)
+    assert sent(compiled(own("sum"), *args)) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("length", [2, 9])
 @pytest.mark.weekly
 @on("Auto")
-def test_some_items_of_any_length_count(mesh):
-    """More than one device has an item, or only one; the derivative of what is left out is nan."""
-
-    def root(x, w):
-        return {"v": jnp.sqrt(w * x), "ok": x > 0}
-
-    names = ("sum", rd.Moments(), "argmin", rd.BottomK(2), FOLD)
-    reduce = {"v": rd.Several(*names), "ok": None}
-    for length in (2, 9):
-        x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
-        make = functools.partial(chunked_reduce, root, reduce, 2, (0, None), where="ok")
-        own, one = on_several(make, devices=3)
-        want = jax.jit(value_and_gradients(one))(x, 2.0)
-        assert not any(np.isnan(leaf).any() for leaf in want[1])
-        same(own(x, 2.0), want[0])
-        same(jax.jit(jax.grad(loss_of(own), (0, 1)))(x, 2.0), want[1], rtol=1e-3)
+def test_some_items_of_any_length_count(mesh, length):
+    """More than one device has an item, or only one."""
+    x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
+    one = functools.partial(chunked_reduce, root, chunk_size=2, in_axes=(0, None), where="ok")
+    own = functools.partial(one, devices=3)
+    check_where(x, np.float32(2), ("sum", rd.Moments(), "argmin", rd.BottomK(2), FOLD), own, one)
 
 
 @on("Auto")
@@ -216,30 +196,20 @@ def test_narrow_floats_are_merged_wide(mesh):
         assert float(reduce_sharded(mesh, name, 1, cancel)) == 0, name
 
 
-def check_any_length(mesh, cases, size=7, lengths=LENGTHS):
-    for length in lengths:
-
-        def mapped(fun, reduction, **options):
-            return chunked_reduce(fun, reduction, size, (0, None), **options)
-
-        own = functools.partial(mapped, devices="all")
-        # Each device gets the cotangents of x if they do not divide.
-        exchanged = int(length % mesh.size > 0)
-        args = data(length, 3), W
-        want = check_reductions(cases, own, mapped, args, mesh, exchanged=exchanged)
-        if len(cases) == 1 and exchanged:  # without `jax.jit`
-            ((reduction, fun),) = cases
-            same(own(fun, reduction)(*args), want[0])
-
-
+@pytest.mark.parametrize(
+    ("cases", "size", "length"),
+    [(USUAL, 7, N), (USUAL, 7, ODD), (USUAL[:1], None, ODD), weekly(OTHERS, 7, ODD)],
+    ids=["even", "uneven", "whole", "others"],
+)
 @on("Auto")
-def test_usual_reductions_of_any_length(mesh):
-    for usual in USUAL:
-        check_any_length(mesh, [usual])
-    check_any_length(mesh, USUAL[:1], None, lengths=[ODD])
+def test_reductions_of_any_length(mesh, cases, size, length):
+    def mapped(fun, reduction, **options):
+        return chunked_reduce(fun, reduction, size, (0, None), **options)
 
-
-@pytest.mark.weekly
-@on("Auto")
-def test_other_reductions_of_any_length(mesh):
-    check_any_length(mesh, OTHERS, lengths=[ODD])  # of `N`, in `other_reductions_send_once`
+    own = functools.partial(mapped, devices="all")
+    # Each device gets the cotangents of x if they do not divide.
+    exchanged = int(length % mesh.size > 0)
+    args = data(length, 3), W
+    want = check_reductions(cases, own, mapped, args, mesh, exchanged=exchanged)
+    for (reduction, fun), plain in zip(cases[:1], want, strict=False):  # without `jax.jit`
+        same(own(fun, reduction)(*args), plain)

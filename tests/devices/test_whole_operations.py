@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 
 import jax
@@ -12,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.scipy import linalg, special
 from jax.sharding import AxisType
 
 from helpers import weekly
-from kernel_kinds import OPERATIONS, SOME_OPERATIONS
-from library_functions import FUNCTIONS, HOMES, LEFT_OUT, SOME_FUNCTIONS
+from ops import operations
 from rankax import auto_vmap, chunked_vmap
-from sharding import X, compiled, data, from_0_10_1, given, naming, on, put, same, sent
+from sharding import X, compiled, data, from_0_10_1, given, on, put, same, sent
 
 
 def convolved(weights, image):
@@ -33,28 +32,30 @@ def convolved(weights, image):
 def test_gradients_of_convolutions_are_right(mesh):
     weights, images = data(3, 3, 1, 2), data(4 * mesh.size, 6, 6, 1, seed=1)
     slope = jax.grad(convolved)
-    want = np.asarray(jax.jit(jax.vmap(slope, (None, 0)))(weights, images))
+
+    @jax.jit
+    def of_one(weights, images):
+        def total(w, x):
+            return jnp.sum(jax.vmap(convolved, (None, 0))(w, x))
+
+        return jax.vmap(slope, (None, 0))(weights, images), jax.grad(total, (0, 1))(weights, images)
+
+    want, slopes = jax.tree.map(np.asarray, of_one(weights, images))
     lying = put(mesh, weights), put(mesh, images, "d")
     # A `jax.jit` of the caller hides the sharding of arrays, unless their types show it.
-    ways = [({}, lying)]
-    if AxisType.Explicit not in mesh.axis_types:
-        ways.append(({"devices": "all"}, (weights, images)))
-    for options, args in ways:
-        for size in (None, 2, 3):
-            mapped = auto_vmap(None, 3, chunk_size=size, **options)(slope)
-            total = mapped.with_options(reduce="sum")
-            calls = [mapped]
-            if options or mesh.axis_types[0] == AxisType.Explicit:
-                calls.append(jax.jit(mapped))
-            for call in calls:
-                same(call(*args), want, rtol=1e-3)
-            same(total(*args), want.sum(0), rtol=1e-3, atol=1e-4)
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    calls = [(None, {}, lying)] if is_explicit else [(None, {"devices": "all"}, (weights, images))]
+    for size, options, args in [*calls, (3, {}, lying)]:
+        mapped = auto_vmap(None, 3, chunk_size=size, **options)(slope)
+        total = mapped.with_options(reduce="sum")
+        calls = [mapped, jax.jit(mapped)] if options or is_explicit else [mapped]
+        for call in calls:
+            same(call(*args), want, rtol=1e-3)
+        same(total(*args), want.sum(0), rtol=1e-3, atol=1e-4)
     through = auto_vmap(None, 3, chunk_size=2, **given(mesh))(convolved)
     backward = compiled(jax.grad(lambda w, x: jnp.sum(through(w, x)), (0, 1)), *lying)
     assert sent(backward) == {"all-reduce": 1}
-    own = jax.grad(lambda w, x: jnp.sum(jax.vmap(convolved, (None, 0))(w, x)), (0, 1))
-    want = jax.jit(own)(weights, images)
-    same(backward(*lying), want, rtol=1e-3, atol=1e-4)
+    same(backward(*lying), slopes, rtol=1e-3, atol=1e-4)
 
 
 @on("Auto")
@@ -63,49 +64,30 @@ def test_callbacks_run_on_each_device(mesh):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return jax.pure_callback(np.sin, shape, x, vmap_method="expand_dims").sum()
 
-    for length in (8 * mesh.size, 8 * mesh.size + 1):
+    for length, size in ((8 * mesh.size, None), (8 * mesh.size + 1, 2)):
         x = data(length, 3)
-        for size in (None, 2):
-            mapped = chunked_vmap(called, size, devices="all")
-            same(mapped(x), np.sin(x).sum(1))
-            assert "all-reduce" not in sent(compiled(mapped, x))
+        mapped = compiled(chunked_vmap(called, size, devices="all"), x)
+        same(mapped(x), np.sin(x).sum(1))
+        assert "all-reduce" not in sent(mapped)
+
+
+def factor(x):
+    return jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3)).sum()
 
 
 @on("Auto")
-def test_ffts_and_factors_send_nothing(mesh):
-    def factor(x):
-        return jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3)).sum()
-
-    x = put(mesh, X, "d")
-    for fun in (lambda x: jnp.abs(jnp.fft.fft(x)), factor, jnp.sort, jnp.cumsum):
-        mapped = chunked_vmap(fun, 20, **given(mesh))
-        forward = compiled(mapped, x)
-        assert sent(forward) == {}
-        same(forward(x), jax.jit(jax.vmap(fun))(X))
-
-
-@on("Auto")
-def test_lapack_may_hang_with_jax_0_10(mesh):
-    def factor(x):
-        return jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3)).sum()
-
+def test_lapack_may_hang_with_jax_0_10(mesh, monkeypatch):
     def warned(fun, threads):
-        os.environ["PJRT_NPROC"] = str(threads)
+        monkeypatch.setenv("PJRT_NPROC", str(threads))
         mapped = chunked_vmap(fun, 7, devices="all")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             jax.jit(mapped).lower(X)
         return [(str(each.message), each.filename) for each in caught]
 
-    before = os.environ.get("PJRT_NPROC")
-    try:
-        found = warned(factor, mesh.size)
-        assert not warned(factor, mesh.size + 1)
-        assert not warned(jnp.sort, mesh.size)
-    finally:
-        os.environ.pop("PJRT_NPROC")
-        if before is not None:
-            os.environ["PJRT_NPROC"] = before
+    found = warned(factor, mesh.size)
+    assert not warned(factor, mesh.size + 1)
+    assert not warned(jnp.sort, mesh.size)
     if jax.__version_info__[:2] != (0, 10):
         assert not found
         return
@@ -130,62 +112,86 @@ def test_jacobians_of_convolutions(mesh):
     same(jax.jit(functools.partial(both, own))(), want, rtol=1e-3)
 
 
-@pytest.mark.parametrize("names", [SOME_OPERATIONS, weekly(OPERATIONS)], ids=["some", "all"])
+# Of each kind of operation that XLA could divide, one.
+SOME_OPERATIONS = (
+    *("fft.fft", "jnp.argmax", "jnp.einsum", "lax.associative_scan", "lax.cond", "lax.gather"),
+    *("lax.conv_general_dilated", "lax.reduce_window", "lax.scan", "lax.scatter_add", "lax.sort"),
+    *("lax.while_loop", "linalg.cholesky", "linalg.solve", "random.normal"),
+)
+OPERATIONS = [call for call in operations.MAPPED if "with_sharding_constraint" not in call]
+
+
+def samples(*names):
+    """Return the samples of operations, or of whole modules."""
+    return [
+        call for call in OPERATIONS if {operations.name_of(call), call.split(".")[0]} & {*names}
+    ]
+
+
+MODULES = [weekly(samples(module)) for module in operations.MODULES]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "calls", [samples(*SOME_OPERATIONS), *MODULES], ids=["some", *operations.MODULES]
+)
 @on("Auto")
-def test_no_operation_is_divided(mesh, names):
-    """Values and gradients of many operations, on all devices and on one; none sends anything."""
-    weights, items = data(3, 3), data(4 * mesh.size, 6, 6, seed=1)
+def test_no_operation_is_divided(mesh, calls):
+    """Values and gradients of many operations, on all devices and on one; none sends anything.
 
-    # An input for each operation, so that each has gradients of its own.
-    w, x = dict.fromkeys(names, weights), dict.fromkeys(names, items)
+    Of several arrays that one takes, all items have the last.
+    """
+    kernels = {call: operations.Operation(call) for call in calls}
 
-    def apart(w, x):
-        return {name: OPERATIONS[name](w[name], x[name]) for name in names}
+    def kernel(arrays):
+        return {call: kernels[call](*arrays[call]) for call in arrays}
 
-    own, one = (chunked_vmap(apart, 2, (None, 0), **given) for given in ({"devices": "all"}, {}))
+    arrays, axes = {True: {}, False: {}}, {True: {}, False: {}}  # has it a reverse mode?
+    for call, fun in kernels.items():
+        *mapped, last = fun.arrays(4 * mesh.size)
+        modes, _ = operations.possible(fun, [x[0] for x in (*mapped, last)])
+        kind = operations.vjp in modes
+        arrays[kind][call] = [*mapped, last[0] if mapped else last]
+        axes[kind][call] = [*[0] * len(mapped), None if mapped else 0]
 
-    def found(f, w, x):
-        outs, pull = jax.vjp(f, w, x)
-        ones = jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), outs)
-        return outs, *pull(ones)
+    def found(arrays, **options):
+        own = {kind: chunked_vmap(kernel, 2, (axes[kind],), **options) for kind in axes}
+        leaves, tree = jax.tree.flatten(arrays[True])
+        fun, primals = operations.of_inexact(lambda *xs: own[True](tree.unflatten(xs)), leaves)
+        out, pull = jax.vjp(fun, primals)
+        values = own[False](arrays[False]) if arrays[False] else {}
+        return jax.tree.map(operations.data, values), out, pull(jax.tree.map(jnp.cos, out))
 
-    program = compiled(functools.partial(found, own), w, x)
-    assert sent(program).keys() == {"all-reduce"}  # of the cotangents of the weights
-    want = jax.tree.map(np.asarray, jax.jit(functools.partial(found, one))(w, x))
-    for got, expected in zip(program(w, x), want, strict=True):
-        for name, out in got.items():
-            with naming(name):
-                same(out, expected[name], rtol=1e-2, atol=1e-3)
-
-
-CASES = [SOME_FUNCTIONS[:1], weekly(SOME_FUNCTIONS[1:]), weekly(tuple(FUNCTIONS))]
+    program = compiled(functools.partial(found, devices="all"), arrays)
+    assert sent(program).keys() <= {"all-reduce"}  # of the cotangents of what all items have
+    want = jax.tree.map(np.asarray, jax.jit(found)(arrays))
+    operations.assert_close(jax.tree.map(np.asarray, program(arrays)), want)
 
 
-@pytest.mark.parametrize("names", CASES, ids=["quick", "some", "all"])
+# Functions with a constant, a loop or a branch inside.
+FUNCTIONS = {
+    "spence": lambda x: special.spence(x / 3),
+    "rel_entr": lambda x: special.rel_entr(x, 2 * x),
+    "expi": special.expi,
+    "expm": lambda x: linalg.expm(x / 9),
+    "qdwh": lambda x: lax.linalg.qdwh(lax.stop_gradient(x) + 3 * jnp.eye(3))[0],
+    "selu": jax.nn.selu,
+}
+
+
+@pytest.mark.parametrize("name", ["spence", *map(weekly, [*FUNCTIONS][1:])])
 @on("Auto")
-def test_functions_of_jax(mesh, names):
-    """Values and gradients, in chunks on all devices: rules, loops and constants inside."""
+def test_functions_of_jax(mesh, name):
+    """Values and gradients, in uneven parts: a program that is traced anew keeps its constants."""
     w, x = data(3, 3), data(4 * mesh.size + 1, 3, 3, seed=1)
-    for name in names:
-        kernel = FUNCTIONS[name]
 
-        def found(mapped, w, x):
-            outs, pull = jax.vjp(mapped, w, x)
-            ones = jax.tree.map(lambda out: jnp.ones(out.shape, out.dtype), outs)
-            return outs, pull(ones)
+    def kernel(w, x):
+        return FUNCTIONS[name](1.2 + jnp.tanh(x * w))
 
-        shared = auto_vmap(None, 2, chunk_size=4, jit=True, devices="all")(kernel)
-        with naming(name):
-            want = jax.jit(functools.partial(found, jax.vmap(kernel, (None, 0))))(w, x)
-            same(jax.tree.map(np.asarray, shared(w, x)), want[0], rtol=1e-2, atol=1e-3)
-            same(jax.tree.map(np.asarray, found(shared, w, x)), want, rtol=1e-2, atol=1e-3)
+    def found(mapped, w, x):
+        outs, pull = jax.vjp(mapped, w, x)
+        return outs, pull(jnp.ones_like(outs))
 
-
-def test_no_function_of_jax_is_left_out():
-    found = {f"{home.__name__}.{name}" for home in HOMES for name in public(home)}
-    assert found == {*FUNCTIONS}
-
-
-def public(home):
-    names = [name for name in vars(home) if not name.startswith("_") and name not in LEFT_OUT]
-    return [name for name in names if callable(getattr(home, name))]
+    shared = auto_vmap(None, 2, chunk_size=4, jit=True, devices="all")(kernel)
+    want = jax.jit(functools.partial(found, jax.vmap(kernel, (None, 0))))(w, x)
+    same(jax.tree.map(np.asarray, found(shared, w, x)), want, rtol=1e-2, atol=1e-3)

@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import inspect
 import random
 import tempfile
 import zlib
@@ -46,195 +47,57 @@ ROWS = {"v": "n", "c": "n", "h": "n", "r": "n k", "e": "m"}
 MASKS = {"mask": "n", "others": "m"}
 
 
-# The kernel: a chain of steps, each of which changes some leaves of the item. All are smooth but on
-# sets that no draw meets, and keep the values near 1, so that a difference is not one of rounding.
-
-STEPS: dict[str, tuple[str, Callable[[Item, jax.Array], Item]]] = {}
-
-
-def step(needs: str = "") -> Callable[[Any], Any]:
-    """Register a step ``(item, w) -> changed leaves`` that needs these leaves besides s and v."""
-
-    def register(fun: Any) -> Any:
-        STEPS[fun.__name__] = needs, fun
-        return fun
-
-    return register
+# The kernel: a chain of steps. Each takes those leaves of the item that its parameters name, and
+# `w`, and returns what it changes. All are smooth but on sets that no draw meets, and keep the
+# values near 1, so that a difference is not one of rounding.
 
 
-@step()
-def sine(x, w):
-    return {"v": jnp.sin(x["v"]) * x["s"] + x["v"]}
+def solved(v, w):
+    matrix = jnp.eye(v.size, dtype=w.dtype) + 0.1 * w.T @ w
+    return {"v": jnp.linalg.solve(matrix, v)}
 
 
-@step()
-def product(x, w):
-    return {"v": jnp.tanh(x["v"] * x["v"] * x["s"]), "s": jnp.cos(x["s"])}
-
-
-@step()
-def choice(x, w):
-    return {"v": jnp.where(x["v"] > x["s"], x["v"] * x["s"], jnp.maximum(x["v"], 0.1))}
-
-
-@step()
-def logsumexp(x, w):
-    return {"s": jax.nn.logsumexp(x["v"] * x["s"])}
-
-
-@step()
-def softmax(x, w):
-    return {"v": jax.nn.softmax(x["v"] + x["s"]) + x["v"]}
-
-
-@step()
-def maximum(x, w):
-    return {"s": jnp.max(x["v"]) * 0.5, "v": x["v"] - jnp.mean(x["v"])}
-
-
-@step()
-def norm(x, w):
-    return {"s": jnp.sqrt(jnp.sum(x["v"] ** 2) + 0.5)}
-
-
-@step()
-def prefix_sums(x, w):
-    return {"v": jnp.tanh(jnp.cumsum(x["v"]) * x["s"])}
-
-
-@step()
-def prefix_products(x, w):
-    return {"v": jnp.cumprod(jnp.cos(x["v"])) + x["v"]}
-
-
-@step()
-def ordered(x, w):
-    return {"v": jnp.sort(x["v"]) * jnp.arange(1, 1 + x["v"].size, dtype=x["v"].dtype) / 3}
-
-
-@step()
-def stopped(x, w):
-    return {
-        "v": x["v"] * lax.stop_gradient(jnp.cos(x["v"])),
-        "s": x["s"] + lax.stop_gradient(x["v"][0]),
-    }
-
-
-@step()
-def rolled(x, w):
-    return {"v": jnp.concatenate([x["v"][1:], x["s"][None]])}
-
-
-@step()
-def contracted(x, w):
-    return {"v": jnp.tanh(w.T @ (w @ x["v"]))}
-
-
-@step()
-def solved(x, w):
-    matrix = jnp.eye(x["v"].size, dtype=w.dtype) + 0.1 * w.T @ w
-    return {"v": jnp.linalg.solve(matrix, x["v"])}
-
-
-@step("i")
-def looked_up(x, w):
-    return {"v": x["v"] * w[x["i"] % 3], "i": x["i"] + 1}
-
-
-@step("i")
-def gathered(x, w):
-    return {"s": x["s"] * 0.5 + x["v"][x["i"] % x["v"].size]}
-
-
-@step("i")
-def scattered(x, w):
-    return {"v": x["v"].at[x["i"] % x["v"].size].add(jnp.sin(x["s"]))}
-
-
-@step("i")
-def largest(x, w):
-    return {"i": jnp.argmax(x["v"]).astype(jnp.int32) + x["i"]}
-
-
-@step("b")
-def narrow_integer(x, w):
-    return {"s": x["s"] + x["b"].astype(x["s"].dtype) / 7, "b": x["b"] * 3 % 5}
-
-
-@step("h")
-def narrow_float(x, w):
-    return {"v": x["v"] * jnp.cos(x["h"].astype(x["v"].dtype)), "h": x["v"].astype(x["h"].dtype)}
-
-
-@step("c")
-def turned(x, w):
-    c = x["c"] * lax.complex(jnp.cos(x["v"]), jnp.sin(x["v"]))
+def turned(v, c):
+    c = c * lax.complex(jnp.cos(v), jnp.sin(v))
     return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c)))}
 
 
-@step("key")
-def noise(x, w):
-    key, use = jax.random.split(x["key"])
-    return {"key": key, "v": x["v"] + jax.random.normal(use, x["v"].shape, x["v"].dtype) * x["s"]}
+def noise(s, v, key):
+    key, use = jax.random.split(key)
+    return {"key": key, "v": v + jax.random.normal(use, v.shape, v.dtype) * s}
 
 
-@step("key i")
-def folded_noise(x, w):
-    use = jax.random.fold_in(x["key"], x["i"])
-    return {"s": x["s"] * jax.random.uniform(use, (), x["s"].dtype, minval=0.5)}
+def folded_noise(s, key, i):
+    use = jax.random.fold_in(key, i)
+    return {"s": s * jax.random.uniform(use, (), s.dtype, minval=0.5)}
 
 
-@step()
-def scanned(x, w):
-    s, v = lax.scan(lambda a, b: (jnp.sin(a) * b + 0.1, a * b), x["s"], x["v"])
+def scanned(s, v):
+    s, v = lax.scan(lambda a, b: (jnp.sin(a) * b + 0.1, a * b), s, v)
     return {"s": s, "v": v}
 
 
-@step()
-def scanned_back(x, w):
-    v, s = lax.scan(
-        lambda a, b: (jnp.tanh(a * jnp.sum(b)), jnp.mean(a)), x["v"], w, reverse=True, unroll=2
+def scanned_back(s, v, w):
+    v, means = lax.scan(
+        lambda a, b: (jnp.tanh(a * jnp.sum(b)), jnp.mean(a)), v, w, reverse=True, unroll=2
     )
-    return {"v": v, "s": x["s"] * s[0]}
+    return {"v": v, "s": s * means[0]}
 
 
-@step()
-def looped(x, w):
-    return {"v": lax.fori_loop(0, 3, lambda n, v: jnp.sin(v) * w[n] + x["s"], x["v"])}
-
-
-@step()
-def either(x, w):
-    return {"v": lax.cond(x["s"] > 0.2, jnp.sin, lambda v: v * w[0], x["v"])}
-
-
-@step("i")
-def one_of(x, w):
+def one_of(s, v, i):
     branches = [lambda v, s: v * s, lambda v, s: jnp.cumsum(v) / 2, lambda v, s: jnp.cos(v + s)]
-    return {"v": lax.switch(x["i"] % 3, branches, x["v"], x["s"])}
+    return {"v": lax.switch(i % 3, branches, v, s)}
 
 
-@step()
-def scanned_choice(x, w):
+def scanned_choice(s, v):
     def body(a, b):
         return lax.cond(a > 0.3, lambda a: jnp.sin(a) * b, lambda a: a * a + 0.2, a), a
 
-    s, v = lax.scan(body, x["s"], x["v"])
+    s, v = lax.scan(body, s, v)
     return {"s": s, "v": v}
 
 
-@step()
-def remembered(x, w):
-    s, v = jax.checkpoint(lambda s, v: (jnp.tanh(s * v[0]), jnp.sin(v) * s))(x["s"], x["v"])
-    return {"s": s, "v": v}
-
-
-@step()
-def compiled(x, w):
-    return {"v": jax.jit(lambda v, w: jnp.tanh(v * w[1]))(x["v"], w)}
-
-
-# Custom rules. These say what the derivative is; `RULES` are a quarter off, to be seen.
+# Custom rules. They say what the derivative is, or, in `RULES`, a quarter more, to be seen.
 
 
 def _with_jvp(factor: float) -> Callable[[jax.Array], jax.Array]:
@@ -254,24 +117,49 @@ def _with_vjp(factor: float) -> Callable[[jax.Array], jax.Array]:
     return fun
 
 
-@step()
-def jvp_rule(x, w):
-    return {"v": _with_jvp(1.0)(x["v"])}
-
-
-@step()
-def vjp_rule(x, w):
-    return {"v": _with_vjp(1.0)(x["v"])}
-
-
-@step()
-def other_jvp_rule(x, w):
-    return {"v": _with_jvp(1.25)(x["v"])}
-
-
-@step()
-def other_vjp_rule(x, w):
-    return {"s": _with_vjp(1.25)(x["s"])}
+Step = Callable[..., Item]
+USUAL: dict[str, Step] = {
+    "sine": lambda s, v: {"v": jnp.sin(v) * s + v},
+    "product": lambda s, v: {"v": jnp.tanh(v * v * s), "s": jnp.cos(s)},
+    "choice": lambda s, v: {"v": jnp.where(v > s, v * s, jnp.maximum(v, 0.1))},
+    "logsumexp": lambda s, v: {"s": jax.nn.logsumexp(v * s)},
+    "softmax": lambda s, v: {"v": jax.nn.softmax(v + s) + v},
+    "maximum": lambda v: {"s": jnp.max(v) * 0.5, "v": v - jnp.mean(v)},
+    "norm": lambda v: {"s": jnp.sqrt(jnp.sum(v**2) + 0.5)},
+    "prefix_sums": lambda s, v: {"v": jnp.tanh(jnp.cumsum(v) * s)},
+    "prefix_products": lambda v: {"v": jnp.cumprod(jnp.cos(v)) + v},
+    "ordered": lambda v: {"v": jnp.sort(v) * jnp.arange(1, 1 + v.size, dtype=v.dtype) / 3},
+    "stopped": lambda s, v: {
+        "v": v * lax.stop_gradient(jnp.cos(v)),
+        "s": s + lax.stop_gradient(v[0]),
+    },
+    "rolled": lambda s, v: {"v": jnp.concatenate([v[1:], s[None]])},
+    "contracted": lambda v, w: {"v": jnp.tanh(w.T @ (w @ v))},
+    "solved": solved,
+    "looked_up": lambda v, i, w: {"v": v * w[i % 3], "i": i + 1},
+    "gathered": lambda s, v, i: {"s": s * 0.5 + v[i % v.size]},
+    "scattered": lambda s, v, i: {"v": v.at[i % v.size].add(jnp.sin(s))},
+    "largest": lambda v, i: {"i": jnp.argmax(v).astype(jnp.int32) + i},
+    "narrow_integer": lambda s, b: {"s": s + b.astype(s.dtype) / 7, "b": b * 3 % 5},
+    "narrow_float": lambda v, h: {"v": v * jnp.cos(h.astype(v.dtype)), "h": v.astype(h.dtype)},
+    "turned": turned,
+    "noise": noise,
+    "folded_noise": folded_noise,
+    "scanned": scanned,
+    "scanned_back": scanned_back,
+    "looped": lambda s, v, w: {"v": lax.fori_loop(0, 3, lambda n, v: jnp.sin(v) * w[n] + s, v)},
+    "either": lambda s, v, w: {"v": lax.cond(s > 0.2, jnp.sin, lambda v: v * w[0], v)},
+    "one_of": one_of,
+    "scanned_choice": scanned_choice,
+    "remembered": jax.checkpoint(lambda s, v: {"s": jnp.tanh(s * v[0]), "v": jnp.sin(v) * s}),
+    "compiled": lambda v, w: {"v": jax.jit(lambda v, w: jnp.tanh(v * w[1]))(v, w)},
+    "jvp_rule": lambda v: {"v": _with_jvp(1.0)(v)},
+    "vjp_rule": lambda v: {"v": _with_vjp(1.0)(v)},
+}
+RULES: dict[str, Step] = {
+    "other_jvp_rule": lambda v: {"v": _with_jvp(1.25)(v)},
+    "other_vjp_rule": lambda s: {"s": _with_vjp(1.25)(s)},
+}
 
 
 # Loops that each item ends by itself. Plain JAX has no reverse mode of them; where it is asked for
@@ -300,147 +188,130 @@ def times(n: jax.Array, body: Any, init: Any, most: int) -> Any:
     return loop(lambda s: s[0] < n, lambda s: (s[0] + 1, body(*s)), state, most)[1]
 
 
-@step()
-def until_small(x, w):
+def until_small(v, w):
     turned = jnp.tanh(w[0])  # else some would never end
-    v = loop(lambda v: v @ v > 0.5, lambda v: jnp.sin(v * turned) * 0.9, x["v"], 12)
-    return {"v": v + x["v"]}
+    return {"v": loop(lambda v: v @ v > 0.5, lambda v: jnp.sin(v * turned) * 0.9, v, 12) + v}
 
 
-@step("i")
-def some_times(x, w):
+def some_times(s, v, i):
     def body(n, state):
         s, v = state
         return lax.cond(s > n.astype(s.dtype) / 9, jnp.cos, lambda s: s * v[0], s), v * s
 
-    s, v = times(x["i"] % 5, body, (x["s"], x["v"]), 4)
+    s, v = times(i % 5, body, (s, v), 4)
     return {"s": jnp.tanh(s), "v": jnp.tanh(v / 16)}  # not 1, which rounding makes of some only
 
 
-@step("i")
-def many_times(x, w):  # more than the 32 carries that a reverse pass stores
+def many_times(s, i, w):  # more than the 32 carries that a reverse pass stores
     drift = jnp.tanh(w[0, 0]) / 50
-    return {"s": times(x["i"] % 7 * 9, lambda n, s: jnp.sin(s) * 0.98 + drift, x["s"], 54)}
+    return {"s": times(i % 7 * 9, lambda n, s: jnp.sin(s) * 0.98 + drift, s, 54)}
 
 
-@step("i")
-def nested_times(x, w):
+def nested_times(s, i, w):
     def outer(n, s):
         s = loop(lambda s: s * s > 0.1, lambda s: s * (0.7 + 0.1 * jnp.cos(s)), s, 24)
         return s + jnp.tanh(w[0, 0]) + n.astype(s.dtype) / 3
 
-    return {"s": times(x["i"] % 4, outer, jnp.tanh(x["s"]) * 2, 3)}
+    return {"s": times(i % 4, outer, jnp.tanh(s) * 2, 3)}
 
 
-@step("i")
-def times_in_a_scan(x, w):
+def times_in_a_scan(s, v, i):
     def body(s, a):
-        return times(x["i"] % 4, lambda n, s: jnp.sin(s * a) + 0.1, s, 3), s * a
+        return times(i % 4, lambda n, s: jnp.sin(s * a) + 0.1, s, 3), s * a
 
-    s, v = lax.scan(body, x["s"], x["v"])
+    s, v = lax.scan(body, s, v)
     return {"s": s, "v": v}
+
+
+def named(*steps: Step) -> dict[str, Step]:
+    return {step.__name__: step for step in steps}
+
+
+ENDS = named(until_small, some_times, many_times, nested_times, times_in_a_scan)
 
 
 # Items of unlike length: no step depends on how many rows `mask` leaves out, or on what they hold.
 
 
-@step()
-def row_sum(x, w):
-    return {"s": jnp.tanh(jnp.sum(jnp.sin(x["v"]), where=x["mask"]) + x["s"])}
+def row_mean(s, v, mask):
+    count = jnp.maximum(jnp.sum(mask), 1).astype(v.dtype)
+    mean = jnp.sum(v, where=mask) / count
+    return {"v": v - mean, "s": s / 2 + mean}
 
 
-@step()
-def row_mean(x, w):
-    count = jnp.maximum(jnp.sum(x["mask"]), 1).astype(x["v"].dtype)
-    mean = jnp.sum(x["v"], where=x["mask"]) / count
-    return {"v": x["v"] - mean, "s": x["s"] / 2 + mean}
-
-
-@step()
-def row_maximum(x, w):
+def row_maximum(s, v, mask):
     # Of no rows, the derivative of `jnp.max` is 0 / 0.
-    least = jnp.full((1,), -1, x["v"].dtype)
-    rows = jnp.where(x["mask"], x["v"], jnp.full_like(x["v"], -1))
-    return {"s": x["s"] / 2 + jnp.max(jnp.concatenate([rows, least])) / 2}
+    rows = jnp.where(mask, v, jnp.full_like(v, -1))
+    return {"s": s / 2 + jnp.max(jnp.concatenate([rows, jnp.full((1,), -1, v.dtype)])) / 2}
 
 
-@step()
-def row_pairs(x, w):
-    pairs = jnp.sin(x["v"][:, None] - x["v"][None])
-    return {"v": x["v"] + jnp.sum(pairs, 1, where=x["mask"][None]) / 4}
+def row_pairs(v, mask):
+    pairs = jnp.sin(v[:, None] - v[None])
+    return {"v": v + jnp.sum(pairs, 1, where=mask[None]) / 4}
 
 
-@step()
-def row_scan(x, w):
+def row_scan(s, v, mask):
     def body(a, row):
         v, is_real = row
         return jnp.where(is_real, jnp.sin(a) * v + 0.1, a), a * v
 
-    s, v = lax.scan(body, x["s"], (x["v"], x["mask"]))
+    s, v = lax.scan(body, s, (v, mask))
     return {"s": s, "v": v}
 
 
-@step("r")
-def row_products(x, w):
-    return {"v": jnp.tanh(x["r"] @ w[0]) + x["v"], "r": x["r"] * x["v"][:, None]}
+def row_turns(v, c, mask):
+    c = c * lax.complex(jnp.cos(v), jnp.sin(v))
+    return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c), where=mask))}
 
 
-@step("r")
-def row_matrix(x, w):
-    return {"s": jnp.tanh(jnp.sum(x["r"] @ w.T, where=x["mask"][:, None]) + x["s"])}
-
-
-@step("i")
-def row_count(x, w):
-    return {"i": x["i"] + jnp.sum(x["mask"], dtype=jnp.int32)}
-
-
-@step("e")
-def other_rows(x, w):
-    s = jnp.sum(jnp.cos(x["e"]) * x["s"], where=x["others"])
-    return {"s": jnp.tanh(s), "e": x["e"] * x["s"]}
-
-
-@step("c")
-def row_turns(x, w):
-    c = x["c"] * lax.complex(jnp.cos(x["v"]), jnp.sin(x["v"]))
-    return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c), where=x["mask"]))}
-
-
-@step()
-def until_rows_end(x, w):
-    count, places = jnp.sum(x["mask"], dtype=jnp.int32), jnp.arange(x["v"].size, dtype=jnp.int32)
+def until_rows_end(s, v, mask):
+    count, places = jnp.sum(mask, dtype=jnp.int32), jnp.arange(v.size, dtype=jnp.int32)
 
     def body(state):
         n, s = state
-        return n + 1, jnp.sin(s) + jnp.sum(x["v"], where=places == n) / 2
+        return n + 1, jnp.sin(s) + jnp.sum(v, where=places == n) / 2
 
-    start = jnp.zeros_like(count), x["s"]
-    return {"s": loop(lambda state: state[0] < count, body, start, x["v"].size)[1]}
+    start = jnp.zeros_like(count), s
+    return {"s": loop(lambda state: state[0] < count, body, start, v.size)[1]}
 
+
+ROW_STEPS: dict[str, Step] = {
+    "row_sum": lambda s, v, mask: {"s": jnp.tanh(jnp.sum(jnp.sin(v), where=mask) + s)},
+    **named(row_mean, row_maximum, row_pairs, row_scan),
+    "row_products": lambda v, r, w: {"v": jnp.tanh(r @ w[0]) + v, "r": r * v[:, None]},
+    "row_matrix": lambda s, r, w, mask: {"s": jnp.tanh(jnp.sum(r @ w.T, where=mask[:, None]) + s)},
+    "row_count": lambda i, mask: {"i": i + jnp.sum(mask, dtype=jnp.int32)},
+    "other_rows": lambda s, e, others: {
+        "s": jnp.tanh(jnp.sum(jnp.cos(e) * s, where=others)),
+        "e": e * s,
+    },
+    "row_turns": row_turns,
+}
+STEPS = USUAL | RULES | ENDS | ROW_STEPS | named(until_rows_end)
 
 # Drawn more often, for most that ever went wrong is here.
 CONTROL = ("scanned", "either", "one_of", "scanned_choice", "remembered", "jvp_rule", "vjp_rule")
-RULES = ("other_jvp_rule", "other_vjp_rule")
 ONLY_REVERSE = ("vjp_rule", "other_vjp_rule")
-ENDS = ("until_small", "some_times", "many_times", "nested_times", "times_in_a_scan")
-ROW_STEPS = (
-    "row_sum", "row_mean", "row_maximum", "row_pairs", "row_scan", "row_products", "row_matrix",
-    "row_count", "other_rows", "row_turns",
-)  # fmt: skip
 # Of the other steps, those that items of any length may take, without looking at the mask.
 OF_ANY_LENGTH = (
-    "sine", "product", "choice", "prefix_sums", "prefix_products", "narrow_integer", "narrow_float",
-    "folded_noise", "jvp_rule", "vjp_rule", "other_jvp_rule", "other_vjp_rule",
-)  # fmt: skip
+    *("sine", "product", "choice", "prefix_sums", "prefix_products", "narrow_integer"),
+    *("narrow_float", "folded_noise", "jvp_rule", "vjp_rule", *RULES),
+)
 ROW_ENDS = ("many_times", "nested_times", "until_rows_end")
 
 
-def apply(steps: tuple[str, ...], item: Item, w: jax.Array) -> Item:
+def read_by(*steps: str) -> list[str]:
+    """Return the leaves of an item that any of these steps takes, and those that each item has."""
+    names = [name for step in steps for name in inspect.signature(STEPS[step]).parameters]
+    return [*dict.fromkeys(["s", "v", *(name for name in names if name in RANKS)])]
+
+
+def apply(steps: tuple[str, ...], w: jax.Array, item: Item) -> Item:
     """Run the kernel on one item; the result has the leaves of the item, with their dtypes."""
     item = dict(item)
     for name in steps:
-        item.update(STEPS[name][1](item, w))
+        step, known = STEPS[name], item | {"w": w}
+        item |= step(*(known[parameter] for parameter in inspect.signature(step).parameters))
     return item
 
 
@@ -451,10 +322,7 @@ def by_chunked_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool
     in_axes = ({name: program.layout[name] for name in arrays},)
     options = dict(program.options)
     out_axes, chunk_size = options.pop("out_axes"), options.pop("chunk_size")
-
-    def kernel(item: Item) -> Item:
-        return apply(program.steps, item, w)
-
+    kernel = functools.partial(apply, program.steps, w)
     out = {name: 0 if RANKS[name] == 0 else out_axes for name in arrays}
     if plain:
         return jax.vmap(kernel, in_axes, out)(arrays)
@@ -481,19 +349,8 @@ def by_auto_vmap(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -
 
 def _outputs(program: Program, w: jax.Array, item: Item) -> Item:
     """Return what one item is, and whether it counts, if that is asked for."""
-    out = apply(program.steps, item, w)
+    out = apply(program.steps, w, item)
     return out | {"ok": out["s"] > -0.2} if "where" in program.options else out
-
-
-SUMS: dict[str, Any] = {
-    "sum": jnp.sum,
-    "prod": jnp.prod,
-    "mean": jnp.mean,
-    "max": jnp.max,
-    "min": jnp.min,
-    "any": jnp.any,
-    "all": jnp.all,
-}
 
 
 def _reduced(program: Program, out: Item) -> Item:
@@ -511,7 +368,7 @@ def _reduced(program: Program, out: Item) -> Item:
         counts = {}
         if "where" in options:
             counts["where"] = out["ok"].reshape(*out["ok"].shape, *(1,) * (x.ndim - ndim))
-        return SUMS[how[name]](x, axes, **counts)
+        return getattr(jnp, how[name])(x, axes, **counts)
 
     return {name: reduced(name, x) for name, x in out.items()}
 
@@ -569,7 +426,7 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
         rows = {name: jnp.asarray(xs[min(number, len(xs) - 1)]) for name, xs in own.items()}
         pairs = {"mask": "v", "others": "e"}.items()
         masks = {mask: jnp.ones(len(rows[name]), bool) for mask, name in pairs if name in rows}
-        one = functools.partial(_joined, kernel, rows | masks)
+        one = functools.partial(lambda own, item: kernel(own | item), rows | masks)
         for _ in range(axis):
             one = jax.vmap(one)
         outs.append(one({n: x[(slice(None),) * axis + (number,)] for n, x in wide.items()}))
@@ -583,17 +440,10 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
     return _reduced(program, {name: together(name) for name in outs[0]})
 
 
-def _joined(kernel: Any, rows: Item, item: Item) -> Item:
-    return kernel(item | rows)
-
-
 def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
     if plain:
         return by_auto_vmap(program, arrays, w, plain=True)
-
-    def kernel(item: Item) -> Item:
-        return apply(program.steps, item, w)
-
+    kernel = functools.partial(apply, program.steps, w)
     mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.given_options())(kernel)
     with tempfile.TemporaryDirectory() as out:
         bounds = {"memory_limit": "5 MB", "progress": False}
@@ -608,7 +458,7 @@ def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any
         parts[program.layout[name]][name] = x
 
     def body(carry: Item, x: Item) -> tuple[Item, Item]:
-        new = apply(program.steps, parts["shared"] | x | carry, w)
+        new = apply(program.steps, w, parts["shared"] | x | carry)
         y = {name: leaf for name, leaf in new.items() if name not in parts["shared"]}
         # Bounded, because rounding errors grow in a chaotic loop, and an overflow gives NaN.
         return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
@@ -643,6 +493,8 @@ CALLERS: dict[str, Any] = {
     "ragged": by_ragged,
 }
 
+OF_ANY_SHAPE = ("auto_vmap", "stream", "ragged")
+
 
 # The transformations: of `f`, which maps the arrays that have a derivative to those that have one
 # (and, for `value`, to all), at `p` along `t`.
@@ -663,16 +515,11 @@ def _grad(f: Any) -> Any:
     return jax.grad(lambda p: total(f(p)))
 
 
-def _reals(p: Item) -> tuple[Item, Item]:
-    """Split off what a Jacobian cannot be taken of."""
-    complex_ = {name: x for name, x in p.items() if jnp.iscomplexobj(*jax.tree.leaves(x))}
-    return {name: x for name, x in p.items() if name not in complex_}, complex_
-
-
 def _jacobian(jacobian: Any) -> Any:
     def transformed(f: Any, p: Item, t: Item) -> Any:
-        reals, rest = _reals(p)
-        return jacobian(lambda reals: total(f(reals | rest)))(reals)
+        # There is none of a complex number.
+        reals = {n: x for n, x in p.items() if not jnp.iscomplexobj(*jax.tree.leaves(x))}
+        return jacobian(lambda reals: total(f(p | reals)))(reals)
 
     return transformed
 
@@ -808,19 +655,17 @@ class Program:
 
     def simpler(self) -> Iterator[Program]:
         """Yield programs with less in them, those with much less first."""
-        changes: list[dict[str, Any]] = []
         count = len(self.steps)
-        if count > 1:
-            halves = self.steps[: count // 2], self.steps[count // 2 :]
-            each = [self.steps[:n] + self.steps[n + 1 :] for n in range(count)]
-            changes += [{"steps": steps} for steps in (*halves, *each)]
-        needed = {"s", "v", *" ".join(STEPS[name][0] for name in self.steps).split()}
-        if not needed >= self.layout.keys():
-            changes += [{"layout": {n: x for n, x in self.layout.items() if n in needed}}]
+        halves = [self.steps[: count // 2], self.steps[count // 2 :]] if count > 1 else []
+        each = [self.steps[:n] + self.steps[n + 1 :] for n in range(count) if count > 1]
+        changes: list[dict[str, Any]] = [{"steps": steps} for steps in (*halves, *each)]
+        needed = read_by(*self.steps)
+        if not {*needed} >= self.layout.keys():
+            changes.append({"layout": {n: x for n, x in self.layout.items() if n in needed}})
         is_simple = self.transformation in SIMPLE
         simple = SIMPLE[: SIMPLE.index(self.transformation)] if is_simple else SIMPLE
         changes += [{"transformation": name} for name in simple]
-        changes += [{"length": n} for n in range(1, self.length)] if self.length else []
+        changes += [{"length": n} for n in range(1, self.length)]
         changes += [{"core": n} for n in range(1, self.core)]
         changes += [{"jit": True}, {"x64": True}, {"optimize": False}]
         for name in self.options:
@@ -834,9 +679,7 @@ class Program:
         for name, place in self.layout.items():
             if self.caller == "chunked_vmap":
                 changes.append({"layout": self.layout | {name: 0}})
-            elif (
-                self.caller in ("auto_vmap", "stream", "ragged") and type(place) is tuple and place
-            ):
+            elif self.caller in OF_ANY_SHAPE and type(place) is tuple and place:
                 changes.append({"layout": self.layout | {name: place[1:]}})
         count = len(self.rows)
         changes += [{"rows": self.rows[:n] + self.rows[n + 1 :]} for n in range(count) if count > 1]
@@ -873,7 +716,7 @@ class Program:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         core, where = self.core_shape(name), self.layout[name]
-        if self.caller in ("auto_vmap", "stream", "ragged"):
+        if self.caller in OF_ANY_SHAPE:
             return (*self._sides(name), *core)
         if self.caller != "chunked_vmap":
             return (self.length, *core) if where == "xs" else core
@@ -1001,7 +844,7 @@ def draw(seed: int, kind: str = "calls") -> Program:
     more = _draw_names(rng, kind, in_rows=in_rows)
     steps = _draw_steps(rng, kind, in_rows=in_rows, has_ends="lockstep" in more)
     caller = "ragged" if in_rows else rng.choice(KINDS[kind])
-    leaves = ["s", "v", *dict.fromkeys(" ".join(STEPS[name][0] for name in steps).split())]
+    leaves = read_by(*steps)
     length = rng.choice([1, 3, 5, 5, 6, 7, 7, 12, 13])
     layout, options = _DRAWS[caller](rng, leaves, length)
     options = {} if kind == "pairs" else options
@@ -1062,7 +905,7 @@ def _draw_names(rng: random.Random, kind: str, *, in_rows: bool) -> list[str]:
 def _draw_steps(rng: random.Random, kind: str, *, in_rows: bool, has_ends: bool) -> tuple[str, ...]:
     left_out = [*RULES, *ENDS, *ROW_STEPS, *ROW_ENDS]
     if kind == "streams":  # zarr stores no keys
-        left_out += [name for name, (needs, _) in STEPS.items() if "key" in needs]
+        left_out += [name for name in STEPS if "key" in read_by(name)]
     names = [name for name in STEPS if name not in left_out]
     if in_rows:
         names = [*ROW_STEPS, *OF_ANY_LENGTH]
@@ -1073,7 +916,7 @@ def _draw_steps(rng: random.Random, kind: str, *, in_rows: bool, has_ends: bool)
     if kind == "rules" or has_ends:
         at = rng.randint(0, len(steps))
         ends = ROW_ENDS if in_rows else ENDS
-        steps = (*steps[:at], rng.choice(ends if has_ends else RULES), *steps[at:])
+        steps = (*steps[:at], rng.choice([*(ends if has_ends else RULES)]), *steps[at:])
     return steps
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import programs
 from helpers import at_each_run, weekly
-from programs import Program, draw
+from programs import KINDS, Program, draw
 from rankax import clear_caches
 from rankax.core.trace import fingerprint
 from shrink import failure, smaller
@@ -19,51 +19,42 @@ from shrink import failure, smaller
 COUNT = int(os.environ.get("RANKAX_PROGRAMS", "12"))
 
 
-def seeds(first, count, *, at_each_run):
-    """Return seeds for `parametrize`; each week, the others run beside thousands that are new."""
-    return [first + n if n < at_each_run else weekly(first + n) for n in range(count)]
+def cases(first, count=COUNT, **at_each_run):
+    """Return kinds and seeds; each week, more of them run, beside thousands that are new."""
+    return [
+        (kind, first + n) if n < quick else weekly(kind, first + n)
+        for kind, quick in at_each_run.items()
+        for n in range(count)
+    ]
 
 
-@pytest.mark.parametrize("seed", seeds(0, COUNT, at_each_run=3))
-def test_equals_plain_jax(seed):
-    program = draw(seed)
+def check(kind, seed, how=Program.check):
+    program = draw(seed, kind)
     print(program)
-    program.check()
+    how(program)
 
 
-@pytest.mark.parametrize("seed", seeds(10**6, 3 * COUNT, at_each_run=4))
-def test_traces_like_plain_jax(seed):
-    program = draw(seed)
-    print(program)
-    program.check_types()
+OF_OTHER_KINDS = cases(2 * 10**6, lanes=1, streams=1, reverse=0, batches=0, ragged=0, pairs=0)
 
 
-@pytest.mark.parametrize("seed", seeds(4 * 10**6, COUNT, at_each_run=3))
-def test_eager_calls_find_their_own_programs(seed):
-    program = draw(seed)
-    print(program)
-    program.check_reuse()
-
-
-KINDS = ["lanes", "reverse", "streams", "batches", "ragged", "pairs"]
-
-
-@pytest.mark.parametrize("kind", at_each_run(["lanes", "streams"], {kind: kind for kind in KINDS}))
-@pytest.mark.parametrize("seed", seeds(2 * 10**6, COUNT, at_each_run=1))
-def test_other_kinds_equal_plain_jax(kind, seed):
+@pytest.mark.parametrize(("kind", "seed"), cases(0, calls=3) + OF_OTHER_KINDS)
+def test_equals_plain_jax(kind, seed):
     if kind == "streams":
         pytest.importorskip("zarr")
-    program = draw(seed, kind)
-    print(program)
-    program.check()
+    check(kind, seed)
 
 
-@pytest.mark.parametrize("kind", ["reverse", "batches", "ragged", "pairs"])
-@pytest.mark.parametrize("seed", seeds(3 * 10**6, COUNT, at_each_run=1))
-def test_other_kinds_trace_like_plain_jax(kind, seed):
-    program = draw(seed, kind)
-    print(program)
-    program.check_types()
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    cases(10**6, 3 * COUNT, calls=3) + cases(3 * 10**6, reverse=1, batches=1, ragged=1, pairs=1),
+)
+def test_traces_like_plain_jax(kind, seed):
+    check(kind, seed, Program.check_types)
+
+
+@pytest.mark.parametrize(("kind", "seed"), cases(4 * 10**6, calls=2))
+def test_eager_calls_find_their_own_programs(kind, seed):
+    check(kind, seed, Program.check_reuse)
 
 
 # What was wrong once, made small.
@@ -92,37 +83,16 @@ def test_once_wrong(program):
     program.check()
 
 
-@pytest.mark.parametrize("kind", programs.KINDS)
-def test_everything_is_drawn(kind):
-    drawn = [draw(seed, kind) for seed in range(2000)]
-    assert {name for program in drawn for name in program.steps} == _steps(kind)
-    callers = {*programs.KINDS[kind]} | ({"ragged"} if kind == "pairs" else set())
-    assert {program.caller for program in drawn} == callers
-    expected = {
-        "rules": programs.TRANSFORMATIONS.keys() - {*programs.FORGETFUL},
-        "lanes": {*programs.FORWARD},
-        "reverse": {*programs.ONCE_REVERSE},
-        "streams": {"value"},
-    }
-    used = {program.transformation for program in drawn}
-    assert used == {*expected.get(kind, programs.TRANSFORMATIONS)}
-
-
-def _steps(kind):
-    """Return the steps that programs of this kind take."""
-    of_rows = {*programs.ROW_STEPS, *programs.OF_ANY_LENGTH, *programs.ROW_ENDS}
-    if kind in ("ragged", "pairs"):
-        return of_rows if kind == "ragged" else {*programs.STEPS}
-    left_out = {*programs.ROW_STEPS, "until_rows_end"}
-    left_out |= {*programs.ENDS} if kind in ("calls", "rules", "batches") else set()
-    left_out |= {*programs.RULES} if kind != "rules" else set()
-    left_out |= {"noise", "folded_noise"} if kind == "streams" else set()
-    return programs.STEPS.keys() - left_out
+def test_everything_is_drawn():
+    drawn = [draw(seed, kind) for kind in KINDS for seed in range(300)]
+    assert {name for program in drawn for name in program.steps} == programs.STEPS.keys()
+    assert {program.caller for program in drawn} == programs.CALLERS.keys()
+    assert {program.transformation for program in drawn} == programs.TRANSFORMATIONS.keys()
 
 
 def test_every_pair_of_options_is_drawn():
     options = {*programs.MORE} - {"split key"} | {"split", "rows"}
-    drawn = (sorted(options_of(draw(seed, "pairs"))) for seed in range(2000))
+    drawn = (sorted(options_of(draw(seed, "pairs"))) for seed in range(1000))
     pairs = {pair for names in drawn for pair in itertools.combinations(names, 2)}
     refused = {("batched", "lockstep"), ("batched", "rows")}
     assert pairs == {*itertools.combinations(sorted(options), 2)} - refused
@@ -143,29 +113,25 @@ SMALL = Program(
 )
 
 
-def test_a_wrong_number_is_seen(monkeypatch):
-    SMALL.check()
-    right = programs.by_chunked_vmap
-
-    def wrong(program, arrays, w, *, plain):
-        out = right(program, arrays, w, plain=plain)
-        return out if plain else out | {"v": out["v"].at[2, 0].multiply(1 + 1e-5)}
-
-    monkeypatch.setitem(programs.CALLERS, "chunked_vmap", wrong)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        SMALL.check()
-
-
-def test_a_wrong_dtype_is_seen(monkeypatch):
-    right = programs.by_chunked_vmap
-
-    def wrong(program, arrays, w, *, plain):
-        out = right(program, arrays, w, plain=plain)
-        return out if plain else out | {"v": out["v"].astype("float32")}
-
-    monkeypatch.setitem(programs.CALLERS, "chunked_vmap", wrong)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda v: v.at[2, 0].multiply(1 + 1e-5), "Mismatched elements"),
+        (lambda v: v.astype("float32"), "'v'"),
+    ],
+    ids=["number", "dtype"],
+)
+def test_what_is_wrong_is_seen(change, text, monkeypatch):
     program = dataclasses.replace(SMALL, transformation="value")
-    with pytest.raises(AssertionError, match="'v'"):
+    program.check()
+    right = programs.by_chunked_vmap
+
+    def wrong(program, arrays, w, *, plain):
+        out = right(program, arrays, w, plain=plain)
+        return out if plain else out | {"v": change(out["v"])}
+
+    monkeypatch.setitem(programs.CALLERS, "chunked_vmap", wrong)
+    with pytest.raises(AssertionError, match=text):
         program.check()
 
 
@@ -173,36 +139,22 @@ def test_a_program_of_another_call_is_seen(monkeypatch):
     clear_caches()
     SMALL.check_reuse()
     monkeypatch.setattr(fingerprint, "_of_literal", lambda literal, _: literal.aval)
-    monkeypatch.setitem(programs.STEPS, "sine", ("", scaled(1.0)))
+    monkeypatch.setitem(programs.STEPS, "sine", lambda v: {"v": 1.0 * v})
     SMALL.check_reuse()
-    monkeypatch.setitem(programs.STEPS, "sine", ("", scaled(2.0)))
+    monkeypatch.setitem(programs.STEPS, "sine", lambda v: {"v": 2.0 * v})
     with pytest.raises(RuntimeError, match="program of an earlier call"):
         SMALL.check_reuse()
     clear_caches()
-
-
-def scaled(number):
-    return lambda item, _: item | {"v": number * item["v"]}
 
 
 def test_what_fails_is_made_small():
     def check(program):
         assert "sine" not in program.steps or program.options["chunk_size"] < 2, "3.5 is wrong"
 
-    first = draw(next(n for n in range(10**6) if large_with_sine(draw(n))))
+    options = {"chunk_size": 4, "out_axes": 1, "checkpoint": False}
+    steps, layout = ("product", "sine", "noise"), {"s": 0, "v": 1, "key": 0}
+    first = Program("chunked_vmap", steps, layout, options, "grad of vmap", 7, x64=False)
     small = smaller(first, check)
-    assert small.steps == ("sine",)
-    assert small.layout == {"s": 0, "v": 0}
-    assert small.options == {"chunk_size": 2, "out_axes": 0, "checkpoint": True}
-    assert (small.transformation, small.length, small.core) == ("value", 1, 1)
-    assert (small.jit, small.x64, small.optimize) == (True, True, False)
+    least = {"chunk_size": 2, "out_axes": 0, "checkpoint": True}
+    assert small == Program("chunked_vmap", ("sine",), {"s": 0, "v": 0}, least, "value", 1, core=1)
     assert failure(small, check) == failure(first, check) == "AssertionError: # is wrong"
-
-
-def large_with_sine(program):
-    return (
-        program.caller == "chunked_vmap"
-        and len(program.steps) == 3
-        and program.steps.count("sine") == 1
-        and program.options["chunk_size"] > 2
-    )

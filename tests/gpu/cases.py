@@ -1,12 +1,33 @@
 # SPDX-License-Identifier: MIT
-"""The calls of `benchmarks/program_cases.py`, with shapes on a GPU, and gradients of any call."""
+"""The calls of `benchmarks/program_cases.py`, kernels, and gradients of any call."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
+import h100
 from h100 import shaped
+from hlo import read
 from program_cases import CASES, NO_GRADIENT
+
+
+def halved(x):
+    return lax.while_loop(lambda x: x > 0.3, lambda x: x / 2, x)
+
+
+def noisy(key, x):
+    return x * jax.random.normal(key, x.shape)
+
+
+def distance(x, y):
+    return jnp.sum((x - y) ** 2)
+
+
+def compiled(fun, *args):
+    """Return what `hlo` reads of a program for an H100."""
+    return read(h100.compiled(fun, *args))
+
 
 # It measures a chunk, which needs a device: see `test_pairs.py`.
 ELSEWHERE = {"auto_vmap, memory_limit"}

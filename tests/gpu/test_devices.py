@@ -10,10 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-import h100
-from cases import modes, mostly_weekly
+from cases import compiled, distance, halved, modes, mostly_weekly, noisy
 from h100 import mesh_of, shaped
-from hlo import read
 from rankax import SplitKey, auto_vmap
 from rankax.reductions import BottomK, Moments
 
@@ -24,18 +22,6 @@ ROWS = 100  # kept beside those that the devices share
 
 def layer(x, w):
     return jnp.sum(jnp.tanh(w @ x))
-
-
-def distance(x, y):
-    return jnp.sum((x - y) ** 2)
-
-
-def halved(x):
-    return lax.while_loop(lambda x: x > 0.3, lambda x: x / 2, x)
-
-
-def noisy(key, x):
-    return x * jax.random.normal(key, x.shape)
 
 
 def on(mesh, uneven):
@@ -78,7 +64,7 @@ def programs(mesh, name, uneven=0):
     fun, args = on(mesh, uneven)[name]
     for mode, call in modes(name, fun, args):
         with jax.set_mesh(mesh):
-            yield mode, read(h100.compiled(call, *args))
+            yield mode, compiled(call, *args)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +89,7 @@ def test_a_state_of_two_arrays_is_sent_in_two():
         1, 1, reduce="logsumexp", reduce_axis=0, chunk_size=SIZE, devices=PartitionSpec("d")
     )(distance)
     with jax.set_mesh(mesh):
-        program = read(h100.compiled(lambda x, y: kernel(x[:, None], y), split, rows))
+        program = compiled(lambda x, y: kernel(x[:, None], y), split, rows)
     assert (program.collectives, program.collectives_in_loops) == (2, 0)
 
 
@@ -132,5 +118,5 @@ def test_a_collective_in_a_loop_would_be_seen():
 
         return lax.scan(step, jnp.float32(0), x)[0]
 
-    program = read(h100.compiled(summed, shaped(10, 64, mesh=mesh, spec=(None, "d"))))
+    program = compiled(summed, shaped(10, 64, mesh=mesh, spec=(None, "d")))
     assert program.collectives_in_loops == 1

@@ -8,18 +8,14 @@ launches. A conditional costs none: it is part of a CUDA graph.
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
+import cases
 import h100
-from hlo import read
+from cases import halved
 from lockstep import oscillator
 from rankax import auto_vmap
 
 ITEMS = 100_000
-
-
-def halved(x):
-    return lax.while_loop(lambda x: x > 0.3, lambda x: x / 2, x)
 
 
 def end(x):
@@ -35,7 +31,7 @@ def gradient(mapped):
 
 
 def compiled(fun, items=ITEMS):
-    return read(h100.compiled(fun, h100.shaped(items)))
+    return cases.compiled(fun, h100.shaped(items))
 
 
 def lengths(loops, depth=0):
@@ -50,9 +46,7 @@ def lengths(loops, depth=0):
 def test_the_host_waits_once_in_eight_rounds(kernel, step):
     """Before, it waited in each round, and inside it once more in two steps of the loop.
 
-    There were 4096 lanes, and a round was 14 kernels for the first kernel here, and 15 for the
-    second; two steps were 3 and 10. With 65,536 lanes, XLA sums in two kernels, so a round is a few
-    more, and for the oscillator there are a fifth as many rounds.
+    With 65,536 lanes, XLA sums in two kernels, so a round is a few more kernels than with 4096.
     """
     (outer,) = compiled(lanes(kernel)).loops
     (rounds,) = outer.loops

@@ -5,12 +5,9 @@ as many items, besides what the table allows."""
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
-import h100
-from cases import gradient, modes, mostly_weekly
+from cases import compiled, gradient, modes, mostly_weekly, noisy
 from h100 import shaped
-from hlo import read
 from rankax import (
     Ragged,
     SplitKey,
@@ -35,10 +32,6 @@ def near(x):
     return jnp.sum(jnp.tanh(x[:, None] * x[None]))
 
 
-def halved(x):
-    return lax.while_loop(lambda x: x > 0.3, lambda x: x / 2, x)
-
-
 def step(carry, x):
     carry = carry + 0.1 * jnp.sin(x - carry)
     return carry, carry
@@ -50,10 +43,6 @@ def vectors(count):
 
 def key(count):
     return shaped(dtype=jax.random.key(0).dtype), shaped(count, 8)
-
-
-def noisy(key, x):
-    return x * jax.random.normal(key, x.shape)
 
 
 def network(x):
@@ -91,6 +80,18 @@ CASES = {
         chunked_reduce(lambda x: {"v": near(x), "ok": x[0] > 0}, "sum", SIZE, where="ok"),
         vectors,
     ),
+    "prod": (chunked_reduce(near, "prod", SIZE), vectors),
+    "Fold": (chunked_reduce(lambda x: x, PRODUCT, SIZE), vectors),
+    "two passes": (chunked_reduce(near, Several("sum", Moments()), SIZE), vectors),
+    "uneven": (chunked_vmap(near, SIZE), lambda n: (shaped(n + 1, 8),)),
+}
+# What gradients store of each item; all else is that of a chunk.
+STORED = {
+    "prod": 64 / SIZE,  # a state for each tile
+    "Fold": 64 / SIZE,
+    # Two reductions that are not linear make two passes, whose cotangents of the inputs are added.
+    "two passes": 4 * 8,
+    "uneven": 4,  # a copy of its cotangents, and of no inputs
 }
 
 
@@ -98,56 +99,29 @@ def bytes_of_outputs(fun, args):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(fun, *args)))
 
 
-def temporaries(fun, args):
-    return read(h100.compiled(fun, *args)).temporaries
+def growth(call, shapes):
+    """Return the memory of ten times as many items, without that of the others."""
+    few, many = (compiled(call, *shapes(count)).temporaries for count in (FEW, MANY))
+    return many - few
 
 
-QUICK = ("map", "sum", "logsumexp")
+QUICK = ("map", "sum", "logsumexp", "uneven")
 
 
 @pytest.mark.parametrize("name", mostly_weekly(CASES, QUICK))
 def test_ten_times_the_items_need_the_same(name):
     fun, shapes = CASES[name]
     for mode, call in modes(name, fun, shapes(FEW)):
-        few, many = (temporaries(call, shapes(count)) for count in (FEW, MANY))
         # The outputs of the call that is differentiated are temporaries of its gradient.
-        outputs = 0 if mode == "forward" else bytes_of_outputs(fun, shapes(MANY))
-        assert many <= few + outputs + SLACK, mode
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("reduce", ["prod", PRODUCT], ids=["prod", "Fold"])
-def test_a_product_stores_one_state_for_each_tile(reduce):
-    fun = chunked_reduce(lambda x: x if reduce is PRODUCT else near(x), reduce, SIZE)
-    few, many = (temporaries(gradient(fun, *vectors(n)), vectors(n)) for n in (FEW, MANY))
-    assert few < many <= few + 64 * (MANY - FEW) // SIZE + SLACK
-
-
-@pytest.mark.weekly
-def test_two_passes_store_a_cotangent_of_the_inputs():
-    """Each pass has one, and they are added: two reductions that are not linear make two passes."""
-    fun = chunked_reduce(near, Several("sum", Moments()), SIZE)
-    few, many = (temporaries(gradient(fun, *vectors(n)), vectors(n)) for n in (FEW, MANY))
-    assert 4 * 8 * (MANY - FEW) - SLACK < many - few < 4 * 8 * (MANY - FEW) + SLACK
-
-
-def test_an_uneven_map_copies_its_outputs_and_no_inputs():
-    def uneven(count):
-        shapes = (shaped(count + 1, 8),)
-        return temporaries(gradient(chunked_vmap(near, SIZE), *shapes), shapes)
-
-    outputs_and_cotangents = 2 * 4 * (MANY - FEW)
-    assert uneven(MANY) - uneven(FEW) <= outputs_and_cotangents + SLACK
+        outputs = bytes_of_outputs(fun, shapes(MANY)) if mode == "gradient" else 0
+        stored = STORED.get(name, 0) * (MANY - FEW) if mode == "gradient" else 0
+        assert growth(call, shapes) <= outputs + stored + SLACK, mode
 
 
 def test_what_a_chunk_bounds_is_not_bounded_without():
-    fun, shapes = CASES["map"]
-    at_once = gradient(chunked_vmap(near, None), *shapes(FEW))
-    assert temporaries(gradient(fun, *shapes(FEW)), shapes(FEW)) < 2**24
-    growth = temporaries(at_once, shapes(MANY)) - temporaries(at_once, shapes(FEW))
-    without_checkpoint = gradient(chunked_vmap(near, SIZE, checkpoint=False), *shapes(FEW))
-    stored = [temporaries(without_checkpoint, shapes(n)) for n in (FEW, MANY)]
-    assert max(growth, stored[1] - stored[0]) > 64 * (MANY - FEW)
+    for options in ({"chunk_size": None}, {"chunk_size": SIZE, "checkpoint": False}):
+        call = gradient(chunked_vmap(near, **options), *vectors(FEW))
+        assert growth(call, vectors) > 64 * (MANY - FEW)
 
 
 SCANS = {
@@ -162,12 +136,9 @@ SCANS = {
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", SCANS)
 def test_scans(name):
-    def needed(call, length):
-        shapes = shaped(512), shaped(length, 512)
-        return read(h100.compiled(call, *shapes))
-
-    for mode, call in modes(name, SCANS[name], (shaped(512), shaped(1024, 512))):
-        short, long = needed(call, 1024), needed(call, 10 * 1024)
+    carry = shaped(512)
+    for mode, call in modes(name, SCANS[name], (carry, shaped(1024, 512))):
+        short, long = (compiled(call, carry, shaped(n * 1024, 512)) for n in (1, 10))
         assert not long.has_unknown_steps
         if mode == "forward" and name != "sliced":
             assert long.temporaries <= short.temporaries + SLACK
@@ -181,15 +152,12 @@ def test_jacobians_hold_a_chunk_of_rows():
     def residuals(x):
         return jnp.tanh(x[:, None] * jnp.arange(4.0)[None]).ravel()
 
-    def needed(fun, count):
-        return read(h100.compiled(fun, shaped(count)))
-
     for fun in (
         chunked_jacfwd(residuals, chunk_size=16, reduce="gram"),
         chunked_jacrev(residuals, chunk_size=16, reduce="gram"),
         chunked_hessian(lambda x: jnp.sum(residuals(x) ** 3), chunk_size=16, reduce="trace"),
     ):
-        few, many = needed(fun, 256), needed(fun, 2560)
+        few, many = compiled(fun, shaped(256)), compiled(fun, shaped(2560))
         assert not many.has_unknown_steps
         rows = 16 * 4 * 2560  # of a chunk
         assert many.temporaries <= 10 * few.temporaries + 8 * 4 * rows
@@ -203,7 +171,7 @@ def test_a_while_loop_stores_some_carries():
         count, x = state
         return count + 1, x + 0.01 * jnp.sin(x)
 
-    program = read(h100.compiled(jax.grad(lambda x: jnp.sum(walk(x))), shaped(2**16)))
+    program = compiled(jax.grad(lambda x: jnp.sum(walk(x))), shaped(2**16))
     assert program.temporaries <= 24 * 4 * 2**16
     assert program.host_copies == 0
 
@@ -211,11 +179,8 @@ def test_a_while_loop_stores_some_carries():
 def test_ragged_items_are_filled_up_in_chunks():
     kernel = auto_vmap("n 8", reduce="sum", chunk_size=4)(lambda x: jnp.sum(jnp.tanh(x)))
     lengths = [3, 4, 4, 2] * 1000
-
-    def summed(values):
-        return kernel(Ragged(values, lengths))
-
-    program = read(h100.compiled(summed, shaped(sum(lengths), 8)))
+    values = shaped(sum(lengths), 8)
+    program = compiled(lambda values: kernel(Ragged(values, lengths)), values)
     assert program.loops
     assert not program.has_unknown_steps
     assert program.temporaries < SLACK  # not the rows of all items, filled up

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Say how many operations are covered."""
 
-from operations import ALL, covered, public_names
+from ops.operations import ALL, covered, public_names
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The samples as functions of the arrays of one item, and which operations they cover."""
+"""The samples as functions of the arrays of one item, how they are transformed and compared."""
 
 import ast
 import os
@@ -9,9 +9,10 @@ import types
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from samples import ALIKE, CANNOT, MODULES, NOT_COMPARED, SAMPLES, VALUES
+from ops.samples import ALIKE, CANNOT, MODULES, NOT_COMPARED, SAMPLES, VALUES
 
 ARRAY = re.compile(f"[{''.join(VALUES)}]\\d*_*")
 NAMESPACE = {**MODULES, "jax": jax}
@@ -67,7 +68,7 @@ def chosen(calls):
 
 def public_names():
     """Return the public functions of the modules, under the names that samples have."""
-    functions = {
+    return {
         f"{alias}.{name}"
         for alias, module in MODULES.items()
         for name in dir(module)
@@ -75,7 +76,6 @@ def public_names():
         and callable(value := getattr(module, name))
         and not isinstance(value, (type, types.ModuleType, jax.extend.core.Primitive))
     }
-    return functions
 
 
 def covered():
@@ -83,3 +83,62 @@ def covered():
     mapped, refused = set(map(name_of, MAPPED)), {name_of(call) for _, call in REFUSED}
     rest = {name for names in NOT_COMPARED.values() for name in names.split()}
     return mapped, refused - mapped, rest & public_names()
+
+
+def is_inexact(x):
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def of_inexact(f, arrays):
+    """Leave out the inputs and outputs of a function that have no derivative."""
+
+    def reduced(primals):
+        rest = iter(primals)
+        out = f(*(next(rest) if is_inexact(x) else x for x in arrays))
+        return list(filter(is_inexact, jax.tree.leaves(out)))
+
+    return reduced, list(filter(is_inexact, arrays))
+
+
+def value(f, arrays):
+    return f(*arrays)
+
+
+def jvp(f, arrays):
+    f, primals = of_inexact(f, arrays)
+    return jax.jvp(f, (primals,), (jax.tree.map(jnp.cos, primals),))[1]
+
+
+def vjp(f, arrays):
+    f, primals = of_inexact(f, arrays)
+    out, pull = jax.vjp(f, primals)
+    return pull(jax.tree.map(jnp.cos, out))[0]
+
+
+def possible(f, arrays):
+    """Return the transformations that JAX has for the function, and the errors of the others."""
+    modes, errors = [], {}
+    for mode in (value, jvp, vjp):
+        try:
+            jax.eval_shape(lambda arrays, mode=mode: mode(f, arrays), arrays)
+        except Exception as error:
+            errors[mode] = type(error)
+        else:
+            modes.append(mode)
+    return modes, errors
+
+
+def data(x):
+    """Return what can be compared of an output: of keys, their data."""
+    x = jnp.asarray(x)
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def assert_close(got, want):
+    """Assert equality up to rounding, relative to the largest number of an array."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        rounding = 1e-4 if is_inexact(a) else 0
+        scale = np.max(np.abs(b), initial=1, where=np.isfinite(b))
+        np.testing.assert_allclose(a, b, rounding, rounding * scale, err_msg=str(path))

@@ -14,57 +14,28 @@ import numpy as np
 import pytest
 
 from helpers import equations, name_of
-from operations import ALL, MAPPED, REFUSED, Operation, chosen, covered, public_names
+from ops.operations import (
+    ALL,
+    MAPPED,
+    REFUSED,
+    Operation,
+    assert_close,
+    chosen,
+    covered,
+    data,
+    possible,
+    public_names,
+    value,
+    vjp,
+)
+from ops.samples import COLLECTIVE
 from rankax import chunked_vmap
-from samples import COLLECTIVE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they are about the operations
 
 # Length, chunk size, and the batch axis of inputs and outputs. Here chunks are the rows of a scan;
 # there they overlap, are read by index, and written.
 CASES = [(4, 2, 0), (5, 2, -1)]
-
-
-def is_inexact(x):
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def inexact(tree):
-    return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-
-
-def of_inexact(f, arrays):
-    """Leave out the inputs and outputs of a function that have no derivative."""
-
-    def reduced(primals):
-        rest = iter(primals)
-        return inexact(f(*(next(rest) if is_inexact(x) else x for x in arrays)))
-
-    return reduced, inexact(arrays)
-
-
-def value(f, arrays):
-    return f(*arrays)
-
-
-def jvp(f, arrays):
-    f, primals = of_inexact(f, arrays)
-    return jax.jvp(f, (primals,), (jax.tree.map(jnp.cos, primals),))[1]
-
-
-def vjp(f, arrays):
-    f, primals = of_inexact(f, arrays)
-    out, pull = jax.vjp(f, primals)
-    return pull(jax.tree.map(jnp.cos, out))[0]
-
-
-MODES = (value, jvp, vjp)
-
-
-def data(x):
-    """Return what can be compared of an output: of keys, their data."""
-    x = jnp.asarray(x)
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def by_loop(f, arrays, modes):
@@ -91,19 +62,6 @@ def in_chunks(f, arrays, modes, cases):
         return results
 
     return all_cases(arrays)
-
-
-def possible(f, arrays):
-    """Return the transformations that JAX has for the function, and the errors of the others."""
-    modes, errors = [], {}
-    for mode in MODES:
-        try:
-            jax.eval_shape(lambda arrays, mode=mode: mode(f, arrays), arrays)
-        except Exception as error:
-            errors[mode] = type(error)
-        else:
-            modes.append(mode)
-    return modes, errors
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +98,7 @@ def shown(fun, *args):
 _AROUND = ("optimization_barrier", "rankax_call")
 
 
-@pytest.mark.parametrize("call", MAPPED)  # all take seconds
+@pytest.mark.parametrize("call", chosen(MAPPED))
 def test_a_chunk_evaluates_the_kernel_itself(call):
     """A chunk of one item is not mapped, so its program is that of the item."""
     f = Operation(call)
@@ -148,16 +106,6 @@ def test_a_chunk_evaluates_the_kernel_itself(call):
     own, chunk = shown(f, *(x[0] for x in arrays)), shown(chunked_vmap(f, 1), *arrays)
     places = range(len(chunk) - len(own) + 1)
     assert any(chunk[at : at + len(own)] == own for at in places)
-
-
-def assert_close(got, want):
-    """Assert equality up to rounding, relative to the largest number of an array."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        rounding = 1e-4 if is_inexact(a) else 0
-        scale = np.max(np.abs(b), initial=1, where=np.isfinite(b))
-        np.testing.assert_allclose(a, b, rounding, rounding * scale)
 
 
 @pytest.mark.parametrize(("words", "call"), REFUSED)
