@@ -34,7 +34,6 @@ class Mutant(NamedTuple):
 
 
 CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
-KEYS = "keys::a_part_of_a_batch_has_the_keys_of_the_whole"
 LOOPS = "lockstep::loops_of_closed_over_arrays_and_of_length_zero"
 SHARED = "where::what_items_share_gets_nothing_from_what_is_left_out"
 GRAM = "jacobians::the_gram_matrix_of_a_complex_jacobian"

@@ -316,6 +316,7 @@ def test_tuning_ends_in_time(clock):
     assert len(left_out) > 3
     assert {(c.note, c.temporaries) for c in left_out} == {("not tried", None)}
     assert str(tuning).count("  -              -            not tried") == len(left_out)
+    assert f"; {len(left_out)} not tried, for which pass more seconds=\n" in str(tuning)
     assert min(lengths) >= 16  # none that would have taken longer than all the time
 
 
@@ -459,9 +460,11 @@ def test_the_gradient_of_integers_is_refused():
 def test_the_table_says_what_was_measured():
     tuning = tuning_of(kernel, X, seconds=SHORT, gradient=True)
     title, header, *rows = str(tuning).split("\n")
+    left = [candidate.note for candidate in tuning.candidates].count("not tried")
     assert title == (
         "distances: value and gradient for points float32[40, 8, 3], on "
         f"{jax.devices()[0].device_kind} with JAX {jax.__version__}"
+        + (f"; {left} not tried, for which pass more seconds=" if left else "")
     )
     assert header.split("  ")[2] == "items at once"
     assert len(rows) == len(tuning.candidates)
