@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import operations_on, primitives, slow, temporary_bytes, weekly
+from helpers import REMAT3, operations_on, primitives, slow, temporary_bytes, weekly
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.hooks import NO_RULES
 from rankax.core.options import Options
@@ -273,6 +273,7 @@ def test_uneven_calls_need_no_more_than_they_did(name):
     needed = {
         derivative: temporary_bytes(make(f), args, cotangents) / 1000
         for derivative, make in DERIVATIVES.items()
+        if not (REMAT3 and derivative == "vjp of vjp")  # for which the next checkpoint stores more
     }
     bounds = {name: 1.05 * kB + 10 for name, kB in zip(DERIVATIVES, most, strict=True)}
     assert {name: kB for name, kB in needed.items() if kB > bounds[name]} == {}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_same, at_each_run, enable_x64, slow
+from helpers import REMAT3, assert_same, at_each_run, enable_x64, slow
 from rankax import (
     auto_vmap,
     checkpoint_chunked_scan,
@@ -117,6 +117,8 @@ def checks():
 
 @pytest.mark.parametrize("mode", [checks, slow(jax.disable_jit)])
 def test_strict_modes(case, mode):
+    if REMAT3 and case[0] is CASES["checkpoint_while_loop"][0]:
+        pytest.skip("the next checkpoint keeps tracers that a rule closes over")
     with mode():
         check(*case)
 
@@ -132,6 +134,8 @@ def test_compiled_calls_transfer_nothing(case):
 # JAX transfers the constants of eager operations, such as a step of a scan outside of its loop.
 @pytest.mark.parametrize("name", ["auto_vmap", "chunked_vmap", "checkpoint_while_loop"])
 def test_eager_calls_transfer_nothing_implicitly(name):
+    if REMAT3 and name == "checkpoint_while_loop":
+        pytest.skip("JAX evaluates its next checkpoint with NumPy scalars")
     f, args, plain = CASES[name]
     with jax.transfer_guard("disallow"):
         got = f(*args)
