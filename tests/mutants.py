@@ -34,7 +34,6 @@ class Mutant(NamedTuple):
 
 
 CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
-LOOPS = "lockstep::loops_of_closed_over_arrays_and_of_length_zero"
 SHARED = "where::what_items_share_gets_nothing_from_what_is_left_out"
 GRAM = "jacobians::the_gram_matrix_of_a_complex_jacobian"
 PARTS = "chosen_devices::keys_of_any_length_are_those_of_the_whole_batch"
@@ -56,8 +55,8 @@ MUTANTS = [
     Mutant("_of_literal", "element left out", "eager::what_is_outside_may_change", 3),
     Mutant("fingerprint._of_program", "unordered", "eager::operands_may_change_places", 1),
     # Items that end by themselves.
-    Mutant("_scan.body", "one more", LOOPS),
-    Mutant("_move", "backwards", "lockstep::carried_values_change_places", 2),
+    Mutant("_scan.body", "one more", "lockstep::items_are_those_of_lockstep"),
+    Mutant("_move", "backwards", "lockstep::items_are_those_of_lockstep", 2),
     Mutant("Engine._take", "right operand", "lockstep::trees_integers_and_bools", 2),
     # Reductions.
     Mutant("RunStates.renumber.place", "left operand", "blocks"),

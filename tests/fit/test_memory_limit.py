@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rankax
-from helpers import assert_same, compilations, slow, temporary_bytes
+from helpers import assert_same, at_each_run, compilations, refusal, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.ext.memory.budget import Cost, fit_chunk
 from rankax.ext.memory.limit import free_bytes
@@ -22,8 +22,11 @@ MB = 10**6
 W = jnp.asarray(np.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32))
 
 
-def shape(*sizes, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(sizes, dtype)
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+FEW = shape(5, 4)  # whose programs are the fastest to measure
 
 
 def chain(x):
@@ -32,10 +35,6 @@ def chain(x):
 
 def energy(x):
     return jnp.mean(jnp.sort(jnp.sin(x), axis=0)[7] ** 2)
-
-
-def eigenvalues(x):
-    return jnp.linalg.eigvalsh(x @ x.T)
 
 
 def scanned(x, w):
@@ -55,42 +54,26 @@ def gradient(kernel):
 
 KERNELS = {
     "matmul chain": (auto_vmap(2)(chain), [shape(3000, 32, 32)]),
-    "eigenvalues": (auto_vmap(2)(eigenvalues), [shape(5000, 16, 16)]),
     "scan inside": (auto_vmap(1, 2)(scanned), [shape(6000, 32), shape(32, 32)]),
     "distances": (auto_vmap(2, 2)(spread), [shape(400, 1, 8, 3), shape(300, 8, 3)]),
-    "two numbers": (
-        auto_vmap(0, 0)(lambda a, b: jnp.sort(jnp.sin(jnp.arange(99.0) * a) * b)[7]),
-        [shape(140, 1), shape(150)],
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        ("matmul chain", MB),
-        slow("matmul chain", 4 * MB),
-        *(slow(name, MB) for name in KERNELS if name != "matmul chain"),
-    ],
-)
-def test_the_chunk_keeps_to_the_limit_and_uses_it(name, limit):
+@pytest.mark.parametrize("case", at_each_run(["matmul chain"], KERNELS))
+def test_the_chunk_keeps_to_the_limit_and_uses_it(case):
     # In tiles, a chunk of any size needs little.
-    kernel, args = KERNELS[name]
-    kernel = kernel.with_options(memory_limit=limit, xla_cpu=name == "distances")
+    kernel, args = case
+    in_tiles = kernel is KERNELS["distances"][0]
+    kernel = kernel.with_options(memory_limit=MB, xla_cpu=in_tiles)
     plan = kernel.plan(*args)
     memory = plan.memory
-    outs = jax.eval_shape(kernel, *args)
-    measured = [
-        temporary_bytes(kernel, *args),
-        temporary_bytes(gradient(kernel), tuple(args), outs),
-    ]
-    assert max(measured) <= limit
-    assert memory.forward == measured[0]
-    assert max(memory.forward, memory.gradient) <= limit
+    pulled = temporary_bytes(gradient(kernel), tuple(args), jax.eval_shape(kernel, *args))
+    assert memory.forward == temporary_bytes(kernel, *args)
+    assert max(memory.forward, memory.gradient, pulled) <= MB
     if plan.in_flight == memory.chunk_size:
-        assert limit / 2 <= max(memory.forward, memory.gradient)
+        assert max(memory.forward, memory.gradient) >= MB / 2
     else:
-        assert name == "distances"
+        assert in_tiles
 
 
 def test_the_plan_says_what_was_chosen_and_measured():
@@ -104,24 +87,25 @@ def test_the_plan_says_what_was_chosen_and_measured():
 
 
 def test_a_batch_that_fits_is_mapped_as_a_whole():
-    kernel = auto_vmap(2, memory_limit="1 GB")(chain)
-    plan = kernel.plan(shape(5, 32, 32))
+    kernel = auto_vmap(1, memory_limit="1 GB")(jnp.sin)
+    plan = kernel.plan(FEW)
     assert (plan.in_flight, plan.memory.chunk_size) == (5, 5)
-    assert "scan" not in str(jax.make_jaxpr(kernel)(shape(5, 32, 32)))
+    assert "scan" not in str(jax.make_jaxpr(kernel)(FEW))
 
 
 def test_without_a_batch_nothing_is_measured():
-    kernel = auto_vmap(2, memory_limit=1)(chain)
-    assert kernel.plan(shape(32, 32)).memory is None
-    assert kernel.plan(shape(0, 32, 32)).memory is None
-    assert kernel(jnp.zeros((0, 32, 32))).shape == (0, 32, 32)
+    kernel = auto_vmap(1, memory_limit=1)(jnp.sin)
+    assert kernel.plan(shape(4)).memory is None
+    assert kernel.plan(shape(0, 4)).memory is None
+    assert kernel(jnp.zeros((0, 4))).shape == (0, 4)
 
 
 def test_with_chunk_size_the_smaller_counts():
-    by_limit = LIMITED.plan(X).in_flight
-    assert 2 < by_limit < 39
-    assert LIMITED.with_options(chunk_size=2).plan(X).in_flight == 2
-    assert LIMITED.with_options(chunk_size=39).plan(X).in_flight == by_limit
+    kernel = auto_vmap(1, memory_limit=8000, checkpoint=False)(jnp.sort)
+    by_limit = kernel.plan(shape(3000, 64)).in_flight
+    assert 2 < by_limit < 2999
+    assert kernel.with_options(chunk_size=2).plan(shape(3000, 64)).in_flight == 2
+    assert kernel.with_options(chunk_size=2999).plan(shape(3000, 64)).in_flight == by_limit
 
 
 def test_it_is_measured_once():
@@ -156,8 +140,6 @@ def test_under_transformations():
     assert LIMITED.plan(X).steps > 1
     want = PLAIN(X)
     assert_same(LIMITED(X), want, rtol=1e-3, atol=1e-5)
-    assert_same(jax.jit(LIMITED)(X), want)
-    assert_same(LIMITED.with_options(jit=True)(X), want)
     assert_same(jax.vmap(LIMITED)(X[None]), want[None])
     loss, plain = (lambda x: jnp.sum(LIMITED(x) ** 2)), (lambda x: jnp.sum(PLAIN(x) ** 2))
     want = jax.jit(jax.grad(plain))(X)
@@ -172,40 +154,10 @@ def test_closed_over_tracers():
 
     @jax.jit
     def gradients(w, scale):
-        limits = None, "200 kB", 200_000
-        return [jax.grad(loss, (0, 1))(w, scale, limit) for limit in limits]
+        return [jax.grad(loss, (0, 1))(w, scale, limit) for limit in (None, "200 kB")]
 
-    want, *got = gradients(W, jnp.float32(2))
-    assert_same(got, [want, want], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_keys_statics_and_arguments_without_a_rank():
-    @auto_vmap(key=0, x=1, chunk_size=5, memory_limit="20 kB")
-    def kernel(key, x, table, power=2, kind="sin"):
-        noise = jax.random.normal(key, x.shape) * table["scale"]
-        return getattr(jnp, kind)(jnp.sort(x + noise) ** power)
-
-    keys = jax.random.split(jax.random.key(0), 50)
-    x, table = jnp.ones((50, 64)), {"scale": jnp.float32(0.5)}
-    assert kernel.plan(keys, x, table).steps > 1
-    shapes = jax.eval_shape(lambda *args: args, keys, x, table)
-    assert kernel.plan(*shapes) == kernel.plan(keys, x, table)
-    got = kernel(keys, x, table, power=3, kind="cos")
-    plain = kernel.with_options(chunk_size=None, memory_limit=None, jit=True)
-    want = plain(keys, x, table, power=3, kind="cos")
-    assert_same(got, want, rtol=1e-3, atol=1e-5)
-
-
-def test_a_kernel_without_a_gradient():
-    def counted(x):
-        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sort(c[1])), (0, x))
-
-    memory = auto_vmap(1, memory_limit=4000)(counted).plan(shape(3000, 64)).memory
-    assert memory.gradient is None
-    assert 2000 <= memory.forward <= 4000
-    whole = auto_vmap(1, memory_limit=4000)(jnp.sort)
-    assert whole.plan(shape(3000, 64, dtype=jnp.int32)).memory.gradient is None
+    want, got = gradients(W, jnp.float32(2))
+    assert_same(got, want, rtol=1e-4, atol=1e-4)
 
 
 def numpy_sine(x):
@@ -251,11 +203,11 @@ LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
             "transpose_solve required for backwards mode automatic differentiation of "
             "custom_linear_solve",
         ),
-        (
+        slow(
             lambda x: jnp.sum(jax.scipy.special.betainc(x, x, x)),
             "Betainc gradient with respect to a and b not supported",
         ),
-        (
+        slow(
             lambda x: jnp.sum(jax.scipy.linalg.schur(x.reshape(8, 8))[0]),
             "Differentiation rule for 'schur' not implemented",
         ),
@@ -274,38 +226,36 @@ def test_items_that_end_by_themselves_have_a_gradient():
     def counted(x):
         return jax.lax.while_loop(lambda y: y[0] < 3, lambda y: jnp.sin(y) + 2 * y, x)
 
-    kernel = auto_vmap(1, memory_limit=MB, lockstep=False)(counted)
-    memory = kernel.plan(shape(200, 64)).memory
+    kernel = auto_vmap(1, memory_limit=MB, chunk_size=2, lockstep=False)(counted)
+    memory = kernel.plan(FEW).memory
     assert 0 < memory.gradient <= MB
     assert memory.no_gradient == ""
 
 
-def test_a_gradient_that_is_not_measured_has_no_reason():
-    memory = auto_vmap(1, memory_limit=MB, checkpoint=False)(jnp.sort).plan(shape(9, 64)).memory
-    assert (memory.gradient, memory.no_gradient) == (None, "")
-    assert "gradient" not in str(memory)
+WRONG_SHAPE = jax.custom_vjp(jnp.sin)
+WRONG_SHAPE.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g[:1],))
 
 
-def test_a_fault_in_a_rule_is_no_lack_of_a_gradient():
+@pytest.mark.parametrize(
+    ("fun", "error", "text"),
+    [
+        (sine, AttributeError, "has no attribute 'cosine'"),
+        (WRONG_SHAPE, ValueError, "must produce an output with the same"),
+    ],
+)
+def test_a_fault_in_a_rule_is_no_lack_of_a_gradient(fun, error, text):
     """It was hidden, and the limit then held for the call alone."""
-    kernel = auto_vmap(1, memory_limit=MB)(lambda x: sine(jnp.sort(x)))
-    with pytest.raises(AttributeError, match="has no attribute 'cosine'"):
-        kernel.plan(shape(200, 64))
-    forward_only = kernel.with_options(checkpoint=False)
-    assert forward_only.plan(shape(200, 64)).memory.gradient is None
-
-
-def test_a_rule_of_the_wrong_shape_is_no_lack_of_a_gradient():
-    wrong = jax.custom_vjp(jnp.sin)
-    wrong.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g[:1],))
-    with pytest.raises(ValueError, match="must produce an output with the same"):
-        auto_vmap(1, memory_limit=MB)(wrong).plan(shape(200, 64))
+    kernel = auto_vmap(1, memory_limit=MB)(lambda x: fun(jnp.sort(x)))
+    with pytest.raises(error, match=text):
+        kernel.plan(FEW)
+    assert kernel.with_options(checkpoint=False).plan(FEW).memory.gradient is None
 
 
 def test_without_checkpoint_only_the_call_counts():
     kernel = auto_vmap(2, memory_limit=MB, checkpoint=False, xla_cpu=False)(chain)
     memory = kernel.plan(shape(3000, 32, 32)).memory
-    assert memory.gradient is None
+    assert (memory.gradient, memory.no_gradient) == (None, "")
+    assert "gradient" not in str(memory)
     assert MB / 2 <= memory.forward <= MB
 
 
@@ -325,7 +275,7 @@ def test_more_than_one_item_needs():
     step = r"raise it to at least \d+ bytes, or pass checkpoint=False if you need no gradient$"
     with pytest.raises(ValueError, match=step):
         few(X)
-    assert_same(few.with_options(checkpoint=False)(X), PLAIN(X), rtol=1e-3, atol=1e-5)
+    assert few.with_options(checkpoint=False).plan(X).memory.chunk_size == 1
 
 
 def test_the_limit_advised_is_the_least_that_fits():
@@ -339,48 +289,28 @@ def test_the_limit_advised_is_the_least_that_fits():
         kernel.with_options(memory_limit=least - 1).plan(shape(5, 3))
 
 
-@pytest.mark.parametrize(("length", "limit"), [(40, 300_000), (43, 600_000)])
-def test_chunked_vmap_keeps_to_it(length, limit):
-    """Where no chunk divides the axis, the copies of the outputs are of such a size."""
-
-    def mapped(limit):
-        return chunked_vmap(lambda x: jnp.sort(jnp.sin(x), axis=0), None, memory_limit=limit)
-
-    args = shape(length, 32, 32)
-    measured = [
-        temporary_bytes(mapped(limit), args),
-        temporary_bytes(gradient(mapped(limit)), (args,), args),
-    ]
-    assert limit / 2 <= max(measured) <= limit
+def test_chunked_vmap_keeps_to_it():
+    """No chunk divides the axis, and the copies of the outputs are of such a size."""
+    mapped = chunked_vmap(lambda x: jnp.sort(jnp.sin(x), axis=0), None, memory_limit=600_000)
+    args = shape(43, 32, 32)
+    measured = [temporary_bytes(mapped, args), temporary_bytes(gradient(mapped), (args,), args)]
+    assert 300_000 <= max(measured) <= 600_000
 
 
+@pytest.mark.slow
 def test_chunked_vmap():
-    def mapped(limit, **options):
-        return chunked_vmap(chain, None, memory_limit=limit, **options)
-
-    want = np.asarray(PLAIN(X))
-    assert_same(mapped("300 kB")(X), want, rtol=1e-3, atol=1e-5)
-    by_columns = mapped("500 kB", in_axes=1, out_axes=2)(np.asarray(X).swapaxes(0, 1))
-    assert_same(by_columns, want.transpose(1, 2, 0), rtol=1e-3, atol=1e-5)
-    assert_same(jax.jit(mapped("1 GB"))(np.asarray(X)[:5]), want[:5])
+    mapped = chunked_vmap(chain, None, in_axes=1, out_axes=2, memory_limit="500 kB")
+    want = np.asarray(PLAIN(X)).transpose(1, 2, 0)
+    assert_same(mapped(np.asarray(X).swapaxes(0, 1)), want, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["sum", slow("min"), slow("logsumexp")])
+@pytest.mark.parametrize("reduction", ["sum", slow("logsumexp")])
 def test_chunked_reduce_keeps_to_it(reduction):
-    def mapped(limit, chunk_size=None):
-        return chunked_reduce(energy, reduction, chunk_size, memory_limit=limit)
-
-    limit = 105_000
-    few = mapped(limit)
-    measured = [temporary_bytes(few, X), temporary_bytes(gradient(few), (X,), shape())]
-    assert limit / 2 <= max(measured) <= limit
+    mapped = chunked_reduce(energy, reduction, None, memory_limit=105_000)
+    measured = [temporary_bytes(mapped, X), temporary_bytes(gradient(mapped), (X,), shape())]
+    assert 52_500 <= max(measured) <= 105_000
     plain = jax.jit(chunked_reduce(energy, reduction, None))
-    want = plain(X)
-    assert_same(few(X), want, rtol=1e-3, atol=1e-4)
-    assert_same(jax.jit(few)(X), want, rtol=1e-3, atol=1e-4)
-    assert_same(mapped("1 GB", chunk_size=5)(X), want, rtol=1e-3, atol=1e-4)
-    one = np.asarray(X)[:1]
-    assert_same(jax.jit(mapped(MB))(one), plain(one))
+    assert_same(mapped(X), plain(X), rtol=1e-3, atol=1e-4)
 
 
 def test_a_collective_over_an_outer_axis_is_refused():
@@ -392,28 +322,29 @@ def test_a_collective_over_an_outer_axis_is_refused():
 
 def test_options_of_the_compiler_are_those_of_the_call():
     options = {"xla_embed_ir_in_executable": True}
-    kernel = LIMITED.with_options(jit=True, compiler_options=options)
-    assert kernel.plan(X).memory.limit == 300_000
+    kernel = auto_vmap(1, memory_limit=MB, jit=True, compiler_options=options)(jnp.sin)
+    assert kernel.plan(FEW).memory.limit == MB
     with pytest.raises(Exception, match="no_such_option"):
-        kernel.with_options(compiler_options={"no_such_option": 1}).plan(X)
+        kernel.with_options(compiler_options={"no_such_option": 1}).plan(FEW)
 
 
-def test_chunked_vmap_names_what_is_wrong():
-    with pytest.raises(ValueError, match=r"^chunked_vmap\(chain\): memory_limit must be"):
-        chunked_vmap(chain, None, memory_limit="much")
-    with pytest.raises(ValueError, match=r"^chunked_vmap\(chain\): one item alone needs"):
-        chunked_vmap(chain, 1, memory_limit=10)(X)
-    with pytest.raises(ValueError, match=r"^chunked_reduce\(chain\): memory_limit must be"):
-        chunked_reduce(chain, "sum", None, memory_limit="much")
-    with pytest.raises(ValueError, match=r"^chunked_reduce\(chain\): one item alone needs"):
-        chunked_reduce(chain, "sum", 1, memory_limit=10)(X)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda limit: chunked_vmap(chain, 1, memory_limit=limit)(X), "chunked_vmap(chain)"),
+        (lambda limit: chunked_reduce(chain, "sum", 1, memory_limit=limit)(X), "chunked_reduce"),
+    ],
+)
+def test_functions_name_what_is_wrong(call, text):
+    assert refusal(ValueError, call, "much").startswith(text)
+    assert ": one item alone needs" in refusal(ValueError, call, 10)
 
 
 def test_the_scope_sets_it():
-    kernel = auto_vmap(2)(chain)
+    kernel = auto_vmap(1, checkpoint=False)(jnp.sin)
     with rankax.options(memory_limit="300 kB"):
-        assert kernel.plan(X).memory.limit == 300_000
-    assert kernel.plan(X).memory is None
+        assert kernel.plan(FEW).memory.limit == 300_000
+    assert kernel.plan(FEW).memory is None
 
 
 # How a limit is written.
@@ -437,11 +368,12 @@ def test_units(given, count):
 
 
 def test_a_share_is_one_of_what_is_free():
-    kernel = auto_vmap(2, chunk_size=1, checkpoint=False)(chain)
-    plan = kernel.with_options(memory_limit="50%").plan(X)
-    assert 1e6 < plan.memory.limit < 1e13
-    small = kernel.with_options(memory_limit="0.5 %").plan(X)
-    assert small.memory.limit < plan.memory.limit / 20
+    kernel = auto_vmap(1, chunk_size=1, checkpoint=False)(jnp.sin)
+    half, small = (
+        kernel.with_options(memory_limit=share).plan(FEW).memory.limit for share in ("50%", "0.5 %")
+    )
+    assert 1e6 < half < 1e13
+    assert small < half / 20
 
 
 def test_a_device_says_what_is_free(monkeypatch):
@@ -456,10 +388,9 @@ def test_a_device_says_what_is_free(monkeypatch):
 def test_a_program_that_cannot_be_compared_is_measured():
     def told(x):
         jax.debug.callback(lambda _: None, x)
-        return chain(x)
+        return jnp.sin(x)
 
-    fit = auto_vmap(2, memory_limit="300 kB")(told).plan(X).memory
-    assert fit.chunk_size == LIMITED.plan(X).memory.chunk_size
+    assert auto_vmap(1, memory_limit=MB)(told).plan(FEW).memory.chunk_size == 5
 
 
 UNDERSTOOD = (
@@ -475,11 +406,9 @@ UNDERSTOOD = (
         ("2 GBs", ValueError, "'2 GBs'"),
         ("150%", ValueError, "'150%'"),
         ("0%", ValueError, "'0%'"),
-        ("-1 GB", ValueError, "'-1 GB'"),
         ("2000", ValueError, "'2000'"),
         ("0.1 B", ValueError, "'0.1 B'"),
         (0, ValueError, "0"),
-        (-1, ValueError, "-1"),
         (True, TypeError, "True"),
         (2e9, TypeError, "float 2000000000.0"),
     ],
@@ -512,43 +441,36 @@ print(peak() - before)
 """
 
 
-def peak_of_a_run(limit):
-    code = PEAK.replace("LIMIT", repr(limit))
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(out.stdout)  # megabytes
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for the peak")
 def test_a_real_run_keeps_to_it():
     """The compiler and its threads get 100 MB besides; what is compiled first takes as much."""
-    assert peak_of_a_run(None) > 300
-    assert peak_of_a_run("100 MB") < 100 + 100
+
+    def megabytes(limit):
+        command = [sys.executable, "-c", PEAK.replace("LIMIT", repr(limit))]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert megabytes(None) > 300
+    assert megabytes("100 MB") < 100 + 100
+
+
+def scaled(a, v):
+    return a * jnp.dot(v, v)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shapes", "reduce"),
+    ("shapes", "reduce"),
     [
-        pytest.param(
-            lambda a, v: a * jnp.dot(v, v), [(5, 1, 1), (1, 6, 3)], "sum", id="sum-one axis"
-        ),
-        pytest.param(lambda a, v: a * jnp.dot(v, v), [(7,), (1, 3)], None, id="None-one argument"),
-        pytest.param(
-            lambda a, v: a * jnp.dot(v, v),
-            [(1, 1), (1, 1, 3)],
-            None,
-            id="None-all arguments",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param([(5, 1, 1), (1, 6, 3)], "sum", id="one axis"),
+        pytest.param([(7,), (1, 3)], None, id="one argument"),
     ],
 )
-def test_batch_axes_of_length_1(kernel, shapes, reduce):
+def test_batch_axes_of_length_1(shapes, reduce):
     args = [np.sin(np.arange(np.prod(s), dtype=np.float32)).reshape(s) for s in shapes]
-    want = auto_vmap(a=0, v=1, reduce=reduce, jit=True)(kernel)(*args)
-    mapped = auto_vmap(a=0, v=1, memory_limit="1 MB", reduce=reduce)(kernel)
+    want = auto_vmap(a=0, v=1, reduce=reduce, jit=True)(scaled)(*args)
+    mapped = auto_vmap(a=0, v=1, memory_limit="1 MB", reduce=reduce)(scaled)
     assert_same(mapped(*args), want)
-    stand_ins = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    stand_ins = [shape(*x.shape) for x in args]
     assert mapped.plan(*stand_ins) == mapped.plan(*args)
 
 
@@ -620,15 +542,9 @@ def test_within_a_limit_what_is_costly_is_stored():
     again = evaluations_of(kernel, MATRICES)
     assert evaluations_of(small, MATRICES) == again
     assert evaluations_of(large, MATRICES) < again
-    want = jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(costly)(x))))(MATRICES)
-    assert_same(jax.grad(lambda x: jnp.sum(large(x)))(MATRICES), want, rtol=1e-3, atol=1e-4)
-
-
-def test_what_is_stored_is_as_the_caller_says():
-    kernel = auto_vmap(2, chunk_size=8, memory_limit="1 MB")(costly)
-    forced = kernel.with_options(checkpoint=True).plan(MATRICES).memory
+    forced = large.with_options(checkpoint=True).plan(MATRICES).memory
     assert (forced.stored, forced.gradient < 20_000) == (False, True)
-    unbounded = kernel.with_options(checkpoint=False).plan(MATRICES).memory
+    unbounded = large.with_options(checkpoint=False).plan(MATRICES).memory
     assert (unbounded.stored, unbounded.gradient) == (False, None)
 
 

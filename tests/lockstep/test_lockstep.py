@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 import rankax
 from helpers import assert_same, enable_x64, primitives, slow, weekly
-from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
+from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.reductions import Best, BottomK, Fold
 
 # Kernels whose loops differ in length.
@@ -53,11 +53,11 @@ def implicit_root(a):
 X = jnp.asarray(np.linspace(0.5, 90, 37))
 
 
-in_lockstep = jax.jit(jax.vmap(halvings))
-
-
 def free(fun, lanes=5, **options):
     return chunked_vmap(fun, lanes, lockstep=False, **options)
+
+
+in_lockstep = jax.jit(jax.vmap(halvings))
 
 
 @pytest.mark.parametrize("lanes", [4, slow(1), weekly(100)])
@@ -72,56 +72,58 @@ def test_empty_batches_and_loops_of_no_step():
     assert_same(free(halvings)(X * 0), in_lockstep(X * 0))
 
 
-def test_nan_in_a_condition_ends_a_loop():
-    x = X.at[3].set(jnp.nan).at[30].set(jnp.inf)
-    assert_same(free(newton)(x), jax.jit(jax.vmap(newton))(x))
-    assert jnp.isnan(free(newton)(x)[3])
+def many_sides(x):
+    loops = [lambda x, n=n: halvings(x + n)["x"] for n in range(3)]
+    return lax.switch(x.astype(jnp.int32) % 4, [*loops, lambda x: x], x)
 
 
-def test_axes_of_inputs_and_outputs():
-    def kernel(x, shift):
-        s = halvings(x[0])
-        return x[1] * s["x"] + shift, shift * 2
+def scans(x):
+    """Over closed-over arrays and over none; the outputs have the carry before each step."""
+    rows, none = jnp.arange(12.0).reshape(4, 3), jnp.zeros((0, 3))
 
-    x = jnp.stack([X, X], 0)
-    axes = {"in_axes": (1, None), "out_axes": (0, None)}
-    shift = jnp.float32(3)
-    assert_same(free(kernel, **axes)(x, shift), jax.jit(jax.vmap(kernel, **axes))(x, shift))
+    def body(total, row):
+        return total + newton(x + row[0]), (total, row * x)
 
-    def vector(x):
-        return jnp.full(3, newton(x))
-
-    assert_same(free(vector, out_axes=1)(X), jax.jit(jax.vmap(vector, out_axes=1))(X))
+    return lax.scan(body, 0.0, rows, reverse=True), lax.scan(body, 0.0, none)
 
 
-def test_several_batch_axes_broadcast():
-    kernel = auto_vmap(a=0, b=1, chunk_size=4)(lambda a, b: b * newton(a + b.sum()))
-    a, b = X[:15].reshape(5, 1, 3), jnp.ones((4, 1, 2))
-    assert_same(kernel.with_options(lockstep=False)(a, b), jax.jit(kernel)(a, b))
+def places(x):
+    start = x, x + 0.5, (x * 10).astype(jnp.int32) % 5
+    return lax.while_loop(lambda s: s[2] > 0, lambda s: (s[1], s[0], s[2] - 1), start)
 
 
-def test_split_keys_draw_what_they_draw_in_lockstep():
-    def walk(key, far):
-        def step(s):
-            key, at, n = s
-            key, use = jax.random.split(key)
-            return key, at + jax.random.normal(use), n + 1
+def roots(x):
+    def body(s):
+        return implicit_root(s[0] + 1), s[1] - 1
 
-        return lax.while_loop(lambda s: jnp.abs(s[1]) < far, step, (key, 0.0, 0))
-
-    kernel = auto_vmap(key=SplitKey, far=0, chunk_size=4)(walk)
-    far = jnp.arange(6.0).reshape(2, 3)
-    got = kernel.with_options(lockstep=False)(jax.random.key(0), far)
-    assert_same(got, jax.jit(kernel)(jax.random.key(0), far))
+    return lax.while_loop(lambda s: s[1] > 0, body, (x, x.astype(jnp.int32) % 5))
 
 
-def test_a_branch_with_many_sides():
-    def kernel(x, which):
-        loops = [lambda x, n=n: halvings(x + n)["x"] for n in range(3)]
-        return lax.switch(which, [*loops, lambda x: x], x)
+def solved(x):
+    """A linear solve around a loop; its matrix and the solver are programs of their own."""
 
-    which = jnp.arange(37) % 4
-    assert_same(free(kernel)(X, which), jax.jit(jax.vmap(kernel))(X, which))
+    def solve(matvec, b):
+        def body(v):
+            return v + (b - matvec(v)) / 2
+
+        return lax.while_loop(lambda v: jnp.sum((b - matvec(v)) ** 2) > 1e-8, body, b / 2)
+
+    return lax.custom_linear_solve(lambda v: (1 + x**2 / 1e4) * v, jnp.stack([x, 2.0]) / 99, solve)
+
+
+KERNELS = {
+    "a branch with many sides": many_sides,
+    "scans of closed-over arrays and of length zero": scans,
+    "carried values change places": places,
+    "a root inside a loop": roots,
+    "a linear solve around a loop": solved,
+    "nan in a condition": lambda x: newton(jnp.where((x > 9) & (x < 20), jnp.nan, 1 / (x - 0.5))),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_items_are_those_of_lockstep(name):
+    assert_same(free(KERNELS[name])(X), jax.jit(jax.vmap(KERNELS[name]))(X), rtol=1e-4)
 
 
 def test_an_expensive_branch_runs_for_the_items_that_take_it():
@@ -131,11 +133,12 @@ def test_an_expensive_branch_runs_for_the_items_that_take_it():
         expensive = lambda x: lax.fori_loop(0, 4, lambda _, v: matrix @ v, jnp.full(64, x))  # noqa: E731
         return lax.cond(x < 40, expensive, lambda x: jnp.full(64, x), x)
 
-    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
+    def both(mapped):
+        return jax.jit(jax.value_and_grad(lambda x: mapped(x).sum()))(X)
+
+    assert_same(both(free(kernel)), both(jax.vmap(kernel)))
     assert primitives(free(kernel), X)["cond"] > 1
     assert primitives(jax.vmap(kernel), X)["cond"] == 0
-    want = jax.jit(jax.grad(lambda x: jax.vmap(kernel)(x).sum()))(X)
-    assert_same(jax.grad(lambda x: free(kernel)(x).sum())(X), want)
 
 
 @pytest.mark.parametrize(("numbers", "loops"), [(1, 1), (999, 2)], ids=["cheap", "expensive"])
@@ -157,68 +160,18 @@ def test_a_cheap_loop_inside_a_step_stays_whole(numbers, loops):
     assert len(lanes.plan(X).ends) == loops
 
 
-def test_loops_of_closed_over_arrays_and_of_length_zero():
-    rows, none = jnp.arange(12.0).reshape(4, 3), jnp.zeros((0, 3))
-
-    def kernel(x):
-        def body(total, row):
-            return total + newton(x + row[0]), row * x
-
-        return lax.scan(body, 0.0, rows, reverse=True), lax.scan(body, 0.0, none)
-
-    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
-
-
-def test_a_scan_that_returns_the_carries_before_its_steps():
-    def kernel(x):
-        return lax.scan(lambda s, row: (newton(s + row), (s, row)), x, jnp.arange(3.0))
-
-    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
-
-
-def test_carried_values_change_places():
-    def kernel(x):
-        start = x, x + 0.5, (x * 10).astype(jnp.int32) % 5
-        return lax.while_loop(lambda s: s[2] > 0, lambda s: (s[1], s[0], s[2] - 1), start)
-
-    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X))
-
-
 # Reductions.
 
 
-@pytest.mark.parametrize(
-    "reduction",
-    [
-        BottomK(3),
-        Fold(0, lambda out: out["n"], lambda a, b: (3 * a + b) % 101),
-        slow(Best("n")),
-        slow({"x": "mean", "n": None, "large": "any"}),
-    ],
-    ids=["bottom", "fold", "best", "a tree"],
-)
-def test_reductions_are_those_of_lockstep(reduction):
-    kernel = newton if isinstance(reduction, BottomK) else halvings
-    got = chunked_reduce(kernel, reduction, 4, lockstep=False)
-    assert_same(jax.jit(got)(X), jax.jit(chunked_reduce(kernel, reduction, 4))(X))
-
-
-@pytest.mark.parametrize("reduction", ["argmin", slow("mean")])
-def test_only_items_that_count_are_reduced(reduction):
+def test_reductions_are_those_of_lockstep():
     def kernel(x):
-        return {"y": newton(x), "ok": x.astype(jnp.int32) % 3 == 0}
+        return newton(x), *[halvings(x)] * 3
 
-    options = {"reduce": reduction, "where": "ok", "chunk_size": 4}
-    got = jax.jit(auto_vmap(x=0, lockstep=False, **options)(kernel))(X)
-    assert_same(got, jax.jit(auto_vmap(x=0, **options)(kernel))(X))
-
-
-def test_a_reduction_over_some_axes():
-    kernel = auto_vmap(a=0, b=0, chunk_size=4, reduce="sum", reduce_axis=0)(
-        lambda a, b: newton(a * b)
-    )
-    a, b = X[:5, None], X[None, 5:12]
-    assert_same(kernel.with_options(lockstep=False)(a, b), jax.jit(kernel)(a, b))
+    digits = Fold(0, lambda out: out["n"], lambda a, b: (3 * a + b) % 101)
+    tree = {"x": "mean", "n": None, "large": "any"}
+    got = chunked_reduce(kernel, (BottomK(3), digits, Best("n"), tree), 4, lockstep=False)
+    want = chunked_reduce(kernel, (BottomK(3), digits, Best("n"), tree), 4)
+    assert_same(jax.jit(got)(X), jax.jit(want)(X))
 
 
 @pytest.mark.parametrize("axis", [1, 0])
@@ -235,30 +188,22 @@ def test_a_loop_that_depends_only_on_an_axis_that_is_kept(axis):
 def test_double_precision_with_strict_promotion():
     with enable_x64():
         x = jnp.linspace(1.0, 40.0, 9)
-        want = {"x": jnp.array([halvings(a)["x"] for a in x.tolist()])}
-        got = auto_vmap(0, chunk_size=4, lockstep=False)(halvings)(x)
-        assert got["x"].dtype == jnp.float64
-        assert_same({"x": got["x"]}, want)
-
-
-def test_a_long_item_holds_up_a_window_only():
-    def count(n):
-        return lax.while_loop(lambda i: i < n, lambda i: i + 1, 0)
-
-    lengths = jnp.ones(500, int).at[0].set(10_000)
-    assert chunked_reduce(count, "sum", 2, lockstep=False)(lengths) == 10_499
+        want = jax.jit(jax.vmap(halvings))(x)
+        assert want["x"].dtype == jnp.float64
+        assert_same(auto_vmap(0, chunk_size=4, lockstep=False)(halvings)(x), want)
 
 
 # Transformations.
 
 
 def test_forward_derivatives():
-    tangent = jnp.cos(X)
-    got = jax.jvp(free(newton), (X,), (tangent,))
-    want = jax.jit(lambda x, tangent: jax.jvp(jax.vmap(newton), (x,), (tangent,)))(X, tangent)
-    assert_same(got, want, rtol=1e-4)
-    got = jax.jvp(lambda x: chunked_reduce(newton, "sum", 5, lockstep=False)(x), (X,), (tangent,))
-    assert_same(got, (want[0].sum(), want[1].sum()), rtol=1e-4)
+    def pushed(mapped):
+        return jax.jit(lambda x: jax.jvp(lambda x: (mapped(x), mapped(x).sum()), (x,), (x,)))(X)
+
+    both = lambda x: (newton(x), newton(x))  # noqa: E731
+    lanes = auto_vmap(0, reduce=(None, "sum"), chunk_size=5, lockstep=False)(both)
+    got = jax.jit(lambda x: jax.jvp(lanes, (x,), (x,)))(X)
+    assert_same(got, pushed(jax.vmap(newton)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("jit", [slow(lambda f: f), jax.jit])
@@ -275,21 +220,6 @@ def test_a_rule_around_a_loop_counts(jit):
     ruled.defjvp(lambda primals, tangents: (ruled(*primals), 7 * tangents[0]))
     _, tangent = jax.jvp(jit(free(lambda x: newton(ruled(x)) * 0 + ruled(x))), (X,), (X,))
     assert_same(tangent, 7 * X)
-
-
-def test_a_root_inside_a_loop():
-    def kernel(x):
-        def body(s):
-            return implicit_root(s[0] + 1), s[1] - 1
-
-        return lax.while_loop(lambda s: s[1] > 0, body, (x, x.astype(jnp.int32) % 5))
-
-    assert_same(free(kernel)(X), jax.jit(jax.vmap(kernel))(X), rtol=1e-4)
-
-
-def test_an_outer_vmap():
-    x = X[:36].reshape(3, 12)
-    assert_same(jax.vmap(free(newton))(x), jax.jit(jax.vmap(jax.vmap(newton)))(x))
 
 
 # Programs, plans and errors.
@@ -337,59 +267,33 @@ def test_a_scope_sets_it():
     assert auto_vmap(0, lockstep=False)(newton).plan(jnp.ones(10_000)).lanes == 256
 
 
-def test_effects_in_order_and_collectives_are_refused():
-    def told(x):
+def told(x):
+    io_callback(lambda _: None, None, x, ordered=True)
+    return newton(x)
+
+
+def told_in_loop(x):
+    def step(x):
         io_callback(lambda _: None, None, x, ordered=True)
-        return newton(x)
+        return x / 2
 
-    text = "it has an ordered effect, such as a callback with ordered=True, but with lockstep=False"
+    return lax.cond(x > 0, lambda x: lax.while_loop(lambda x: x > 1, step, x), newton, x)
+
+
+LINE = told_in_loop.__code__.co_firstlineno + 5
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        (told, "it has an ordered effect, such as a callback with ordered=True, but with lockstep"),
+        (told_in_loop, f"has an ordered effect in the loop at {re.escape(__file__)}:{LINE}"),
+        (lambda x: lax.psum(newton(x), "outer"), "it uses a collective over 'outer', but with"),
+    ],
+)
+def test_effects_in_order_and_collectives_are_refused(kernel, text):
     with pytest.raises(ValueError, match=text):
-        free(told)(X)
-
-    def told_in_loop(x):
-        def step(x):
-            io_callback(lambda _: None, None, x, ordered=True)
-            return x / 2
-
-        return lax.cond(x > 0, lambda x: lax.while_loop(lambda x: x > 1, step, x), newton, x)
-
-    line = told_in_loop.__code__.co_firstlineno + 5
-    text = f"has an ordered effect in the loop at {re.escape(__file__)}:{line}"
-    with pytest.raises(ValueError, match=text):
-        free(told_in_loop)(X)
-    with pytest.raises(ValueError, match="it uses a collective over 'outer', but with lockstep="):
-        jax.vmap(free(lambda x: newton(x) + lax.psum(x, "outer")), axis_name="outer")(X[None])
-
-
-def test_a_linear_solve_around_a_loop_that_ends():
-    """Its matrix and the solver are programs of their own."""
-
-    def solved(x):
-        def solve(matvec, b):
-            def body(state):
-                return state[0] + (b - matvec(state[0])) / 2, state[1] + 1
-
-            start = jnp.zeros_like(b), 0
-            return lax.while_loop(lambda s: jnp.sum((b - matvec(s[0])) ** 2) > 1e-8, body, start)[0]
-
-        return lax.custom_linear_solve(lambda v: (1 + x**2) * v, jnp.stack([x, 2.0]), solve)
-
-    x = jnp.linspace(0.1, 0.9, 7)
-    assert_same(free(solved)(x), jax.vmap(solved)(x), rtol=1e-3)
-
-
-def test_progress_counts_items(monkeypatch):
-    monkeypatch.setattr("rankax.ext.progress.bars._SECONDS", 0)
-    told: list[tuple[int, int]] = []
-
-    def show(done, total):
-        told.append((done, total))
-
-    free(newton, progress=show)(X)
-    assert told[0] == (0, 37)
-    assert told[-1] == (37, 37)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert len(told) > 3
+        jax.vmap(free(kernel), axis_name="outer")(X[None])
 
 
 @pytest.mark.optimized
@@ -406,8 +310,6 @@ def test_a_memory_limit_chooses_the_lanes():
     def kernel(x):
         return jnp.sort(jnp.sin(newton(x) * jnp.arange(500.0)))[7]
 
-    mapped = auto_vmap(x=0, memory_limit="50 KB", lockstep=False)(kernel)
-    lanes = mapped.plan(X).lanes
-    assert lanes is not None
+    limits = {"memory_limit": "50 KB", "checkpoint": False}
+    lanes = auto_vmap(x=0, lockstep=False, **limits)(kernel).plan(X).lanes
     assert 1 <= lanes < 37
-    assert_same(mapped(X), jax.jit(jax.vmap(kernel))(X), rtol=1e-4)

@@ -54,103 +54,70 @@ def in_a_branch(x, a):
     return lax.switch((x * 10).astype(int) % 3, [end, counted, lambda x, a: x * a], x, a)
 
 
-def with_keys(x, a):
-    def body(s):
-        key, use = jax.random.split(s[0])
-        return key, s[1] + a * s[1] * (1 + 0.3 * jax.random.uniform(use))
-
-    key = jax.random.fold_in(jax.random.key(0), (100 * x).astype(int))
-    return lax.while_loop(lambda s: s[1] < 9, body, (key, x))[1]
-
-
-def under_checkpoint(x, a):
-    return jax.checkpoint(jax.jit(end))(x, a) + jax.checkpoint(end)(x * a, a)
-
-
 def total(out):
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return sum(jnp.sum(jnp.sin(x)) for x in floats)
 
 
-KERNELS = [end, counted, nested, in_a_scan, in_a_branch, with_keys, under_checkpoint]
+def assert_same_modes(lanes, plain, *args, order=1, **tolerances):
+    """Compare the value and gradient of lanes, by reverse mode, with those by forward mode.
+
+    Of the second order, compare their derivative along the arguments as well.
+    """
+
+    def derivatives(mapped, value_and_gradient):
+        loss = lambda *args: total(mapped(*args))  # noqa: E731
+        of = value_and_gradient(loss, tuple(range(len(args))))
+        return jax.jit(of if order == 1 else lambda *args: jax.jvp(of, args, args))(*args)
+
+    def by_forward_mode(loss, argnums):
+        return lambda *args: (loss(*args), jax.jacfwd(loss, argnums)(*args))
+
+    got, want = derivatives(lanes, jax.value_and_grad), derivatives(plain, by_forward_mode)
+    assert_same(got, want, **tolerances)
 
 
-def both_modes(kernel, mapped, jit=jax.jit):
-    """Return value, gradient and the gradient's derivative, by reverse and by forward mode."""
-
-    def loss(mapped, v):
-        return total(mapped(v[0], v[1]))
-
-    def reverse(v):
-        gradient = functools.partial(jax.value_and_grad(loss, 1), mapped)
-        return jax.jvp(gradient, (v,), (v,))
-
-    def forward(v):
-        plain = functools.partial(loss, jax.vmap(kernel, (0, None)))
-        gradient = lambda v: (plain(v), jax.jacfwd(plain)(v))  # noqa: E731
-        return jax.jvp(gradient, (v,), (v,))
-
-    return jit(reverse), jax.jit(forward)
+def plain(kernel):
+    return jax.vmap(kernel, (0, None))
 
 
-@pytest.mark.parametrize(
-    "kernel", [end, slow(nested), weekly(in_a_branch), weekly(under_checkpoint)]
-)
+def lanes(kernel, lanes=4):
+    return free(kernel, lanes, in_axes=(0, None))
+
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # in double precision
+
+
+@pytest.mark.parametrize("kernel", [end, slow(in_a_branch), weekly(in_a_scan)])
 def test_reverse_mode_is_forward_mode(kernel):
     with enable_x64():
-        v = jnp.asarray(X, float), jnp.asarray(A, float)
-        got, want = both_modes(kernel, free(kernel, in_axes=(0, None)))
-        assert_same(got(v), want(v), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_all_kernels_at_once_in_first_order():
-    def kernel(x, a):
-        return [kernel(x, a) for kernel in KERNELS]
-
-    with enable_x64():
-        v = jnp.asarray(X, float), jnp.asarray(A, float)
-        got = jax.jit(jax.grad(lambda v: total(free(kernel, in_axes=(0, None))(*v))))(v)
-        want = jax.jit(jax.jacfwd(lambda v: total(jax.vmap(kernel, (0, None))(*v))))(v)
-        assert_same(got, want, rtol=1e-9, atol=1e-9)
+        args = jnp.asarray(X, float), jnp.asarray(A, float)
+        assert_same_modes(lanes(kernel), plain(kernel), *args, order=2, **EXACT)
 
 
 # Numbers of steps and of items.
 
 
-def turned(n, x, a):
-    """Make n steps."""
-
-    def body(s):
-        i, x = s
-        return i + 1, x * (1 - 1e-5 * a) + 1e-4 * jnp.sin(a * x)
-
-    return lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
-
-
 def test_items_of_any_number_of_steps():
-    mapped = free(turned, in_axes=(0, 0, None))
+    def turned(n, x, a):
+        def body(s):
+            i, x = s
+            return i + 1, x * (1 - 1e-5 * a) + 1e-4 * jnp.sin(a * x)
+
+        return lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
+
+    axes = 0, 0, None
     with enable_x64():
         n = jnp.array([33, 0, 1025, 1, 100_000, 32, 1023, 31, 32_769, 1024, 32_767, 32_768])
-        x = jnp.linspace(1.0, 2.0, n.size)
-        got = jax.jit(jax.grad(lambda x, a: jnp.sum(x * mapped(n, x, a)), (0, 1)))(x, 0.9)
-        plain = jax.vmap(lambda n, x: _by_forward_mode(n, x, 0.9))
-        value, of_x, of_a = jax.jit(plain)(n, x)
-        assert_same(got, (value + x * of_x, jnp.sum(x * of_a)), rtol=1e-9)
+        mapped = (
+            functools.partial(f, n) for f in (free(turned, in_axes=axes), jax.vmap(turned, axes))
+        )
+        assert_same_modes(*mapped, jnp.linspace(1.0, 2.0, n.size), 0.9, **EXACT)
 
 
-def _by_forward_mode(n, x, a):
-    value, of_x = jax.jvp(lambda x: turned(n, x, a), (x,), (jnp.ones_like(x),))
-    _, of_a = jax.jvp(lambda a: turned(n, x, a), (a,), (1.0,))
-    return value, of_x, of_a
-
-
-@pytest.mark.parametrize(("items", "lanes"), [(1, 4), slow(0, 4), weekly(7, 1), weekly(13, None)])
-def test_any_number_of_items(items, lanes):
-    x = X[:items]
-    got = jax.grad(lambda x, a: total(free(end, lanes, in_axes=(0, None))(x, a)), (0, 1))(x, A)
-    want = jax.jacfwd(lambda x, a: total(jax.vmap(end, (0, None))(x, a)), (0, 1))(x, A)
-    assert_same(got, want, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(("items", "count"), [(1, 4), slow(0, 4), weekly(7, 1), weekly(13, None)])
+def test_any_number_of_items(items, count):
+    assert_same_modes(lanes(end, count), plain(end), X[:items], A, rtol=1e-4, atol=1e-5)
 
 
 def test_items_of_similar_numbers_of_steps_share_a_tile():
@@ -197,41 +164,36 @@ def test_a_loop_of_as_many_steps_for_all_items(chunk_size):
     def kernel(count, x):
         return lax.fori_loop(0, count, lambda i, x: jnp.sin(x) + 0.1 * i, x)
 
-    mapped = chunked_vmap(kernel, chunk_size, (None, 0), lockstep=False)
-    got = jax.jit(jax.grad(lambda x: jnp.sum(mapped(3, x))))(X)
-    assert_same(got, jax.jacfwd(lambda x: jnp.sum(jax.vmap(kernel, (None, 0))(3, x)))(X))
+    mapped = (
+        chunked_vmap(kernel, chunk_size, (None, 0), lockstep=False),
+        jax.vmap(kernel, (None, 0)),
+    )
+    assert_same_modes(*(functools.partial(each, 3) for each in mapped), X)
 
 
-REDUCTIONS = {
-    **{name: name for name in ("sum", "max", "prod", "logsumexp")},
-    "Fold": Fold(0.0, lambda v: v, lambda a, b: a + b + 0.1 * a * b),
-}
+COMPOSED = Fold(0.0, lambda v: v, lambda a, b: a + b + 0.1 * a * b)
 
 
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("reduction", "where"),
     [
         ("prod", None),
         slow("sum", "ok"),
-        weekly("Fold", "ok"),
+        weekly(COMPOSED, "ok"),
         weekly("max", "ok"),
         weekly("logsumexp", None),
     ],
+    ids=str,
 )
-def test_gradients_of_reductions(name, where):
-    reduction = REDUCTIONS[name]
-
+def test_gradients_of_reductions(reduction, where):
     def kernel(x, a):
         v = jnp.tanh(end(x, a))
         return v if where is None else {"v": v, "ok": x < 4}
 
     named = reduction if where is None else {"v": reduction, "ok": None}
-    options = {"reduce": named, "where": where, "chunk_size": 4}
-    lanes = auto_vmap(x=0, a=0, lockstep=False, **options)(kernel)
-    plain = auto_vmap(x=0, a=0, **options)(kernel)
-    got = jax.jit(jax.grad(lambda x, a: total(lanes(x, a)), (0, 1)))(X, A)
-    want = jax.jit(jax.jacfwd(lambda x, a: total(plain(x, a)), (0, 1)))(X, A)
-    assert_same(got, want, rtol=1e-3, atol=1e-4)
+    mapped = auto_vmap(x=0, a=0, reduce=named, where=where, chunk_size=4)(kernel)
+    in_lanes = mapped.with_options(lockstep=False)
+    assert_same_modes(in_lanes, mapped, X, A, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"reduce": "sum", "reduce_axis": 0}, slow({})], ids=str)
@@ -239,69 +201,51 @@ def test_gradients_of_several_axes_and_keys(options):
     def kernel(x, y, key, a):
         return end(x[0] + y + 0.1 * jax.random.uniform(key), a) * x[1]
 
-    declared = auto_vmap(x=1, y=0, key=SplitKey, a=0, chunk_size=4, **options)(kernel)
-    x, y = jnp.stack([X[:5], X[5:10]], -1)[:, None], X[3:6]
-
-    def loss(mapped, v):
-        return total(mapped(v[0], v[1], jax.random.key(0), v[2]))
-
-    lanes = functools.partial(loss, declared.with_options(lockstep=False))
-    got = jax.jit(jax.grad(lanes))((x, y, A))
-    assert_same(got, jax.jit(jax.jacfwd(functools.partial(loss, declared)))((x, y, A)), rtol=1e-4)
+    mapped = auto_vmap(x=1, y=0, key=SplitKey, a=0, chunk_size=4, **options)(kernel)
+    both = (
+        lambda x, y, a, f=f: f(x, y, jax.random.key(0), a)
+        for f in (mapped.with_options(lockstep=False), mapped)
+    )
+    assert_same_modes(*both, jnp.stack([X[:5], X[5:10]], -1)[:, None], X[3:6], A, rtol=1e-4)
 
 
 def test_axes_and_trees_of_outputs():
     def kernel(x, a):
         n, x, rest = growth(x[0], a)
-        return {"n": n, "v": jnp.stack([x, rest["total"], a]), "a": a * 2}
+        return {"n": n.astype(x.dtype), "v": jnp.stack([x, rest["total"], a]), "a": a * 2}
 
     axes = {"in_axes": (1, None), "out_axes": {"n": 0, "v": 1, "a": None}}
-    x = jnp.stack([X, X])
-    loss = lambda mapped: lambda x, a: total(jax.tree.map(lambda v: v * v, mapped(x, a)))  # noqa: E731
-    got = jax.jit(jax.value_and_grad(loss(free(kernel, **axes)), (0, 1)))(x, A)
-    plain = loss(jax.vmap(kernel, **axes))
-    assert_same(
-        got, jax.jit(lambda x, a: (plain(x, a), jax.jacfwd(plain, (0, 1))(x, a)))(x, A), rtol=1e-4
-    )
-
-
-def test_under_vmap():
-    a = jnp.array([0.2, 0.5])
-    gradient = lambda mapped: jax.vmap(jax.grad(lambda a: total(mapped(X, a))))  # noqa: E731
-    plain = jax.vmap(jax.jacfwd(lambda a: total(jax.vmap(end, (0, None))(X, a))))
-    assert_same(jax.jit(gradient(free(end, in_axes=(0, None))))(a), jax.jit(plain)(a), rtol=1e-4)
+    mapped = free(kernel, **axes), jax.vmap(kernel, **axes)
+    assert_same_modes(*mapped, jnp.stack([X, X]), A, rtol=1e-4)
 
 
 def test_a_number_that_all_items_share_under_vmap():
     def kernel(n, x, a):
         return lax.fori_loop(0, n, lambda _, x: jnp.sin(a * x), x)
 
+    axes = 0, 0, None
     n, x = jnp.array([2, 0, 3]), jnp.linspace(0.5, 1, 3)
-    got = jax.jacrev(lambda x, a: free(kernel, 2, in_axes=(0, 0, None))(n, x, a), (0, 1))(x, A)
-    want = jax.jacfwd(lambda x, a: jax.vmap(kernel, (0, 0, None))(n, x, a), (0, 1))(x, A)
-    assert_same(got, want)
+    got = jax.jacrev(functools.partial(free(kernel, 2, in_axes=axes), n), (0, 1))
+    want = jax.jacfwd(functools.partial(jax.vmap(kernel, axes), n), (0, 1))
+    assert_same(jax.jit(got)(x, A), jax.jit(want)(x, A))
 
 
 def test_many_pairs_stay_in_their_order(monkeypatch):
     monkeypatch.setattr("rankax.ext.lanes.call._MOST_SORTED", 10)
     pairs = auto_vmap(x=0, a=0, chunk_size=4, reduce="sum", lockstep=False)(end)
-    x, a = X[:5, None], jnp.array([0.2, 0.5, 0.7])
-    got = jax.jit(jax.grad(lambda x, a: jnp.sin(pairs(x, a)), (0, 1)))(x, a)
-    plain = jax.vmap(jax.vmap(end, (None, 0)), (0, None))
-    want = jax.jit(jax.jacfwd(lambda x, a: jnp.sin(jnp.sum(plain(x[:, 0], a))), (0, 1)))(x, a)
-    assert_same(got, want, rtol=1e-3)
+    by_hand = jax.vmap(jax.vmap(end, (None, 0)), (0, None))
+    args = X[:5, None], jnp.array([0.2, 0.5, 0.7])
+    assert_same_modes(pairs, lambda x, a: jnp.sum(by_hand(x[:, 0], a)), *args, rtol=1e-3)
 
 
 @pytest.mark.optimized
 def test_memory_is_that_of_a_chunk_and_of_the_inputs():
-    def gradient(mapped):
-        return jax.grad(lambda x, a: jnp.sum(mapped(x, a) ** 2), (0, 1))
-
     def temporaries(mapped, *shapes):
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return temporary_bytes(gradient(mapped), *like)
+        gradient = jax.grad(lambda x, a: jnp.sum(mapped(x, a) ** 2), (0, 1))
+        return temporary_bytes(gradient, *like)
 
-    assert temporaries(free(end, 64, in_axes=(0, None)), (2000,), ()) < 150_000
+    assert temporaries(lanes(end, 64), (2000,), ()) < 150_000
     pairs = auto_vmap(x=0, a=0, chunk_size=64, reduce="sum", lockstep=False)(end)
     assert temporaries(pairs, (1500, 1), (1500,)) < 500_000
 
@@ -329,7 +273,7 @@ def test_plans_say_how_loops_are_reversed():
 
 
 def test_the_reverse_pass_has_no_reverse_mode():
-    gradient = jax.grad(lambda x: jnp.sum(free(end, in_axes=(0, None))(x, A)))
+    gradient = jax.grad(lambda x: jnp.sum(lanes(end)(x, A)))
     with pytest.raises(ValueError, match="its reverse pass has no reverse mode") as error:
         jax.grad(lambda x: jnp.sum(gradient(x)))(X)
     assert re.match(r"end\(\) .*: while at .*: its reverse pass", str(error.value))

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: MIT
 """Lanes that make several rounds before the host looks, as on a GPU; here the CPU makes them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, slow
+from helpers import assert_same, at_each_run
 from rankax import auto_vmap, chunked_reduce, chunked_vmap
 from rankax.core.base.target import Target, inside_call
 from rankax.ext.lanes import engine
 from test_lockstep import halvings, newton
-from test_lockstep_derivatives import in_a_scan, nested
+from test_lockstep_derivatives import nested
 
 X = jnp.asarray(np.linspace(0.5, 90, 37))
-GPU = Target("gpu")
+
+
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 @pytest.fixture
 def on_gpu():
     """A process that calls a GPU."""
-    with inside_call(GPU):
+    with inside_call(Target("gpu")):
         yield
 
 
@@ -35,46 +35,24 @@ def branches(x):
 KERNELS = {
     "a tree": halvings,
     "nested": lambda x: nested(x, x + 1),
-    "in a scan": lambda x: in_a_scan(x, x + 1),
     "branches": branches,
     "no loop inside": lambda x: newton(x) + jnp.cumsum(jnp.full(20, x)),
 }
 
 
-def in_rounds(rounds, monkeypatch, kernel, reduction, lanes=5):
+def in_rounds(rounds, monkeypatch, kernel):
     """Return what lanes compute in as many rounds, as a new function, which is compiled again."""
     monkeypatch.setitem(engine.ROUNDS, False, rounds)
-
-    def new(x):
-        return kernel(x)
-
-    if reduction is None:
-        return jax.jit(chunked_vmap(new, lanes, lockstep=False))(X)
-    return jax.jit(chunked_reduce(new, reduction, lanes, lockstep=False))(X)
+    return jax.jit(chunked_vmap(lambda x: kernel(x), 5, lockstep=False))(X)
 
 
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    [
-        ("a tree", "sum"),
-        ("nested", None),
-        ("branches", None),
-        slow("in a scan", None),
-        slow("no loop inside", "sum"),
-    ],
-)
-def test_values_are_the_same_to_the_bit(monkeypatch, name, reduction):
-    kernel = KERNELS[name]
-    total = lambda x: jax.tree.map(jnp.float32, kernel(x))  # noqa: E731
-    of = kernel if reduction is None else total
-    one, several = (in_rounds(rounds, monkeypatch, of, reduction) for rounds in (1, 8))
+@pytest.mark.parametrize("kernel", at_each_run(["a tree", "branches"], KERNELS))
+def test_values_are_the_same_to_the_bit(monkeypatch, kernel):
+    one, several = (in_rounds(rounds, monkeypatch, kernel) for rounds in (1, 8))
     assert_same(several, one, rtol=0, atol=0)
-    if reduction is None:
-        assert_same(several, jax.jit(jax.vmap(kernel))(X), rtol=1e-4)
+    assert_same(several, jax.jit(jax.vmap(kernel))(X), rtol=1e-4)
 
 
-@pytest.mark.usefixtures("on_gpu")
 def test_items_wait_for_a_slow_one_until_no_lane_goes_on():
     """The window is full when the first item ends, so both lanes are free, and items are left."""
     counts = jnp.zeros(99, jnp.int32).at[0].set(1000)
@@ -86,7 +64,6 @@ def test_items_wait_for_a_slow_one_until_no_lane_goes_on():
     assert total == 1000 + 99
 
 
-@pytest.mark.usefixtures("on_gpu")
 def test_a_round_too_many_calls_nothing(monkeypatch):
     """A state that calls the host is evaluated as often as with one round."""
 
@@ -104,7 +81,7 @@ def test_a_round_too_many_calls_nothing(monkeypatch):
         def kernel(x):
             return lax.while_loop(lambda x: x > 1, step, x)
 
-        out = in_rounds(rounds, monkeypatch, kernel, None)
+        out = in_rounds(rounds, monkeypatch, kernel)
         return jax.block_until_ready(out), sorted(seen)
 
     (one, seen), (several, seen_by_several) = called(1), called(8)
@@ -112,7 +89,6 @@ def test_a_round_too_many_calls_nothing(monkeypatch):
     assert seen_by_several == seen
 
 
-@pytest.mark.usefixtures("on_gpu")
 def test_large_steps_ask(monkeypatch):
     """What takes longer than a wait is not evaluated for lanes that have ended."""
 
@@ -126,21 +102,16 @@ def test_large_steps_ask(monkeypatch):
     assert (whiles(2**24), whiles(1)) == (1, 2)
 
 
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("reduction", [slow(None), "sum"])
-def test_gradients(reduction):
-    def gradient(mapped: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(mapped(x)))))(X)
+def test_gradients():
+    def value_and_gradient(mapped):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sin(mapped(x))))(X)
 
-    if reduction is None:
-        got, want = chunked_vmap(newton, 5, lockstep=False), jnp.sqrt
-    else:
-        got = chunked_reduce(newton, reduction, 5, lockstep=False)
-        want = lambda x: jnp.sum(jnp.sqrt(x))  # noqa: E731
-    assert_same(gradient(got), gradient(want), rtol=3e-3)
+    lanes = chunked_reduce(newton, "sum", 5, lockstep=False)
+    assert_same(
+        value_and_gradient(lanes), value_and_gradient(lambda x: jnp.sqrt(x).sum()), rtol=3e-3
+    )
 
 
-@pytest.mark.usefixtures("on_gpu")
 def test_progress_counts_items(monkeypatch):
     monkeypatch.setattr("rankax.ext.progress.bars._SECONDS", 0)
     told: list[int] = []
@@ -156,7 +127,6 @@ def test_progress_counts_items(monkeypatch):
     assert len(set(told)) > 3
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("kept", "lanes"), [(1, 2**16), (33, 2**15), (10**7, 2**12)])
 def test_the_more_a_lane_keeps_the_fewer_there_are(kept, lanes):
     def kernel(x):

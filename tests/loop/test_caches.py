@@ -138,18 +138,6 @@ def test_a_wrong_program_is_noticed():
     np.testing.assert_array_equal(two(X)["value"], 2 * X)  # silently wrong: why the option exists
 
 
-def test_right_programs_pass(monkeypatch):
-    made = []
-    compiled = reuse._compiled
-    monkeypatch.setattr(reuse, "_compiled", lambda *args: made.append(1) or compiled(*args))
-    key = jax.random.key(0)
-    with options(check=True):
-        for _ in range(2):
-            chunked_vmap(lambda x: jnp.where(x > 3, jnp.nan, -x), 7)(X)
-            chunked_vmap(lambda k: jax.random.split(k), 7)(jax.random.split(key, 9))
-    assert len(made) == 4
-
-
 def test_check_is_one_of_the_scope():
     with pytest.raises(TypeError, match=r"rankax\.options: check must be True or False, got 1"):
         options(check=1)
@@ -157,6 +145,7 @@ def test_check_is_one_of_the_scope():
         auto_vmap(0)(jnp.sin).with_options(check=True)
 
 
+@pytest.mark.slow
 def test_the_environment_switches_checks_on():
     program = "from rankax.core.loop.reuse import _checks; print(_checks.get())"
     env = os.environ | {"RANKAX_CHECK": "1"}

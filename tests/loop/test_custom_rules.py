@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, assert_same, name_of, slow, weekly
-from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from helpers import REMAT3, assert_same, at_each_run, name_of, slow
+from rankax import checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
 
@@ -50,10 +50,6 @@ def _(primals, tangents):
 def uses_some_outputs(x):
     product, rounded, _ = two_to_three(x, 0.5 * x)  # one is dropped
     return product * jnp.where(rounded > 1, 2.0, 1.0)
-
-
-def fixed_second_argument(x):
-    return two_to_three(x, 0.75)[0] + two_to_three(0.75, x)[2]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -103,61 +99,29 @@ def straight_through(x):
 
 straight_through.defvjp(lambda x: (straight_through(x), scaled("itself")(x)), lambda y, g: (g * y,))
 
-self_calling, body_calling = scaled("itself"), scaled("the body")
+self_calling = scaled("itself")
 
 WITH_JVP = {
-    "rule calls itself": self_calling,
-    "twice": lambda x: self_calling(self_calling(x)),
-    "relu at zero": lambda x: jax.nn.relu(x - x) * x + jax.nn.relu(x),
-    "some outputs": uses_some_outputs,
-    "fixed second argument": fixed_second_argument,
-    "nondiff_argnums": lambda x: scaled_by(x, 0.5),
     "symbolic zeros": lambda x: with_symbolic_zeros(x, 0.3) + with_symbolic_zeros(0.3, x),
+    "rule calls itself": self_calling,
+    "some outputs": uses_some_outputs,
+    "nondiff_argnums": lambda x: scaled_by(x, 0.5),
     "in cond": lambda x: jax.lax.cond(x.sum() > 0, self_calling, jnp.cos, x),
     "in checkpoint": jax.checkpoint(self_calling),
-    "logsumexp": lambda x: jax.scipy.special.logsumexp(jnp.stack([x, self_calling(x)]), axis=0),
-}
-WITH_VJP = {
-    "scaled": scaled_back,
-    "straight through": straight_through,
-    "after a custom_jvp": lambda x: scaled_back(self_calling(x)),
-    "in checkpoint": jax.checkpoint(scaled_back),
 }
 
-# What is done with a function of one array.
-
-
-def grad(f, x, v):
-    return jax.grad(f)(x)
+# What is done with a function of one array. Where a rule is forgotten, these two show it.
 
 
 def reverse_over_reverse(f, x, v):
     return jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x)
 
 
-def forward(f, x, v):
-    return jax.jvp(f, (x,), (v,))[1]
-
-
 def forward_over_reverse(f, x, v):
     return jax.jvp(jax.grad(f), (x,), (v,))[1]
 
 
-def grad_of_vmap(f, x, v):
-    return jax.grad(lambda s: jax.vmap(lambda s: f(s * x))(s).sum())(jnp.array([0.5, 2.0]))
-
-
-def vmap_of_hessian_product(f, x, v):
-    return jax.vmap(lambda s: forward_over_reverse(f, s * x, v))(jnp.array([0.5, 2.0]))
-
-
-def linear_transpose(f, x, v):
-    push = jax.linearize(jax.grad(f), x)[1]
-    return jax.linear_transpose(push, x)(v)[0]
-
-
-REVERSE = [grad, reverse_over_reverse, grad_of_vmap]
-FORWARD = [forward, forward_over_reverse, vmap_of_hessian_product, linear_transpose]
+SECOND = [reverse_over_reverse, forward_over_reverse]
 
 X = jnp.asarray(np.linspace(-1.0, 1.6, 14).reshape(7, 2))
 V = jnp.asarray(np.cos(np.arange(14.0)).reshape(7, 2))
@@ -181,89 +145,21 @@ def close(actual, expected):
     assert_same(actual, expected, rtol=2e-4, atol=2e-4)
 
 
-# Where a rule is forgotten, these two show it; the first functions are differentiated in every way.
-SECOND = [reverse_over_reverse, forward_over_reverse]
+def kinds_for(fun):
+    return SECOND[:1] if fun is scaled_back else SECOND
 
 
 # Each takes seconds to compile; of each way through the library one is tested at each run.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "symbolic zeros",
-        "rule calls itself",
-        *map(slow, ("in cond", "some outputs", "in checkpoint", "nondiff_argnums")),
-        *map(weekly, ("twice", "relu at zero", "fixed second argument", "logsumexp")),
-    ],
-)
-def test_chunked_derivatives_are_those_of_vmap(name):
-    kernel = kernel_of(WITH_JVP[name])  # seven items: the last chunk overlaps
+@pytest.mark.parametrize("fun", at_each_run(["symbolic zeros", "rule calls itself"], WITH_JVP))
+def test_chunked_derivatives_are_those_of_vmap(fun):
+    kernel = kernel_of(fun)  # seven items: the last chunk overlaps
     close(derivatives(chunked_vmap(kernel, 2), SECOND), derivatives(jax.vmap(kernel), SECOND))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["scaled", slow("straight through"), slow("after a custom_jvp"), weekly("in checkpoint")],
-)
-def test_chunked_derivatives_by_a_backward_rule(name):
-    kernel, kinds = kernel_of(WITH_VJP[name]), SECOND[:1]
+@pytest.mark.parametrize("fun", [scaled_back, slow(straight_through)])
+def test_chunked_derivatives_by_a_backward_rule(fun):
+    kernel, kinds = kernel_of(fun), SECOND[:1]
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fun", "kinds"), [(self_calling, REVERSE + FORWARD), (scaled_back, REVERSE)]
-)
-def test_derivatives_of_every_kind(fun, kinds):
-    kernel = kernel_of(fun)
-    close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
-
-
-@pytest.mark.parametrize(
-    ("fun", "chunk_size", "checkpoint"),
-    [(self_calling, 2, False), slow(self_calling, 3, False), slow(scaled_back, 3, True)],
-)
-def test_however_they_are_chunked(fun, chunk_size, checkpoint):
-    kernel, kinds = kernel_of(fun), SECOND if fun is self_calling else SECOND[:1]
-    x = X[:6] if chunk_size == 3 else X
-    mapped = chunked_vmap(kernel, chunk_size, checkpoint=checkpoint)
-    close(derivatives(mapped, kinds, x), derivatives(jax.vmap(kernel), kinds, x))
-
-
-def test_over_two_batch_axes():
-    def kernel(x, y):
-        return jnp.sin(self_calling(x) * y) + self_calling(x * y)
-
-    def of(fun):
-        return lambda x: fun(x, jnp.cos(x))
-
-    by_hand = jax.vmap(jax.vmap(kernel, (None, 0)), (0, None))
-    mapped = auto_vmap(0, 0, chunk_size=3)(kernel)
-    x, v = X[:, 0], V[:, 0]
-    actual = derivatives(of(lambda x, y: mapped(x[:, None], y)), SECOND, x, v)
-    close(actual, derivatives(of(by_hand), SECOND, x, v))
-
-
-def test_inside_a_scan():
-    kernel = kernel_of(self_calling)
-
-    def scanned(fun):
-        def body(carry, s):
-            return carry + jnp.sum(fun(s * carry)), fun(carry)
-
-        return lambda x: jax.lax.scan(body, x, jnp.array([0.5, 1.5]))[1]
-
-    def unrolled(fun):
-        def run(x):
-            outs = []
-            for s in (0.5, 1.5):
-                outs.append(fun(x))
-                x = x + jnp.sum(fun(s * x))
-            return jnp.stack(outs)
-
-        return run
-
-    actual = derivatives(scanned(chunked_vmap(kernel, 2)), SECOND)
-    close(actual, derivatives(unrolled(jax.vmap(kernel)), SECOND))
 
 
 # Scans, against a Python loop: `jax.lax.scan` itself forgets.
@@ -288,38 +184,25 @@ def unrolled(fun):
     return run
 
 
-def kinds_for(fun):
-    return SECOND[:1] if fun is scaled_back else SECOND
-
-
-SCANS = {
-    "sliced": lambda body, init, xs: sliced_scan(body, init, xs, start=1, step=2),
-    "sliced, checkpoint": lambda body, init, xs: sliced_scan(
-        body, init, xs, start=1, step=2, checkpoint=True
-    ),
-    "chunked": lambda body, init, xs: _sliced(
-        checkpoint_chunked_scan(body, init, xs, chunk_size=3)
-    ),
-}
-
-
-def _sliced(result):
-    carry, ys = result
+def chunked(body, init, xs):
+    carry, ys = checkpoint_chunked_scan(body, init, xs, chunk_size=3)
     return carry, ys[1::2]
+
+
+sliced = functools.partial(sliced_scan, start=1, step=2)
 
 
 @pytest.mark.parametrize(
     ("fun", "scan"),
     [
-        (self_calling, "sliced"),
-        (scaled_back, "chunked"),
-        slow(self_calling, "sliced, checkpoint"),
-        slow(jax.jit(body_calling), "chunked"),
+        (self_calling, sliced),
+        (scaled_back, chunked),
+        slow(self_calling, functools.partial(sliced, checkpoint=True)),
     ],
 )
 def test_scan_derivatives_are_those_of_a_loop(fun, scan):
     def scanned(xs):
-        carry, ys = SCANS[scan](body_of(fun), jnp.float32(0.3), xs)
+        carry, ys = scan(body_of(fun), jnp.float32(0.3), xs)
         return jnp.append(ys, carry)
 
     kinds = kinds_for(fun)
@@ -345,7 +228,6 @@ def test_grad_of_vmap_of_a_custom_vjp():
     gradient = jax.jit(jax.grad(total), static_argnums=2)
     expected = gradient(scales, xs, jax.lax.scan)
     for scan in (
-        functools.partial(sliced_scan, step=3),
         functools.partial(sliced_scan, step=2, checkpoint=True),
         functools.partial(checkpoint_chunked_scan, chunk_size=3),
     ):
@@ -353,16 +235,13 @@ def test_grad_of_vmap_of_a_custom_vjp():
 
 
 def test_no_rule_leaves_the_program_as_it_was():
-    def program(kernel):
-        return str(jax.make_jaxpr(chunked_vmap(kernel, 3))(X[:6]))
-
-    assert "rankax_call" not in program(lambda row: jnp.exp(row).sum())
+    program = jax.make_jaxpr(chunked_vmap(lambda row: jnp.exp(row).sum(), 3))(X[:6])
+    assert "rankax_call" not in str(program)
 
 
 def test_a_rule_leaves_nothing_in_the_compiled_program():
-    kernel = kernel_of(self_calling)
-    with_rule = jax.jit(chunked_vmap(kernel, 2)).lower(X).as_text()
-    assert "rankax_call" not in with_rule
+    lowered = jax.jit(chunked_vmap(kernel_of(self_calling), 2)).lower(X)
+    assert "rankax_call" not in lowered.as_text()
 
 
 @pytest.mark.skipif(REMAT3, reason="JAX does not transpose it, see test_switches.py")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import assert_same, slow
-from rankax import SplitKey, auto_vmap, chunked_reduce
+from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import Best
 
 NAN, INF = np.nan, np.inf
@@ -58,17 +58,3 @@ def test_of_pairs_over_two_axes():
     where = jnp.argmin(-pairs, axis=-1)
     assert_same(best["by"], jnp.take_along_axis(-pairs, where[:, None], -1)[:, 0])
     assert_same(best["both"], a[:, :, 0][jnp.arange(2), where // 29] * 100 + b[where % 29])
-
-
-def test_of_items_with_keys_and_of_max_with_a_gradient():
-    x = jnp.asarray(np.sin(np.arange(400)), jnp.float32)
-    key = jax.random.key(0)
-
-    def drawn(x, key):
-        return x + jax.random.uniform(key)
-
-    fun = auto_vmap(0, SplitKey, reduce="argmax", reduce_axis=-1, chunk_size=16)(drawn)
-    whole = auto_vmap(0, SplitKey)(drawn)(x, key)
-    assert_same(fun(x, key), jnp.argmax(whole))
-    pulled = jax.grad(lambda x: chunked_reduce(lambda x: x * x, "max", 16)(x))(x)
-    assert_same(pulled, jnp.zeros(400).at[jnp.argmax(x * x)].set(2 * x[jnp.argmax(x * x)]))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """More items than 32 bits can number: counted otherwise, or refused in words. Only shapes."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
+from helpers import enable_x64, refusal
 from rankax import auto_vmap, chunked_vmap
 from rankax.reductions import Best, BottomK, Moments, TopK
 
@@ -23,16 +22,16 @@ def with_mask(x, y):
     return {"value": distance(x, y), "ok": x > 0}
 
 
+def double(x):
+    return x.astype(jnp.float32) * 2
+
+
+def refused(fun, *args):
+    return refusal(ValueError, jax.eval_shape, fun, *args).partition("\n")[0]
+
+
 def dtypes(fun, *args):
     return [str(out.dtype) for out in jax.tree.leaves(jax.eval_shape(fun, *args))]
-
-
-@pytest.fixture
-def enable_x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +46,15 @@ def test_indices_need_64_bits(reduce, chunk_size):
         f"{kernel.__name__}() at {__file__}:{line}: it cannot be reduced by {name}: the indices of "
         f"2500000000 items need 64 bits; {SETTING}, or reduce one axis at a time"
     )
-    for call in (mapped.plan, lambda *args: jax.eval_shape(mapped, *args)):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
-            call(*PAIRS)
+    assert refused(mapped, *PAIRS) == message
+    assert refusal(ValueError, mapped.plan, *PAIRS).startswith(message)
 
 
-def test_indices_of_64_bits(enable_x64):
-    for reduce in ("argmin", TopK(2)):
+@pytest.mark.parametrize("reduce", ["argmin", TopK(2)], ids=str)
+def test_indices_of_64_bits(reduce):
+    with enable_x64():
         found = dtypes(auto_vmap(0, 0, reduce=reduce, chunk_size=1000)(distance), *PAIRS)
-        assert found[-1] == "int64"
+    assert found[-1] == "int64"
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
@@ -66,8 +65,7 @@ def test_a_derivative_that_needs_an_index_is_refused(reduce):
         f"{reduce} cannot be differentiated: the indices of 2500000000 items need 64 bits; "
         f"{SETTING}, or reduce one axis at a time"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
-        jax.eval_shape(jax.grad(mapped), *PAIRS)
+    assert refused(jax.grad(mapped), *PAIRS) == message
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1000])
@@ -88,31 +86,24 @@ def test_counts_that_do_not_fit_are_floats(where, chunk_size):
         "a reduction with where or bucket has no derivative: the indices of 2500000000 "
         f"items need 64 bits; {SETTING}, or reduce one axis at a time"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
-        jax.eval_shape(jax.grad(loss), *PAIRS)
+    assert refused(jax.grad(loss), *PAIRS) == message
 
 
-@pytest.mark.parametrize("reduce", [None, "sum", Moments()], ids=str)
+@pytest.mark.parametrize("reduce", [None, "sum"])
 def test_a_long_axis_in_chunks_is_refused(reduce):
-    def double(x):
-        return x.astype(jnp.float32) * 2
-
     mapped = auto_vmap(0, reduce=reduce, chunk_size=7)(double)
     line = double.__code__.co_firstlineno
     message = (
         f"double() at {__file__}:{line}: a loop over an axis of 2147484648 items counts them in 64 "
         f"bits; {SETTING}"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
-        jax.eval_shape(mapped, LONG)
+    assert refused(mapped, LONG) == message
 
 
-def test_a_long_axis_with_64_bits(enable_x64):
-    def double(x):
-        return x.astype(jnp.float32) * 2
-
-    assert jax.eval_shape(chunked_vmap(double, 7), LONG).shape == LONG.shape
-    assert dtypes(auto_vmap(0, reduce="mean", chunk_size=7)(double), LONG) == ["float32"]
+def test_a_long_axis_with_64_bits():
+    with enable_x64():
+        assert jax.eval_shape(chunked_vmap(double, 7), LONG).shape == LONG.shape
+        assert dtypes(auto_vmap(0, reduce="mean", chunk_size=7)(double), LONG) == ["float32"]
 
 
 def test_a_long_axis_in_chunks_that_begin_below_the_limit():

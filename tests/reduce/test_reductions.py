@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-import rankax
 from helpers import assert_same as assert_equal
-from helpers import named_reductions, primitives, slow, weekly
+from helpers import named_reductions, primitives, refusal, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce
-from rankax.reductions import Best, BottomK, Fold, Gram, Moments, TopK
+from rankax.reductions import Best, BottomK, Fold, Gram, Moments, MomentsResult, Several, TopK
 
 DRAW = np.random.default_rng(0).normal
 X, Y, W = (jnp.asarray(DRAW(size=size)) for size in ((4, 3), (23, 3), 23))
@@ -80,10 +79,12 @@ def over_each_axis(call):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("sum", 1), ("argmax", 5), slow("logsumexp", 40), slow("argmax", 91), slow("sum", None)],
+    ("name", "size"), [("sum", 1), slow("argmax", 91), slow("logsumexp", None)]
 )
 def test_any_chunk_size(name, size):
+    def over_each_axis(call):
+        return jax.jit(lambda *args: [call(axis)(*args) for axis in (-1, 0, None)])(*ARGS)
+
     found = over_each_axis(lambda axis: reduced(name, axis, size))
     assert_same(found, over_each_axis(lambda axis: plainly(name, axis)))
 
@@ -101,58 +102,29 @@ def loss_of(fun):
     return loss
 
 
-@pytest.mark.parametrize(
-    ("name", "axis"),
-    [("prod", -1), ("logsumexp", -1), slow("mean", 0), slow("max", None), slow("sum", -1)],
-)
-def test_first_derivatives(name, axis):
-    def derivatives(fun):
-        return jax.grad(loss_of(fun), (0, 1, 2))(*ARGS), jax.jvp(fun, ARGS, TANGENTS)[1]
+def assert_same_gradients(found, expected, argnums=(0, 1, 2), rtol=2e-4):
+    """Compare values, and the gradients of a number that depends on all of them."""
 
-    found, expected = reduced(name, axis), plainly(name, axis)
-    assert_same(*(jax.jit(derivatives, static_argnums=0)(f) for f in (found, expected)), rtol=2e-4)
+    def both(fun):
+        return jax.jit(lambda *args: (fun(*args), jax.grad(loss_of(fun), argnums)(*args)))(*ARGS)
+
+    assert_same(*map(both, (found, expected)), rtol=rtol)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["logsumexp", *map(weekly, ("prod", "sum", "min"))])
-def test_second_derivatives(name):
-    found, expected = loss_of(reduced(name, -1)), loss_of(plainly(name, -1))
-    want = jax.jit(jax.hessian(expected, 2))(*ARGS)
-    for outer, inner in (
-        (jax.jacfwd, jax.jacrev),
-        (jax.jacfwd, jax.jacfwd),
-        (jax.jacrev, jax.jacrev),
-    ):
-        by_w = jax.jit(outer(inner(found, 2), 2))(*ARGS)
-        assert_same(by_w, want, rtol=3e-4, atol=1e-4)
+@pytest.mark.parametrize("axis", [-1, slow(0), slow(None)])
+def test_first_derivatives(axis):
+    names = "prod", "max", "logsumexp"
 
+    def expected(*args):
+        return {name: plainly(name, axis)(*args) for name in names}
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["max", "logsumexp"])
-def test_under_vmap(name):
-    many = X[None, :, None] * np.arange(1, 4, dtype="float32")[:, None, None, None]
-    fun = reduced(name, -1)
-    one = jax.jit(lambda x: (fun(x, Y, W), jax.grad(lambda x: fun(x, Y, W).sum())(x)))
-    values, expected = (np.stack(each) for each in zip(*map(one, many), strict=True))
-    found, grads = jax.jit(jax.vmap(one))(many)
-    np.testing.assert_allclose(found, values, rtol=1e-5)
-    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
+    def both(fun):
+        return jax.jit(
+            lambda: (jax.grad(loss_of(fun), (0, 1, 2))(*ARGS), jax.jvp(fun, ARGS, TANGENTS))
+        )()
 
-
-@pytest.mark.parametrize("name", ["logsumexp", slow("min")])
-def test_closed_over_values_have_their_derivative(name):
-    def loss(scale, fun):
-        kernel = auto_vmap(0, 0, reduce=name, reduce_axis=-1, chunk_size=4)(
-            lambda a, b: jnp.sin(scale * a + b)
-        )
-        return fun(kernel(rows, items))
-
-    def expected(scale):
-        return PLAIN[name](jnp.sin(scale * rows + items[None]), axis=-1).sum()
-
-    rows, items = np.arange(3, dtype="float32")[:, None], np.arange(11, dtype="float32")
-    found = jax.grad(lambda s: loss(s, jnp.sum))(0.7)
-    np.testing.assert_allclose(found, jax.jit(jax.grad(expected))(0.7), rtol=1e-4)
+    found = reduced(Several(**dict(zip(names, names, strict=True))), axis)
+    assert_same(*map(both, (found, expected)), rtol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "complex64", slow("uint8"), slow("bfloat16")])
@@ -162,7 +134,8 @@ def test_dtypes(dtype):
     unfit = set() if jnp.issubdtype(dtype, jnp.inexact) else {"logsumexp"}
     unfit |= {"max", "min", "argmax", "argmin"} if dtype == "complex64" else set()
     for name in unfit:
-        with pytest.raises(ValueError, match=f"it cannot be reduced by {name}: output "):
+        text = f"it cannot be reduced by {name}: output "
+        with pytest.raises(ValueError, match=text):
             chunked_reduce(lambda v: v, name, 3)(values)
     names = tuple(sorted(PLAIN.keys() - unfit))
     found = all_names(lambda name: chunked_reduce(lambda v: v, name, 3), values, names=names)
@@ -173,18 +146,6 @@ def test_dtypes(dtype):
         tolerance = 1e-2 if dtype in ("float16", "bfloat16") else 1e-6
         pair = [np.asarray(out[name]).astype(wide) for out in (found, expected)]
         np.testing.assert_allclose(*pair, rtol=tolerance, err_msg=name)
-
-
-def test_dtypes_of_64_bits():
-    with jax.enable_x64(True):
-        for dtype in ("int64", "complex128"):
-            values = jnp.asarray(np.arange(11, dtype=dtype))
-            names = ("sum", "mean", "any", *(() if dtype == "complex128" else ("argmax",)))
-            found = all_names(
-                lambda name: chunked_reduce(lambda v: v, name, 3), values, names=names
-            )
-            expected = all_names(lambda name: lambda v: PLAIN[name](v, axis=0), values, names=names)
-            assert_same(found, expected)
 
 
 SPECIAL = {
@@ -213,10 +174,10 @@ def test_special_values(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad"), [("logsumexp", 10), slow("sum", 0), slow("max", 9), slow("max", 10)]
+    ("name", "bad"), [("logsumexp", 7), slow("sum", 10), slow("max", 9), slow("max", 10)]
 )
 def test_what_one_item_does_stays_with_it(name, bad):
-    """No item is read twice, so the infinite derivative of one is no nan of another."""
+    """The infinite derivative of one is no nan of another; item 7 is in two tiles."""
     weights = np.arange(11, dtype="float32")
     values = np.where(weights == bad, 0, weights + 1)
     found = chunked_reduce(lambda v, w: jnp.sqrt(v) + w, name, 4)
@@ -231,14 +192,7 @@ def test_what_one_item_does_stays_with_it(name, bad):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("sum", (0, 3)),
-        ("logsumexp", (0, 0)),
-        ("mean", (3, 0)),
-        slow("prod", (3, 0)),
-        slow("all", (3, 0)),
-    ],
+    ("name", "shape"), [("sum", (0, 3)), ("logsumexp", (0, 0)), ("mean", (3, 0))]
 )
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
 def test_empty_batches(name, shape):
@@ -247,13 +201,13 @@ def test_empty_batches(name, shape):
     assert_same(kernel(values), PLAIN[name](values, axis=-1))
 
 
-def test_an_empty_batch_has_no_smallest_item():
-    for name in ("max", "min", "argmax", "argmin"):
-        with pytest.raises(ValueError, match=r"zero-size|empty"):
-            PLAIN[name](jnp.ones(0))
-        text = f": {name} needs at least 1 item; the reduced axes have 0"
-        with pytest.raises(ValueError, match=text):
-            chunked_reduce(lambda v: v, name, 2)(jnp.ones(0))
+@pytest.mark.parametrize("reduce", ["max", "min", "argmax", "argmin", Best("x")], ids=str)
+def test_an_empty_batch_has_no_smallest_item(reduce):
+    kernel = chunked_reduce(lambda v: {"x": v}, reduce, 2)
+    name = "Best('x')" if isinstance(reduce, Best) else reduce
+    text = f": {name} needs at least 1 item; the reduced axes have 0"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        kernel(jnp.ones(0))
 
 
 # The other reductions.
@@ -276,51 +230,27 @@ def test_best(largest):
         at = pick(outs["distance"], axis=-1)
         return jax.tree.map(lambda out: jax.vmap(lambda row, i: row[i])(out, at), outs)
 
-    found = reduced(Best("distance", largest=largest), -1, 6, outputs)
-    assert_same(found(*ARGS), jax.jit(expected)(*ARGS))
-    grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in (found, expected)]
-    assert_same(*grads, rtol=2e-4)
+    assert_same_gradients(reduced(Best("distance", largest=largest), -1, 6, outputs), expected)
 
 
-@pytest.mark.parametrize(("kind", "size"), [(BottomK, 4), (TopK, 500), slow(BottomK, 1)])
-def test_top_and_bottom_k(kind, size):
-    values = np.float32([3.0, 1.0, -np.nan, 1.0, -0.0, 0.0, np.inf, 3.0, -np.inf, 2.0, 1.0])
-    order = np.argsort(values, stable=True)
-    if kind is TopK:
-        # The first of equals first: nan, inf, 3 (twice), 2.
-        order = np.asarray([2, 6, 0, 7, 9])
-    found = jax.jit(chunked_reduce(lambda v: v, kind(5), size))(values)
-    assert found.indices.tolist() == order[:5].tolist()
-    assert_same(found.values, values[order[:5]])
-    assert found.indices.dtype == jnp.int32
-
-
-def test_the_names_of_top_and_bottom_are_those_of_jax():
-    values = jnp.array([1.0, 3.0, jnp.nan, -2.0, 3.0, 1.0])
-    bottom, top = chunked_reduce(lambda v: (v, v), (BottomK(6), TopK(6)), 2)(values)
+@pytest.mark.parametrize("size", [2, slow(500)])
+def test_the_names_of_top_and_bottom_are_those_of_jax(size):
+    values = np.float32([3.0, 1.0, np.nan, 1.0, 0.0, 0.0, np.inf, 3.0, -np.inf, 2.0, 1.0])
+    call = chunked_reduce(lambda v: (v, v), (BottomK(11), TopK(6)), size)
+    bottom, top = jax.jit(call)(values)
     assert_same(tuple(top), tuple(lax.top_k(values, 6)))
-    assert bottom.indices.tolist() == [3, 0, 5, 1, 4, 2]  # nan comes last, equals stay in order
+    order = np.argsort(values, stable=True).astype("int32")  # nan comes last, equals stay in order
+    assert_same(tuple(bottom), (values[order], order))
     assert (BottomK(6).name, TopK(6).name) == ("BottomK(6)", "TopK(6)")
-    for kind in (BottomK, TopK):
-        with pytest.raises(TypeError, match=f"{kind.__name__}.*unexpected keyword .*'largest'"):
-            kind(3, largest=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(BottomK, "int8"), (TopK, "int32"), slow(BottomK, "bool"), slow(TopK, "uint8")],
-)
-def test_top_and_bottom_k_of_other_dtypes(dtype, kind):
-    ends = [] if dtype in ("bool", "float16") else [jnp.iinfo(dtype).max, jnp.iinfo(dtype).min]
-    values = np.asarray([1, 0, 1, 3, 0, *ends, 2, *ends]).astype(dtype)
-    found = jax.jit(chunked_reduce(lambda v: v, kind(4), 3))(values)
-    numbers = values.astype(float)
-    order = np.argsort(-numbers if kind is TopK else numbers, stable=True)[:4]
-    assert found.indices.tolist() == order.tolist()
-    assert_same(found.values, values[order])
+@pytest.mark.parametrize("kind", [BottomK, TopK])
+def test_top_and_bottom_take_no_direction(kind):
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*unexpected keyword .*'largest'"):
+        kind(3, largest=True)
 
 
-@pytest.mark.parametrize(("kind", "k"), [(BottomK, 1), (TopK, 9), slow(TopK, 2), slow(BottomK, 8)])
+@pytest.mark.parametrize(("kind", "k"), [(BottomK, 1), (TopK, 9), slow(BottomK, 8)])
 def test_top_and_bottom_k_of_many_equals(kind, k):
     """With the worst value among the items; up to 8, each lane has its own."""
 
@@ -397,31 +327,19 @@ def test_bottom_k_of_vectors_and_its_derivative():
 
     def expected(x, y, w):
         outs = jax.vmap(jax.vmap(kernel, (None, 0, 0)), (0, None, None))(x[:, 0], y, w)
-        return jnp.sort(outs, axis=1)[:, :2]
+        return jnp.sort(outs, axis=1)[:, :2], jnp.argsort(outs, axis=1)[:, :2]
 
     found = reduced(BottomK(2), -1, 6, kernel)
-    values, indices = found(*ARGS)
-    assert values.shape == indices.shape == (4, 2, 3)
-    assert_same(values, jax.jit(expected)(*ARGS))
-    each = (lambda *a: found(*a).values), expected
-    grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in each]
-    assert_same(*grads, rtol=2e-4)
+    assert_same_gradients(lambda *args: tuple(found(*args)), expected)
 
 
-@pytest.mark.parametrize("axis", [None, slow(-1)], ids=str)
-def test_moments(axis):
+def test_moments():
     def expected(*args):
         outs = unreduced(*args)["distance"]
-        count = jnp.int32(outs.size if axis is None else outs.shape[axis])
-        mean = jnp.mean(outs, axis)
-        return jnp.broadcast_to(count, mean.shape), mean, jnp.var(outs, axis)
+        return MomentsResult(jnp.int32(outs.size), jnp.mean(outs), jnp.var(outs))
 
-    found = reduced(Moments(), axis, 6, lambda x, y, w: outputs(x, y, w)["distance"])
-    got = found(*ARGS)
-    assert got._fields == ("count", "mean", "variance")
-    assert_same(tuple(got), jax.jit(expected)(*ARGS))
-    grads = [jax.jit(jax.grad(loss_of(f), (0, 1)))(*ARGS) for f in (found, expected)]
-    assert_same(*grads, rtol=2e-4)
+    found = reduced(Moments(), None, 6, lambda x, y, w: outputs(x, y, w)["distance"])
+    assert_same_gradients(found, expected, (0, 1))
 
 
 def test_moments_do_not_cancel():
@@ -450,13 +368,7 @@ def test_a_fold_keeps_the_order_of_the_items(size):
         step = lambda state, out: (compose(state, AFFINE.lift(out)), None)  # noqa: E731
         return AFFINE.finish(lax.scan(step, {"a": jnp.ones(4), "b": jnp.zeros(4)}, outs.T)[0])
 
-    def values_and_gradients(fun):
-        return jax.jit(lambda *args: (fun(*args), jax.grad(loss_of(fun), (0, 2))(*args)))(*ARGS)
-
-    found, grads = values_and_gradients(reduced(AFFINE, -1, size))
-    want, of_want = values_and_gradients(expected)
-    assert_same(found, want, rtol=1e-4)
-    assert_same(grads, of_want, rtol=1e-3, atol=1e-5)
+    assert_same_gradients(reduced(AFFINE, -1, size), expected, (0, 2), rtol=1e-3)
 
 
 def test_a_fold_of_nothing_is_the_identity():
@@ -467,23 +379,15 @@ def test_a_fold_of_nothing_is_the_identity():
 # Trees of outputs, and several axes.
 
 
-def test_a_tree_of_reductions_and_outputs_that_are_kept():
-    reduce = {"distance": "min", "force": "sum", "number": None}
-    found = reduced(reduce, -1, 6, outputs)
+def test_one_reduction_holds_for_a_part_of_the_tree():
+    def nested(x, y, w):
+        return outputs(x, y, w), w * (x - y)
+
     outs = jax.tree.map(np.asarray, jax.jit(unreduced)(*ARGS))
-    expected = {
-        "distance": outs["distance"].min(-1),
-        "force": outs["force"].sum(1),
-        "number": outs["number"],
-    }
-    assert_same(found(*ARGS), expected)
-    assert_same(reduced(reduce, -1, None, outputs)(*ARGS), expected)
-    # One for a part of the tree holds for all below it.
-    nested = reduced(("sum", "max"), -1, 6, lambda x, y, w: (outputs(x, y, w), w * (x - y)))
-    assert_same(
-        nested(*ARGS),
-        (jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), outs), outs["force"].max(1)),
-    )
+    sums = jax.tree.map(lambda x: x.sum(1, dtype=x.dtype), outs)
+    for size in (None, 6):
+        found = jax.jit(reduced(("sum", "max"), -1, size, nested))(*ARGS)
+        assert_same(found, (sums, outs["force"].max(1)))
 
 
 @jax.jit
@@ -491,9 +395,7 @@ def of_three(a, b, c):
     return {"sum": jnp.sin(a + 2 * b + 3 * c), "kept": a - b * c, "arg": jnp.cos(a * b - c)}
 
 
-@pytest.mark.parametrize(
-    ("axes", "size"), [((0, 2), 7), ((-1, 0), 7), slow((1,), 7), slow((0, 1, 2), 1)]
-)
+@pytest.mark.parametrize(("axes", "size"), [((-1, 0), 7), slow((0, 2), 7), slow((0, 1, 2), 1)])
 def test_several_axes_in_any_place(axes, size):
     sides = (2, 1, 1, 1), (1, 3, 1, 5), (1, 1, 4, 1)
     args = [np.arange(math.prod(side), dtype="float32").reshape(side) for side in sides]
@@ -509,33 +411,31 @@ def test_several_axes_in_any_place(axes, size):
 
 
 def test_the_derivative_of_several_reductions_at_once():
-    reduce = {"distance": "min", "force": "sum", "number": "max"}
+    reduce = {"distance": "min", "force": None, "number": "max"}
 
     def expected(x, y, w):
         outs = unreduced(x, y, w)
         at = jnp.argmin(outs["distance"], -1, keepdims=True)
         first = jnp.take_along_axis(outs["distance"], at, -1)[:, 0]
-        return {"distance": first, "force": outs["force"].sum(1), "number": outs["number"].max(1)}
+        return {"distance": first, "force": outs["force"], "number": outs["number"].max(1)}
 
-    found = reduced(reduce, -1, 6, outputs)
-    assert_same(found(*ARGS), jax.jit(expected)(*ARGS))
-    grads = [jax.jit(jax.grad(loss_of(f), (0, 1, 2)))(*ARGS) for f in (found, expected)]
-    assert_same(*grads, rtol=2e-4)
+    assert_same_gradients(reduced(reduce, -1, 6, outputs), expected)
 
 
-@pytest.mark.parametrize("name", ["max", "min"])
-def test_the_derivative_of_an_extremum_of_all_at_once(name):
-    values = jnp.asarray([1.0, 4.0, 0.0, 4.0, 0.0])
-    for size in (None, 2):
+@pytest.mark.parametrize(("name", "at"), [("max", 1), ("min", 2)])
+def test_the_derivative_of_an_extremum_of_all_at_once(name, at):
+    values = np.float32([1, 4, 0, 4, 0])
 
-        @jax.jit
-        def gradients(values, size=size):
-            kernels = (lambda v: v**2 + 1), (lambda v: 3 * v)
-            return [jax.grad(chunked_reduce(kernel, name, size))(values) for kernel in kernels]
+    @jax.jit
+    def gradients(values):
+        kernels = (lambda v: v**2 + 1), (lambda v: 3 * v)
+        return [
+            [jax.grad(chunked_reduce(kernel, name, size))(values) for kernel in kernels]
+            for size in (None, 2)
+        ]
 
-        found, first = gradients(values)
-        assert found.tolist() == ([0, 8, 0, 0, 0] if name == "max" else [0, 0, 0, 0, 0])
-        assert first.tolist() == ([0, 3, 0, 0, 0] if name == "max" else [0, 0, 3, 0, 0])
+    first = (np.arange(5) == at).astype("float32")
+    assert_same(gradients(values), [[2 * first * values, 3 * first]] * 2)
 
 
 def test_the_derivative_of_a_logsumexp_of_infinite_items():
@@ -545,16 +445,12 @@ def test_the_derivative_of_a_logsumexp_of_infinite_items():
         assert_same(found(np.float32(values)), expected(np.float32(values)))
 
 
-def test_axes_of_length_1_and_no_batch_at_all():
-    kernel = auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)
-    ones = np.ones((1, 5, 1, 3), "float32")
-    assert_same(kernel(ones[0, 0, 0]), 2 * ones[0, 0, 0])
-    assert_same(kernel(ones[:, 0]), 2 * ones[0, 0, 0])
-    assert_same(kernel(ones), 10 * ones[0, 0, 0])
-    mean = auto_vmap(0, reduce="mean", reduce_axis=1, chunk_size=2)(lambda v: v)
-    assert_same(mean(np.arange(4, dtype="float32")[:, None]), np.arange(4, dtype="float32"))
+def test_no_batch_at_all():
+    ones = jnp.ones(3)
+    assert_same(auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)(ones), 2 * ones)
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class Hit:
     """A class of outputs that checks what it holds."""
 
@@ -562,18 +458,12 @@ class Hit:
         assert distance.shape == normal.shape[:-1]
         self.distance, self.normal = distance, normal
 
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), x) for name, x in vars(self).items()], None
 
-jax.tree_util.register_pytree_with_keys(
-    Hit,
-    lambda hit: (
-        (
-            (jax.tree_util.GetAttrKey("distance"), hit.distance),
-            (jax.tree_util.GetAttrKey("normal"), hit.normal),
-        ),
-        None,
-    ),
-    lambda _, children: Hit(*children),
-)
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
 
 
 def test_classes_of_outputs_see_items_and_results_only():
@@ -583,46 +473,6 @@ def test_classes_of_outputs_see_items_and_results_only():
 
 
 # How it is called.
-
-
-def test_jit_methods_and_options_at_the_call():
-    traces = []
-
-    class Field:
-        def __init__(self, scale):
-            self.scale = scale
-
-        @auto_vmap(x=1, y=1, w=0, jit=True)
-        def strength(self, x, y, w):
-            traces.append(1)
-            return self.scale * gauss(x, y, w)
-
-    field = Field(2.0)
-    whole = field.strength(*ARGS)
-    summed = Field.strength.with_options(reduce="sum", reduce_axis=-1, chunk_size=6)
-    for _ in range(3):
-        assert_same(summed(field, *ARGS), whole.sum(-1), rtol=1e-4)
-    assert len(traces) == 2
-    with rankax.options(chunk_size=3):
-        plan = Field.strength.with_options(reduce="sum").plan(field, *ARGS)
-    assert plan.in_flight == 3
-
-
-@pytest.mark.parametrize("reduce", ["sum", "min", Best("distance")], ids=str)
-def test_the_kernel_is_traced_once(reduce):
-    traces = 0
-
-    def kernel(x, y, w):
-        nonlocal traces
-        traces += 1
-        out = outputs(x, y, w)
-        return out if isinstance(reduce, Best) else out["distance"]
-
-    fun = reduced(reduce, -1, 6, kernel)
-    fun(*ARGS)
-    assert traces == 1
-    jax.eval_shape(jax.grad(loss_of(fun)), *ARGS)
-    assert traces == 2
 
 
 @pytest.mark.parametrize(
@@ -679,18 +529,13 @@ def test_chunked_reduce_takes_what_vmap_takes():
     ("options", "error", "text"),
     [
         ({"reduce": "summ"}, ValueError, "no reduction is called 'summ'; did you mean 'sum'?"),
-        ({"reduce": "average"}, ValueError, "is called 'average'; did you mean 'mean'?"),
         ({"reduce": {"distance": "median"}}, ValueError, "a median needs all outputs at once"),
         ({"reduce": "std"}, ValueError, "use rankax.reductions.Moments(), which has the variance"),
         ({"reduce": "kurtosis"}, ValueError, f"available: {named_reductions('and')}"),
         ({"reduce": jnp.sum}, TypeError, f"reduce must hold names ({named_reductions('or')}), "),
         ({"reduce": TopK}, TypeError, "reduce got the class TopK; call it: TopK(...)"),
         ({"reduce": {"distance": None}}, ValueError, "reduce names no reduction, got "),
-        (
-            {"reduce": "sum", "reduce_axis": 1.5},
-            TypeError,
-            "reduce_axis must be an int, a tuple of ints, or None, got float 1.5",
-        ),
+        ({"reduce": "sum", "reduce_axis": 1.5}, TypeError, "reduce_axis must be an int, a tuple"),
         ({"reduce_axis": 0}, TypeError, "reduce_axis=0 has no effect without reduce="),
     ],
 )
@@ -730,12 +575,6 @@ def test_keys_are_no_numbers():
         chunked_reduce(drawn, "sum", 2, in_axes=(None, 0))(jax.random.key(0), jnp.ones(5))
 
 
-def test_no_item_is_the_best():
-    text = ": Best('x') needs at least 1 item; the reduced axes have 0"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        chunked_reduce(lambda x: {"x": x}, Best("x"), 2)(jnp.ones(0))
-
-
 def test_a_product_of_integers_beside_one_that_is_differentiated():
     values = jnp.array([3.0, 2.0, 4.0, 0.5, 3.0])
 
@@ -746,18 +585,16 @@ def test_a_product_of_integers_beside_one_that_is_differentiated():
     def plain(values):
         return {"n": jnp.prod(values.astype(int) + 1), "v": jnp.prod(jnp.sin(values))}
 
-    assert_equal(product(values), jax.jit(plain)(values))
-    pull, want = (jax.jit(jax.grad(lambda x, f=f: f(x)["v"]))(values) for f in (product, plain))
-    assert_equal(pull, want)
+    def both(fun):
+        return jax.jit(lambda x: (fun(x), jax.grad(lambda x: fun(x)["v"])(x)))(values)
+
+    assert_equal(both(product), both(plain))
 
 
 @pytest.mark.parametrize(
     ("fold", "text"),
     [
-        (
-            Fold(np.zeros(2, "float32"), abs, jnp.add),
-            "but identity has shape (2,) and dtype float32",
-        ),
+        (Fold(np.zeros(2, "float32"), abs, jnp.add), "but identity has shape (2,) and dtype"),
         (
             Fold(0.0, abs, lambda a, b: (a + b).astype(jnp.float16)),
             "but what merge returns has shape () and dtype float16 there",
@@ -790,11 +627,7 @@ def test_a_fold_may_not_hold_a_tracer():
         (lambda: Best(None), TypeError, "Best: by must be the key, field or index of an output"),
         (lambda: Fold(0, 1, 2), TypeError, "Fold: lift must be callable, got int"),
         (lambda: Fold({"a": [0, "b"]}, abs, max), TypeError, "Fold: identity['a'][1] must be an"),
-        (
-            lambda: Gram(["a", 1]),
-            TypeError,
-            "Gram: weights[0] must be an array or a scalar, got str",
-        ),
+        (lambda: Gram(["a", 1]), TypeError, "Gram: weights[0] must be an array or a scalar, got"),
     ],
 )
 def test_wrong_objects(make, error, text):
@@ -802,7 +635,7 @@ def test_wrong_objects(make, error, text):
         make()
 
 
-@pytest.mark.parametrize("kind", [TopK, BottomK])
+@pytest.mark.parametrize("kind", [TopK, slow(BottomK)])
 def test_many_of_a_length_that_no_tile_divides(kind):
     """Only the last of the tiles overlaps another, so only it is sorted."""
     x = np.asarray(DRAW(size=37), np.float32).round()
@@ -823,12 +656,33 @@ def test_many_of_a_length_that_no_tile_divides(kind):
     assert primitives(call, x)["top_k"] == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int16, jnp.bool_])
-@pytest.mark.parametrize("kind", [TopK, BottomK])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (TopK, jnp.float32),
+        (BottomK, jnp.float32),
+        (TopK, jnp.int16),
+        (BottomK, jnp.bfloat16),
+        slow(TopK, jnp.float16),
+        slow(BottomK, jnp.bool_),
+    ],
+)
 def test_numbers_are_compared_as_floats(kind, dtype):
     """Those that are next to each other, with many equal ones and some that do not count."""
     rng, info = np.random.default_rng(0), jnp.finfo(jnp.float32)
-    edges = [np.nan, np.inf, info.max, 1.0, info.tiny, 0.0, -info.tiny, -1.0, info.min, -np.inf]
+    edges = [
+        np.nan,
+        -np.nan,
+        np.inf,
+        info.max,
+        1.0,
+        info.tiny,
+        0.0,
+        -info.tiny,
+        -1.0,
+        info.min,
+        -np.inf,
+    ]
     x = np.float32(edges)
     x = np.concatenate([x, np.nextafter(x, np.float32(0)), np.nextafter(x, -x)])
     x = x[np.abs(x) != info.smallest_subnormal]
@@ -839,32 +693,21 @@ def test_numbers_are_compared_as_floats(kind, dtype):
     key = np.where(np.isnan(key), 1e300, np.where(np.isinf(key), np.sign(key) * 1e200, key))
     order = np.argsort(key if kind is BottomK else -key, kind="stable")
     for k, size in (9, 16), (4, 1100):  # XLA:GPU sorts fewer than 1024
-        got = jax.jit(chunked_reduce(lambda v: v, kind(k), size))(x)
-        assert_same(got.indices, order[:k].astype(np.int32))
-        reduce = kind(k, where=1)
-        got = jax.jit(chunked_reduce(lambda v, own: (v, own), (reduce, None), size))(x, counts)[0]
+        reduce = Several(kind(k), kind(k, where=1)), None
+        call = jax.jit(chunked_reduce(lambda v, own: (v, own), reduce, size))
+        every, counted = call(x, counts)[0]
+        assert_same(every.indices, order[:k].astype(np.int32))
         some = order[np.asarray(counts)[order]]
-        assert_same(got.indices, some[:k].astype(np.int32))
-        assert_same(got.values, x[some[:k]])
+        assert_same(counted.indices, some[:k].astype(np.int32))
+        assert_same(counted.values, x[some[:k]])
 
 
-@pytest.mark.parametrize(
-    ("weights", "chunk_size"), [(np.ones(3), None), ({"a": [1.0]}, 2)], ids=type
-)
-def test_weights_are_those_of_a_jacobian(weights, chunk_size):
-    line = row.__code__.co_firstlineno
-    text = (
-        f"row() at {__file__}:{line}: it cannot be reduced by gram: its weights are for the "
-        "rows of a Jacobian; scale the output"
-    )
-    mapped = auto_vmap(1, reduce=Gram(weights), chunk_size=chunk_size)(row)
+@pytest.mark.parametrize("weights", [np.ones(3), {"a": [1.0]}], ids=type)
+def test_weights_are_those_of_a_jacobian(weights):
+    mapped = auto_vmap(1, reduce=Gram(weights), chunk_size=2)(lambda x: 2 * x)
+    text = "its weights are for the rows of a Jacobian; scale the output"
     for call in (mapped, mapped.plan):
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            call(jnp.ones((5, 3)))
-
-
-def row(x):
-    return 2 * x
+        assert refusal(ValueError, call, jnp.ones((5, 3))).endswith(text)
 
 
 def test_the_plan_says_what_is_reduced():
@@ -881,14 +724,7 @@ def test_the_plan_says_what_is_reduced():
         "  (1* stretched, - absent: used again for each item, never copied)\n"
         "  reduced by sum, to (4,)"
     )
-    shown = kernel.plan(*ARGS)._repr_html_()
-    assert "<td>4 tiles of 6 over 23, reduced</td>" in shown
-    assert "reduced by sum, to (4,)" in shown
-    shapes = [jax.ShapeDtypeStruct((100_000, *core), jnp.float32) for core in ((1, 3), (3,), ())]
-    plan = kernel.with_options(chunk_size=2**16).plan(*shapes)
-    assert plan.levels[-1].reduced
-    assert plan.in_flight <= 2**16
-    assert plan.reduced == (1,)
+    assert "<td>4 tiles of 6 over 23, reduced</td>" in kernel.plan(*ARGS)._repr_html_()
 
 
 # Memory.
@@ -900,33 +736,9 @@ def test_large_outputs_have_one_accumulator():
     total = chunked_reduce(lambda v: jnp.outer(v, v), "sum", 1000)
     vectors = jnp.sin(jnp.arange(2100 * 64.0)).reshape(2100, 64)
     assert_same(total(vectors), vectors.T @ vectors, rtol=1e-3, atol=1e-3)
-    used = jax.jit(total).lower(vectors).compile().memory_analysis().temp_size_in_bytes
+    used = temporary_bytes(total, vectors)
     # XLA of JAX 0.10.0 writes the products of a chunk of whole items before it adds them.
     assert used < (1e6 if jax.__version_info__ >= (0, 12) else 1000 * vectors[:64].nbytes)
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize(
-    "reduce", ["sum", slow("logsumexp"), *map(weekly, ("argmin", "prod", Moments()))], ids=str
-)
-def test_memory_does_not_grow_with_the_pairs(reduce):
-    """Accumulators and one tile forward; in the gradient what a row adds to its shared inputs."""
-    fun = auto_vmap(x=1, y=1, w=0, reduce=reduce, reduce_axis=-1, chunk_size=2**12)(gauss)
-
-    def temporaries(fun, rows, items):
-        shapes = [
-            jax.ShapeDtypeStruct(shape, jnp.float32)
-            for shape in ((rows, 1, 3), (items, 3), (items,))
-        ]
-        return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-
-    sizes = [(10_007, 100_003), (100_003, 10_007)]
-    assert max(temporaries(fun, *size) for size in sizes) < 400_000
-    if reduce != "argmin":
-        gradient = jax.grad(loss_of(fun), (0, 1, 2))
-        numbers = [10 * rows + 9 * items for rows, items in sizes]
-        for size, number in zip(sizes, numbers, strict=True):
-            assert temporaries(gradient, *size) < 200_000 + 4 * number
 
 
 def test_the_least_of_many_are_items_though_they_are_nan():

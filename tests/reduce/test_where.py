@@ -10,35 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import REMAT3, primitives, slow, weekly
+from helpers import REMAT3, primitives, refusal, slow, temporary_bytes, weekly
 from helpers import assert_same as assert_equal
-from rankax import SplitKey, auto_vmap, chunked_reduce, reductions, sliced_scan
-from rankax.reductions import (
-    All,
-    ArgMax,
-    ArgMin,
-    Best,
-    BottomK,
-    Fold,
-    LogSumExp,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    MomentsResult,
-    Prod,
-    Several,
-    Sum,
-    TopK,
-    TopKResult,
-)
+from rankax import auto_vmap, chunked_reduce, reductions, sliced_scan
+from rankax.reductions import Best, BottomK, Fold, Moments, MomentsResult, Several, TopK, TopKResult
 
 assert_same = functools.partial(assert_equal, rtol=1e-4, atol=1e-5)
 
 DRAW = np.random.default_rng(3).normal
 Y, W = (DRAW(size=size).astype("float32") for size in ((24, 3), 24))
-# The last row is nan throughout, in the derivative too. The others have a 0/0 where points meet.
-X = np.concatenate([Y[[3, 20]], Y[:1] + 1, np.full_like(Y[:1], np.nan)])
+# The last row is nan throughout, in the derivative too. The first has a 0/0 where points meet.
+X = np.concatenate([Y[[3]], Y[:1] + 1, np.full_like(Y[:1], np.nan)])
 Y[7] = Y[3]
 COUNTS = np.any(X[:, None] != Y, axis=-1)
 X, Y, W = map(jnp.asarray, (X, Y, W))
@@ -136,7 +118,7 @@ def found(x, y, w, names, size, **options):
         **{"reduce_axis": -1, "where": "ok", "chunk_size": size, **options},
     )(pair)
     out = kernel(x, y, w)
-    assert out["ok"].shape == (4,)
+    assert out["ok"].shape == (3,)
     return out["e"]
 
 
@@ -162,7 +144,7 @@ def gradient_and_value(fun):
     return jax.jit(gradient)
 
 
-FOLDED = "mean", "prod", "logsumexp", "moments", "fold", "top"
+FOLDED = "prod", "logsumexp", "moments", "fold", "top"
 
 
 @pytest.mark.parametrize(
@@ -186,9 +168,9 @@ def test_values_and_gradients(names, size):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("sum", 5),
+        slow("sum", 5),
         slow("logsumexp", 8),
-        *(weekly(name, 8) for name in ("prod", "min", "gram", "moments", "fold", "top")),
+        *(weekly(name, 8) for name in ("prod", "gram", "moments", "fold", "top")),
     ],
 )
 def test_second_derivatives(name, size):
@@ -223,20 +205,27 @@ KEPT = jnp.array([True, False, True, True, False, True, True])
 def test_the_mask_is_an_output(kernel, where, total):
     want = jax.tree.map(jnp.float32, total)
     assert_same(chunked_reduce(kernel, "sum", 3, where=where)(DATA, KEPT), want)
-    assert_same(chunked_reduce(kernel, Sum(where=where), None)(DATA, KEPT), want)
+    assert_same(chunked_reduce(kernel, reductions.Sum(where=where), None)(DATA, KEPT), want)
 
 
 def test_the_mask_may_have_an_entry_of_its_own():
     def kernel(x, ok):
         return {"a": x, "ok": ok, "odd": (x > 0) & ok}
 
-    reduce = {"a": Mean(where="odd"), "ok": "sum", "odd": None}
-    for size in (None, 2):
-        by_option = jax.jit(chunked_reduce(kernel, reduce, size, where="ok"))(DATA, KEPT)
-        assert_same(by_option["a"], jnp.mean(jnp.array([3.0, 2.0, 0.5])))
-        assert_same(by_option["ok"], jnp.int32(5))
-        np.testing.assert_array_equal(by_option["odd"], KEPT & (DATA > 0))
-        assert jax.jit(chunked_reduce(kernel, reduce, size))(DATA, KEPT)["ok"] == 5
+    reduce = {"a": reductions.Mean(where="odd"), "ok": "sum", "odd": None}
+
+    @jax.jit
+    def by_option_and_without(values, counts):
+        return [
+            chunked_reduce(kernel, reduce, 2, **where)(values, counts)
+            for where in ({"where": "ok"}, {})
+        ]
+
+    by_option, without = by_option_and_without(DATA, KEPT)
+    assert_same(by_option["a"], jnp.mean(jnp.array([3.0, 2.0, 0.5])))
+    assert_same(by_option["ok"], jnp.int32(5))
+    np.testing.assert_array_equal(by_option["odd"], KEPT & (DATA > 0))
+    assert without["ok"] == 5
 
 
 @pytest.mark.parametrize(
@@ -248,12 +237,14 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
         worst = [0, 1] if dtype == "bool" else [np.iinfo(dtype).min, np.iinfo(dtype).max]
     else:
         worst = [-np.inf, np.inf] if dtype != "complex64" else [1 + 1j, 2]
-    entries = {"sum": "sum", "mean": Mean(), "prod": Prod(), "any": reductions.Any(), "all": All()}
+    names = ["sum", "mean", "prod", "any", "all"]
+    names += ["max", "min", "argmax", "argmin"] if dtype != "complex64" else []
+    names += ["logsumexp"] if dtype in ("float16", "complex64") else []
+    entries = dict(zip(names, names, strict=True))
     if dtype != "complex64":
-        entries |= {"max": Max(), "min": Min(), "at": ArgMax(), "argmin": ArgMin()}
         entries |= {"top": BottomK(3), "last": TopK(3)}
     if dtype in ("float16", "complex64"):
-        entries |= {"moments": Moments(), "logsumexp": LogSumExp()}
+        entries |= {"moments": Moments()}
     reduce = Several(**entries)
 
     @jax.jit
@@ -265,19 +256,18 @@ def test_dtypes_and_the_worst_of_each(dtype, size):
         values = np.asarray([worst[0], bad, worst[1], bad, bad, worst[1], bad]).astype(dtype)
         counts = np.array([False, True, False, True, True, False, True])
         want, where = plain(values[counts]), np.flatnonzero(counts).astype("int32")
-        for name in {"at", "argmin"} & entries.keys():
+        for name in {"argmax", "argmin"} & entries.keys():
             want[name] = where[want[name]]
         for name in {"top", "last"} & entries.keys():
             want[name] = want[name]._replace(indices=where[want[name].indices])
         assert_same(masked(values, counts), want)
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_nan_that_counts(size):
+def test_nan_that_counts():
     values = np.float32([np.inf, np.inf, np.nan, 1.0, np.nan])
     counts = np.array([False, True, True, False, True])
     reduce = Several("min", "argmin", BottomK(4))
-    masked = jax.jit(chunked_reduce(Out, Out(reduce, None), size, where="ok"))
+    masked = jax.jit(chunked_reduce(Out, Out(reduce, None), 3, where="ok"))
     least, at, top = masked(values, counts).value
     assert np.isnan(least)
     assert at == 2
@@ -298,7 +288,7 @@ def test_best(size, largest):
     def found(y, w):
         got, pull = jax.vjp(lambda y, w: fun(X[:, None], y, w), y, w)
         ones = jax.tree.map(jnp.ones_like, {name: got[name] for name in ("e", "y")})
-        zeros = {"number": np.zeros(4, jax.dtypes.float0), "ok": None}
+        zeros = {"number": np.zeros(3, jax.dtypes.float0), "ok": None}
         return got, pull({**ones, **zeros})
 
     got, cotangents = found(Y, W)
@@ -319,7 +309,7 @@ def test_best(size, largest):
 
 
 @pytest.mark.parametrize(
-    "options", [{"chunk_size": 4}, slow({}), slow({"chunk_size": 2, "checkpoint": False})]
+    "options", [{"chunk_size": 4}, slow({"chunk_size": 2, "checkpoint": False})]
 )
 def test_what_items_share_gets_nothing_from_what_is_left_out(options):
     """The second row has nothing that counts, and its derivatives are infinite or nan."""
@@ -345,45 +335,23 @@ def test_what_items_share_gets_nothing_from_what_is_left_out(options):
     assert_same(tangent, sum(map(np.sum, want)))
 
 
-def test_keys_are_those_of_the_items():
-    kernel = auto_vmap(x=0, key=SplitKey, reduce="sum", where="ok", reduce_axis=-1, chunk_size=4)(
-        lambda x, key: {"a": jax.random.normal(key) * jnp.sqrt(x), "ok": x > 0}
-    )
-    x, key = np.arange(-2, 12, dtype="float32").reshape(2, 7), jax.random.key(5)
-    x[0, 3] = 0
-
-    def plain(x):
-        draws = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(key, (2, 7)))
-        outs = jnp.sum(jnp.where(x > 0, draws * jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0), axis=1)
-        return outs.sum(), outs
-
-    want, outs = jax.jit(jax.grad(plain, has_aux=True))(x)
-    assert_same(kernel(x, key)["a"], outs)
-    assert_same(jax.grad(lambda x: kernel(x, key)["a"].sum())(jnp.asarray(x)), want)
-
-
 def test_several_levels_and_vmap_around():
     """All three axes are reduced: loops in a loop, whose states are merged."""
     x = np.sin(np.arange(3 * 4 * 5, dtype="float32")).reshape(3, 4, 5)
-    names = "argmin", "moments", "top"
-    reduce = Several(**{name: REDUCTIONS[name] for name in names})
+    reduce = Several(**{name: REDUCTIONS[name] for name in ("argmin", "moments", "top")})
     kernel = auto_vmap(a=0, b=0, c=0, where="ok", reduce=Out(reduce, "any"), chunk_size=2)(
         lambda a, b, c: Out(a * b / c, (c > 0) & (a > -0.5))
     )
-    args = x[:, :1, :1], x[0, :, :1], x[1, 1]
-    a, b, c = args
-    value, ok = (a * b / c).ravel(), np.ravel((c > 0) & (a + 0 * b > -0.5))
-    where = np.flatnonzero(ok).astype("int32")
-    want = jax.jit(lambda e: {name: reduced(e, name) for name in names})(value[where])
-    want["argmin"] = where[want["argmin"]]
-    want["top"] = want["top"]._replace(indices=where[want["top"].indices])
-    program = jax.jit(kernel)
-    assert_same(program(*args).value, want)
-    none = program(a, b, -np.abs(c)).value
+    a, b, c = x[:, :1, :1], x[0, :, :1], x[1, 1]
+    many, some = jnp.stack([c, -np.abs(c)]), np.ravel((c > 0) & (a + 0 * b > -0.5))
+    found = jax.jit(jax.vmap(kernel, (None, None, 0)))(a, b, many).value
+    found, none = (jax.tree.map(lambda x, i=i: np.asarray(x)[i], found) for i in (0, 1))
+    value, where = np.ravel(a * b / c)[some], np.flatnonzero(some).astype("int32")
+    first = np.argsort(value, stable=True)
+    np.testing.assert_array_equal(found["argmin"], where[first[0]])
+    assert_same(found["moments"], MomentsResult(np.int32(len(value)), value.mean(), value.var()))
+    assert_same(found["top"], TopKResult(value[first[:2]], where[first[:2]]))
     assert (none["argmin"], none["moments"].count) == (-1, 0)
-    many = np.stack([a, 2 * a])
-    stacked = jax.tree.map(lambda *x: np.stack(x), *(program(a, b, c).value for a in many))
-    assert_same(jax.vmap(kernel, (0, None, None))(many, b, c).value, stacked)
 
 
 def test_steps_that_count_in_a_window():
@@ -437,9 +405,7 @@ def test_the_best_step_that_counts_in_a_window(sign):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    "reduce", ["sum", slow("logsumexp"), *map(weekly, ("min", "prod", Moments()))]
-)
+@pytest.mark.parametrize("reduce", ["sum", slow("logsumexp"), *map(weekly, ("min", Moments()))])
 def test_a_mask_takes_no_memory(reduce):
     """At most 5 % and some numbers for each row and item; a mask of all pairs would be 30 MB."""
 
@@ -448,9 +414,8 @@ def test_a_mask_takes_no_memory(reduce):
             pair if options else lambda x, y, w: pair(x, y, w)["e"]
         )
         fun = jax.grad(lambda *args, f=fun: finite(f(*args)), (0, 1, 2)) if gradient else fun
-        shapes = [(rows, 1, 3), (items, 3), (items,)]
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return jax.jit(fun).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        shapes = (rows, 1, 3), (items, 3), (items,)
+        return temporary_bytes(fun, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
 
     rows, items = 1007, 30_007
     for gradient in (False, True):
@@ -485,25 +450,20 @@ def test_the_plan_says_what_counts():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"reduce": "sum", "where": "o"}, ValueError, "where='o': there is no such output;"),
         (
-            {"reduce": "sum", "where": "o"},
+            {"reduce": reductions.Sum(where=1)},
             ValueError,
-            "where='o': there is no such output; there is output['a'], output['ok'] and output",
+            "where=1: there is no such output; there is output",
         ),
-        ({"reduce": Sum(where=1)}, ValueError, "where=1: there is no such output; there is output"),
-        (
-            {"reduce": "sum", "where": "a"},
-            ValueError,
-            "where='a': output['a'] must be one boolean, which says whether the item counts, but "
-            "it has shape () and dtype float32",
-        ),
+        ({"reduce": "sum", "where": "a"}, ValueError, "but it has shape () and dtype float32"),
         ({"reduce": "sum", "where": "v"}, ValueError, "but it has shape (2,) and dtype bool"),
+        ({"reduce": "sum", "where": 1.5}, TypeError, "index of an output, got float 1.5"),
         (
-            {"reduce": "sum", "where": 1.5},
+            {"reduce": reductions.Min(where=True)},
             TypeError,
-            "where must be the key, field or index of an output, got float 1.5",
+            "field or index of an output, got bool True",
         ),
-        ({"reduce": Min(where=True)}, TypeError, "field or index of an output, got bool True"),
         (
             {"reduce": {"a": BottomK(4), "ok": None, "v": None}, "where": "ok"},
             ValueError,
@@ -513,13 +473,9 @@ def test_the_plan_says_what_counts():
         (
             {"reduce": {"a": ("min", "argmin"), "ok": None, "v": None}},
             ValueError,
-            "for more than one reduction of an output, use rankax.reductions.Several",
+            "reductions.Several",
         ),
-        (
-            {"reduce": Several("min", "argmn")},
-            ValueError,
-            "auto_vmap(kernel): no reduction is called 'argmn'; did you mean 'argmin'?",
-        ),
+        ({"reduce": Several("min", "argmn")}, ValueError, "'argmn'; did you mean 'argmin'?"),
     ],
 )
 def test_errors(options, error, text):
@@ -534,10 +490,7 @@ def test_errors(options, error, text):
     "make", [lambda: Several(), lambda: Several("min", at="argmin"), lambda: Several("min", None)]
 )
 def test_wrong_several(make):
-    with pytest.raises(
-        TypeError, match=r"^Several takes names and objects of rankax.reductions, all"
-    ):
-        make()
+    assert refusal(TypeError, make).startswith("Several takes names and objects of rankax.reduct")
 
 
 def test_a_tuple_of_outputs_takes_a_tuple_of_reductions():
@@ -549,12 +502,8 @@ def test_a_tuple_of_outputs_takes_a_tuple_of_reductions():
 
 def test_options_at_the_call():
     kernel = auto_vmap(x=0, reduce="sum", jit=True)(lambda x: Out(jnp.sqrt(x), x > 0))
-    x = jnp.array([-1.0, 4.0])
-    assert np.isnan(kernel(x).value)
     some = kernel.with_options(where="ok", chunk_size=1)
-    assert some(x) == Out(2.0, None)
-    assert some.with_options(reduce="max")(x) == Out(2.0, None)
-    assert some.with_options(where=None) is kernel.with_options(chunk_size=1, where=None)
+    x = jnp.array([-1.0, 4.0])
+    assert some(x) == some.with_options(reduce="max")(x) == Out(2.0, None)
     assert np.isnan(some.with_options(where=None)(x).value)
-    limited = kernel.with_options(where="ok", memory_limit="1 MB")
-    assert limited(jnp.arange(-3.0, 2.0)).value == 1
+    assert some.with_options(where=None) is kernel.with_options(chunk_size=1, where=None)

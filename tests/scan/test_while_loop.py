@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from helpers import assert_same, compilations, enable_x64, slow, temporary_bytes, weekly
+from helpers import (
+    assert_same,
+    at_each_run,
+    compilations,
+    enable_x64,
+    refusal,
+    slow,
+    temporary_bytes,
+    weekly,
+)
 from rankax import auto_vmap, checkpoint_chunked_scan, checkpoint_while_loop, chunked_vmap
 from scan_cases import assert_same_weak_types, here
 
@@ -125,7 +134,7 @@ def sum_of_items(f, a, x):
 
 
 def sum_of_pairs(f, a, x):
-    return jnp.sum(jax.vmap(jax.vmap(f, (None, 0)), (0, None))(a, x * RATES))
+    return jnp.sum(jax.vmap(jax.vmap(f, (None, 0)), (0, None))(a[None], x * RATES))
 
 
 def nested(f, a, x):
@@ -141,20 +150,10 @@ def in_chunked_scan(f, a, x):
     )[0]
 
 
-def in_chunks(f, a, x, **options):
+def in_lanes(f, a, x):
     if f is PLAIN:
         return sum_of_items(f, a, x)
-    out = auto_vmap(0, 0, chunk_size=2, **options)(f)(a, x)
-    return out if "reduce" in options else jnp.sum(out)
-
-
-def case(reverse, forward, rates=A, around=lambda f, a, x: f(a, x)):
-    """Two functions of a and x: ours, and what it must be."""
-
-    def applied(transform, f):
-        return jax.jit(transform(functools.partial(around, f)))
-
-    return lambda: (applied(reverse, MINE)(rates, X), applied(forward, PLAIN)(rates, X))
+    return auto_vmap(0, 0, chunk_size=2, lockstep=False, reduce="sum")(f)(a, x)
 
 
 def grad(f):
@@ -165,55 +164,43 @@ def jacfwd(f):
     return jax.jacfwd(f, (0, 1))
 
 
+def hessian(f):
+    return jax.hessian(f, (0, 1))
+
+
 def second(f):
-    return jax.jacfwd(jax.jacfwd(f, (0, 1)), (0, 1))
+    return jacfwd(jacfwd(f))
 
 
 def of_items(transform):
     return lambda f: jax.vmap(transform(f), (0, None))
 
 
+def itself(f, *args):
+    return f(*args)
+
+
+# How ours is transformed, how the loop of JAX is, of which rates, and what is around both. The
+# first three are tested at each run.
 CASES = {
-    "values": case(of_items(lambda f: f), of_items(lambda f: f), RATES),
-    "grad of pairs by item": case(
-        of_items(grad), of_items(jacfwd), RATES, lambda f, a, x: sum_of_pairs(f, a[None], x)
-    ),
-    "jvp of grad of items": case(
-        of_items(jax.hessian), of_items(lambda f: jax.jacfwd(jax.jacfwd(f))), RATES
-    ),
-    "hessian of items": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, sum_of_items),
-    "grad of jvp": case(lambda f: jax.jacrev(jax.jacfwd(f, (0, 1)), (0, 1)), second),
-    "third": case(
-        lambda f: jax.jacfwd(jax.hessian(f)), lambda f: jax.jacfwd(jax.jacfwd(jax.jacfwd(f)))
-    ),
-    "linearize": case(
-        lambda f: lambda a, x: jax.linearize(jax.grad(f), a, x)[1](1.0, 0.0),
-        lambda f: jax.jacfwd(jax.jacfwd(f)),
-    ),
-    "checkpoint": case(lambda f: grad(jax.checkpoint(f)), jacfwd),
-    "in a chunked scan": case(grad, jacfwd, A, in_chunked_scan),
-    "in itself, items": case(of_items(grad), of_items(jacfwd), RATES, nested),
-    "in chunks, reduced": case(grad, jacfwd, RATES, functools.partial(in_chunks, reduce="sum")),
-    "in chunks, hessian": case(lambda f: jax.hessian(f, (0, 1)), second, RATES, in_chunks),
-    "in lanes, grad": case(
-        grad, jacfwd, RATES, functools.partial(in_chunks, lockstep=False, reduce="sum")
-    ),
+    "values": (of_items(lambda f: f), of_items(lambda f: f), RATES, itself),
+    "jvp of grad of items": (of_items(hessian), of_items(second), RATES, itself),
+    "in lanes, grad": (grad, jacfwd, RATES, in_lanes),
+    "grad of pairs by item": (of_items(grad), of_items(jacfwd), RATES, sum_of_pairs),
+    "hessian of items": (hessian, second, RATES, sum_of_items),
+    "checkpoint": (lambda f: grad(jax.checkpoint(f)), jacfwd, A, itself),
+    "in a chunked scan": (grad, jacfwd, A, in_chunked_scan),
+    "in itself, items": (of_items(grad), of_items(jacfwd), RATES, nested),
+    "grad of jvp": (lambda f: jax.jacrev(jacfwd(f), (0, 1)), second, A, itself),
+    "third": (lambda f: jax.jacfwd(hessian(f)), lambda f: jax.jacfwd(second(f)), A, itself),
 }
 
-AT_EACH_RUN = "values", "jvp of grad of items", "in lanes, grad"
-WEEKLY = "grad of jvp", "third", "linearize", "in chunks, hessian"
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *AT_EACH_RUN,
-        *(slow(name) for name in CASES if name not in AT_EACH_RUN + WEEKLY),
-        *map(weekly, WEEKLY),
-    ],
-)
-def test_transformations(name):
-    got, want = CASES[name]()
+@pytest.mark.parametrize("case", at_each_run([*CASES][:3], CASES))
+def test_transformations(case):
+    reverse, forward, rates, around = case
+    got = jax.jit(reverse(functools.partial(around, MINE)))(rates, X)
+    want = jax.jit(forward(functools.partial(around, PLAIN)))(rates, X)
     assert_same(got, want, rtol=1e-3, atol=1e-4)
 
 
@@ -224,15 +211,14 @@ def test_reverse_mode_of_the_reverse_pass_is_refused():
         "or jax.hessian"
     )
     for refused in (jax.grad(jax.grad(MINE)), jax.jit(jax.jacrev(jax.grad(MINE)))):
-        with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
-            refused(A, X)
+        assert refusal(ValueError, refused, A, X).startswith(expected)
 
 
 # What a carry may hold.
 
 
 def mixed(loop, a, x):
-    """A carry of floats of two widths, integers, a boolean, keys and an empty array."""
+    """A carry of floats of two widths, integers, a boolean, keys, nothing, and Python numbers."""
 
     def cond(carry):
         return carry["more"] & (carry["count"] < 100) & (carry["x"][0] < 20 * a)
@@ -243,8 +229,9 @@ def mixed(loop, a, x):
         x = x * (1 + a * jax.random.uniform(keys[0])) + jnp.float32(0.1) * half.astype(jnp.float32)
         more = carry["more"] & (x < 100)
         half = half * jnp.bfloat16(0.5)
-        empty = carry["empty"]
-        return {"x": (x, half), "count": count, "more": more, "keys": keys, "empty": empty}
+        weak, promoted = carry["weak"] + 1, carry["promoted"] + jnp.float32(0.5)
+        others = {"keys": keys, "empty": carry["empty"], "weak": weak, "promoted": promoted}
+        return {"x": (x, half), "count": count, "more": more, **others}
 
     init = {
         "x": (x, jnp.bfloat16(1) * x.astype(jnp.bfloat16)),
@@ -252,6 +239,8 @@ def mixed(loop, a, x):
         "more": True,
         "keys": jax.random.split(jax.random.key(1)),
         "empty": jnp.zeros((0, 2)),
+        "weak": 0,
+        "promoted": 1,
     }
     return loop(cond, body, init)
 
@@ -262,24 +251,18 @@ def mixed_loss(loop, a, x):
 
 
 def test_carry_of_all_kinds():
-    mine, plain = (functools.partial(mixed, f) for f in (checkpoint_while_loop, lax.while_loop))
-    assert_same(mine(A, X), plain(A, X))
-    loss, plain_loss = (
-        functools.partial(mixed_loss, f) for f in (checkpoint_while_loop, lax.while_loop)
+    mine, plain = (
+        jax.jit(
+            lambda rates, f=f, derivatives=derivatives: (
+                mixed(f, A, X),
+                of_items(derivatives)(functools.partial(mixed_loss, f))(rates, X),
+            )
+        )
+        for f, derivatives in ((checkpoint_while_loop, grad), (lax.while_loop, jacfwd))
     )
-    got = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(RATES, X)
-    assert_same(got, jax.jit(of_items(jacfwd)(plain_loss))(RATES, X), rtol=1e-3, atol=1e-4)
-
-
-def test_types_are_those_of_while_loop():
-    def body(carry):
-        return {"weak": carry["weak"] + 1, "promoted": carry["promoted"] + jnp.float32(0.5)}
-
-    def loop(loop):
-        return loop(lambda carry: carry["weak"] < 3, body, {"weak": 0, "promoted": 1})
-
-    assert_same(loop(checkpoint_while_loop), loop(lax.while_loop))
-    assert_same_weak_types(loop(checkpoint_while_loop), loop(lax.while_loop))
+    got, want = mine(RATES), plain(RATES)
+    assert_same(got, want, rtol=1e-3, atol=1e-4)
+    assert_same_weak_types(got[0], want[0])
 
 
 def test_integers_have_no_gradient():
@@ -353,27 +336,19 @@ def test_infinite_derivatives_and_nan_stay_in_their_items():
     def of_items(f, loop):
         return jax.vmap(f(functools.partial(risky, loop)), (None, 0, 0))
 
-    def total(*args):
-        return jnp.sum(of_items(lambda f: f, checkpoint_while_loop)(*args))
-
     def derivatives(transform):
         return lambda f: transform(f, (0, 1, 2))
 
-    got, want, of_all, of_finite = jax.jit(
+    got, want = jax.jit(
         lambda: (
             of_items(derivatives(jax.grad), checkpoint_while_loop)(1.0, x, scales),
             of_items(derivatives(jax.jacfwd), lax.while_loop)(1.0, x, scales),
-            derivatives(jax.grad)(total)(1.0, x, scales),
-            derivatives(jax.grad)(total)(1.0, x[finite], scales[finite]),
         )
     )()
     want = [of_item[finite] for of_item in want]
     assert all(np.all(np.isfinite(of_item)) for of_item in want)
     assert np.isnan(got[0][2])
-    assert np.isnan(of_all[0])
     assert_same([of_item[finite] for of_item in got], want, rtol=1e-4)
-    assert_same([of_item[finite] for of_item in of_all[1:]], want[1:], rtol=1e-4)
-    assert_same([*of_finite], [jnp.sum(want[0]), *want[1:]], rtol=1e-4)
 
 
 def step(x):
@@ -384,29 +359,19 @@ def first(x):
     return x["x"]
 
 
-CARRY = "must return a carry with the structure of init_val; "
-
-
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
         ({"cond_fun": 3}, TypeError, ": cond_fun must be callable, got int"),
         ({"body_fun": 3}, TypeError, ": body_fun must be callable, got int"),
         ({"max_stored": 0}, ValueError, "(step): max_stored must be a positive int, got 0"),
-        (
-            {"init_val": {"x": object()}},
-            TypeError,
-            "(step): init_val['x'] must be an array or a scalar, got object",
-        ),
-        (
-            {"cond_fun": first},
-            TypeError,
-            f"(step): cond_fun {here(first)} must return a boolean scalar, got int32[]",
-        ),
+        ({"init_val": {"x": object()}}, TypeError, "(step): init_val['x'] must be an array or a"),
+        ({"cond_fun": first}, TypeError, f"(step): cond_fun {here(first)} must return a bool"),
         (
             {"init_val": {"x": 1, "y": 2}},
             TypeError,
-            f"(step): body_fun {here(step)} {CARRY}it lacks init_val['y']\n",
+            f"(step): body_fun {here(step)} must return a carry with the structure of init_val; "
+            "it lacks init_val['y']\n",
         ),
     ],
 )
@@ -414,15 +379,6 @@ def test_refused_arguments(given, error, text):
     good = {"cond_fun": lambda x: x["x"] < 3, "body_fun": step, "init_val": {"x": jnp.int32(1)}}
     with pytest.raises(error, match=f"^{re.escape(f'checkpoint_while_loop{text}')}"):
         checkpoint_while_loop(**{**good, **given})
-
-
-def test_a_carry_of_another_shape_is_named():
-    def longer(x):
-        return x[0], jnp.stack([x[0], x[0]])
-
-    text = "with the shapes and dtypes of init_val; init_val[1] differs\n"
-    with pytest.raises(TypeError, match=re.escape(text)):
-        checkpoint_while_loop(lambda x: x[0] < 3, longer, (jnp.float32(1), jnp.zeros(3)))
 
 
 def test_effects_in_order_are_refused_in_derivatives():
@@ -441,11 +397,9 @@ def test_effects_in_order_are_refused_in_derivatives():
     assert seen == [1, 2, 4, 8]
     expected = (
         f"checkpoint_while_loop(body): body() at {body.co_filename}:{body.co_firstlineno} has an "
-        "ordered effect, so the loop has no derivative, because the reverse pass would evaluate "
-        "steps again; jax.lax.while_loop has forward mode"
+        "ordered effect, so the loop has no derivative"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
-        jax.grad(f)(1.0)
+    assert refusal(ValueError, jax.grad(f), 1.0).startswith(expected)
 
 
 def test_refs_are_written_and_refused_in_derivatives():
@@ -480,13 +434,10 @@ def test_derivatives_that_devices_add_up_are_refused():
 
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
 
-    expected = (
-        "checkpoint_while_loop(<lambda>): inside jax.shard_map, it is differentiated with respect "
-        "to a value that does not vary over 'i', but its carry does; declare it as varying before "
-        "the loop: jax.lax.pcast(x, axes, to='varying')"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
-        jax.grad(on_mesh(lambda a: a))(A, RATES)
+    expected = "checkpoint_while_loop(<lambda>): inside jax.shard_map, it is differentiated "
+    text = refusal(ValueError, jax.grad(on_mesh(lambda a: a)), A, RATES)
+    assert text.startswith(expected)
+    assert text.endswith("as varying before the loop: jax.lax.pcast(x, axes, to='varying')")
     got, want = jax.jit(lambda a: (jax.grad(on_mesh(vary))(a, RATES), jax.grad(of_rates)(a)))(A)
     assert_same(got, want, rtol=1e-4)
 

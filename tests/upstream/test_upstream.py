@@ -5,7 +5,7 @@ Then delete the test, and the section of docs/limits.md that it names, once no s
 fault any more; until then, let the test run below the version that mended it only.
 """
 
-import functools
+import contextlib
 import os
 import subprocess
 import sys
@@ -173,6 +173,17 @@ def test_short_sums_of_many_numbers_go_to_a_library(reduce):
     assert [calls_library(items, 8) for items in (511, 512)] == [False, True]
 
 
+def run(program, devices, timeout=None, **environment):
+    """Run a program on some CPU devices, and return what it prints."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), **environment}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True, timeout=timeout
+    )
+    return found.stdout
+
+
 SHARDED = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -184,15 +195,11 @@ print(*(float(f(x)) for f in (jnp.max, jnp.min, jnp.sum)), int(jnp.argmax(x)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a fault of all-reduce on CPUs")
 def test_extremes_of_a_sharded_array_lose_nan():
     """The line of docs/limits.md: "`jnp.max` and `jnp.min` of a sharded array lose NaN"."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-    found = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "7.0 0.0 nan 3\n"
+    assert run(SHARDED, 4) == "7.0 0.0 nan 3\n"
 
 
 FACTORS = """
@@ -223,16 +230,9 @@ for _ in range(100):
 @pytest.mark.parametrize("threads", [2, 4])
 def test_lapack_hangs_on_as_many_devices_as_threads(threads):
     """The line of docs/limits.md: "LAPACK on all cores of a CPU can hang"."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "PJRT_NPROC": str(threads)}
-    run = functools.partial(
-        subprocess.run, [sys.executable, "-c", FACTORS], env={**os.environ, **env}, check=True
-    )
-    if threads == 2 and jax.__version_info__[:2] == (0, 10):
-        with pytest.raises(subprocess.TimeoutExpired):
-            run(timeout=60)
-    else:
-        run(timeout=300)
+    hangs = threads == 2 and jax.__version_info__[:2] == (0, 10)
+    with pytest.raises(subprocess.TimeoutExpired) if hangs else contextlib.nullcontext():
+        run(FACTORS, 2, timeout=60 if hangs else 300, PJRT_NPROC=str(threads))
 
 
 CLOSED_OVER = """
@@ -265,12 +265,8 @@ print(round(float(gradient(Mesh(mesh.devices, "d", axis_types=(AxisType.Auto,)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="it needs four devices")
 def test_an_abstract_mesh_hides_its_devices():
     """`Parts.mesh_here` gives `jax.shard_map` the devices; once mended, it need not."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-    found = subprocess.run(
-        [sys.executable, "-c", CLOSED_OVER], env=env, capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "True\n6.58\n"
+    assert run(CLOSED_OVER, 4) == "True\n6.58\n"
