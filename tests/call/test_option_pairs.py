@@ -13,6 +13,7 @@ from jax import lax
 
 from helpers import assert_same, refusal, slow, weekly
 from rankax import Mask, Ragged, SplitKey, auto_vmap
+from rankax.core.options import DEFAULTS
 from rankax.reductions import Moments, MomentsResult, TopK, TopKResult
 
 DRAW = np.random.default_rng(3).normal
@@ -202,3 +203,7 @@ PAIRS_AT_MERGE = [
 )
 def test_other_options(tmp_path, names):
     check(names, tmp_path)
+
+
+def test_every_option_is_paired():
+    assert DEFAULTS.keys() <= {name for given in OPTIONS.values() for name in given}

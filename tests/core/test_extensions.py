@@ -39,12 +39,20 @@ def twice():
     before = [(x, x.copy()) for x in (options.OPTIONS, options.DEFAULTS)]
     forms = [*hooks.FORMS.all]
     register(bool_option("twice", False))
-    FORMS.add("twice", Twice)
+    FORMS.add("twice", lambda _: Twice())
     yield
     for registry, entries in before:
         registry.clear()
         registry.update(entries)
     hooks.FORMS.all[:] = forms
+
+
+@pytest.mark.usefixtures("twice")
+def test_a_call_has_one_form():
+    kernel = auto_vmap(x=1, batched=True)(lambda x: jnp.sum(x, 1)).with_options(twice=True)
+    for call in (kernel, kernel.plan):
+        with pytest.raises(TypeError, match="batched and twice exclude each other: each says how"):
+            call(jnp.ones((5, 3)))
 
 
 @pytest.mark.usefixtures("twice")

@@ -14,6 +14,8 @@ import pytest
 import rankax
 from helpers import refusal
 from rankax import auto_vmap, chunked_vmap
+from rankax._front.options import Given
+from rankax.core.options import DEFAULTS
 
 X = jnp.asarray(np.arange(24.0).reshape(8, 3))
 
@@ -25,6 +27,10 @@ def norm(v):
 
 def in_flight(kernel):
     return kernel.plan(X).in_flight
+
+
+def test_type_checkers_know_every_option():
+    assert Given.__annotations__.keys() == DEFAULTS.keys()
 
 
 def test_with_options_keeps_the_declaration_and_changes_the_rest():

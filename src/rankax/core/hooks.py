@@ -125,7 +125,7 @@ class Form:
         return bound.call(leaves, plan)
 
     def prepared(self, bound: Any, options: Any, place: Placement) -> Any:
-        """Return the call before it is planned."""
+        """Return the call before it is planned. Calls with ragged items are not asked."""
         return bound
 
     def of_lengths(self, call: Any, *lengths: int) -> Any:
@@ -221,8 +221,8 @@ class Hooks(Generic[F]):
 
 #: ``(bound, options) -> Placement``; also asked where an array is on several devices
 PLACES: Hooks[Callable[[Any, Any], Placement | None]] = Hooks()
-#: ``() -> Form``
-FORMS: Hooks[Callable[[], Form]] = Hooks()
+#: ``options -> Form``; a call has one, so options that have one exclude each other
+FORMS: Hooks[Callable[[Any], Form]] = Hooks()
 #: ``(options, name) -> context manager``, which returns an observer or None
 OBSERVERS: Hooks[Callable[[Any, str], contextlib.AbstractContextManager[Observer | None]]] = Hooks()
 #: ``options -> Pass``, or None
@@ -241,15 +241,17 @@ def place_of(bound: Any, options: Any) -> Placement:
     """Return where a call is evaluated."""
     is_asked = any(map(is_spread, bound.leaves))
     hooks = [hook for _, hook in PLACES.all] if is_asked else PLACES.of(options)
-    for hook in hooks:
-        if (place := hook(bound, options)) is not None:
-            return place
-    return HERE
+    places = (hook(bound, options) for hook in hooks)
+    return next((place for place in places if place is not None), HERE)
 
 
 def form_of(options: Any) -> Form | None:
     """Return how a kernel with these options is called, if it does not take one item."""
-    return next((form() for form in FORMS.of(options)), None)
+    forms = [form(options) for form in FORMS.of(options)]
+    if len(forms) > 1:
+        names = " and ".join(sorted(FORMS.names & options.given))
+        raise TypeError(f"{names} exclude each other: each says how the kernel is called")
+    return forms[0] if forms else None
 
 
 def passes_of(options: Any) -> tuple[Pass, ...]:
@@ -293,5 +295,4 @@ def foreign(leaf: Any) -> str | None:
 
 def refusal_of_foreign(leaf: Any, kernel: str, path: str) -> Exception | None:
     """Return the error that says why a function cannot take a leaf of another package."""
-    found = (refusal(name, kernel, path) for of, refusal in FOREIGN if (name := of(leaf)))
-    return next(found, None)
+    return next((new(name, kernel, path) for of, new in FOREIGN if (name := of(leaf))), None)

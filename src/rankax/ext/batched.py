@@ -312,5 +312,5 @@ def check_batched(options: Options, site: str) -> None:
 
 _BATCHED = Batched()
 
-FORMS.add("batched", lambda: _BATCHED)
+FORMS.add("batched", lambda _: _BATCHED)
 register(bool_option("batched", False), together=check_batched)

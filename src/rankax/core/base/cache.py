@@ -8,8 +8,6 @@ strings alone, whose values are few small tuples, use `functools.lru_cache` and 
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import os
 import threading
 import weakref
@@ -111,7 +109,7 @@ class Members(Generic[V]):
     def __init__(self, what: str, most: int = 8) -> None:
         self._what, self._most = what, most
         self._values: weakref.WeakValueDictionary[Hashable, V] = weakref.WeakValueDictionary()
-        self._last: collections.deque[V] = collections.deque(maxlen=most)
+        self._last: tuple[V, ...] = ()
         caches.add(self, what)
 
     def __reduce__(self) -> Any:
@@ -121,17 +119,15 @@ class Members(Generic[V]):
         return len(self._values)
 
     def clear(self) -> None:
-        self._last.clear()
+        self._last = ()
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of a key, made if nobody has it any more."""
         value = self._values.get(key)
         if value is None:
             value = self._values.setdefault(key, make())
-        with contextlib.suppress(ValueError):  # another thread took it
-            if value in self._last:  # the error of `remove` has the `repr` of a kernel
-                self._last.remove(value)
-        self._last.append(value)
+        # A new tuple, because another thread may read the old one.
+        self._last = (*(other for other in self._last if other is not value), value)[-self._most :]
         return value
 
 
