@@ -15,26 +15,6 @@ from matplotlib.image import imread
 import planets
 import rays
 
-# A second copy of JPL's Table 1, in the layout of the page that planets.py cites.
-TABLE_1 = """
-Mercury   0.38709927      0.20563593      7.00497902      252.25032350     77.45779628     48.33076593
-          0.00000037      0.00001906     -0.00594749   149472.67411175      0.16047689     -0.12534081
-Venus     0.72333566      0.00677672      3.39467605      181.97909950    131.60246718     76.67984255
-          0.00000390     -0.00004107     -0.00078890    58517.81538729      0.00268329     -0.27769418
-EM Bary   1.00000261      0.01671123     -0.00001531      100.46457166    102.93768193      0.0
-          0.00000562     -0.00004392     -0.01294668    35999.37244981      0.32327364      0.0
-Mars      1.52371034      0.09339410      1.84969142       -4.55343205    -23.94362959     49.55953891
-          0.00001847      0.00007882     -0.00813131    19140.30268499      0.44441088     -0.29257343
-Jupiter   5.20288700      0.04838624      1.30439695       34.39644051     14.72847983    100.47390909
-         -0.00011607     -0.00013253     -0.00183714     3034.74612775      0.21252668      0.20469106
-Saturn    9.53667594      0.05386179      2.48599187       49.95424423     92.59887831    113.66242448
-         -0.00125060     -0.00050991      0.00193609     1222.49362201     -0.41897216     -0.28867794
-Uranus   19.18916464      0.04725744      0.77263783      313.23810451    170.95427630     74.01692503
-         -0.00196176     -0.00004397     -0.00242939      428.48202785      0.40805281      0.04240589
-Neptune  30.06992276      0.00859048      1.77004347      -55.12002969     44.96476227    131.78422574
-          0.00026291      0.00005105      0.00035372      218.45945325     -0.32241464     -0.00508664
-"""  # noqa: E501
-
 
 @pytest.fixture
 def x64_off_again():
@@ -88,13 +68,6 @@ def numpy_position(elements, t):
     )
 
 
-def test_elements_are_the_published_ones():
-    numbers = np.array([float(n) for n in re.findall(r"-?\d+\.\d+", TABLE_1)])
-    np.testing.assert_array_equal(planets.ELEMENTS, numbers.reshape(8, 12))
-    names = re.findall(r"(?m)^[A-Z]\D*[a-z]", TABLE_1.replace("EM Bary", "Earth-Moon"))
-    assert tuple(names) == planets.PLANETS
-
-
 @pytest.mark.usefixtures("x64")
 def test_position_agrees_with_a_numpy_loop():
     t = np.linspace(-2, 0.5, 23)
@@ -137,21 +110,6 @@ def test_planets_main_prints_its_check_and_draws(tmp_path, capsys):
 # Rays.
 
 
-def numpy_hits(origin, direction, triangles):
-    """Distances along one ray, in float64: where it meets the plane and what side of each edge."""
-    origin, direction, triangles = map(np.float64, (origin, direction, triangles))
-    a, b, c = np.moveaxis(triangles, 1, 0)
-    normal = np.cross(b - a, c - a)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.sum(normal * (a - origin), axis=-1) / (normal @ direction)
-        point = origin + t[:, None] * direction
-        sides = [
-            np.sum(normal * np.cross(end - start, point - start), axis=-1)
-            for start, end in ((a, b), (b, c), (c, a))
-        ]
-    return np.where((np.min(sides, axis=0) >= 0) & (t > 0), t, np.inf)
-
-
 def test_hit_of_rays_worked_out_by_hand():
     triangle = np.float32([[0, 0, 2], [1, 0, 2], [0, 1, 2]])
     origin = np.float32([[0.2, 0.3, 0], [0.2, 0.3, 3], [0.7, 0.7, 0], [0.2, 0.3, 2]])
@@ -172,18 +130,16 @@ def test_hit_of_rays_worked_out_by_hand():
     np.testing.assert_array_equal(rays.hit(origin, up, triangle, white)["normal"][0], [0, 0, 1])
 
 
-def test_hit_agrees_with_another_method_for_each_pair():
+def test_hit_of_points_chosen_on_triangles():
+    """Of half of them the point is past the third edge."""
     rng = np.random.default_rng(1)
-    triangles = np.float32(rng.normal(size=(40, 3, 3)))
-    origin = np.float32(rng.normal(size=(30, 1, 3)) * 2)
-    direction = np.float32(rng.normal(size=(30, 1, 3)) / 2) - origin
-    every_ray = zip(origin[:, 0], direction[:, 0], strict=True)
-    expected = [numpy_hits(o, d, triangles) for o, d in every_ray]
-    actual = rays.hit(origin, direction, triangles, np.ones_like(triangles[:, 0]))["distance"]
-    assert actual.shape == (30, 40)
-    assert actual.dtype == jnp.float32
-    assert 50 < np.isfinite(expected).sum() < 600
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    triangle = np.float32(rng.normal(size=(40, 3, 3)))
+    u, v = np.float32(rng.uniform(size=(2, 40, 1)))
+    t, direction = np.float32(rng.uniform(1, 2, (40, 1))), np.float32(rng.normal(size=(40, 3)))
+    a, b, c = np.moveaxis(triangle, 1, 0)
+    point = a + u * (b - a) + v * (c - a)
+    got = rays.hit(point - t * direction, direction, triangle, np.ones_like(a))["distance"]
+    np.testing.assert_allclose(got, np.where(u + v <= 1, t, np.inf)[:, 0], rtol=1e-3)
 
 
 def small_scene(height=9, width=12):
