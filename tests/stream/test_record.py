@@ -16,7 +16,7 @@ from jax import lax
 import rankax.stream
 from rankax import auto_vmap
 from rankax.ext.blocks.checksum import checksum
-from rankax.reductions import Fold, Several, Sum
+from rankax.reductions import Fold, Several
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
 A = np.arange(3, dtype="float32")
@@ -51,13 +51,6 @@ class Model(NamedTuple):
 def looped(x, table):
     """Add a table in a loop."""
     return lax.scan(lambda c, _: (c + table, None), x, None, length=2)[0]
-
-
-def in_jitted_scan(table):
-    def body(carry, _):
-        return jax.jit(lambda c: c + table)(carry), None
-
-    return of_item(jax.jit(lambda x: lax.scan(body, x, None, length=3)[0])), X
 
 
 def in_custom_rule(table):
@@ -101,17 +94,6 @@ def of_one_of_two_arrays(table):
     return of_fold(A, lambda s: body(wide(s), None)[0], finish=finish)
 
 
-class Scaled(Sum):
-    """A reduction that is defined elsewhere."""
-
-    def __init__(self, by):
-        super().__init__()
-        object.__setattr__(self, "by", by)
-
-    def result(self, state, aval, size):
-        return super().result(state, aval, size) * self.by.sum()
-
-
 def drawn(keys):
     kernel = auto_vmap(x=1, key=0)(lambda x, key: x * jax.random.normal(key))
     return kernel, np.ones((len(keys), 1), "float32"), keys
@@ -144,7 +126,6 @@ add = auto_vmap(x=1, n=0)(lambda x, n: x + n)
 # What differs between two calls: each is a kernel and its arguments, made from a value.
 CASES = {
     "in a scan": lambda table: (of_item(lambda x: looped(x, table)), X),
-    "in a jitted scan": in_jitted_scan,
     "in a branch": lambda table: (
         of_item(lambda x: lax.cond(x[0] > 0, lambda x: x * table, lambda x: x, x)),
         X,
@@ -160,7 +141,6 @@ CASES = {
     "in a callback": lambda table: called_back(lambda x: np.asarray(x) + (lambda: table)()),
     "in a callable object": in_callable_object,
     "the finish of a fold": lambda table: of_fold(finish=lambda s: s * table),
-    "a finish in a scan": lambda table: of_fold(finish=lambda s: looped(s, table)),
     "a merge in a loop": lambda table: of_fold(merge=lambda a, b: looped(a, jnp.abs(b) + table)),
     "a merge of one name": lambda table: of_fold(merge=jnp.add if table is A else jnp.maximum),
     "one of two arrays": of_one_of_two_arrays,
@@ -169,7 +149,6 @@ CASES = {
     "the second reduction": lambda table: reduced(
         Several("sum", Fold(Z, wide, jnp.maximum, lambda s: s * table))
     ),
-    "a reduction of one's own": lambda table: reduced(Scaled(table)),
     "one key of many": of_one_key_of_many,
     "keys of another kind": of_keys_of_another_kind,
     "a key in a closure": of_key_in_closure,
@@ -196,21 +175,22 @@ def test_an_equal_call_resumes_and_another_is_refused(name):
         prepared(make, B, found)
 
 
-SETTINGS = {
-    "the numbers a key draws": (
-        lambda _: drawn(jax.random.wrap_key_data(np.zeros((20, 2), "uint32"))),
-        lambda: jax.threefry_partitionable(False),
-    ),
-    "the precision of products": (
-        lambda _: (of_item(lambda x: x @ jnp.ones((3, 3))), X),
-        lambda: jax.default_matmul_precision("highest"),
-    ),
-}
+def of_keys(_):
+    return drawn(jax.random.wrap_key_data(np.zeros((20, 2), "uint32")))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_decide_a_result_are_recorded(name):
-    make, setting = SETTINGS[name]
+def of_products(_):
+    return of_item(lambda x: x @ jnp.ones((3, 3))), X
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (of_keys, lambda: jax.threefry_partitionable(False)),
+        (of_products, lambda: jax.default_matmul_precision("highest")),
+    ],
+)
+def test_settings_that_decide_a_result_are_recorded(make, setting):
     found = record_of(make, A)
     with setting(), pytest.raises(ValueError, match="written by another call: program was"):
         prepared(make, A, found)
@@ -266,7 +246,7 @@ def test_kernels_that_a_callback_calls_are_recorded():
 
 def records():
     """Records of several kinds, for this process and another one."""
-    names = "in a jitted scan", "in a callable object", "a finish in a scan", "one key of many"
+    names = "in a scan", "in a callable object", "the finish of a fold", "one key of many"
     return {name: str(record_of(CASES[name], A)) for name in names}
 
 
