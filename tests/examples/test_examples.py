@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The programs in ``examples/``: their kernels against other methods, and what they write."""
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+import cluster
 import planets
 import rays
 
@@ -27,54 +24,7 @@ def x64(x64_off_again):
     jax.config.update("jax_enable_x64", True)
 
 
-def test_importing_the_examples_changes_nothing():
-    program = (
-        "import sys, jax, cluster, planets, rays; "
-        "print(jax.config.jax_enable_x64, 'matplotlib' in sys.modules, 'astropy' in sys.modules)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout == "False False False\n"
-
-
 # Planets.
-
-
-def numpy_position(elements, t):
-    """One planet at one time by way of the true anomaly and the argument of latitude."""
-    a, e, inclination, longitude, perihelion, node = elements[:6] + elements[6:] * t
-    mean = np.deg2rad((longitude - perihelion) % 360)
-    eccentric = mean
-    for _ in range(60):  # a contraction by e <= 0.21
-        eccentric = mean + e * np.sin(eccentric)
-    true = 2 * np.arctan2(
-        np.sqrt(1 + e) * np.sin(eccentric / 2), np.sqrt(1 - e) * np.cos(eccentric / 2)
-    )
-    distance = a * (1 - e**2) / (1 + e * np.cos(true))
-    inclination, node = np.deg2rad(inclination), np.deg2rad(node)
-    latitude = true + np.deg2rad(perihelion) - node
-    flat = np.sin(latitude) * np.cos(inclination)
-    return distance * np.array(
-        [
-            np.cos(node) * np.cos(latitude) - np.sin(node) * flat,
-            np.sin(node) * np.cos(latitude) + np.cos(node) * flat,
-            np.sin(latitude) * np.sin(inclination),
-        ]
-    )
-
-
-@pytest.mark.usefixtures("x64")
-def test_position_agrees_with_a_numpy_loop():
-    t = np.linspace(-2, 0.5, 23)
-    expected = [[numpy_position(row, time) for time in t] for row in planets.ELEMENTS]
-    actual = planets.position(planets.ELEMENTS[:, None], t)
-    assert actual.dtype == np.float64
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -142,46 +92,6 @@ def test_hit_of_points_chosen_on_triangles():
     np.testing.assert_allclose(got, np.where(u + v <= 1, t, np.inf)[:, 0], rtol=1e-3)
 
 
-def small_scene(height=9, width=12):
-    mesh, eye = rays.teapot(), np.float32([1.7, -3.2, 2.2])
-    pixels = rays.camera(height, width, eye, target=np.float32([0.1, 0, 0.42]), zoom=2.5)
-    return eye, pixels[:, :, None], mesh, rays.paint(mesh)
-
-
-def test_nearest_is_the_first_of_all_hits():
-    scene = small_scene()
-    all_hits = rays.hit(*scene)
-    at = jnp.argmin(all_hits["distance"], axis=-1)
-    found = rays.nearest(*scene)
-    assert found["normal"].shape == found["color"].shape == (9, 12, 3)
-    for name, table in all_hits.items():
-        i, j = np.ogrid[:9, :12]
-        np.testing.assert_allclose(found[name], table[i, j, at], rtol=1e-5, err_msg=name)
-
-
-def test_camera_sees_the_target_in_the_middle_and_up_on_top():
-    eye, target = np.float32([0, -2, 1]), np.float32([0, 0, 1])
-    pixels = rays.camera(3, 5, eye, target, zoom=2)
-    assert pixels.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(pixels, axis=-1), 1, rtol=1e-6)
-    np.testing.assert_allclose(pixels[1, 2], [0, 1, 0], atol=1e-7)
-    # Pixels are square, and 5 of them are the width: 2 / zoom at a distance of 1.
-    np.testing.assert_allclose(pixels[0, 0] / pixels[0, 0, 1], [-0.4, 1, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(pixels[2, 4] / pixels[2, 4, 1], [0.4, 1, -0.2], rtol=1e-6)
-
-
-def test_teapot_stands_on_the_ground():
-    mesh = rays.teapot()
-    assert mesh.shape == (6402, 3, 3)
-    assert mesh.dtype == np.float32
-    pot, ground = mesh[:6400], mesh[6400:]
-    np.testing.assert_allclose(pot.min(axis=(0, 1)), [-0.952381, -0.634921, 0], atol=1e-6)
-    np.testing.assert_allclose(pot.max(axis=(0, 1)), [1.090159, 0.634921, 1], atol=1e-6)
-    assert np.all(ground[..., 2] == pot[..., 2].min())
-    edges = np.linalg.norm(pot - np.roll(pot, 1, axis=1), axis=-1)
-    assert edges.max() < 0.15  # neighbouring points of the surface, not any three
-
-
 def test_shade_of_a_lamp_above_with_a_roof_over_one_pixel():
     floor = np.float32([[[-9, -9, 0], [9, -9, 0], [0, 9, 0]]])
     roof = np.float32([[[1, -1, 1], [3, -1, 1], [2, 1, 1]]])
@@ -224,3 +134,33 @@ def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
     half = picture.shape[1] // 2
     for panel in (picture[:, :half], picture[:, half:]):
         assert len(np.unique(panel.reshape(-1, panel.shape[-1]), axis=0)) > 100  # colours
+
+
+# Two processes.
+
+
+def test_the_potential_is_the_sum_over_all_charges():
+    charges = cluster.own_charges(0, 80)
+    _, points = cluster.line_of_points(5)
+    distances = np.linalg.norm(np.float64(points)[:, None] - charges, axis=-1)
+    found = cluster.coulomb(points[:, None], charges)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.sum(1 / distances, axis=1), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_exchange_one_sum(capfd):
+    cluster.main()
+    lines = re.findall(r"(?m)^process (\d) of 2: (.*)$", capfd.readouterr().out)
+    assert [number for number, _ in lines] == ["0", "1"]
+    (said,) = {text for _, text in lines}  # both found the same
+    assert said.startswith("500000 of 1000000 charges; sent: all-reduce; at the centre 1.")
+    assert float(re.search(r"error (\S+)$", said)[1]) < 3e-3
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "rankax.py").write_text("raise ImportError('no such luck')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="a process failed"):
+        cluster.main()
