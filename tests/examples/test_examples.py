@@ -64,12 +64,12 @@ def test_hit_of_rays_worked_out_by_hand():
     triangle = np.float32([[0, 0, 2], [1, 0, 2], [0, 1, 2]])
     origin = np.float32([[0.2, 0.3, 0], [0.2, 0.3, 3], [0.7, 0.7, 0], [0.2, 0.3, 2]])
     up = np.float32([0, 0, 1])
-    # Hit, behind the origin, past the edge, and starting on the triangle.
-    white = np.float32([1, 1, 1])
+    white = np.ones(3, np.float32)
 
     def distance(origin, direction, triangle):
         return rays.hit(origin, direction, triangle, white)["distance"]
 
+    # Hit, behind the origin, past the edge, and starting on the triangle.
     np.testing.assert_array_equal(distance(origin, up, triangle), [2, np.inf, np.inf, np.inf])
     # The distance is counted in lengths of the direction; the triangle has no back.
     assert distance(origin[0], up / 2, triangle) == 4

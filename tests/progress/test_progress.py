@@ -339,6 +339,11 @@ def test_wrong_values(value, text):
         auto_vmap(1, 1, progress=value)(project)
 
 
+def test_scans_check_it_too():
+    with pytest.raises(TypeError, match=re.escape(f"sliced_scan(decay): {MUST}, got int 3")):
+        sliced_scan(decay, 0.0, X, progress=3)
+
+
 def test_a_bar_needs_tqdm(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = "progress='energy' shows a bar with tqdm, which is not installed; pip install tqdm, or"

@@ -179,15 +179,14 @@ def of_keys(_):
     return drawn(jax.random.wrap_key_data(np.zeros((20, 2), "uint32")))
 
 
-def of_products(_):
-    return of_item(lambda x: x @ jnp.ones((3, 3))), X
-
-
 @pytest.mark.parametrize(
     ("make", "setting"),
     [
         (of_keys, lambda: jax.threefry_partitionable(False)),
-        (of_products, lambda: jax.default_matmul_precision("highest")),
+        (
+            lambda _: (of_item(lambda x: x @ jnp.ones((3, 3))), X),
+            lambda: jax.default_matmul_precision("highest"),
+        ),
     ],
 )
 def test_settings_that_decide_a_result_are_recorded(make, setting):
