@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the workers of test_clusters.py import: kernels, and steps that leave a trace."""
-
-import os
-import time
-import uuid
-from pathlib import Path
+"""Kernels that the workers of test_clusters.py import."""
 
 import jax.numpy as jnp
 
@@ -22,22 +17,3 @@ def heat(p, t):
 def hottest(p, t):
     """Return how warm a column is."""
     return jnp.sum(t * (1000 / p) ** 0.286)
-
-
-def traced(block, folder, permission=None):
-    """Hand on a block, and leave a file that says which process did.
-
-    With ``permission``, a process does so once, and then waits for that file.
-    """
-    own = f"{os.getpid()}-"
-    while permission and any(Path(folder).glob(f"{own}*")) and not Path(permission).exists():
-        time.sleep(0.05)
-    (Path(folder) / f"{own}{uuid.uuid4().hex}").touch()
-    return block
-
-
-def failing(block, permission):
-    """Hand on a block once a file is there."""
-    if not Path(permission).exists():
-        raise RuntimeError("not yet")
-    return block

@@ -1,39 +1,16 @@
 # SPDX-License-Identifier: MIT
 """The programs in ``examples/``: their kernels against other methods, and what they write."""
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+import cluster
 import planets
 import rays
-
-# A second copy of JPL's Table 1, in the layout of the page that planets.py cites.
-TABLE_1 = """
-Mercury   0.38709927      0.20563593      7.00497902      252.25032350     77.45779628     48.33076593
-          0.00000037      0.00001906     -0.00594749   149472.67411175      0.16047689     -0.12534081
-Venus     0.72333566      0.00677672      3.39467605      181.97909950    131.60246718     76.67984255
-          0.00000390     -0.00004107     -0.00078890    58517.81538729      0.00268329     -0.27769418
-EM Bary   1.00000261      0.01671123     -0.00001531      100.46457166    102.93768193      0.0
-          0.00000562     -0.00004392     -0.01294668    35999.37244981      0.32327364      0.0
-Mars      1.52371034      0.09339410      1.84969142       -4.55343205    -23.94362959     49.55953891
-          0.00001847      0.00007882     -0.00813131    19140.30268499      0.44441088     -0.29257343
-Jupiter   5.20288700      0.04838624      1.30439695       34.39644051     14.72847983    100.47390909
-         -0.00011607     -0.00013253     -0.00183714     3034.74612775      0.21252668      0.20469106
-Saturn    9.53667594      0.05386179      2.48599187       49.95424423     92.59887831    113.66242448
-         -0.00125060     -0.00050991      0.00193609     1222.49362201     -0.41897216     -0.28867794
-Uranus   19.18916464      0.04725744      0.77263783      313.23810451    170.95427630     74.01692503
-         -0.00196176     -0.00004397     -0.00242939      428.48202785      0.40805281      0.04240589
-Neptune  30.06992276      0.00859048      1.77004347      -55.12002969     44.96476227    131.78422574
-          0.00026291      0.00005105      0.00035372      218.45945325     -0.32241464     -0.00508664
-"""  # noqa: E501
 
 
 @pytest.fixture
@@ -47,61 +24,7 @@ def x64(x64_off_again):
     jax.config.update("jax_enable_x64", True)
 
 
-def test_importing_the_examples_changes_nothing():
-    program = (
-        "import sys, jax, cluster, planets, rays; "
-        "print(jax.config.jax_enable_x64, 'matplotlib' in sys.modules, 'astropy' in sys.modules)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout == "False False False\n"
-
-
 # Planets.
-
-
-def numpy_position(elements, t):
-    """One planet at one time by way of the true anomaly and the argument of latitude."""
-    a, e, inclination, longitude, perihelion, node = elements[:6] + elements[6:] * t
-    mean = np.deg2rad((longitude - perihelion) % 360)
-    eccentric = mean
-    for _ in range(60):  # a contraction by e <= 0.21
-        eccentric = mean + e * np.sin(eccentric)
-    true = 2 * np.arctan2(
-        np.sqrt(1 + e) * np.sin(eccentric / 2), np.sqrt(1 - e) * np.cos(eccentric / 2)
-    )
-    distance = a * (1 - e**2) / (1 + e * np.cos(true))
-    inclination, node = np.deg2rad(inclination), np.deg2rad(node)
-    latitude = true + np.deg2rad(perihelion) - node
-    flat = np.sin(latitude) * np.cos(inclination)
-    return distance * np.array(
-        [
-            np.cos(node) * np.cos(latitude) - np.sin(node) * flat,
-            np.sin(node) * np.cos(latitude) + np.cos(node) * flat,
-            np.sin(latitude) * np.sin(inclination),
-        ]
-    )
-
-
-def test_elements_are_the_published_ones():
-    numbers = np.array([float(n) for n in re.findall(r"-?\d+\.\d+", TABLE_1)])
-    np.testing.assert_array_equal(planets.ELEMENTS, numbers.reshape(8, 12))
-    names = re.findall(r"(?m)^[A-Z]\D*[a-z]", TABLE_1.replace("EM Bary", "Earth-Moon"))
-    assert tuple(names) == planets.PLANETS
-
-
-@pytest.mark.usefixtures("x64")
-def test_position_agrees_with_a_numpy_loop():
-    t = np.linspace(-2, 0.5, 23)
-    expected = [[numpy_position(row, time) for time in t] for row in planets.ELEMENTS]
-    actual = planets.position(planets.ELEMENTS[:, None], t)
-    assert actual.dtype == np.float64
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -137,31 +60,16 @@ def test_planets_main_prints_its_check_and_draws(tmp_path, capsys):
 # Rays.
 
 
-def numpy_hits(origin, direction, triangles):
-    """Distances along one ray, in float64: where it meets the plane and what side of each edge."""
-    origin, direction, triangles = map(np.float64, (origin, direction, triangles))
-    a, b, c = np.moveaxis(triangles, 1, 0)
-    normal = np.cross(b - a, c - a)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.sum(normal * (a - origin), axis=-1) / (normal @ direction)
-        point = origin + t[:, None] * direction
-        sides = [
-            np.sum(normal * np.cross(end - start, point - start), axis=-1)
-            for start, end in ((a, b), (b, c), (c, a))
-        ]
-    return np.where((np.min(sides, axis=0) >= 0) & (t > 0), t, np.inf)
-
-
 def test_hit_of_rays_worked_out_by_hand():
     triangle = np.float32([[0, 0, 2], [1, 0, 2], [0, 1, 2]])
     origin = np.float32([[0.2, 0.3, 0], [0.2, 0.3, 3], [0.7, 0.7, 0], [0.2, 0.3, 2]])
     up = np.float32([0, 0, 1])
-    # Hit, behind the origin, past the edge, and starting on the triangle.
-    white = np.float32([1, 1, 1])
+    white = np.ones(3, np.float32)
 
     def distance(origin, direction, triangle):
         return rays.hit(origin, direction, triangle, white)["distance"]
 
+    # Hit, behind the origin, past the edge, and starting on the triangle.
     np.testing.assert_array_equal(distance(origin, up, triangle), [2, np.inf, np.inf, np.inf])
     # The distance is counted in lengths of the direction; the triangle has no back.
     assert distance(origin[0], up / 2, triangle) == 4
@@ -172,58 +80,16 @@ def test_hit_of_rays_worked_out_by_hand():
     np.testing.assert_array_equal(rays.hit(origin, up, triangle, white)["normal"][0], [0, 0, 1])
 
 
-def test_hit_agrees_with_another_method_for_each_pair():
+def test_hit_of_points_chosen_on_triangles():
+    """Of half of them the point is past the third edge."""
     rng = np.random.default_rng(1)
-    triangles = np.float32(rng.normal(size=(40, 3, 3)))
-    origin = np.float32(rng.normal(size=(30, 1, 3)) * 2)
-    direction = np.float32(rng.normal(size=(30, 1, 3)) / 2) - origin
-    every_ray = zip(origin[:, 0], direction[:, 0], strict=True)
-    expected = [numpy_hits(o, d, triangles) for o, d in every_ray]
-    actual = rays.hit(origin, direction, triangles, np.ones_like(triangles[:, 0]))["distance"]
-    assert actual.shape == (30, 40)
-    assert actual.dtype == jnp.float32
-    assert 50 < np.isfinite(expected).sum() < 600
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)
-
-
-def small_scene(height=9, width=12):
-    mesh, eye = rays.teapot(), np.float32([1.7, -3.2, 2.2])
-    pixels = rays.camera(height, width, eye, target=np.float32([0.1, 0, 0.42]), zoom=2.5)
-    return eye, pixels[:, :, None], mesh, rays.paint(mesh)
-
-
-def test_nearest_is_the_first_of_all_hits():
-    scene = small_scene()
-    all_hits = rays.hit(*scene)
-    at = jnp.argmin(all_hits["distance"], axis=-1)
-    found = rays.nearest(*scene)
-    assert found["normal"].shape == found["color"].shape == (9, 12, 3)
-    for name, table in all_hits.items():
-        i, j = np.ogrid[:9, :12]
-        np.testing.assert_allclose(found[name], table[i, j, at], rtol=1e-5, err_msg=name)
-
-
-def test_camera_sees_the_target_in_the_middle_and_up_on_top():
-    eye, target = np.float32([0, -2, 1]), np.float32([0, 0, 1])
-    pixels = rays.camera(3, 5, eye, target, zoom=2)
-    assert pixels.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(pixels, axis=-1), 1, rtol=1e-6)
-    np.testing.assert_allclose(pixels[1, 2], [0, 1, 0], atol=1e-7)
-    # Pixels are square, and 5 of them are the width: 2 / zoom at a distance of 1.
-    np.testing.assert_allclose(pixels[0, 0] / pixels[0, 0, 1], [-0.4, 1, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(pixels[2, 4] / pixels[2, 4, 1], [0.4, 1, -0.2], rtol=1e-6)
-
-
-def test_teapot_stands_on_the_ground():
-    mesh = rays.teapot()
-    assert mesh.shape == (6402, 3, 3)
-    assert mesh.dtype == np.float32
-    pot, ground = mesh[:6400], mesh[6400:]
-    np.testing.assert_allclose(pot.min(axis=(0, 1)), [-0.952381, -0.634921, 0], atol=1e-6)
-    np.testing.assert_allclose(pot.max(axis=(0, 1)), [1.090159, 0.634921, 1], atol=1e-6)
-    assert np.all(ground[..., 2] == pot[..., 2].min())
-    edges = np.linalg.norm(pot - np.roll(pot, 1, axis=1), axis=-1)
-    assert edges.max() < 0.15  # neighbouring points of the surface, not any three
+    triangle = np.float32(rng.normal(size=(40, 3, 3)))
+    u, v = np.float32(rng.uniform(size=(2, 40, 1)))
+    t, direction = np.float32(rng.uniform(1, 2, (40, 1))), np.float32(rng.normal(size=(40, 3)))
+    a, b, c = np.moveaxis(triangle, 1, 0)
+    point = a + u * (b - a) + v * (c - a)
+    got = rays.hit(point - t * direction, direction, triangle, np.ones_like(a))["distance"]
+    np.testing.assert_allclose(got, np.where(u + v <= 1, t, np.inf)[:, 0], rtol=1e-3)
 
 
 def test_shade_of_a_lamp_above_with_a_roof_over_one_pixel():
@@ -268,3 +134,33 @@ def test_rays_main_prints_its_memory_and_draws(tmp_path, capsys):
     half = picture.shape[1] // 2
     for panel in (picture[:, :half], picture[:, half:]):
         assert len(np.unique(panel.reshape(-1, panel.shape[-1]), axis=0)) > 100  # colours
+
+
+# Two processes.
+
+
+def test_the_potential_is_the_sum_over_all_charges():
+    charges = cluster.own_charges(0, 80)
+    _, points = cluster.line_of_points(5)
+    distances = np.linalg.norm(np.float64(points)[:, None] - charges, axis=-1)
+    found = cluster.coulomb(points[:, None], charges)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.sum(1 / distances, axis=1), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_exchange_one_sum(capfd):
+    cluster.main()
+    lines = re.findall(r"(?m)^process (\d) of 2: (.*)$", capfd.readouterr().out)
+    assert [number for number, _ in lines] == ["0", "1"]
+    (said,) = {text for _, text in lines}  # both found the same
+    assert said.startswith("500000 of 1000000 charges; sent: all-reduce; at the centre 1.")
+    assert float(re.search(r"error (\S+)$", said)[1]) < 3e-3
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "rankax.py").write_text("raise ImportError('no such luck')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="a process failed"):
+        cluster.main()

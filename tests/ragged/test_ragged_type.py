@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`Ragged` and `Mask` by themselves."""
+"""`Ragged` and `Mask` by themselves, and what calls with them refuse."""
 
 import inspect
 import pickle
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Bool, Float
 
-from rankax import Mask, Ragged, auto_vmap
+from rankax import Mask, Ragged, auto_vmap, chunked_vmap
 
 
 def test_what_it_holds():
@@ -116,7 +116,77 @@ def test_callers_do_not_pass_the_mask(kernel):
     np.testing.assert_array_equal(kernel(ragged, 2.0), [30.0, 12.0])
 
 
-def test_a_mask_without_its_dimension():
-    kernel = auto_vmap(x="n", y=0, mask=Mask("n"))(lambda x, y, mask: y)
-    with pytest.raises(ValueError, match="mask is the mask of 'n', but no argument of this call"):
-        kernel(None, jnp.ones(3))
+# What calls refuse, and in which words.
+
+
+def ragged(lengths, *core):
+    return Ragged(np.ones((sum(lengths), *core), np.float32), lengths)
+
+
+def first(x, y=None):
+    return x.sum()
+
+
+def same(x, y=None):
+    return x
+
+
+X = ragged([3, 0, 2], 3)
+BOTH = auto_vmap("n 3", "n")(first)
+SUMMED = auto_vmap("n 3", reduce="sum", jit=True)
+DEPENDS = (
+    "output has the shape ({n}, 3) for one item, which depends on how many rows the item is filled "
+    'up to; declare the output, as in -> Float[Array, "n 3"], if it has a row for each row'
+)
+PADS = "has the ragged dimension 'n', but only the first core dimension of an output that is not"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: auto_vmap(2)(first)(X), 'its first core dimension needs a name, as in x="n 3"'),
+        (lambda: auto_vmap("n n")(first)(X), "x is Ragged, but its rank \"n n\" has 'n' more than"),
+        (lambda: auto_vmap("n")(first)(X), "x is Ragged with values of shape (5, 3), but its rank"),
+        (lambda: BOTH(X, ragged([3, 1, 1])), "item 1 of y has 1 rows, but that of x has 0"),
+        (
+            lambda: BOTH(X, jnp.ones((3, 4))),
+            "y has the dimension 'n', in which x is Ragged; pass ",
+        ),
+        (lambda: auto_vmap("n 3", "m")(first)(X, ragged([3, 1])), "y has 2 items, but x has 3"),
+        (lambda: auto_vmap("n 3")(same)(X), DEPENDS.format(n=1)),
+        (lambda: SUMMED(same)(ragged([2, 2], 3)), DEPENDS.format(n=2)),
+        (lambda: auto_vmap("(n,3)->(n,n)")(lambda x: x @ x.T)(X), f'output of rank "n n" {PADS}'),
+        (
+            lambda: auto_vmap("(n,3)->(n)", reduce="sum")(lambda x: x.sum(-1))(X),
+            f'with reduce=, an output of rank "n" {PADS}',
+        ),
+        (
+            lambda: auto_vmap("(n,3),()->(n,3)")(same)(X, jnp.ones((4, 3))),
+            "so it would be Ragged, which has one batch axis, but the batch shape is (4, 3)",
+        ),
+        (
+            lambda: auto_vmap("n 3", batched=True)(first)(X),
+            "x is Ragged, but with batched=True the",
+        ),
+        (
+            lambda: SUMMED(first).with_options(bucket=(1,))(ragged([2, 2], 3)),
+            "2 items have the same length, but the largest bucket is 1; add a larger one",
+        ),
+        (
+            lambda: auto_vmap(x="n", y=0, m=Mask("n"))(lambda x, y, m: y)(None, jnp.ones(3)),
+            "m is the mask of 'n', but no argument of this call",
+        ),
+        (lambda: chunked_vmap(same, 2)(X), "x is Ragged, and its rows are not items of a batch"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as caught:
+        call()
+    assert re.match(r"(chunked_vmap\()?(first|same|<lambda>)\(?\)", str(caught.value))
+
+
+def test_an_error_of_the_kernel_shows_one_item():
+    with pytest.raises(ZeroDivisionError) as caught:
+        auto_vmap(x="n 3")(lambda x: 1 / 0)(X)
+    notes = "\n".join(caught.value.__notes__)
+    assert 'x         (1, 3)  "n 3"  (1, 3)' in notes

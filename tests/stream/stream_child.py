@@ -5,10 +5,8 @@ import contextlib
 import os
 import pkgutil
 import re
-import resource
 import signal
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -23,15 +21,14 @@ ITEMS = 1000
 
 
 class Recorded:
-    """An array that counts its reads, takes its time, and may fail."""
+    """An array that counts its reads, and may fail."""
 
-    def __init__(self, array, error=None, after=0, seconds=0.0):
+    def __init__(self, array, error=None, after=0):
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
-        self.error, self.after, self.seconds, self.reads = error, after, seconds, []
+        self.error, self.after, self.reads = error, after, []
 
     def __getitem__(self, region):
         self.reads.append(region)
-        time.sleep(self.seconds)
         if self.error is not None and len(self.reads) > self.after:
             raise self.error
         return self.array[region]
@@ -40,18 +37,6 @@ class Recorded:
 def values(tree):
     """What a run has stored, in memory."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[...]), tree)
-
-
-class Begin:
-    """Sets an event once blocks are written, which is after all that is compiled."""
-
-    def __init__(self, event):
-        self.event, self.before = event, []
-
-    def __call__(self, done, total):
-        if self.before[1:] and done > self.before[1] and self.before[-1] == self.before[1]:
-            self.event.set()
-        self.before.append(done)
 
 
 @auto_vmap(x=1, y=1)
@@ -70,15 +55,10 @@ def points():
     return (rng.normal(size=(n, 3)).astype("float32") for n in (ITEMS, 5))
 
 
-def run(kind, out, seconds=0.0, progress=False):
+def run(kind, out):
     x, y = points()
-    x = Recorded(x[:, None], seconds=seconds)
-    return rankax.stream.run(KERNELS[kind], x, y, out=out, memory_limit="20 MB", progress=progress)
-
-
-def run_slowly(kind, out, least, begun):
-    rankax.stream._job._LEAST = least
-    run(kind, out, seconds=0.08, progress=Begin(begun))
+    kernel = KERNELS[kind]
+    return rankax.stream.run(kernel, x[:, None], y, out=out, memory_limit="20 MB", progress=False)
 
 
 # What a run does, one after the other.
@@ -117,18 +97,6 @@ def run_killed(kind, out, least, step, number, after):
     rankax.stream._job._LEAST = least
     with stopped(step, number, lambda: os.kill(os.getpid(), signal.SIGKILL), after=after):
         run(kind, out)
-
-
-def run_without_space(kind, out, size):
-    """Run where no file may have more than some bytes, as if the disk were full."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-    try:
-        run(kind, out)
-    except OSError:
-        sys.exit(3)
-    finally:  # where coverage is measured, its data are written at the end
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 def status(field):

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Runs that are stopped at any step: killed, or by a full disk. The same call goes on."""
+"""Runs that are killed at any step, or stopped while they begin. The same call goes on."""
 
 import contextlib
-import errno
-import os
-import random
 import signal
-import time
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +56,8 @@ def mark(case):
     return case if case in AT_EACH_RUN else slow(*case) if case in AT_MERGE else weekly(*case)
 
 
-EACH_CASE = pytest.mark.parametrize(("step", "last", "after"), [*map(mark, CASES)])
-
-
 @pytest.mark.parametrize("kind", ["map", slow("reduce")])
-@EACH_CASE
+@pytest.mark.parametrize(("step", "last", "after"), [*map(mark, CASES)])
 def test_a_run_that_is_killed_goes_on(out, processes, whole, kind, step, last, after):
     number = whole[kind][1][step] if last else 1
     arguments = kind, out, LEAST, step, number, after
@@ -74,49 +67,6 @@ def test_a_run_that_is_killed_goes_on(out, processes, whole, kind, step, last, a
     assert process.exitcode == -signal.SIGKILL
     stream_child.run(kind, out)
     assert files(out) == whole[kind][0]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_goes_on(out, processes, whole):
-    """At any moment, in the middle of a step as well."""
-    chance = random.Random(28)
-    for _ in range(4):
-        begun = processes.Event()
-        arguments = "reduce", out, LEAST, begun
-        process = processes.Process(target=stream_child.run_slowly, args=arguments)
-        process.start()
-        assert begun.wait(120)
-        time.sleep(chance.uniform(0, 0.08))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL  # it was not at its end
-    stream_child.run("reduce", out)
-    assert files(out) == whole["reduce"][0]
-
-
-@EACH_CASE
-def test_a_run_that_finds_the_disk_full_goes_on(out, whole, step, last, after):
-    def full():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    number = whole["reduce"][1][step] if last else 1
-    with (
-        pytest.raises(OSError, match="No space left on device"),
-        stream_child.stopped(step, number, full, after=after),
-    ):
-        stream_child.run("reduce", out)
-    stream_child.run("reduce", out)
-    assert files(out) == whole["reduce"][0]
-
-
-@pytest.mark.parametrize("size", [0, slow(600)])
-def test_a_disk_without_space_for_files(out, processes, whole, size):
-    process = processes.Process(target=stream_child.run_without_space, args=("map", out, size))
-    process.start()
-    process.join()
-    assert process.exitcode == 3
-    stream_child.run("map", out)
-    assert files(out) == whole["map"][0]
 
 
 def begun(out):

@@ -228,13 +228,6 @@ def test_trees_scalars_keys_static_values_and_outer_products(jit, gradient, cloc
     assert_same(tuned(*args), model(*args))
 
 
-def test_reductions(clock):
-    summed = kernel.with_options(reduce="sum")
-    tuned = summed.tune(X[:7], seconds=ENOUGH)
-    assert tiles(tuned.tuning) == [7, 4, 1, 2]
-    assert_same(tuned(X[:7]), jax.jit(jax.vmap(distances))(X[:7]).sum(), rtol=1e-4)
-
-
 def watched(clock, seconds_of_call, seconds_of_trace=0.0):
     """A kernel of two numbers whose calls and traces take this long, and the lengths of calls.
 
@@ -269,12 +262,6 @@ def test_a_slice_has_several_chunks_where_the_batch_has(clock):
     kernel, lengths = watched(clock, lambda n: 1e-3 * n)
     tuning_of_many(kernel.with_options(chunk_size=180), 1000, seconds=6)
     assert max(lengths) < 90  # of 1000; a run takes a sixtieth of the time
-
-
-def test_of_slow_items_few_are_run(clock):
-    kernel, lengths = watched(clock, lambda n: 0.01)
-    tuning_of_many(kernel, 60, seconds=0.1)
-    assert max(lengths) == 16
 
 
 def of_rows(x, s, mask):
@@ -320,11 +307,15 @@ def test_tuning_ends_in_time(clock):
     assert min(lengths) >= 16  # none that would have taken longer than all the time
 
 
-def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock):
+def test_the_kernel_as_it_is_and_vmap_are_always_measured(clock, tmp_path):
     kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
     chunked = kernel.with_options(chunk_size=8)
     assert measured(tuning_of_many(chunked, 60, seconds=1, memory_limit="1 GB")) == [8, 60]
-    assert measured(tuning_of_many(chunked, 60, seconds=1)) == [8]
+    tuning = tuning_of_many(chunked, 60, seconds=1)
+    assert measured(tuning) == [8]
+    assert "<td>not tried</td>" in tuning._repr_html_()
+    tuning.save(tmp_path / "t")
+    assert list(load_tuning(tmp_path / "t")) == [tuning]
 
 
 def test_the_faster_half_runs_on_and_the_options_as_they_are(clock):
@@ -441,17 +432,12 @@ def test_inside_a_trace_it_is_refused():
         (X, {"seconds": "5"}, "seconds must be a positive number, got '5'"),
         (X, {"gradient": 1}, "gradient must be True or False, got 1"),
         (X, {"memory_limit": 0}, "memory_limit must be a positive number"),
+        (X.astype(int), {"gradient": True}, "gradient=True, but no argument with a rank holds flo"),
     ],
 )
 def test_wrong_arguments_are_refused(x, options, text):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'distances.tune: {text}')}"):
         kernel.tune(x, **options)
-
-
-def test_the_gradient_of_integers_is_refused():
-    text = "^abs.tune: gradient=True, but no argument with a rank holds floating-point numbers"
-    with pytest.raises(TypeError, match=text):
-        auto_vmap(0)(abs).tune(jnp.arange(3), gradient=True)
 
 
 # The table, and the file.
@@ -505,17 +491,8 @@ def test_static_values_are_part_of_what_is_found(tmp_path):
     power = auto_vmap(0, None)(lambda x, n: x**n)
     x = jnp.arange(5.0)
     tuning_of(power, x, 2, seconds=SHORT).save(tmp_path / "t")
-    saved = load_tuning(tmp_path / "t")
-    assert saved.find(power, x, 2) is not None
-    assert saved.find(power, x, 3) is None
-
-
-def test_candidates_that_were_not_tried_are_saved(tmp_path, clock):
-    kernel, _ = watched(clock, lambda n: 0.01, seconds_of_trace=5.0)
-    tuning = tuning_of_many(kernel, 60, seconds=1)
-    tuning.save(tmp_path / "t")
-    assert list(load_tuning(tmp_path / "t")) == [tuning]
-    assert "<td>not tried</td>" in tuning._repr_html_()
+    found = [load_tuning(tmp_path / "t").find(power, x, n) is not None for n in (2, 3)]
+    assert found == [True, False]
 
 
 def test_a_file_of_the_first_release_is_read(tmp_path):

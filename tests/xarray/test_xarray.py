@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """``rankax.xarray.apply`` beside the same kernel called with bare arrays, axes in order."""
 
+import re
 from typing import NamedTuple
 
 import dask
@@ -83,14 +84,6 @@ def test_names_coordinates_and_attributes_follow_xarrays_rules():
         assert (got.name, got.attrs, got.dims) == (want.name, want.attrs, want.dims)
 
 
-def test_each_variable_of_a_dataset():
-    dataset = xr.Dataset({"t": T, "u": 2 * T})
-    got = rankax.xarray.apply(mean, P, dataset, W)
-    assert isinstance(got, xr.Dataset)
-    assert list(got.data_vars) == ["t", "u"]
-    np.testing.assert_allclose(bare(got["u"], "time", "x"), 2 * WANTED, rtol=1e-5)
-
-
 class Pair(NamedTuple):
     total: Array
     parts: dict
@@ -137,7 +130,7 @@ def test_pytrees_of_named_arrays_take_core_dims_by_path():
     t = xr.DataArray(RNG.normal(size=(3, 4)).astype("float32"), dims=("row", "n"))
     v = np.ones(3, "float32")
     got = rankax.xarray.apply(
-        moved, {"r": r, "t": t}, v, core_dims={"pose['t']": "row"}, output_dims="row"
+        moved, {"r": r.chunk(n=2), "t": t}, v, core_dims={"pose['t']": "row"}, output_dims="row"
     )
     assert got.dims == ("n", "row")
     want = bare(r, "n", "row", "col").sum(-1) + bare(t, "n", "row")
@@ -152,7 +145,7 @@ def test_methods_keywords_and_numbers():
         def density(self, t, p=1000.0):
             return p / (self.gas * t)
 
-    got = rankax.xarray.apply(Air().density, T, p=500.0)
+    got = rankax.xarray.apply(Air().density, T.chunk(time=1), p=500.0)
     np.testing.assert_allclose(got, 500 / (287 * T.values), rtol=1e-5)
 
 
@@ -176,13 +169,9 @@ def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
     kernel = auto_vmap(p="level", t="level", reduce={"best": BottomK(2), "all": None})(
         lambda p, t: {"best": p @ t, "all": t[0]}
     )
-    got = rankax.xarray.apply(
-        kernel,
-        P,
-        T.chunk(time=1),
-        reduce_dims="time",
-        output_dims={"best": "rank", "all": None},
-    )
+    dims = {"best": "rank", "all": None}
+    t = T.chunk(time=1)
+    got = rankax.xarray.apply(kernel, P, t, reduce_dims="time", output_dims=dims)
     assert got["all"].dims == ("x", "time")
     assert got["best_values"].dims == ("x", "rank")
     dots = bare(T, "x", "time", "level") @ P.values
@@ -192,93 +181,70 @@ def test_what_is_kept_of_a_reduction_keeps_the_dimensions():
 
 # Errors.
 
-
-def said(kernel, *args, **kwargs):
-    """What a call is refused with, after the names of the function and of the kernel."""
-    text = refusal((TypeError, ValueError), rankax.xarray.apply, kernel, *args, **kwargs)
-    begin = f"rankax.xarray.apply({kernel.__name__}): "
-    assert text.startswith(begin)
-    return text.removeprefix(begin)
-
-
-first = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
-
-
-def test_a_core_dimension_that_is_absent_ambiguous_or_cut():
-    assert said(profile, P, T.rename(level="height")) == (
-        "for t, rank \"level\" declares the core dimension 'level', which is absent: t has the "
-        "dimensions 'time', 'height' and 'x'; rename one, or write core_dims={'t': ('x',)}"
-    )
-    text = said(auto_vmap(1, 1, 0)(mean.__wrapped__), P, T, W)
-    assert text.startswith("p has rank 1, which does not name its core axes, and p has the dim")
-    assert text.endswith("; name the core dimensions in order: core_dims={'p': ('level',)}")
-    text = said(profile, P, T.chunk(level=2))
-    assert text.startswith("t is cut into 2 chunks along its core dimension 'level', and one item")
-    assert text.endswith("; pass t.chunk({'level': -1})")
-    text = said(auto_vmap("n n")(jnp.trace), T.rename(x="n"))
-    assert text.startswith('a has rank "n n", but no xarray object has two dimensions of one name')
-    scalar = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
-    text = said(scalar, P, T)
-    assert text.startswith("'level' is a core dimension of p, but a batch dimension of t, whose")
+FIRST = auto_vmap(p="level", t="level")(lambda p, t: t[:2])
+PAIR = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
+NOTHING = auto_vmap(p="level", t="level")(lambda p, t: ())
+NO_RANK = auto_vmap(p="level", t=None)(lambda p, t: p)
+SCALAR = auto_vmap(p="level", t="")(lambda p, t: p.sum() * t)
+UNNAMED = auto_vmap(1, 1)(profile.__wrapped__)
+TRACE = auto_vmap("n n")(jnp.trace)
+TOTAL = profile.with_options(reduce="sum", reduce_axis=0)
+BOTH = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
 
 
 @pytest.mark.parametrize(
-    ("core_dims", "text"),
+    ("kernel", "t", "options", "text"),
     [
-        ({"t": "lev"}, "for t, core_dims names the core dimension 'lev', which is absent: t has"),
-        ({"t": ("level", "x")}, 't has rank "level", that is 1 core axis, but core_dims names 2 '),
-        (["level"], "core_dims must be a name, or a dict from parameters to names, as in {'p': "),
+        # Core dimensions that are absent, ambiguous or cut.
+        (
+            *(profile, T.rename(level="height"), {}),
+            "for t, rank \"level\" declares the core dimension 'level', which is absent: t has the "
+            "dimensions 'time', 'height' and 'x'; rename one, or write core_dims={'t': ('x',)}",
+        ),
+        (UNNAMED, T, {}, "p has rank 1, which does not name its core axes, and p has the dim"),
+        (profile, T.chunk(level=2), {}, "t is cut into 2 chunks along its core dimension 'level'"),
+        (SCALAR, T, {}, "'level' is a core dimension of p, but a batch dimension of t, whose"),
+        (profile, T, {"core_dims": {"t": "lev"}}, "for t, core_dims names the core dimension 'le"),
+        (profile, T, {"core_dims": {"t": ("level", "x")}}, 't has rank "level", that is 1 core ax'),
+        (profile, T, {"core_dims": ["level"]}, "core_dims must be a name, or a dict from param"),
+        # Names of outputs.
+        (FIRST, T, {}, "output has 1 core axis, but no names; write output_dims=('dim0',)"),
+        (FIRST, T, {"output_dims": ("a", "b")}, "output has 1 core axis, but output_dims names 2"),
+        (FIRST, T, {"output_dims": "x"}, "output has the core dimension 'x', which is a batch dim"),
+        (FIRST, T, {"output_dims": 1}, "output_dims must be a name or a tuple of names, got 1"),
+        (
+            *(PAIR, T, {"output_dims": {"a": (), "b": (), "c": ()}}),
+            "the output_dims of output has an entry for output['c'], which is absent",
+        ),
+        # Arrays that cannot be taken.
+        (profile, T.astype("float64"), {}, "t is an array of dtype float64, but JAX computes with"),
+        (profile, T.values, {}, "t has shape (3, 4, 5)"),
+        (NOTHING, T, {}, "the kernel returns no array"),
+        (NO_RANK, T, {}, "t is an xarray object, but it has no rank; give it one, or pass its val"),
+        # Dimensions to reduce.
+        (profile, T, {"reduce_dims": "time"}, "reduce_dims='time' needs a kernel with the option"),
+        (TOTAL, T, {}, "profile has reduce_axis=0, but the batch dimensions have names"),
+        (TOTAL, BOTH, {"reduce_dims": "time"}, "the reduced dimensions of t['cold'] are none, but"),
+        (TOTAL, T, {"reduce_dims": "level"}, "reduce_dims names 'level', which is not a batch dim"),
     ],
 )
-def test_wrong_core_dims(core_dims, text):
-    assert said(profile, P, T, core_dims=core_dims).startswith(text)
+def test_what_is_refused(kernel, t, options, text):
+    begin = re.escape(f"rankax.xarray.apply({kernel.__name__}): {text}")
+    with pytest.raises((TypeError, ValueError), match=f"^{begin}"):
+        rankax.xarray.apply(kernel, P, t, **options)
 
 
 @pytest.mark.parametrize(
-    ("output_dims", "text"),
+    ("call", "text"),
     [
-        (None, "output has 1 core axis, but no names; write output_dims=('dim0',)"),
-        (("a", "b"), "output has 1 core axis, but output_dims names 2 dimensions: a and b"),
-        ("x", "output has the core dimension 'x', which is a batch dimension of the arguments"),
-        (1, "output_dims must be a name or a tuple of names, got 1"),
+        (
+            lambda: rankax.xarray.apply(TRACE, T.rename(x="n")),
+            "no xarray object has two dim",
+        ),
+        (lambda: rankax.xarray.apply(profile, P.values, P.values), "no argument with a rank is a "),
+        (lambda: rankax.xarray.apply(len, P), "kernel must be decorated with rankax.auto_vmap"),
+        (lambda: profile(P, T), "p is an xarray object; call rankax.xarray.apply(profile, ...)"),
     ],
 )
-def test_wrong_output_dims(output_dims, text):
-    assert said(first, P, T, output_dims=output_dims).startswith(text)
-
-
-def test_an_entry_for_no_output():
-    pair = auto_vmap(p="level", t="level")(lambda p, t: {"a": p[0], "b": t[0]})
-    text = "the output_dims of output has an entry for output['c'], which is absent"
-    assert said(pair, P, T, output_dims={"a": (), "b": (), "c": ()}) == text
-
-
-def test_arrays_that_cannot_be_taken():
-    text = said(profile, P, T.astype("float64"))
-    assert text.startswith("t is an array of dtype float64, but JAX computes with float32 by def")
-    text = said(profile, P, T.values)
-    assert text.endswith("it has batch axes, but they have no names; pass an xarray.DataArray")
-    text = "no argument with a rank is a DataArray or a Dataset; call profile itself"
-    assert said(profile, P.values, P.values) == text
-    none = auto_vmap(p="level", t="level")(lambda p, t: ())
-    assert said(none, P, T) == "the kernel returns no array"
-    text = "t is an xarray object, but it has no rank; give it one, or pass its values"
-    assert said(auto_vmap(p="level", t=None)(lambda p, t: p), P, T) == text
-    with pytest.raises(TypeError, match=r"apply: kernel must be decorated with rankax.auto_vmap"):
-        rankax.xarray.apply(len, P)
-    text = r"^profile\(\): p is an xarray object; call rankax.xarray.apply\(profile, ...\), which"
-    with pytest.raises(TypeError, match=text):
-        profile(P, T)
-
-
-def test_reduced_dimensions_that_cannot_be():
-    text = "reduce_dims='time' needs a kernel with the option reduce"
-    assert said(profile, P, T, reduce_dims="time") == text
-    total = profile.with_options(reduce="sum", reduce_axis=0)
-    text = said(total, P, T)
-    assert text.endswith("have names; name those to reduce: reduce_dims=('x',)")
-    both = xr.Dataset({"warm": T, "cold": T.isel(time=0, drop=True)})
-    text = "the reduced dimensions of t['cold'] are none, but those of the other variables are time"
-    assert said(total, P, both, reduce_dims="time") == text
-    text = "reduce_dims names 'level', which is not a batch dimension; these are 'time' and 'x'"
-    assert said(total, P, T, reduce_dims="level") == text
+def test_calls_of_another_kind_are_refused(call, text):
+    assert text in refusal((TypeError, ValueError), call)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+"""Benchmarks: ``hlo.py`` reads what a program does; ``gpu.py`` runs, with sizes for a CPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+# Of what XLA prints of a program for a GPU, what is read: ten times three steps, a loop of unknown
+# length with a sum over devices, a branch, a product of matrices, and a result for the host.
+TEXT = """
+%add (a: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %sum = f32[] add(%a, %a)
+}
+
+%total_of_row (p.1: f32[10,100], p.2: f32[10]) -> f32[10] {
+  %p.1 = f32[10,100]{1,0} parameter(0)
+  %p.2 = f32[10]{0} parameter(1)
+  %row = f32[1,100]{1,0} dynamic-slice(%p.1), dynamic_slice_sizes={1,100}
+  %exp = f32[1,100]{1,0} exponential(%row)
+  %total = f32[1]{0} reduce(%exp), dimensions={1}, to_apply=%add
+  ROOT %put = f32[10]{0} dynamic-update-slice(%p.2, %total)
+}
+
+%wrapped (p.3: f32[100]) -> f32[100] {
+  %p.3 = f32[100]{0} parameter(0)
+  ROOT %waves = f32[100]{0} fft(%p.3)
+}
+
+%inner_body (x.1: f32[100]) -> f32[100] {
+  %x.1 = f32[100]{0} parameter(0)
+  %begun = ((f32[100]{0}), f32[100]{0}, u32[]) async-start(%x.1), calls=%wrapped
+  ROOT %ended = f32[100]{0} async-done(%begun), metadata={op_name="while/body/fft"}
+}
+
+%outer_body (x.2: f32[10,100], y.2: f32[10]) -> f32[10] {
+  %x.2 = f32[10,100]{1,0} parameter(0)
+  %y.2 = f32[10]{0} parameter(1)
+  %kept = f32[10]{0} copy(%y.2)
+  %loop.1 = f32[100]{0} while(%kept), condition=%c, body=%inner_body, \
+backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}
+  ROOT %done = f32[10]{0} fusion(%x.2, %kept), kind=kInput, calls=%total_of_row
+}
+
+%open_body (s.3: f32[10]) -> f32[10] {
+  %s.3 = f32[10]{0} parameter(0)
+  ROOT %sent = f32[10]{0} all-reduce-start(%s.3), replica_groups={{0,1}}, to_apply=%add
+}
+
+%open_cond (s.4: f32[10]) -> pred[] {
+  %s.4 = f32[10]{0} parameter(0)
+  ROOT %goes_on = pred[] reduce(%s.4), to_apply=%add
+}
+
+%cheap (p.8: f32[10]) -> f32[10] {
+  ROOT %p.8 = f32[10]{0} parameter(0)
+}
+
+%costly (p.9: f32[10]) -> f32[10] {
+  %p.9 = f32[10]{0} parameter(0)
+  ROOT %copied = f32[10]{0} copy(%p.9)
+}
+
+ENTRY %main (x: f32[10,100], y: f32[10]) -> f32[10,10] {
+  %x = f32[10,100]{1,0} parameter(0)
+  %y = f32[10]{0} parameter(1)
+  %loop.2 = (s32[], f32[10,100]{1,0}, /*index=2*/f32[10]{0}) while(%x), condition=%c, \
+body=%outer_body, backend_config={"known_trip_count":{"n":"10"}}
+  %loop.3 = f32[10]{0} while(%y), condition=%open_cond, body=%open_body
+  %either = f32[10]{0} conditional(%y, %loop.3, %y), branch_computations={%cheap, %costly}
+  %square = (f32[10,10]{1,0}, s8[64]{0}) custom-call(%x, %x), custom_call_target="__cublas$gemm", \
+backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}
+  ROOT %host = (f32[10,10]{1,0:S(5)}, f32[10,10]{1,0}, u32[]) copy-start(%square)
+}
+"""
+
+
+@pytest.fixture
+def hlo(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import hlo
+
+    return hlo
+
+
+def test_loops_launches_and_collectives_are_read(hlo):
+    program = hlo.read_text(TEXT, temporaries=7)
+    assert program.temporaries == 7
+    nested, unknown = program.loops
+    assert str(nested) == "10 x (1+1 + 3 x 1)"
+    assert (nested.steps, nested.kernels, nested.copies, nested.launches) == (10, 1, 1, 50)
+    # A send, and the condition for which the host waits; the number of steps counts as one.
+    assert (str(unknown), unknown.launches) == ("? x 2", 2)
+    assert program.has_unknown_steps
+    assert not hlo.read_text(
+        TEXT.replace("body=%open_body", 'body=%open_body, known_trip_count={"n":"5"}')
+    ).has_unknown_steps
+    # The product, the copy to the host, and that in the branch that launches more.
+    assert (program.kernels, program.copies, program.launches) == (1, 2, 55)
+    assert (program.collectives, program.collectives_in_loops, program.host_copies) == (1, 1, 1)
+
+
+def test_bytes_and_operations_are_those_of_all_steps(hlo):
+    program = hlo.read_text(TEXT)
+    row = 4 * 100
+    outer = (2 * 40) + 3 * (2 * row) + (row + 4)  # a copy, the loop within, a row and its total
+    rest = (2 * 40) + (40 + 1) + (2 * 40) + (2 * 4000 + 400 + 64) + (400 + 64 + 400)
+    assert program.bytes == 10 * outer + rest
+    assert program.operations == 10 * (3 * 100 + 100 + 100) + 10 + 2 * 10 * 10 * 100
+
+
+def test_a_prediction_is_the_largest_of_three(hlo):
+    program = hlo.read_text(TEXT)
+    assert hlo.predict(program) == (pytest.approx(55 * 2.5e-6), "launches")
+    assert hlo.predict(program._replace(bytes=335 * 10**10)) == (pytest.approx(1), "bytes")
+    assert hlo.predict(program._replace(operations=12 * 10**13)) == (2.0, "operations")
+    assert list(map(hlo.milliseconds, (1.23456e-7, 12.3456))) == ["0.000123", "12,300"]
+
+
+@pytest.mark.optimized
+def test_a_program_of_this_machine_is_read(hlo):
+    def f(x):
+        return jax.lax.scan(lambda c, row: (c, jnp.sum(jnp.tanh(row))), 0.0, x)[1]
+
+    compiled = jax.jit(f).lower(jnp.zeros((50, 64))).compile()
+    program = hlo.read(compiled)
+    assert [loop.steps for loop in program.loops] == [50]
+    assert re.fullmatch(r"50 x \d+(\+\d+)?", str(program.loops[0]))
+    assert program.launches >= 50
+    assert not program.has_unknown_steps
+    assert program.collectives == program.host_copies == 0
+
+
+@pytest.mark.weekly
+def test_the_first_minutes_on_a_gpu_at_small_sizes():
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py"), "--small"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    tables = run.stdout.split("\n\n| ")[1:]
+    assert run.stdout.startswith("Reductions over 100,000 x 100,000 pairs, in ms\n")
+    assert [table.count("\n|") for table in tables] == [5, 2, 2, 3, 5, 31]
+    assert "nan" not in run.stdout  # all programs ran, and none was out of memory
