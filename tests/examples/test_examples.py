@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The programs in ``examples/``: their kernels against other methods, and what they write."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -156,6 +159,31 @@ def test_two_processes_exchange_one_sum(capfd):
     (said,) = {text for _, text in lines}  # both found the same
     assert said.startswith("500000 of 1000000 charges; sent: all-reduce; at the centre 1.")
     assert float(re.search(r"error (\S+)$", said)[1]) < 3e-3
+
+
+@pytest.mark.slow
+def test_tasks_of_slurm_find_each_other():
+    """What `srun` would set for two tasks on this machine."""
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "JAX_COORDINATOR_PORT": str(cluster.free_port()),  # else made of the number of the job
+        "JAX_PLATFORMS": "cpu",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, cluster.__file__, "join"],
+            env={**os.environ, **job, "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [task.communicate(timeout=cluster.TIMEOUT)[0] for task in tasks]
+    for number, text in enumerate(said):
+        assert re.search(rf"(?m)^process {number} of 2: 500000 of .*: all-reduce;", text)
 
 
 @pytest.mark.slow
