@@ -117,27 +117,6 @@ def read_text(text: str, temporaries: int = 0) -> Program:
     )
 
 
-def launched(text: str) -> list[list[str]]:
-    """Return what a step of each loop launches: the last operation of a kernel, and its shape."""
-    computations = _Module(text).computations
-    loops = [
-        line for lines in computations.values() for line in lines.values() if line.kind == "while"
-    ]
-    return [
-        [
-            f"{_operation(line)} {line.shape.lstrip('(').partition('{')[0]}"
-            for line in computations[loop.called("body")].values()
-            if line.kind in KERNELS
-        ]
-        for loop in loops
-    ]
-
-
-def _operation(line: _Line) -> str:
-    found = re.search(r'op_name="(?:[^"]*/)?([^"/]*)"', line.rest)
-    return found[1] if found else line.kind
-
-
 LAUNCH = 2.5e-6  # seconds that the host needs to start a kernel or a copy
 BYTES = 3.35e12  # a second, from and to the memory of an H100
 OPERATIONS = 60e12  # a second, of an H100 in float32

@@ -57,12 +57,6 @@ def test_the_host_waits_once_in_eight_rounds(kernel, step):
     assert steps.kernels + steps.copies <= step  # in two steps of the kernel's loop
 
 
-def test_outputs_are_folded_between_rounds():
-    """Before, the host asked in each round whether there is a tile to fold."""
-    program = compiled(auto_vmap(0, lockstep=False, reduce="sum")(halved))
-    assert lengths(program.loops) == [(0, None), (1, 8), (2, 8), (1, None)]  # the last one folds
-
-
 def test_loops_of_a_gradient():
     """Of nine loops, two are gone: those over tiles forward, and over the steps of a tile."""
     assert lengths(compiled(gradient(lanes(end))).loops) == [

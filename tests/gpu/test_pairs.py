@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import h100
-from cases import compiled, distance, gradient, modes
+from cases import compiled, distance, modes
 from h100 import shaped
-from hlo import launched
 from rankax import auto_vmap
-from rankax.reductions import BottomK, Moments
+from rankax.reductions import BottomK
 
 N = 100_000
 POINTS = shaped(N, 3)
@@ -34,71 +33,17 @@ CASES = {
 }
 
 
-def mapped(fun, reduce, args, **options):
-    ranks = [len(x.shape) - 1 for x in args]
-    kernel = auto_vmap(*ranks, reduce=reduce, reduce_axis=-1, **options)(fun)
-    return lambda x, *others: kernel(x[:, None], *others)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_default_options(name):
     fun, reduce, args = CASES[name]
-    for mode, call in modes(name, mapped(fun, reduce, args), args):
+    kernel = auto_vmap(*[len(x.shape) - 1 for x in args], reduce=reduce, reduce_axis=-1)(fun)
+    for mode, call in modes(name, lambda x, *others: kernel(x[:, None], *others), args):
         program = compiled(call, *args)
         assert program.temporaries <= 800e6, mode
         kernels = sum(loop.steps * loop.kernels for loop in program.loops)
         assert kernels <= 4_000, mode
         assert not any(loop.loops for loop in program.loops)
         assert not program.has_unknown_steps
-
-
-# What a step launches, and why. Sums over rows of 100,000 are made in parts, and then the parts.
-ADDED = "add s32[]"  # the counter of `lax.scan`, which each loop has
-STEPS = {
-    "sum": [["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED]],
-    # As the sum; the division is part of the second kernel.
-    "mean": [["reduce_sum f32[80,500]", "reduce_sum f32[80]", "dynamic_update_slice", ADDED]],
-    # Two passes over the pairs, because the sum needs the largest; and the logarithm.
-    "logsumexp": [
-        [
-            *("reduce_max f32[80,250]", "reduce_max f32[80]"),
-            *("reduce_sum f32[80,250]", "abs f32[80]", "dynamic_update_slice", ADDED),
-        ]
-    ],
-    # Two passes again, because the squares need the mean; and three results, of which each is
-    # written to its own stack. Their number is the same in each row, and XLA writes it as well.
-    "Moments": [
-        [
-            *("reduce_sum f32[80,500]", "reduce_sum f32[80]", "reduce_sum f32[80,250]"),
-            *("dynamic_update_slice", "reduce_sum f32[80]"),
-            *("dynamic_update_slice", "dynamic_update_slice", ADDED),
-        ]
-    ],
-    # Forward, and then: the cotangent of w, with the values that the other sums read; that of x, in
-    # parts; that of y. XLA adds to those of all rows in kernels of their own.
-    "sum, gradient": [
-        ["reduce_sum f32[80,250]", "reduce_sum f32[80]", ADDED],
-        [
-            *("reduce_sum f32[100000]", "reduce_sum f32[80,3,250]", "reduce_sum f32[80,3]"),
-            *("add_any f32[100000]", "neg f32[100000,3]", "add_any f32[100000,3]", ADDED),
-        ],
-    ],
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_kernels_of_a_step(name):
-    reduce, _, is_gradient = name.partition(", ")
-    fun, args = (
-        (gaussian, CASES["gaussian"][2]) if reduce == "sum" else (distance, (POINTS, POINTS))
-    )
-    reduce = Moments() if reduce == "Moments" else reduce
-    call = mapped(fun, reduce, args, chunk_size=8_000_000)  # 80 rows
-    call = gradient(call, *args) if is_gradient else call
-    found = launched(h100.compiled(call, *args).as_text())
-    # A write to a stack, whatever its shape.
-    stack = "dynamic_update_slice"
-    assert [[stack if stack in each else each for each in step] for step in found] == STEPS[name]
 
 
 GAUSSIAN = auto_vmap(1, 1, 0, reduce="sum", reduce_axis=-1)(gaussian)

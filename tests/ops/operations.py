@@ -5,14 +5,13 @@ import ast
 import os
 import re
 import textwrap
-import types
 import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ops.samples import ALIKE, CANNOT, MODULES, NOT_COMPARED, SAMPLES, VALUES
+from ops.samples import ALIKE, CANNOT, MODULES, SAMPLES, VALUES
 
 ARRAY = re.compile(f"[{''.join(VALUES)}]\\d*_*")
 NAMESPACE = {**MODULES, "jax": jax}
@@ -64,25 +63,6 @@ REFUSED = [(w, call) for w, text in CANNOT.items() for call in calls_in(text) if
 def chosen(calls):
     """Return all samples, or those of a sixtieth of the operations."""
     return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % 60 == 7]
-
-
-def public_names():
-    """Return the public functions of the modules, under the names that samples have."""
-    return {
-        f"{alias}.{name}"
-        for alias, module in MODULES.items()
-        for name in dir(module)
-        if not name.startswith("_")
-        and callable(value := getattr(module, name))
-        and not isinstance(value, (type, types.ModuleType, jax.extend.core.Primitive))
-    }
-
-
-def covered():
-    """Return the operations that are mapped, those that are refused, and those not compared."""
-    mapped, refused = set(map(name_of, MAPPED)), {name_of(call) for _, call in REFUSED}
-    rest = {name for names in NOT_COMPARED.values() for name in names.split()}
-    return mapped, refused - mapped, rest & public_names()
 
 
 def is_inexact(x):

@@ -357,34 +357,6 @@ SAMPLES = """
     optimize.minimize(lambda x: ((x - f3)**2).sum(), f3_, method="BFGS")
 """
 
-# What is not compared, by the reason.
-NOT_COMPARED = {
-    "makes arrays of numbers that shapes depend on": """
-        jnp.arange jnp.bartlett jnp.blackman jnp.diag_indices jnp.empty jnp.eye jnp.hamming
-        jnp.hanning jnp.identity jnp.indices jnp.mask_indices jnp.ones jnp.tri jnp.tril_indices
-        jnp.triu_indices jnp.zeros lax.broadcasted_iota lax.empty lax.iota fft.fftfreq fft.rfftfreq
-        special.bernoulli slinalg.dft slinalg.hadamard slinalg.helmert slinalg.hilbert
-        slinalg.invhilbert slinalg.invpascal slinalg.pascal""",
-    "asks about shapes, dtypes or axes": """
-        jnp.broadcast_shapes jnp.can_cast jnp.einsum_path jnp.isdtype jnp.issubdtype
-        jnp.promote_types jnp.result_type lax.broadcast_shapes lax.conv_dimension_numbers
-        lax.conv_general_permutations lax.conv_general_shape_tuple lax.conv_shape_tuple
-        lax.conv_transpose_shape_tuple lax.dtype lax.padtype_to_pads lax.reduce_window_shape_tuple
-        lax.shape_as_value lax.ConvGeneralDilatedDimensionNumbers lax.DotDimensionNumbers
-        lax.PrecisionLike lax.axis_size nn.get_scaled_dot_general_config random.key_dtype
-        random.Key""",
-    "reads, writes or prints": """
-        jnp.from_dlpack jnp.frombuffer jnp.fromfile jnp.fromiter jnp.fromstring jnp.load
-        jnp.save jnp.savez jnp.get_printoptions jnp.printoptions jnp.set_printoptions""",
-    "jax.vmap draws other numbers than a loop": "lax.rng_bit_generator",
-    "runs on GPUs only": "nn.scaled_matmul",
-    "is refused as other collectives are": """
-        lax.all_gather_invariant lax.pbroadcast lax.pmax lax.pmean lax.pmin lax.pshuffle
-        lax.psum_scatter_start lax.pswapaxes""",
-    "is about effects or devices": """
-        lax.after_all lax.create_token lax.precv lax.psend lax.pvary""",
-}
-
 COLLECTIVE = "would see the items of one chunk only"
 
 # What cannot be mapped, and words of the error. `jax.vmap` maps collectives only.

@@ -21,10 +21,8 @@ from ops.operations import (
     Operation,
     assert_close,
     chosen,
-    covered,
     data,
     possible,
-    public_names,
     value,
     vjp,
 )
@@ -120,8 +118,3 @@ def test_what_cannot_be_mapped_says_so(words, call):
     else:  # in another JAX
         assert words != COLLECTIVE
         test_in_chunks_as_in_a_loop(call)
-
-
-@pytest.mark.skipif(not ALL, reason="only RANKAX_OPS=all reports what a new JAX brings")
-def test_every_public_function_is_listed():
-    assert public_names() - set().union(*covered()) == set()
