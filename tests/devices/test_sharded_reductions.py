@@ -175,17 +175,6 @@ def test_some_items_count(mesh):
     assert sent(compiled(own("sum"), *args)) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("length", [2, 9])
-@pytest.mark.weekly
-@on("Auto")
-def test_some_items_of_any_length_count(mesh, length):
-    """More than one device has an item, or only one."""
-    x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
-    one = functools.partial(chunked_reduce, root, chunk_size=2, in_axes=(0, None), where="ok")
-    own = functools.partial(one, devices=3)
-    check_where(x, np.float32(2), ("sum", rd.Moments(), "argmin", rd.BottomK(2), FOLD), own, one)
-
-
 @on("Auto")
 def test_narrow_floats_are_merged_wide(mesh):
     values = jnp.where(jnp.arange(256) % 3 > 1, 1000.0, 1004.0).astype(jnp.bfloat16)

@@ -12,10 +12,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import importlib
 import inspect
 import random
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,11 +50,6 @@ MASKS = {"mask": "n", "others": "m"}
 # values near 1, so that a difference is not one of rounding.
 
 
-def solved(v, w):
-    matrix = jnp.eye(v.size, dtype=w.dtype) + 0.1 * w.T @ w
-    return {"v": jnp.linalg.solve(matrix, v)}
-
-
 def turned(v, c):
     c = c * lax.complex(jnp.cos(v), jnp.sin(v))
     return {"c": c / 2, "s": jnp.tanh(jnp.sum(jnp.real(c * c)))}
@@ -75,13 +68,6 @@ def folded_noise(s, key, i):
 def scanned(s, v):
     s, v = lax.scan(lambda a, b: (jnp.sin(a) * b + 0.1, a * b), s, v)
     return {"s": s, "v": v}
-
-
-def scanned_back(s, v, w):
-    v, means = lax.scan(
-        lambda a, b: (jnp.tanh(a * jnp.sum(b)), jnp.mean(a)), v, w, reverse=True, unroll=2
-    )
-    return {"v": v, "s": s * means[0]}
 
 
 def one_of(s, v, i):
@@ -120,23 +106,15 @@ def _with_vjp(factor: float) -> Callable[[jax.Array], jax.Array]:
 Step = Callable[..., Item]
 USUAL: dict[str, Step] = {
     "sine": lambda s, v: {"v": jnp.sin(v) * s + v},
-    "product": lambda s, v: {"v": jnp.tanh(v * v * s), "s": jnp.cos(s)},
     "choice": lambda s, v: {"v": jnp.where(v > s, v * s, jnp.maximum(v, 0.1))},
     "logsumexp": lambda s, v: {"s": jax.nn.logsumexp(v * s)},
-    "softmax": lambda s, v: {"v": jax.nn.softmax(v + s) + v},
     "maximum": lambda v: {"s": jnp.max(v) * 0.5, "v": v - jnp.mean(v)},
-    "norm": lambda v: {"s": jnp.sqrt(jnp.sum(v**2) + 0.5)},
     "prefix_sums": lambda s, v: {"v": jnp.tanh(jnp.cumsum(v) * s)},
-    "prefix_products": lambda v: {"v": jnp.cumprod(jnp.cos(v)) + v},
     "ordered": lambda v: {"v": jnp.sort(v) * jnp.arange(1, 1 + v.size, dtype=v.dtype) / 3},
     "stopped": lambda s, v: {
         "v": v * lax.stop_gradient(jnp.cos(v)),
         "s": s + lax.stop_gradient(v[0]),
     },
-    "rolled": lambda s, v: {"v": jnp.concatenate([v[1:], s[None]])},
-    "contracted": lambda v, w: {"v": jnp.tanh(w.T @ (w @ v))},
-    "solved": solved,
-    "looked_up": lambda v, i, w: {"v": v * w[i % 3], "i": i + 1},
     "gathered": lambda s, v, i: {"s": s * 0.5 + v[i % v.size]},
     "scattered": lambda s, v, i: {"v": v.at[i % v.size].add(jnp.sin(s))},
     "largest": lambda v, i: {"i": jnp.argmax(v).astype(jnp.int32) + i},
@@ -146,7 +124,6 @@ USUAL: dict[str, Step] = {
     "noise": noise,
     "folded_noise": folded_noise,
     "scanned": scanned,
-    "scanned_back": scanned_back,
     "looped": lambda s, v, w: {"v": lax.fori_loop(0, 3, lambda n, v: jnp.sin(v) * w[n] + s, v)},
     "either": lambda s, v, w: {"v": lax.cond(s > 0.2, jnp.sin, lambda v: v * w[0], v)},
     "one_of": one_of,
@@ -294,7 +271,7 @@ CONTROL = ("scanned", "either", "one_of", "scanned_choice", "remembered", "jvp_r
 ONLY_REVERSE = ("vjp_rule", "other_vjp_rule")
 # Of the other steps, those that items of any length may take, without looking at the mask.
 OF_ANY_LENGTH = (
-    *("sine", "product", "choice", "prefix_sums", "prefix_products", "narrow_integer"),
+    *("sine", "choice", "prefix_sums", "narrow_integer"),
     *("narrow_float", "folded_noise", "jvp_rule", "vjp_rule", *RULES),
 )
 ROW_ENDS = ("many_times", "nested_times", "until_rows_end")
@@ -440,18 +417,6 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
     return _reduced(program, {name: together(name) for name in outs[0]})
 
 
-def by_stream(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
-    if plain:
-        return by_auto_vmap(program, arrays, w, plain=True)
-    kernel = functools.partial(apply, program.steps, w)
-    mapped = auto_vmap({name: RANKS[name] for name in arrays}, **program.given_options())(kernel)
-    with tempfile.TemporaryDirectory() as out:
-        bounds = {"memory_limit": "5 MB", "progress": False}
-        run = importlib.import_module("rankax.stream").run  # needs packages that others do not
-        stored = run(mapped, arrays, out=out, **bounds)
-        return {name: jnp.asarray(x[...]) for name, x in stored.items()}
-
-
 def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any:
     parts: dict[str, Item] = {"init": {}, "xs": {}, "shared": {}}
     for name, x in arrays.items():
@@ -489,11 +454,10 @@ CALLERS: dict[str, Any] = {
     "auto_vmap": by_auto_vmap,
     "sliced_scan": by_scan,
     "checkpoint_chunked_scan": by_scan,
-    "stream": by_stream,
     "ragged": by_ragged,
 }
 
-OF_ANY_SHAPE = ("auto_vmap", "stream", "ragged")
+OF_ANY_SHAPE = ("auto_vmap", "ragged")
 
 
 # The transformations: of `f`, which maps the arrays that have a derivative to those that have one
@@ -539,10 +503,8 @@ TRANSFORMATIONS: dict[str, Callable[[Any, Item, Item], Any]] = {
     "vmap": lambda f, p, t: jax.vmap(f)(_two(p, t)),
     "vmap of jvp": lambda f, p, t: jax.vmap(lambda t: _derivative(f, p, t))(_two(t, p)),
     "grad": lambda f, p, t: _grad(f)(p),
-    "value_and_grad": lambda f, p, t: jax.value_and_grad(lambda p: total(f(p)))(p),
     "vjp": lambda f, p, t: (lambda out, pull: pull(jax.tree.map(jnp.cos, out)))(*jax.vjp(f, p)),
     "grad of checkpoint": lambda f, p, t: _grad(jax.checkpoint(f))(p),
-    "grad of jit": lambda f, p, t: _grad(jax.jit(f))(p),
     "vmap of grad": lambda f, p, t: jax.vmap(_grad(f))(_two(p, t)),
     "grad of vmap": lambda f, p, t: _grad(jax.vmap(f))(_two(p, t)),
     "grad of scan": lambda f, p, t: _grad(
@@ -560,8 +522,8 @@ TRANSFORMATIONS: dict[str, Callable[[Any, Item, Item], Any]] = {
 }
 # A custom_vjp has no forward derivative, of which most second ones are made.
 REVERSE = (
-    "value", "vmap", "grad", "value_and_grad", "vjp", "grad of checkpoint", "grad of jit",
-    "vmap of grad", "grad of vmap", "jacrev", "grad of grad",
+    "value", "vmap", "grad", "vjp", "grad of checkpoint", "vmap of grad", "grad of vmap",
+    "jacrev", "grad of grad",
 )  # fmt: skip
 # A loop that ends by itself has only a forward derivative.
 FORWARD = ("value", "jvp", "linearize", "vmap", "vmap of jvp", "jvp of jvp")
@@ -750,8 +712,7 @@ class Program:
         """Compile, where the program is compiled at all, and run."""
         fun, arguments = self._call(plain=plain)
         options = None if self.optimize else QUICK_COMPILE
-        jit = plain or (self.jit and self.caller != "stream")
-        return (jax.jit(fun, compiler_options=options) if jit else fun)(*arguments)
+        return (jax.jit(fun, compiler_options=options) if plain or self.jit else fun)(*arguments)
 
     def check_types(self) -> None:
         """Trace only, at a tenth of the cost: assert equal structure, shapes and dtypes."""
@@ -835,9 +796,9 @@ def draw(seed: int, kind: str = "calls") -> Program:
     """Draw a program.
 
     Of the kind ``"rules"``, it has a rule that differs from the derivative. Of ``"lanes"`` and
-    ``"reverse"``, items end by themselves, as they may do in ``"streams"``, ``"ragged"`` and
-    ``"pairs"``; ``"reverse"`` differentiates that in reverse mode. Of ``"batches"``, the function
-    takes a batch itself. Of ``"pairs"``, a call has two options, whichever they are.
+    ``"reverse"``, items end by themselves, as they may do in ``"ragged"`` and ``"pairs"``;
+    ``"reverse"`` differentiates that in reverse mode. Of ``"batches"``, the function takes a batch
+    itself. Of ``"pairs"``, a call has two options, whichever they are.
     """
     rng = random.Random(seed)
     in_rows = kind == "ragged" or (kind == "pairs" and rng.random() < 0.3)
@@ -850,16 +811,12 @@ def draw(seed: int, kind: str = "calls") -> Program:
     options = {} if kind == "pairs" else options
     if any(name in (*ENDS, *ROW_ENDS) for name in steps):
         options["lockstep"] = False
-    if kind in ("lanes", "streams", "reverse") and caller != "chunked_vmap" and "key" not in leaves:
+    if kind in ("lanes", "reverse") and caller != "chunked_vmap" and "key" not in leaves:
         batch = np.broadcast_shapes(*layout.values())
         if batch and rng.random() < 0.5:
             axis = rng.choice([None, *range(-len(batch), len(batch))])
             options |= {"reduce": "sum", "reduce_axis": axis}
-    names = [
-        *{"lanes": FORWARD, "reverse": ONCE_REVERSE, "streams": ("value",)}.get(
-            kind, TRANSFORMATIONS
-        )
-    ]
+    names = [*{"lanes": FORWARD, "reverse": ONCE_REVERSE}.get(kind, TRANSFORMATIONS)]
     if kind in ("ragged", "pairs") and "lockstep" in options:
         names = [*FORWARD, *ONCE_REVERSE]
     if any(name in ONLY_REVERSE for name in steps):
@@ -877,7 +834,7 @@ def draw(seed: int, kind: str = "calls") -> Program:
         jit=rng.random() < 0.97,
         x64=rng.random() < 0.7,
         optimize=rng.random() < 0.2,
-        narrow=rng.choice(["float16"] if kind == "streams" else ["bfloat16", "float16"]),
+        narrow=rng.choice(["bfloat16", "float16"]),
         data=seed,
     )
     if kind in ("batches", "ragged", "pairs"):
@@ -904,15 +861,12 @@ def _draw_names(rng: random.Random, kind: str, *, in_rows: bool) -> list[str]:
 
 def _draw_steps(rng: random.Random, kind: str, *, in_rows: bool, has_ends: bool) -> tuple[str, ...]:
     left_out = [*RULES, *ENDS, *ROW_STEPS, *ROW_ENDS]
-    if kind == "streams":  # zarr stores no keys
-        left_out += [name for name in STEPS if "key" in read_by(name)]
     names = [name for name in STEPS if name not in left_out]
     if in_rows:
         names = [*ROW_STEPS, *OF_ANY_LENGTH]
     weights = [3 if name in CONTROL else 1 for name in names]
     steps = tuple(rng.choices(names, weights, k=rng.choice([1, 1, 2, 2, 3])))
-    some = {"streams": 0.5, "ragged": 0.25}
-    has_ends |= kind in ("lanes", "reverse") or (kind in some and rng.random() < some[kind])
+    has_ends |= kind in ("lanes", "reverse") or (kind == "ragged" and rng.random() < 0.25)
     if kind == "rules" or has_ends:
         at = rng.randint(0, len(steps))
         ends = ROW_ENDS if in_rows else ENDS
@@ -933,6 +887,7 @@ MORE: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "compiler_options": {"xla_embed_ir_in_executable": True},
     },
     "devices": lambda rng: {"devices": rng.choice([1, False])},
+    "cpu_math": lambda rng: {"cpu_math": True},
     "progress": lambda rng: {"progress": True, "chunk_size": rng.choice([2, 3])},
     "reduce": lambda rng: {"reduce": {}},
     "reduce_axis": lambda rng: {"reduce": {}, "reduce_axis": None},
@@ -1053,7 +1008,6 @@ _DRAWS: dict[str, Any] = {
     "auto_vmap": _draw_auto_vmap,
     "sliced_scan": _draw_sliced_scan,
     "checkpoint_chunked_scan": _draw_checkpoint_chunked_scan,
-    "stream": _draw_auto_vmap,
     "ragged": _draw_ragged,
 }
 
@@ -1063,7 +1017,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "calls": _CALLS,
     "rules": _CALLS,
     "lanes": ("chunked_vmap", "auto_vmap"),
-    "streams": ("stream",),
     "reverse": ("chunked_vmap", "auto_vmap"),
     "batches": ("chunked_vmap", "auto_vmap"),
     "ragged": ("ragged",),

@@ -62,7 +62,7 @@ REFUSED = [(w, call) for w, text in CANNOT.items() for call in calls_in(text) if
 
 def chosen(calls):
     """Return all samples, or those of a sixtieth of the operations."""
-    return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % 60 == 7]
+    return [call for call in calls if ALL or zlib.crc32(name_of(call).encode()) % 60 == 39]
 
 
 def is_inexact(x):

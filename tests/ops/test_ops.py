@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every operation of JAX in chunks, against a loop over items in Python.
+"""The operations of JAX in chunks, against a loop over items in Python.
 
 A sixtieth of the operations is tested each time, each in one of the two `CASES`; with
 RANKAX_OPS=all, as ``tox -e ops`` sets it, all operations are, in both.
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import equations, name_of
 from ops.operations import (
     ALL,
     MAPPED,
@@ -83,27 +82,6 @@ def test_in_chunks_as_in_a_loop(call):
     cases = CASES if ALL else [CASES[f.seed % 2]]
     for (length, *_), got in zip(cases, in_chunks(f, arrays, modes, cases), strict=True):
         assert_close(got, jax.tree.map(lambda x, n=length: x[:n], want))
-
-
-def shown(fun, *args):
-    """Return what each equation of a program computes, in order and at any depth."""
-    found = equations(jax.make_jaxpr(fun)(*args).jaxpr)
-    shown = [(name_of(eqn), *(v.aval.str_short() for v in eqn.outvars)) for eqn in found]
-    return [each for each in shown if each[0] not in _AROUND]
-
-
-# What marks a value, or keeps the derivative rule of a function before JAX 0.12.
-_AROUND = ("optimization_barrier", "rankax_call")
-
-
-@pytest.mark.parametrize("call", chosen(MAPPED))
-def test_a_chunk_evaluates_the_kernel_itself(call):
-    """A chunk of one item is not mapped, so its program is that of the item."""
-    f = Operation(call)
-    arrays = f.arrays(5)
-    own, chunk = shown(f, *(x[0] for x in arrays)), shown(chunked_vmap(f, 1), *arrays)
-    places = range(len(chunk) - len(own) + 1)
-    assert any(chunk[at : at + len(own)] == own for at in places)
 
 
 @pytest.mark.parametrize(("words", "call"), REFUSED)
