@@ -54,25 +54,6 @@ def pendulum(adjoint, **options):
 ADAPTIVE = {"stepsize_controller": diffrax.PIDController(rtol=1e-4, atol=1e-4)}
 
 
-def steady(rate, target):
-    """The steady state of a relaxation, which an event of Diffrax ends."""
-
-    def field(t, y, args):
-        rate, target = args
-        return rate * (target - y - 0.1 * y**3)
-
-    near = diffrax.steady_state_event(rtol=1e-4, atol=1e-4)
-    solved = diffrax.diffeqsolve(
-        *(diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, jnp.inf, 0.1, jnp.zeros(3)),
-        args=(rate, target),
-        stepsize_controller=diffrax.PIDController(rtol=1e-5, atol=1e-5),
-        event=diffrax.Event(near),
-        adjoint=diffrax.ImplicitAdjoint(),
-        max_steps=512,
-    )
-    return solved.ys[-1]
-
-
 MODEL = eqx.nn.MLP(3, 2, width_size=5, depth=2, key=jax.random.key(0))
 
 
@@ -98,7 +79,6 @@ PROGRAMS = {
     "Diffrax, adaptive": (pendulum(diffrax.RecursiveCheckpointAdjoint(), **ADAPTIVE), 2e-4),
     "Diffrax, direct": (pendulum(diffrax.DirectAdjoint()), 2e-4),
     "Diffrax, backsolve": (pendulum(diffrax.BacksolveAdjoint()), 2e-4),
-    "Diffrax, implicit": (steady, 1e-3),
     "Equinox, filter_checkpoint": (checkpointed, 2e-4),
     "Equinox, checkpointed loop": (doubled, 2e-4),
 }

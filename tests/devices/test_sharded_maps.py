@@ -194,9 +194,13 @@ def test_progress_counts_all_parts(mesh):
 
 @on("Auto")
 def test_shard_map_checks_what_varies(mesh):
+    def halved(x, w):  # an item that ends by itself
+        return jax.lax.while_loop(lambda v: v > 1, lambda v: v / 2, scalar(x, w) ** 2)
+
+    lanes = auto_vmap(x=1, w=2, chunk_size=3, lockstep=False)(halved)
     reductions = "sum", rd.BottomK(2), "logsumexp"
     calls = (
-        chunked_vmap(scalar, 7, (0, None)),
+        *(lanes, lanes.with_options(reduce="sum"), chunked_vmap(scalar, 7, (0, None))),
         auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
         *(chunked_reduce(scalar, reduction, 7, (0, None)) for reduction in reductions),
     )

@@ -3,12 +3,15 @@
 """Compare random programs with plain JAX, see `README.md`."""
 
 import argparse
+import re
 import traceback
+from collections.abc import Callable
 
 import jax
 
 from .programs import KINDS, Program, draw
-from .shrink import failure, smaller
+
+Check = Callable[[Program], None]
 
 
 def main() -> int:
@@ -36,13 +39,34 @@ def main() -> int:
     return min(failed, 1)
 
 
-def show(seed: int, program: Program, check: object) -> None:
+def show(seed: int, program: Program, check: Check) -> None:
     """Print a minimal program as the Python that makes it, and how it fails."""
     print(f"\nseed {seed}:\n{program}.{check.__name__}()\n", flush=True)
     try:
         check(program)
     except Exception:
         print(traceback.format_exc(limit=-3), flush=True)
+
+
+def failure(program: Program, check: Check) -> str | None:
+    """Say in a few words how the check of a program fails; None if it does not."""
+    try:
+        check(program)
+    except Exception as error:
+        message = str(error).strip().partition("\n")[0]
+        numbers = r"[-+]?\d[\d.e+-]*"  # such as tolerances, which depend on the program
+        return f"{type(error).__name__}: {re.sub(numbers, '#', message[:80])}"
+    return None
+
+
+def smaller(program: Program, check: Check) -> Program:
+    """Leave out of a program, or replace, whatever it fails without, in the same words."""
+    words = failure(program, check)
+    found = program
+    while found is not None:
+        program = found
+        found = next((each for each in program.simpler() if failure(each, check) == words), None)
+    return program
 
 
 if __name__ == "__main__":

@@ -37,12 +37,11 @@ from rankax import (
 Item = dict[str, Any]
 
 # The leaves that an item may have, and their ranks: a real scalar and vector, always; a complex
-# vector; a narrow vector; an int8; an int32; a key; rows, and a vector of another length, both of
-# ragged items only. `w`, (3, k), is closed over.
-RANKS = {"s": 0, "v": 1, "c": 1, "h": 1, "b": 0, "i": 0, "key": 0, "r": 2, "e": 1}
-# The dimensions of ragged items, each with its mask.
-ROWS = {"v": "n", "c": "n", "h": "n", "r": "n k", "e": "m"}
-MASKS = {"mask": "n", "others": "m"}
+# vector; a narrow vector; an int8; an int32; a key; rows, of ragged items only. `w`, (3, k), is
+# closed over.
+RANKS = {"s": 0, "v": 1, "c": 1, "h": 1, "b": 0, "i": 0, "key": 0, "r": 2}
+# The dimensions of ragged items, which have a mask.
+ROWS = {"v": "n", "c": "n", "h": "n", "r": "n k"}
 
 
 # The kernel: a chain of steps. Each takes those leaves of the item that its parameters name, and
@@ -222,11 +221,6 @@ def row_maximum(s, v, mask):
     return {"s": s / 2 + jnp.max(jnp.concatenate([rows, jnp.full((1,), -1, v.dtype)])) / 2}
 
 
-def row_pairs(v, mask):
-    pairs = jnp.sin(v[:, None] - v[None])
-    return {"v": v + jnp.sum(pairs, 1, where=mask[None]) / 4}
-
-
 def row_scan(s, v, mask):
     def body(a, row):
         v, is_real = row
@@ -254,14 +248,10 @@ def until_rows_end(s, v, mask):
 
 ROW_STEPS: dict[str, Step] = {
     "row_sum": lambda s, v, mask: {"s": jnp.tanh(jnp.sum(jnp.sin(v), where=mask) + s)},
-    **named(row_mean, row_maximum, row_pairs, row_scan),
+    **named(row_mean, row_maximum, row_scan),
     "row_products": lambda v, r, w: {"v": jnp.tanh(r @ w[0]) + v, "r": r * v[:, None]},
     "row_matrix": lambda s, r, w, mask: {"s": jnp.tanh(jnp.sum(r @ w.T, where=mask[:, None]) + s)},
     "row_count": lambda i, mask: {"i": i + jnp.sum(mask, dtype=jnp.int32)},
-    "other_rows": lambda s, e, others: {
-        "s": jnp.tanh(jnp.sum(jnp.cos(e) * s, where=others)),
-        "e": e * s,
-    },
     "row_turns": row_turns,
 }
 STEPS = USUAL | RULES | ENDS | ROW_STEPS | named(until_rows_end)
@@ -361,34 +351,23 @@ def by_ragged(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> A
             return {name: out[name] for name in arrays}
         # What has a row for each row cannot be reduced, or come with other axes in front.
         sums = {"v": jnp.sum(out["v"], where=item["mask"])}
-        return {n: x for n, x in out.items() if n not in ROWS and n not in MASKS} | sums
+        return {n: x for n, x in out.items() if n not in ROWS and n != "mask"} | sums
 
     if plain:
         return _one_by_one(program, kernel, arrays, has_rows=has_rows)
-    masks = {name: Mask(dim) for name, dim in MASKS.items() if name == "mask" or "e" in arrays}
-    options = program.given_options()
+    options = program.given_options() | {"mask": Mask("n")}
     if not has_rows:
         ranks = {name: ROWS.get(name, RANKS[name]) for name in arrays}
         ranks |= {"key": SplitKey} if program.splits("key") else {}
-        nested = _with_masks(masks, lambda items, masks: kernel(items[0] | masks))
-        return auto_vmap(ranks, **masks, **options)(nested)(arrays)
+        return auto_vmap(ranks, **options)(lambda item, mask: kernel(item | {"mask": mask}))(arrays)
     # Only a signature, or annotations, declare what has rows.
     dims = ",".join(f"({ROWS.get(name, '').replace(' ', ',')})" for name in arrays)
-    flat = _with_masks(
-        masks,
-        lambda leaves, masks: tuple(
-            kernel(dict(zip(arrays, leaves, strict=True)) | masks).values()
-        ),
-    )
-    outs = auto_vmap(f"{dims}->{dims}", **masks, **options)(flat)(*arrays.values())
+
+    def flat(*leaves: Any, mask: jax.Array) -> tuple[Any, ...]:
+        return tuple(kernel(dict(zip(arrays, leaves, strict=True), mask=mask)).values())
+
+    outs = auto_vmap(f"{dims}->{dims}", **options)(flat)(*arrays.values())
     return dict(zip(arrays, outs, strict=True))
-
-
-def _with_masks(masks: Item, fun: Any) -> Any:
-    """Give a function parameters of its own for the masks."""
-    if len(masks) == 1:
-        return lambda *args, mask: fun(args, {"mask": mask})
-    return lambda *args, mask, others: fun(args, {"mask": mask, "others": others})
 
 
 def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) -> Item:
@@ -401,9 +380,8 @@ def _one_by_one(program: Program, kernel: Any, arrays: Item, *, has_rows: bool) 
     axis, outs = len(batch) - 1, list[Item]()
     for number in range(batch[-1]):
         rows = {name: jnp.asarray(xs[min(number, len(xs) - 1)]) for name, xs in own.items()}
-        pairs = {"mask": "v", "others": "e"}.items()
-        masks = {mask: jnp.ones(len(rows[name]), bool) for mask, name in pairs if name in rows}
-        one = functools.partial(lambda own, item: kernel(own | item), rows | masks)
+        rows["mask"] = jnp.ones(len(rows["v"]), bool)
+        one = functools.partial(lambda own, item: kernel(own | item), rows)
         for _ in range(axis):
             one = jax.vmap(one)
         outs.append(one({n: x[(slice(None),) * axis + (number,)] for n, x in wide.items()}))
@@ -661,9 +639,8 @@ class Program:
     def _array(self, name: str, *, along: bool = False) -> Any:
         rng = np.random.default_rng([self.data, zlib.crc32(name.encode()), along])
         if name in ROWS and name in self.layout and self.layout[name] == "rows":
-            rows = self.rows[::-1] if name == "e" else self.rows
-            shape = (sum(rows), *self.core_shape(name)[1:])
-            return Ragged(self._values(name, shape, rng), rows)
+            shape = (sum(self.rows), *self.core_shape(name)[1:])
+            return Ragged(self._values(name, shape, rng), self.rows)
         return self._values(name, (3, self.core) if name == "w" else self._shape(name), rng)
 
     def _values(self, name: str, shape: tuple[int, ...], rng: Any) -> Any:

@@ -69,8 +69,6 @@ def as_users_have_it():
 
 @pytest.mark.parametrize("call", chosen(MAPPED))
 def test_in_chunks_as_in_a_loop(call):
-    if "special.zeta" in call and jax.__version_info__ < (0, 12):
-        pytest.xfail("in plain JAX, the jvp of a scan over vmap(zeta, 1) has its axes swapped")
     f = Operation(call)
     arrays = f.arrays(5)
     modes, errors = possible(f, [x[0] for x in arrays])
