@@ -200,19 +200,21 @@ def test_shard_map_checks_what_varies(mesh):
     lanes = auto_vmap(x=1, w=2, chunk_size=3, lockstep=False)(halved)
     reductions = "sum", rd.BottomK(2), "logsumexp"
     calls = (
-        *(lanes, lanes.with_options(reduce="sum"), chunked_vmap(scalar, 7, (0, None))),
+        chunked_vmap(scalar, 7, (0, None)),
         auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
         *(chunked_reduce(scalar, reduction, 7, (0, None)) for reduction in reductions),
     )
 
-    def out(x, w):
-        return [jax.tree.map(jnp.atleast_1d, call(x, w)) for call in calls]
+    def out(x, w, more=()):
+        return [jax.tree.map(jnp.atleast_1d, call(x, w)) for call in (*calls, *more)]
+
+    values = functools.partial(out, more=(lanes, lanes.with_options(reduce="sum")))
 
     def pull(x, w):
         return jax.grad(loss_of(out))(x, w)
 
     # For values, a batch of which no chunk divides what a device has.
-    for own, x in ((out, X[: 7 * mesh.size]), (pull, X)):
+    for own, x in ((values, X[: 7 * mesh.size]), (pull, X)):
         specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
         of_one = jax.jit(own)
         by_device = [of_one(part, W) for part in np.split(x, mesh.size)]
