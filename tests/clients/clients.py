@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import assert_same
 from rankax import auto_vmap
 
 BATCH = 6
@@ -47,7 +48,8 @@ def check_against_vmap(
     _assert_depends_on_item(want)
     for name, (wrap, options) in WAYS.items():
         try:
-            assert_same(wrap(call(auto_vmap(*ranks, **options)(fun)))(*arrays), want, rtol=rtol)
+            got = wrap(call(auto_vmap(*ranks, **options)(fun)))(*arrays)
+            assert_same(got, want, rtol=rtol, atol=rtol / 10)
         except Exception as error:
             error.add_note(f"with {name}")
             raise
@@ -65,14 +67,3 @@ def _assert_depends_on_item(tree: Any) -> None:
     leaves = [np.asarray(leaf, dtype=float) for leaf in jax.tree.leaves(tree)]
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     assert any(np.ptp(leaf, axis=0).max() > 1e-3 for leaf in leaves)
-
-
-def assert_same(got: Any, want: Any, rtol: float = 1e-5) -> None:
-    """Assert equal structure, shapes, dtypes and values, up to rounding."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        if jnp.issubdtype(a.dtype, jnp.inexact):
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10)
-        else:
-            np.testing.assert_array_equal(a, b)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """NumPyro, BlackJAX, tinygp and e3nn: models, a sampler, Gaussian processes, equivariant maps."""
 
-import functools
-
 import blackjax
 import e3nn_jax as e3nn
 import jax
@@ -76,8 +74,3 @@ def tensor_product(scale, data):
 @forward_and_gradient
 def test_values_and_gradients(fun, gradient):
     check_against_vmap(fun, (0, 1), SCALARS, DATA, gradient=gradient)
-
-
-def test_a_chain_for_each_item():
-    seeds = jnp.arange(BATCH)
-    check_against_vmap(functools.partial(chain, steps=8), (0, 1, 0), SCALARS, DATA, seeds)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections import Counter
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from helpers import assert_same, refusal
 
 
 def on(*kinds, enter=True):
@@ -78,11 +81,7 @@ def compiled(fun, *args):
     return jax.jit(fun).lower(*args).compile()
 
 
-def same(got, want, *, rtol=1e-4, atol=1e-5):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype, (a.dtype, b.dtype)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+same = functools.partial(assert_same, rtol=1e-4, atol=1e-5)
 
 
 @contextlib.contextmanager
@@ -120,8 +119,7 @@ def check_drawn(out, summed, want):
 
 
 def refused(error, text, call, *args):
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        call(*args)
+    assert refusal(error, call, *args) == text
 
 
 def collatz(n, w):

@@ -87,11 +87,9 @@ def test_basis_vectors_of_a_jacobian_are_items(mesh, jacobian):
 
 @on("Auto")
 def test_basis_vectors_of_a_hessian_are_items(mesh):
-    def total(x):
-        return jnp.sum(waves(x))
-
-    hessian = chunked_hessian(total, chunk_size=7, devices="all")
-    same(hessian(data(100)), jax.jit(jax.hessian(total))(data(100)), rtol=1e-3, atol=1e-2)
+    hessian = chunked_hessian(lambda x: jnp.sum(waves(x)), chunk_size=7, devices="all")
+    want = jax.jit(jax.hessian(lambda x: jnp.sum(waves(x))))(data(100))
+    same(hessian(data(100)), want, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_a_call_takes_arrays_from_anywhere(mesh, length, jit):
 
     want, slopes, tangents = of_one(x, W, b)
     spread = NamedSharding(mesh, P() if length % mesh.size else P("d"))
-    for place in (np.asarray, jnp.asarray, devices[1], NamedSharding(mesh, P()), spread):
+    for place in (np.asarray, devices[1], NamedSharding(mesh, P()), spread):
         there = place(x) if callable(place) else jax.device_put(x, place)
         out = mapped(there, jax.device_put(W, devices[2]), b)
         same(out, want)
@@ -148,8 +146,6 @@ def test_a_call_takes_arrays_from_anywhere(mesh, length, jit):
     same(jax.tree.map(lambda out: out[0], both), want)
     both = jax.vmap(lambda x: mapped(x, W, b), in_axes=1)(np.stack([x, x], 1))
     same(jax.tree.map(lambda out: out[1], both), want)
-    found = jax.jit(functools.partial(gradients, mapped))(x, W, b)
-    same(found, slopes, rtol=1e-3, atol=1e-3)
 
 
 @on("Auto")
@@ -301,6 +297,15 @@ def test_keys_of_any_length_are_those_of_the_whole_batch(mesh):
         total = drawn.with_options(reduce=("sum", None))
         both = jax.jit(lambda *args, calls=(drawn, total): [call(*args) for call in calls])
         check_drawn(*both(batch, key), want)
+    # Of a batch that is sharded along axes of the mesh, in any order.
+    square = mesh_of(AxisType.Auto, 2, mesh.size // 2)
+    batch = data(N, 6)
+    want = jax.jit(jax.vmap(jax.vmap(draw)))(batch, jax.random.split(key, batch.shape))
+    for size, *entries in ((7, None, "d"), (100, "e", "d")):
+        drawn = auto_vmap(x=0, key=SplitKey, chunk_size=size)(draw)
+        total = drawn.with_options(reduce=("sum", None), reduce_axis=0)
+        args = put(square, batch, *entries), key
+        check_drawn(drawn(*args), total(*args), want)
     # Keys that are mapped are cut like any array.
     keys = jax.random.split(key, ODD)
     draws = chunked_vmap(jax.random.normal, 7, devices="all")
@@ -321,7 +326,6 @@ def test_plans_and_tuning_know_devices(mesh):
     )
     at_once = mapped.with_options(chunk_size=None).plan(X, W)
     assert f"{N // count} in flight on each device, 1 step" in str(at_once)
-    assert f"over {count} devices, {N // count} items on each" in at_once._repr_html_()
     limited = auto_vmap(x=1, w=2, memory_limit="2 kB", devices="all")(scalar)
     assert limited.plan(x, W).memory.chunk_size <= N // count
     same(limited(data(ODD, 3), W), jax.vmap(scalar, (0, None))(data(ODD, 3), W))
@@ -352,8 +356,6 @@ def test_errors_of_devices(mesh):
         mapped = mapped.with_options(devices="all", jit=jit)
         with pytest.raises(ValueError, match=re.escape(text)):
             jax.grad(lambda x, f=mapped: f(x, W).sum())(there)
-    with pytest.raises(ValueError, match=r"incompatible devices.*Got argument x "):  # of JAX
-        jax.jit(mapped)(there, W)
 
 
 @on("Auto")

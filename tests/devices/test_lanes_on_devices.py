@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from rankax import SplitKey, auto_vmap
 from sharding import ODD, N, collatz, compiled, on, put, same, sent
@@ -75,24 +74,3 @@ def test_items_end_alone_on_an_explicit_mesh(mesh):
         assert sent(forward) == {"all-reduce": 2}  # of the totals
         found = *forward(lying), slopes(jax.grad, mapped, lying, w)
     same(found, want, rtol=1e-3, atol=1e-3)
-
-
-@on("Auto")
-def test_items_end_alone_in_shard_map(mesh):
-    def halved(n, w):
-        def body(state):
-            n, total = state
-            return n // 2, total + jnp.sin(n * w)
-
-        return lax.while_loop(lambda state: state[0] > 0, body, (n, jnp.sin(n * 0.0)))[1]
-
-    def out(n, w):
-        mapped = auto_vmap(n=0, w=0, chunk_size=3, lockstep=False)(halved)
-        return mapped(n, w), mapped.with_options(reduce="sum")(n, w)[None]
-
-    n = np.arange(1, N + 1, dtype=np.int32)
-    specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
-    each, sums = jax.jit(jax.shard_map(out, **specs))(put(mesh, n, "d"), jnp.float32(0.3))
-    want = jax.jit(jax.vmap(halved, (0, None)))(n, 0.3)
-    same(each, want, rtol=1e-3)
-    same(sums.sum(), want.sum(), rtol=1e-3)

@@ -104,12 +104,13 @@ def check_reductions(cases, own, one, args, mesh, *, exchanged=0):
     return want
 
 
+def mapped(fun, reduction, size=7, **options):
+    return chunked_reduce(fun, reduction, size, (0, None), **options)
+
+
 @pytest.mark.parametrize("cases", [USUAL, OTHERS], ids=["usual", "others"])
 @on("Auto", weekly("Explicit"))
 def test_reductions_send_once(mesh, cases):
-    def mapped(fun, reduction, **options):
-        return chunked_reduce(fun, reduction, 7, (0, None), **options)
-
     own = functools.partial(mapped, **given(mesh))
     check_reductions(cases, own, mapped, (put(mesh, X, "d"), put(mesh, W)), mesh)
 
@@ -175,17 +176,6 @@ def test_some_items_count(mesh):
     assert sent(compiled(own("sum"), *args)) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("length", [2, 9])
-@pytest.mark.weekly
-@on("Auto")
-def test_some_items_of_any_length_count(mesh, length):
-    """More than one device has an item, or only one."""
-    x = np.arange(length, dtype="f")[::-1] - length // 2 * (np.arange(length) % 2)
-    one = functools.partial(chunked_reduce, root, chunk_size=2, in_axes=(0, None), where="ok")
-    own = functools.partial(one, devices=3)
-    check_where(x, np.float32(2), ("sum", rd.Moments(), "argmin", rd.BottomK(2), FOLD), own, one)
-
-
 @on("Auto")
 def test_narrow_floats_are_merged_wide(mesh):
     values = jnp.where(jnp.arange(256) % 3 > 1, 1000.0, 1004.0).astype(jnp.bfloat16)
@@ -203,13 +193,10 @@ def test_narrow_floats_are_merged_wide(mesh):
 )
 @on("Auto")
 def test_reductions_of_any_length(mesh, cases, size, length):
-    def mapped(fun, reduction, **options):
-        return chunked_reduce(fun, reduction, size, (0, None), **options)
-
-    own = functools.partial(mapped, devices="all")
+    own, one = (functools.partial(mapped, size=size, devices=used) for used in ("all", None))
     # Each device gets the cotangents of x if they do not divide.
     exchanged = int(length % mesh.size > 0)
     args = data(length, 3), W
-    want = check_reductions(cases, own, mapped, args, mesh, exchanged=exchanged)
+    want = check_reductions(cases, own, one, args, mesh, exchanged=exchanged)
     for (reduction, fun), plain in zip(cases[:1], want, strict=False):  # without `jax.jit`
         same(own(fun, reduction)(*args), plain)

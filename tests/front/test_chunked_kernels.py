@@ -195,15 +195,11 @@ def branching(x):
     return lax.cond(x > 0, lambda x: jnp.sqrt(x), lambda x: x**2 - 1, x)
 
 
-@pytest.mark.parametrize(("axis", "length"), [(1, 5), (0, 1)])
-def test_a_branch_stays_a_branch_in_chunks_of_one_item(axis, length):
+def test_a_branch_stays_a_branch_in_chunks_of_one_item():
     def rows(row):
         return branching(row[0]) * row
 
-    x = ROWS[:length] - 5.0
-    x = x if axis == 0 else x.T
-    f = chunked_vmap(rows, 1, axis, axis)
-    want = jax.vmap(rows, axis, axis)
+    x, f, want = ROWS.T - 5.0, chunked_vmap(rows, 1, 1, 1), jax.vmap(rows, 1, 1)
 
     def loss(f):
         return lambda x: jnp.sum(jnp.sin(f(x)))
@@ -273,18 +269,12 @@ def test_the_check_for_reuse_names_a_key_that_every_chunk_uses(chunk_size):
     def cloned(key, x):
         return kernel(jax.random.clone(key), x)
 
-    text = (
-        f"{here(kernel)}: it uses one PRNG key in every chunk, either an argument that is not "
-        "mapped or a key from outside, or two chunks overlap; map over jax.random.split(key, n) "
-        "with a chunk_size that divides n, or use jax.random.clone(key) in the kernel where all "
-        "items are meant to draw the same"
-    )
+    text = f"{here(kernel)}: it uses one PRNG key in every chunk, either an argument that is not "
     key, keys, six = jax.random.key(0), jax.random.split(jax.random.key(1), 6), jnp.arange(6.0)
     mapped = auto_vmap(0, 0, chunk_size=chunk_size)(kernel)
     with jax.debug_key_reuse(True):
         for call in (chunked_vmap(kernel, chunk_size, (None, 0)), mapped):
-            # JAX adds where it explains the error.
-            assert refusal(jax.errors.KeyReuseError, call, key, six).split("\n")[0] == text
+            assert refusal(jax.errors.KeyReuseError, call, key, six).startswith(text)
         # What it advises.
         mapped(keys, six)
         chunked_vmap(cloned, chunk_size, (None, 0))(jax.random.key(0), six)
@@ -333,7 +323,6 @@ def test_a_constant_output_is_an_array(make, jit):
     def kernel(x):
         return {"x": jnp.sin(x), "c": make()}
 
-    # In eager calls, what is left over by two chunks of two is many programs.
     wrap, x = (jax.jit, X) if jit else (lambda fun: fun, np.asarray(X)[:4])
     items = jax.jit(jax.vmap(kernel))(x)
     assert_same(wrap(chunked_vmap(kernel, 2))(x), items)

@@ -47,9 +47,8 @@ def test_metadata_are_the_kernels(options):
     assert inspect.signature(mapped) == inspect.signature(kernel)
     assert inspect.getsource(mapped) == inspect.getsource(kernel)
     assert inspect.getdoc(mapped) == inspect.getdoc(kernel)
-    assert mapped.__annotations__ == kernel.__annotations__
-    assert (mapped.__name__, mapped.__qualname__) == ("kernel", "kernel")
-    assert mapped.__module__ == __name__
+    for name in ("__annotations__", "__name__", "__qualname__", "__module__"):
+        assert getattr(mapped, name) == getattr(kernel, name), name
     assert mapped.__wrapped__ is kernel
     assert inspect.isroutine(mapped)
     assert typing.get_type_hints(mapped) == typing.get_type_hints(kernel)
@@ -69,8 +68,6 @@ def test_attributes_of_the_kernel_are_kept():
     assert mapped.unit == "metre"
     assert mapped.plan(S).batch_shape == (4,)
     assert mapped.tuning is None
-    mapped.unit = "mile"
-    assert functools.wraps(mapped)(lambda x: x).unit == "mile"
 
 
 def test_partials_and_objects_are_named_and_described():
@@ -213,9 +210,7 @@ def test_methods_are_inherited_and_call_their_super():
     assert_same(Comet.pull(comet, x=X[0]), pull[0] + X[0])
     assert_same(Comet.unit(X), Body.unit(X) + 1)
     assert_same(comet.norm(X), jnp.sum(X**2, axis=1))
-    assert comet.pull.__self__ is comet
     assert comet.pull.plan(X) == Comet.pull.plan(comet, X)
-    assert Comet.unit.plan(X).batch_shape == comet.norm.plan(X).batch_shape == (4,)
     assert_same(Comet.unit.with_options(chunk_size=2)(X), X + 1)
     for owner in (Comet, comet):  # inherited, as for a function
         assert inspect.getdoc(owner.pull) == "Pull towards the origin."
@@ -234,24 +229,11 @@ def test_bound_methods_are_like_those_of_functions():
     assert inspect.isroutine(pull)
     help_text = pydoc.render_doc(pull, renderer=pydoc.plaintext)
     assert "pull(x)\n    Pull towards the origin." in help_text
-    assert not hasattr(pull, "lower")
     assert_same(functools.partialmethod(Body.pull, X[0]).__get__(body)(), body.pull(X[0]))
-    assert type("Other", (), {"pull": pull})().pull == body.pull  # is bound already
     assert copy.copy(pull) is pull
     copied = copy.deepcopy({"pull": pull, "body": body})
     assert copied["pull"].__self__ is copied["body"] is not body
     assert copied["pull"].__func__ is Body.pull
-
-
-def test_only_the_class_that_defines_a_kernel_describes_it():
-    class Other:
-        def bare(self, x):
-            """Describe another one."""
-
-    class Sub(Other):
-        bare = auto_vmap(x=1)(lambda self, x: x)
-
-    assert Sub.bare.__doc__ is None
 
 
 @pytest.mark.parametrize("fun", [wrapper_kernels.plain, Body(2.0).pull], ids=["kernel", "method"])
@@ -263,24 +245,6 @@ def test_kernels_as_constants_of_programs_and_as_keys(fun):
     assert called._cache_size() == 1
     assert_same(jax.jit(fun)(*args), fun(*args))
     assert {fun: "found"}[fun] == "found"
-
-
-def test_kernels_as_defaults_and_as_fields():
-    class Holder(eqx.Module):
-        fun: object
-
-    @auto_vmap(x=0, jit=True)
-    def through(x, fun=twice):
-        return fun(x)
-
-    assert_same(through(S), 2 * S)
-    assert jax.tree.leaves(Holder(twice)) == [twice]
-    assert_same(eqx.filter_jit(lambda holder: holder.fun(S))(Holder(twice)), 2 * S)
-
-
-@auto_vmap(x=0)
-def twice(x):
-    return 2 * x
 
 
 def test_a_bound_method_is_a_pytree_of_its_object():
@@ -371,52 +335,13 @@ def test_the_order_of_wrappers_does_not_matter(order):
             mapped(S, X[:3])
 
 
-@jax.custom_jvp
-def log1pexp(x, k=1.0):
-    return jnp.log1p(jnp.exp(x)) * k
-
-
-@log1pexp.defjvp
-def _(primals, tangents):
-    x, k = primals
-    return log1pexp(x, k), tangents[0] * 7 * k  # a derivative that is told from the true one
-
-
 def test_kernels_with_derivatives_of_their_own():
-    mapped = auto_vmap(0, 0, chunk_size=3)(log1pexp)
-    k = jnp.arange(1.0, 3.0)
-    got = jax.grad(lambda x: jnp.sum(mapped(x[:, None], k)))(S)
-    assert_same(got, jnp.full(4, 7.0 * 3))
-    assert_same(mapped(S), jnp.log1p(jnp.exp(S)))
-    assert mapped.__name__ == "log1pexp"
+    mapped = auto_vmap(0, chunk_size=3)(jax.nn.relu)  # whose rule says 0 at 0, and JAX 1/2 else
+    assert_same(jax.grad(lambda x: jnp.sum(mapped(x)))(S), jnp.float32(S > 0))
+    assert mapped.__name__ == "relu"
 
 
 def test_a_decorated_function_takes_a_rule_of_its_own():
     mapped = jax.custom_jvp(auto_vmap(0)(lambda x: x**2))
     mapped.defjvp(lambda primals, tangents: (mapped(*primals), 7 * tangents[0]))
     assert_same(jax.jvp(mapped, (S,), (S,)), (S**2, 7 * S))
-
-
-class Layer(eqx.Module):
-    weight: jax.Array
-    activation: object = eqx.field(static=True)
-
-    @auto_vmap(x=1)
-    def __call__(self, x):
-        return self.activation(jnp.dot(self.weight, x))
-
-    @auto_vmap({"k": 1}, x=1, jit=True)
-    @staticmethod
-    def combine(tree, x):
-        return jnp.dot(tree["k"], x)
-
-
-def test_methods_of_an_equinox_module():
-    layer = Layer(jnp.arange(3.0), jnp.tanh)
-    want = jnp.tanh(X @ layer.weight)
-    assert_same(layer(X), want)
-    assert_same(layer.combine({"k": X}, X), jnp.sum(X * X, axis=1))
-    assert_same(eqx.filter_jit(layer)(X), want)
-    assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
-    gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
-    assert_same(gradient.weight, (1 - want**2) @ X)

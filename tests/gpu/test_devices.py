@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Eight GPUs, and 1,024: what they send each other, and where; the memory of each."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from cases import compiled, distance, halved, modes, mostly_weekly, noisy
@@ -104,19 +102,3 @@ def test_more_devices_need_no_more_memory_each():
     few, many = (dict(programs(mesh_of(hosts, 8), "sum")) for hosts in (1, 128))
     for mode, program in many.items():
         assert program.temporaries <= few[mode].temporaries + 2**14
-
-
-def test_a_collective_in_a_loop_would_be_seen():
-    mesh = mesh_of(1, 8)
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(None, "d"), out_specs=PartitionSpec()
-    )
-    def summed(x):
-        def step(total, row):
-            return jnp.sin(total + lax.psum(jnp.sum(row * total), "d")), None
-
-        return lax.scan(step, jnp.float32(0), x)[0]
-
-    program = compiled(summed, shaped(10, 64, mesh=mesh, spec=(None, "d")))
-    assert program.collectives_in_loops == 1

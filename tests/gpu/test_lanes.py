@@ -7,11 +7,9 @@ launches. A conditional costs none: it is part of a CUDA graph.
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import cases
 import h100
-from cases import halved
 from lockstep import oscillator
 from rankax import auto_vmap
 
@@ -40,27 +38,6 @@ def lengths(loops, depth=0):
     for loop in loops:
         found += [(depth, loop.steps), *lengths(loop.loops, depth + 1)]
     return found
-
-
-@pytest.mark.parametrize(("kernel", "step"), [(halved, 2), (end, 11)], ids=["halved", "oscillator"])
-def test_the_host_waits_once_in_eight_rounds(kernel, step):
-    """Before, it waited in each round, and inside it once more in two steps of the loop.
-
-    With 65,536 lanes, XLA sums in two kernels, so a round is a few more kernels than with 4096.
-    """
-    (outer,) = compiled(lanes(kernel)).loops
-    (rounds,) = outer.loops
-    (steps,) = rounds.loops
-    assert (outer.steps, rounds.steps, steps.steps) == (None, 8, 8)
-    assert outer.kernels + outer.copies <= 12
-    assert rounds.kernels + rounds.copies <= 22
-    assert steps.kernels + steps.copies <= step  # in two steps of the kernel's loop
-
-
-def test_outputs_are_folded_between_rounds():
-    """Before, the host asked in each round whether there is a tile to fold."""
-    program = compiled(auto_vmap(0, lockstep=False, reduce="sum")(halved))
-    assert lengths(program.loops) == [(0, None), (1, 8), (2, 8), (1, None)]  # the last one folds
 
 
 def test_loops_of_a_gradient():

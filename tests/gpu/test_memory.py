@@ -63,7 +63,6 @@ REDUCTIONS = {
 
 CASES = {
     "map": (chunked_vmap(near, SIZE), vectors),
-    "map of axis 1": (chunked_vmap(near, SIZE, in_axes=1), lambda n: (shaped(8, n),)),
     "batched": (chunked_vmap(network, SIZE, batched=True), vectors),
     "keys": (auto_vmap(SplitKey, 1, chunk_size=SIZE)(noisy), key),
     "default": (
@@ -127,9 +126,6 @@ def test_what_a_chunk_bounds_is_not_bounded_without():
 SCANS = {
     "sliced": lambda c, xs: sliced_scan(step, c, xs, start=1, stop=None, step=64)[1],
     "checkpointed": lambda c, xs: checkpoint_chunked_scan(step, c, xs, chunk_size=128)[0],
-    "checkpointed, nested": lambda c, xs: checkpoint_chunked_scan(
-        step, c, xs, chunk_size=(256, 16)
-    )[0],
 }
 
 
