@@ -189,6 +189,17 @@ def test_the_kernel_is_traced_once_a_call(reduce):
     assert len(traces) == 1
 
 
+def test_a_plan_takes_shapes_and_values_in_any_place():
+    @auto_vmap(2, None, None, chunk_size=500)
+    def kernel(points, table, flags):
+        return distances(points) * (2.0 if flags["values"][0] > 0 else table[0])
+
+    points, table = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1000, 8, 3), (2,)))
+    flags = {"values": np.ones(2)}  # looked at while the kernel is traced
+    assert kernel.plan(points, table, flags).in_flight == 20
+    assert kernel.plan(clouds(1000), jnp.ones(2), flags).in_flight == 20
+
+
 # Values and derivatives.
 
 
