@@ -443,3 +443,10 @@ def test_a_key_that_would_be_split_in_each_block_is_refused():
     assert_same(jnp.asarray(draw(blocks, jax.random.split(key, 6)).compute()), draw(x, key))
     with pytest.raises(TypeError, match="wrap_key_data"):
         draw(blocks, jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_kernels_that_take_a_batch(package):
+    kernel = auto_vmap(1, chunk_size=2, batched=True)(lambda v: jnp.cumsum(v, axis=1))
+    for each in (kernel, kernel.with_options(reduce="sum")):
+        assert_same(computed(each(in_blocks(package, V, (3, 3)))), each(V))

@@ -143,6 +143,11 @@ CASES = {
         BatchShapeError,
         "Batch axis -1 is 4 (x) and 6 (m).",
     ),
+    "length zero does not stretch": (
+        called(energy, ones(0, 5, 3), ones(6, 2, 5), ones(6, 1)),
+        BatchShapeError,
+        "Batch axis -1 is 0 (x) and 2 (m).",
+    ),
     "every pair": (
         called(energy, ones(4, 5, 3), ones(6, 5), 1.0),
         BatchShapeError,

@@ -5,6 +5,7 @@ import functools
 from typing import Annotated, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,6 +225,15 @@ def test_keys_that_are_traced(chunk_size, jit):
     assert_same(jax.jit(kernel)(X, KEY), own_keys(KEY, BATCH))
     assert_same(jax.vmap(kernel, (None, 0))(X, keys), want)
     assert_same(jax.lax.map(lambda key: kernel(X, key), keys), want)
+
+
+def test_symbolic_shapes_export():
+    kernel = auto_vmap(x=0, y=0, key=SplitKey)(lambda x, y, key: (x * y, jax.random.key_data(key)))
+    n, m = jax.export.symbolic_shape("n, m")
+    x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, 1), (m,)))
+    with_key = jax.jit(lambda x, y: kernel(x, y, KEY))
+    again = jax.export.deserialize(jax.export.export(with_key)(x, y).serialize())
+    assert_same(again.call(X[:, :1], X[0]), with_key(X[:, :1], X[0]))
 
 
 @pytest.mark.parametrize("chunk_size", [4, None])

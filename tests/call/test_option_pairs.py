@@ -170,7 +170,7 @@ AT_MERGE = ("a memory limit", "the largest", "what is kept", "an axis more", "a 
 
 # Lanes have memory limits in tests/lockstep.
 @pytest.mark.parametrize(
-    "other", with_others("lanes", quick=("a mask", "keys"), merge=AT_MERGE[1:])
+    "other", with_others("lanes", quick=("a mask", "keys"), merge=("a bucket", *AT_MERGE[1:]))
 )
 def test_items_that_end_by_themselves_and_another_option(tmp_path, other):
     check((other, "lanes"), tmp_path)

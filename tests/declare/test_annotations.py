@@ -2,6 +2,7 @@
 """Ranks read from annotations: arrays, the containers that hold them, and what is no array."""
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,11 @@ class Spring(eqx.Module):
         return -self.stiffness * (x - self.rest)
 
 
+class Tree(NamedTuple):
+    children: "list[Tree]"
+    at: Vector
+
+
 class Params(TypedDict):
     k: Float[Array, "n"]
     x0: NotRequired[Float[Array, ""]]
@@ -141,6 +147,8 @@ def test_array_types(hint, value, expected):
         (dict[str, tuple[Vector, int]], {"a": (matrix, 1)}, {"x['a'][0]": 1}),
         (Pose | None, Pose(matrix, None), {"x.rotation": 2}),
         (Pose | None, None, {}),
+        (Optional["Pose"], Pose(matrix, None), {"x.rotation": 2}),
+        (Tree, Tree([Tree([], matrix)], matrix), {"x.children[0].at": 1, "x.at": 1}),
         (Body, Body(Pose(None, matrix), matrix), {"x.pose.translation": 1, "x.mass": 0}),
         (Spring, Spring(matrix, matrix, matrix), {"x.stiffness": 0, "x.rest": 1}),
         (Params, {"k": matrix, "x0": matrix, "other": 1}, {"x['k']": 1, "x['x0']": 0}),
@@ -260,6 +268,21 @@ def lambda_annotated(hint):
 
     kernel.__annotations__ = {"x": hint}
     return kernel
+
+
+def test_annotated_methods_partials_and_objects():
+    class Scale(eqx.Module):
+        factor: float
+
+        def __call__(self, x: Vector) -> Float[Array, ""]:
+            return self.factor * jnp.sum(x)
+
+    spring, scale = Spring(jnp.array(2.0), jnp.ones(3), jnp.ones(7)), Scale(2.0)
+    x = jnp.arange(12.0).reshape(4, 3)
+    assert_same(spring.force(x), -2.0 * (x - 1.0))
+    partial = functools.partial(Scale.__call__, scale)
+    for mapped in (auto_vmap(scale), auto_vmap()(scale), auto_vmap(partial)):
+        assert_same(mapped(x), 2.0 * jnp.sum(x, 1))
 
 
 def test_an_unregistered_dataclass_is_an_error():

@@ -219,6 +219,13 @@ def test_names_are_compared_within_one_pytree_argument():
     assert str(error.value).endswith("\n\nDimension n is 3 (body['a']) and 4 (body['b']).")
 
 
+def test_names_hold_for_one_call_only():
+    kernel = auto_vmap("n", "n")(lambda a, b: a @ b)
+    for n in (3, 5):
+        a, b = np.arange(2.0 * n, dtype="f").reshape(2, n), np.arange(n, dtype="f")
+        np.testing.assert_array_equal(kernel(a, b), a @ b)
+
+
 def test_dimension_strings_and_ints_mix():
     kernel = auto_vmap("n", 1, c=None)(lambda a, b, c: a + b * c)
     a, b = np.arange(8.0, dtype="f").reshape(4, 2), np.arange(2.0, dtype="f")

@@ -119,6 +119,9 @@ def test_items_may_be_fewer_or_more_than_ranks():
 def test_a_rank_on_kwargs_holds_for_items_without_their_own():
     kernel = auto_vmap(kwargs=2, a=1, b=None)(apply)
     assert ranks(kernel, 1.0, a=cube, b=cube, c=cube) == {"kwargs['a']": 1, "kwargs['c']": 2}
+    # One with nearly the name of an option.
+    kernel = auto_vmap(ranks={"args": 1, "chunksize": 2})(apply)
+    assert ranks(kernel, 1.0, cube, chunksize=cube) == {"args[0]": 1, "kwargs['chunksize']": 2}
 
 
 def test_items_without_a_rank_have_that_of_the_annotation():
@@ -198,6 +201,10 @@ TWICE = "has two ranks, 0 by {} and 1 in ranks"
             "'chunksize' would be the rank of an item of **kwargs; did you mean the option",
         ),
         (
+            lambda: auto_vmap(0, y=1)(lambda x, *args: x),
+            "the kernel has no parameter 'y'; it has x, args",
+        ),
+        (
             lambda: auto_vmap(0, 1, 2, args=3)(lambda x, *args: x),
             "parameter 'args' has two ranks, (1, 2) by position and 3 by name",
         ),
@@ -214,7 +221,9 @@ def test_mistakes(decorate, message):
 
 def test_options_that_parameters_are_named_like():
     def both(x, devices=0, jit=0):
-        return x
+        return x * devices
+
+    assert_same(auto_vmap(1, 0, None, chunk_size=2)(both)(x, bucket, "any"), x * bucket[:, None])
 
     message = (
         "auto_vmap(both): devices=0 is the option of auto_vmap, but the kernel has a parameter"

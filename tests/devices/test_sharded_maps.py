@@ -178,6 +178,17 @@ def test_other_ways_to_map(mesh):
 
 
 @on("Auto", "Explicit")
+def test_split_keys_send_nothing(mesh):
+    def draw(x, key):
+        return x + jax.random.normal(key)
+
+    args = put(mesh, data(N, 3), "d"), put(mesh, jax.random.key(3))
+    drawn = auto_vmap(x=0, key=SplitKey, chunk_size=7, jit=True)(draw)
+    assert sent(drawn.lower(*args).compile()) == {}
+    assert sent(drawn.with_options(reduce="sum").lower(*args).compile()) == {"all-reduce": 1}
+
+
+@on("Auto", "Explicit")
 def test_progress_counts_all_parts(mesh):
     x, w = put(mesh, X, "d"), put(mesh, W)
     heard = []

@@ -13,9 +13,9 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float
 
 import rankax
-from helpers import REMAT3, assert_same, refusal, slow, temporary_bytes
+from helpers import REMAT3, assert_same, compilations, refusal, slow, temporary_bytes
 from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
-from rankax.reductions import TopK
+from rankax.reductions import Best, TopK
 
 DRAW = np.random.default_rng(11)
 X = jnp.asarray(DRAW.normal(size=(4, 5, 3)), jnp.float32)
@@ -88,6 +88,44 @@ def test_reductions(reduce, chunk_size):
     options = {"reduce": Out(reduce, None)}
     kernels = BATCHED.with_options(**options, chunk_size=chunk_size), ONE.with_options(**options)
     close(*jax.jit(lambda x: [(f(x, S), jax.grad(total(f))(x, S)) for f in kernels])(X))
+
+
+def test_the_best_along_one_axis():
+    options = {"reduce": Best("cost"), "reduce_axis": 0}
+    kernel = auto_vmap(1, **options)(lambda x: {"cost": jnp.sum(x**2, -1), "x": x})
+    close(kernel.with_options(batched=True, chunk_size=3)(X), kernel(X))
+
+
+def test_a_changed_weight_is_seen_and_nothing_is_compiled_again():
+    weights = [W]
+    kernel = auto_vmap(1, chunk_size=6, batched=True)(lambda x: jnp.tanh(x @ weights[0]))
+    slope = jax.grad(total(kernel))
+    kernel(ROWS), slope(ROWS)
+    weights[0] = 2 * W
+    got, counts = zip(*(compilations(call, ROWS) for call in (kernel, slope)), strict=True)
+    assert counts == (0, 0)
+    close(got[0], jnp.tanh(ROWS @ (2 * W)))
+    close(got[1], jax.grad(lambda x: total(jnp.tanh)(x @ (2 * W)))(ROWS))
+
+
+def test_a_bucket_compiles_one_program():
+    seen = []
+    kernel = auto_vmap(1, chunk_size=8, batched=True, jit=True, bucket=(20,))(
+        lambda x: seen.append(len(x)) or jnp.tanh(x)
+    )
+    for count in (17, 18, 20):
+        close(kernel(ROWS[:count]), jnp.tanh(ROWS[:count]))
+    assert seen == [1, 7]
+
+
+def test_a_rule_around_a_callback():
+    @jax.custom_vjp
+    def tanh(x):
+        return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    tanh.defvjp(lambda x: (tanh(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2),))
+    kernel = auto_vmap(1, chunk_size=7, batched=True)(tanh)
+    close(jax.jit(jax.grad(total(kernel)))(ROWS), jax.grad(total(jnp.tanh))(ROWS))
 
 
 def test_what_where_leaves_out_sends_nothing_back():

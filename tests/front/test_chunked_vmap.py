@@ -426,7 +426,16 @@ def twice_through_checkpoint(transform):
     return lambda x, w: (reverse(x, w), forward(x, w))
 
 
+def along_other_axes(transform):
+    def one(item, w):
+        return jnp.outer(jnp.sin(item["x"] * w), item["y"]), item["x"]
+
+    mapped = transform(one, ({"x": -1, "y": 1}, None), (1, -1))
+    return lambda x, w: pulled(lambda x, w: mapped({"x": x.T, "y": jnp.cos(x).T}, w)[0])(x, w)
+
+
 COMPOSED = {
+    "other axes": along_other_axes,
     "vjp of jvp": lambda transform: pulled(lambda *args: pushed(rows(transform))(*args)[1]),
     "scan": in_scan,
     "while_loop and cond": in_while_loop_and_cond,

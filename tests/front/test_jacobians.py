@@ -94,6 +94,25 @@ def test_as_in_jax(transformation, name):
         assert_as_in_jax(got, want, name)
 
 
+def test_an_eager_call_is_as_in_jax():
+    fun, args, options = CASES["two arguments"]
+    got = chunked_jacrev(fun, **options, chunk_size=2)(*args)
+    assert_as_in_jax(got, jax.jit(jax.jacrev(fun, **options))(*args), "two arguments")
+
+
+@pytest.mark.parametrize("mode", ["jacfwd", "jacrev"])
+def test_float_dtypes_are_mixed(mode):
+    plain, chunked = TRANSFORMATIONS[mode]
+    pair = X[:3], X.astype(jnp.float16)
+
+    def fun(pair):
+        return pair[1] * jnp.sum(pair[0]).astype(jnp.float16), pair[0] * 2
+
+    with jax.numpy_dtype_promotion("standard"):  # JAX needs it
+        got, want = jax.jit(lambda x: (chunked(fun, chunk_size=2)(x), plain(fun)(x)))(pair)
+    assert_same(got, want, rtol=1e-2)
+
+
 def test_keywords_and_what_is_no_array():
     def fun(x, name, *, power):
         assert name == "any"

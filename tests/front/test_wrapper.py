@@ -16,10 +16,12 @@ import threading
 import typing
 import weakref
 
+import beartype
 import cloudpickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
@@ -202,6 +204,20 @@ def test_a_call_keeps_no_argument_alive():
     assert [reference() for reference in references] == [None, None]
 
 
+def test_decorated_kernels_call_each_other():
+    @auto_vmap(1, 1)
+    def squared(p, q):
+        return jnp.sum((p - q) ** 2)
+
+    @auto_vmap(1, 2, chunk_size=2, jit=True)
+    def least(p, others):
+        return jnp.min(squared(p, others))
+
+    others = np.asarray(X[:2] + 0.5)
+    assert_same(least(X, others), np.min(np.sum((np.asarray(X)[:, None] - others) ** 2, 2), 1))
+    assert_same(auto_vmap(2)(Body(2.0).pull)(X[None]), Body(2.0).pull(X)[None])
+
+
 def test_methods_are_inherited_and_call_their_super():
     comet = Comet(2.0)
     pull = -2 * X / jnp.sum(X**2, axis=1, keepdims=True)
@@ -335,6 +351,26 @@ def test_the_order_of_wrappers_does_not_matter(order):
             mapped(S, X[:3])
 
 
+def test_jaxtyped_inside_sees_one_item_and_outside_the_batch():
+    checked = jaxtyping.jaxtyped(typechecker=beartype.beartype)
+
+    @auto_vmap(0, 1)
+    @checked
+    def inside(s: Float[Array, ""] | float, v: Float[Array, "3"]) -> Float[Array, "3"]:
+        return s * v
+
+    @checked
+    @auto_vmap(0, 1)
+    def outside(s: Float[Array, "*batch"], v: Float[Array, "*batch 3"]) -> Float[Array, "*batch 3"]:
+        return s * v
+
+    for mapped, misfit in ((inside, X[:, :2]), (outside, X[:2])):
+        assert_same(mapped(S, X), S[:, None] * X)
+        with pytest.raises(jaxtyping.TypeCheckError, match="Type-check error"):
+            mapped(S, misfit)
+    assert_same(inside(2.0, X), 2 * X)
+
+
 def test_kernels_with_derivatives_of_their_own():
     mapped = auto_vmap(0, chunk_size=3)(jax.nn.relu)  # whose rule says 0 at 0, and JAX 1/2 else
     assert_same(jax.grad(lambda x: jnp.sum(mapped(x)))(S), jnp.float32(S > 0))
@@ -345,3 +381,38 @@ def test_a_decorated_function_takes_a_rule_of_its_own():
     mapped = jax.custom_jvp(auto_vmap(0)(lambda x: x**2))
     mapped.defjvp(lambda primals, tangents: (mapped(*primals), 7 * tangents[0]))
     assert_same(jax.jvp(mapped, (S,), (S,)), (S**2, 7 * S))
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    activation: object = eqx.field(static=True)
+
+    @auto_vmap(x=1)
+    def __call__(self, x):
+        return self.activation(jnp.dot(self.weight, x))
+
+    @auto_vmap({"k": 1}, x=1, jit=True)
+    @staticmethod
+    def combine(tree, x):
+        return jnp.dot(tree["k"], x)
+
+
+def test_methods_of_an_equinox_module():
+    layer = Layer(jnp.arange(3.0), jnp.tanh)
+    want = jnp.tanh(X @ layer.weight)
+    assert_same(layer(X), want)
+    assert_same(layer.combine({"k": X}, X), jnp.sum(X * X, axis=1))
+    assert_same(eqx.filter_jit(layer)(X), want)
+    assert_same(eqx.filter_jit(lambda layer, x: layer(x))(layer, X), want)
+    gradient = eqx.filter_grad(lambda layer: jnp.sum(layer(X)))(layer)
+    assert_same(gradient.weight, (1 - want**2) @ X)
+
+
+def test_an_equinox_module_as_kernel_and_as_argument():
+    keys = jax.random.split(jax.random.key(0), 4)
+    linear = eqx.nn.Linear(3, 2, key=keys[0])
+    assert_same(auto_vmap(1)(linear)(X), X @ linear.weight.T + linear.bias[None])
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(keys)
+    ranks = eqx.tree_at(lambda model: (model.weight, model.bias), linear, (2, 1))
+    got = auto_vmap(ranks, 1)(lambda model, x: model(x))(models, X)
+    assert_same(got, jnp.einsum("nij,nj->ni", models.weight, X) + models.bias)

@@ -532,7 +532,12 @@ def test_chunked_reduce_takes_what_vmap_takes():
         ({"reduce": {"distance": "median"}}, ValueError, "a median needs all outputs at once"),
         ({"reduce": "std"}, ValueError, "use rankax.reductions.Moments(), which has the variance"),
         ({"reduce": "kurtosis"}, ValueError, f"available: {named_reductions('and')}"),
-        ({"reduce": jnp.sum}, TypeError, f"reduce must hold names ({named_reductions('or')}), "),
+        (
+            {"reduce": jnp.sum},
+            TypeError,
+            f"reduce must hold names ({named_reductions('or')}), objects of rankax.reductions and "
+            "None, got function sum; did you mean 'sum'?",
+        ),
         ({"reduce": TopK}, TypeError, "reduce got the class TopK; call it: TopK(...)"),
         ({"reduce": {"distance": None}}, ValueError, "reduce names no reduction, got "),
         ({"reduce": "sum", "reduce_axis": 1.5}, TypeError, "reduce_axis must be an int, a tuple"),

@@ -118,6 +118,18 @@ def test_derivatives_are_those_of_vmap(kernel, transformation, length):
     assert_same(got, want, rtol=2e-4, atol=2e-4)
 
 
+def test_the_gradient_of_a_sum_of_several_arguments():
+    def kernel(x, w, n):
+        return stencil(x * w) * n.astype(x.dtype)
+
+    def slopes(fun):
+        return jax.grad(lambda x, w: jnp.sum(fun(x, w, jnp.arange(7))), (0, 1))(X, X[0])
+
+    mapped = auto_vmap(x=1, w=1, n=0, reduce="sum", chunk_size=3)(kernel)
+    got, want = jax.jit(lambda: (slopes(mapped), slopes(jax.vmap(kernel, (0, None, 0)))))()
+    assert_same(got, want, rtol=2e-4, atol=2e-4)
+
+
 def test_what_has_no_reverse_pass_is_left_alone():
     def until_small(x):
         return lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)

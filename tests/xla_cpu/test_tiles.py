@@ -189,6 +189,17 @@ def test_the_kernel_is_traced_once_a_call(reduce):
     assert len(traces) == 1
 
 
+def test_a_plan_takes_shapes_and_values_in_any_place():
+    @auto_vmap(2, None, None, chunk_size=500)
+    def kernel(points, table, flags):
+        return distances(points) * (2.0 if flags["values"][0] > 0 else table[0])
+
+    points, table = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1000, 8, 3), (2,)))
+    flags = {"values": np.ones(2)}  # looked at while the kernel is traced
+    assert kernel.plan(points, table, flags).in_flight == 20
+    assert kernel.plan(clouds(1000), jnp.ones(2), flags).in_flight == 20
+
+
 # Values and derivatives.
 
 
@@ -336,7 +347,7 @@ def test_several_levels_of_tiles_fill_up_from_the_inside():
 
 def stored(points):
     """Many numbers, without a sum."""
-    return jnp.prod(jnp.tanh(jnp.outer(points[:, 0], points[:, 1])) ** 2, axis=0)
+    return jnp.prod(jnp.cos(jnp.tanh(jnp.outer(points[:, 0], points[:, 1]))), axis=0)
 
 
 def test_derivatives_have_smaller_tiles():
@@ -366,6 +377,29 @@ def test_derivatives_in_tiles_of_their_own(length):
     want = all_of(plain, x)
     assert_same(all_of(kernel, x), want, rtol=1e-3, atol=1e-3)
     assert_same(gradient(kernel)(x), want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_derivatives_of_several_levels_have_tiles_of_their_own():
+    def between(a, b):
+        return stored(a) * jnp.sum(b)
+
+    a, b = jnp.tile(clouds(97), (1, 4, 1)), clouds(5, 1)
+    kernel = auto_vmap(2, 2, chunk_size=200)(between)
+    levels = kernel.plan(a, b).levels
+    assert [level.steps > 1 for level in levels] == [True, True]
+    assert any(level.derivative for level in levels)
+    plain = jax.vmap(jax.vmap(between, (0, None)), (None, 0))
+
+    @jax.jit
+    def both(a, b):
+        def loss(a, b, fun):
+            out = fun(a, b)
+            return jnp.sum(jnp.tanh(out)), out
+
+        slopes = jax.grad(loss, (0, 1), has_aux=True)
+        return slopes(a, b, kernel), slopes(a, b, lambda a, b: plain(a, b[:, 0]))
+
+    assert_same(*both(a, b), rtol=1e-3, atol=1e-3)
 
 
 def test_jax_0_11_1_gets_a_warning(monkeypatch):
