@@ -136,6 +136,17 @@ PLAIN = jax.jit(jax.vmap(chain))
 LIMITED = auto_vmap(2, memory_limit="300 kB")(chain)  # the first chunk that is measured will do
 
 
+def test_keys_statics_and_arguments_without_a_rank():
+    @auto_vmap(key=0, x=1, memory_limit=MB)
+    def kernel(key, x, table, power=2, kind="sin"):
+        return getattr(jnp, kind)(x * table["scale"]) ** power + jax.random.normal(key)
+
+    args = jax.random.split(jax.random.key(0), 5), jnp.ones((5, 4)), {"scale": jnp.float32(0.5)}
+    assert kernel.plan(*jax.eval_shape(lambda *args: args, *args)) == kernel.plan(*args)
+    want = kernel.with_options(memory_limit=None)(*args, power=3, kind="cos")
+    assert_same(kernel(*args, power=3, kind="cos"), want)
+
+
 def test_under_transformations():
     assert LIMITED.plan(X).steps > 1
     want = PLAIN(X)
@@ -409,6 +420,7 @@ UNDERSTOOD = (
         ("2000", ValueError, "'2000'"),
         ("0.1 B", ValueError, "'0.1 B'"),
         (0, ValueError, "0"),
+        (-1, ValueError, "-1"),
         (True, TypeError, "True"),
         (2e9, TypeError, "float 2000000000.0"),
     ],

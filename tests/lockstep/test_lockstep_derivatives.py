@@ -54,6 +54,14 @@ def in_a_branch(x, a):
     return lax.switch((x * 10).astype(int) % 3, [end, counted, lambda x, a: x * a], x, a)
 
 
+def with_keys(x, a):
+    def body(s):
+        key, use = jax.random.split(s[0])
+        return key, s[1] * (1 + a * jax.random.uniform(use))
+
+    return lax.while_loop(lambda s: s[1] < 9, body, (jax.random.key(0), x))[1]
+
+
 def total(out):
     floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return sum(jnp.sum(jnp.sin(x)) for x in floats)
@@ -88,7 +96,9 @@ def lanes(kernel, lanes=4):
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # in double precision
 
 
-@pytest.mark.parametrize("kernel", [end, slow(in_a_branch), weekly(in_a_scan)])
+@pytest.mark.parametrize(
+    "kernel", [end, slow(in_a_branch), slow(jax.checkpoint(with_keys)), weekly(in_a_scan)]
+)
 def test_reverse_mode_is_forward_mode(kernel):
     with enable_x64():
         args = jnp.asarray(X, float), jnp.asarray(A, float)
@@ -217,6 +227,12 @@ def test_axes_and_trees_of_outputs():
     axes = {"in_axes": (1, None), "out_axes": {"n": 0, "v": 1, "a": None}}
     mapped = free(kernel, **axes), jax.vmap(kernel, **axes)
     assert_same_modes(*mapped, jnp.stack([X, X]), A, rtol=1e-4)
+
+
+def test_under_vmap():
+    grown = lambda x, a: lax.while_loop(lambda x: x < 9, lambda x: x + a * x, x)  # noqa: E731
+    x, a = X[:12].reshape(2, 6), jnp.array([0.2, 0.5])
+    assert_same_modes(jax.vmap(lanes(grown)), jax.vmap(plain(grown)), x, a, rtol=1e-4)
 
 
 def test_a_number_that_all_items_share_under_vmap():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import REMAT3, assert_same, at_each_run, name_of, slow
-from rankax import checkpoint_chunked_scan, chunked_vmap, sliced_scan
+from rankax import auto_vmap, checkpoint_chunked_scan, chunked_vmap, sliced_scan
 
 # Functions with rules. Each rule is 1.25 times the truth, or further from it.
 
@@ -160,6 +160,25 @@ def test_chunked_derivatives_are_those_of_vmap(fun):
 def test_chunked_derivatives_by_a_backward_rule(fun):
     kernel, kinds = kernel_of(fun), SECOND[:1]
     close(derivatives(chunked_vmap(kernel, 2), kinds), derivatives(jax.vmap(kernel), kinds))
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": False}, slow({})], ids=str)
+def test_pairs_inside_a_scan(options):
+    """`jax.lax.scan` forgets the rules of its body, but not those of a map inside."""
+
+    def pair(x, y):
+        return jnp.sin(self_calling(x) * y)
+
+    def scanned(x):
+        pairs = auto_vmap(0, 0, chunk_size=2, **options)(pair)
+        return jax.lax.scan(lambda c, s: (c + pairs(s * x[:, None], x).mean(0), None), x, scales)[0]
+
+    def unrolled(x):
+        by_hand = jax.vmap(jax.vmap(pair, (None, 0)), (0, None))
+        return x + sum(by_hand(s * x, x).mean(0) for s in scales)
+
+    scales, x, v = jnp.asarray(np.float32([0.5, 1.5])), X[:3, 0], V[:3, 0]
+    close(*(derivatives(f, [forward_over_reverse], x, v) for f in (scanned, unrolled)))
 
 
 # Scans, against a Python loop: `jax.lax.scan` itself forgets.

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from helpers import assert_same as assert_equal
-from helpers import named_reductions, primitives, refusal, slow, temporary_bytes
+from helpers import enable_x64, named_reductions, primitives, refusal, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce
 from rankax.reductions import Best, BottomK, Fold, Gram, Moments, MomentsResult, Several, TopK
 
@@ -82,9 +82,6 @@ def over_each_axis(call):
     ("name", "size"), [("sum", 1), slow("argmax", 91), slow("logsumexp", None)]
 )
 def test_any_chunk_size(name, size):
-    def over_each_axis(call):
-        return jax.jit(lambda *args: [call(axis)(*args) for axis in (-1, 0, None)])(*ARGS)
-
     found = over_each_axis(lambda axis: reduced(name, axis, size))
     assert_same(found, over_each_axis(lambda axis: plainly(name, axis)))
 
@@ -127,6 +124,22 @@ def test_first_derivatives(axis):
     assert_same(*map(both, (found, expected)), rtol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["logsumexp", slow("prod"), slow("min")])
+def test_second_derivatives(name):
+    """By the items, and by a number that the kernel closes over."""
+
+    def derivatives(reduce):
+        def total(v, scale):
+            return jnp.sin(reduce(lambda v: jnp.sin(scale * v) + 2 * v)(v))
+
+        return jax.hessian(total, (0, 1))(v, 0.7)
+
+    v = jnp.asarray(np.linspace(0.2, 1.5, 5))
+    each = (lambda f: chunked_reduce(f, name, 2)), (lambda f: lambda v: PLAIN[name](jax.vmap(f)(v)))
+    found, expected = jax.jit(lambda: [derivatives(reduce) for reduce in each])()
+    assert_same(found, expected, rtol=3e-4)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "complex64", slow("uint8"), slow("bfloat16")])
 def test_dtypes(dtype):
     real = np.asarray([3, 1, 1, 0, 2, 5, 5, 4, 2, 7, 0])
@@ -146,6 +159,14 @@ def test_dtypes(dtype):
         tolerance = 1e-2 if dtype in ("float16", "bfloat16") else 1e-6
         pair = [np.asarray(out[name]).astype(wide) for out in (found, expected)]
         np.testing.assert_allclose(*pair, rtol=tolerance, err_msg=name)
+
+
+def test_numbers_of_64_bits():
+    names = "sum", "mean", "max", "argmax"
+    with enable_x64():
+        values = jnp.asarray([2**40, 3, -1, 2**40 + 1, 5])
+        found = all_names(lambda name: chunked_reduce(lambda v: v, name, 2), values, names=names)
+        assert_same(found, {name: PLAIN[name](values) for name in names}, rtol=1e-15)
 
 
 SPECIAL = {
@@ -445,9 +466,12 @@ def test_the_derivative_of_a_logsumexp_of_infinite_items():
         assert_same(found(np.float32(values)), expected(np.float32(values)))
 
 
-def test_no_batch_at_all():
-    ones = jnp.ones(3)
-    assert_same(auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)(ones), 2 * ones)
+def test_no_batch_and_an_axis_of_length_1():
+    row = jnp.arange(3.0)
+    assert_same(auto_vmap(1, reduce="sum", chunk_size=2)(lambda v: v * 2)(row), 2 * row)
+    for axis, want in (1, row), (None, jnp.mean(row)):
+        mean = auto_vmap(0, reduce="mean", reduce_axis=axis, chunk_size=2)(lambda v: v)
+        assert_same(mean(row[:, None]), want)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -473,6 +497,22 @@ def test_classes_of_outputs_see_items_and_results_only():
 
 
 # How it is called.
+
+
+@pytest.mark.parametrize("reduce", ["sum", "min", Best("distance")], ids=str)
+def test_the_kernel_is_traced_once(reduce):
+    traces = []
+
+    def kernel(x, y, w):
+        traces.append(x)
+        out = outputs(x, y, w)
+        return out if isinstance(reduce, Best) else out["distance"]
+
+    fun = reduced(reduce, -1, 6, kernel)
+    jax.eval_shape(fun, *ARGS)
+    assert len(traces) == 1
+    jax.eval_shape(jax.grad(loss_of(fun)), *ARGS)
+    assert len(traces) == 2
 
 
 @pytest.mark.parametrize(

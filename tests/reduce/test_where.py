@@ -405,7 +405,9 @@ def test_the_best_step_that_counts_in_a_window(sign):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("reduce", ["sum", slow("logsumexp"), *map(weekly, ("min", Moments()))])
+@pytest.mark.parametrize(
+    "reduce", ["sum", slow("logsumexp"), weekly(Several("min", "argmin")), weekly(Moments())]
+)
 def test_a_mask_takes_no_memory(reduce):
     """At most 5 % and some numbers for each row and item; a mask of all pairs would be 30 MB."""
 

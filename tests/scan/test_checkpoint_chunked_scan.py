@@ -45,6 +45,7 @@ def chunk_lengths(fun, *args):
     ("length", "chunk_size", "expected"),
     [
         (12, None, [("checkpoint", [(12, [])])]),
+        (12, 99, [("checkpoint", [(12, [])])]),
         (12, 4, [(3, [("checkpoint", [(4, [])])])]),
         # 9 divides 99 and is within a fifth of the bound.
         (99, 10, [(11, [("checkpoint", [(9, [])])])]),
@@ -106,6 +107,12 @@ def test_policy_reaches_every_checkpoint():
 def test_bad_options_are_named(options, error, message):
     text = refusal(error, checkpoint_chunked_scan, drift, 0.0, XS, **options)
     assert text.startswith(f"checkpoint_chunked_scan(drift): {message}")
+
+
+def test_a_bad_body_is_named():
+    text = refusal(TypeError, checkpoint_chunked_scan, lambda c, x: (c[:1], x), jnp.ones(3), XS)
+    assert text.startswith("checkpoint_chunked_scan(<lambda>): the scan body ")
+    assert "must return a carry with the shapes and dtypes of init; init differs\n" in text
 
 
 # A limit of memory.

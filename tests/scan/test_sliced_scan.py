@@ -136,6 +136,7 @@ STATE = {"p": jnp.ones(2), "q": jnp.ones(3), "r": jnp.ones(())}
         ({"xs": {"a": XS, "b": 2.0}}, ValueError, "xs['b'] lacks the axis to loop over\n"),
         ({"init": {"name": "abc"}}, TypeError, "init['name'] must be an array or a scalar, got"),
         ({"xs": [np.array(["abc"])]}, TypeError, "xs[0] must be an array or a scalar, got <U3[1]"),
+        ({"unroll": -1}, ValueError, "unroll must be a bool or a non-negative int, got -1"),
         ({"unroll": 1.5}, TypeError, "unroll must be a bool or a non-negative int, got float"),
         ({"checkpoint": "yes"}, TypeError, "checkpoint must be True or False, got 'yes'"),
         ({"save_at": [1, -2, 10]}, ValueError, "save_at[2] is 10, but there are only 10 steps"),

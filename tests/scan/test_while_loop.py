@@ -339,8 +339,12 @@ def test_infinite_derivatives_and_nan_stay_in_their_items():
     def derivatives(transform):
         return lambda f: transform(f, (0, 1, 2))
 
-    got, want = jax.jit(
+    def total(*args):
+        return jnp.sum(of_items(lambda f: f, checkpoint_while_loop)(*args))
+
+    of_finite, got, want = jax.jit(
         lambda: (
+            derivatives(jax.grad)(total)(1.0, x[finite], scales[finite]),
             of_items(derivatives(jax.grad), checkpoint_while_loop)(1.0, x, scales),
             of_items(derivatives(jax.jacfwd), lax.while_loop)(1.0, x, scales),
         )
@@ -349,10 +353,15 @@ def test_infinite_derivatives_and_nan_stay_in_their_items():
     assert all(np.all(np.isfinite(of_item)) for of_item in want)
     assert np.isnan(got[0][2])
     assert_same([of_item[finite] for of_item in got], want, rtol=1e-4)
+    assert_same([*of_finite], [jnp.sum(want[0]), *want[1:]], rtol=1e-4)
 
 
 def step(x):
     return {"x": x["x"] + 1}
+
+
+def longer(x):
+    return {"x": jnp.stack([x["x"]] * 2)}
 
 
 def first(x):
@@ -372,6 +381,12 @@ def first(x):
             TypeError,
             f"(step): body_fun {here(step)} must return a carry with the structure of init_val; "
             "it lacks init_val['y']\n",
+        ),
+        (
+            {"body_fun": longer},
+            TypeError,
+            f"(longer): body_fun {here(longer)} must return a carry with the shapes and dtypes of "
+            "init_val; init_val['x'] differs\n",
         ),
     ],
 )
