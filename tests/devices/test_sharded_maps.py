@@ -205,8 +205,10 @@ def test_progress_counts_all_parts(mesh):
 
 @on("Auto")
 def test_shard_map_checks_what_varies(mesh):
-    def halved(x, w):  # an item that ends by itself
-        return jax.lax.while_loop(lambda v: v > 1, lambda v: v / 2, scalar(x, w) ** 2)
+    def halved(x, w):  # an item that ends by itself, and counts
+        start = jnp.int32(0), scalar(x, w) ** 2
+        n, v = jax.lax.while_loop(lambda s: s[1] > 1, lambda s: (s[0] + 1, s[1] / 2), start)
+        return v * (n + 1).astype(v.dtype)
 
     lanes = auto_vmap(x=1, w=2, chunk_size=3, lockstep=False)(halved)
     reductions = "sum", rd.BottomK(2), "logsumexp"
@@ -214,18 +216,17 @@ def test_shard_map_checks_what_varies(mesh):
         chunked_vmap(scalar, 7, (0, None)),
         auto_vmap(x=1, w=2, chunk_size=7, jit=True)(lambda x, w: scalar(x, w) ** 2 / 4),
         *(chunked_reduce(scalar, reduction, 7, (0, None)) for reduction in reductions),
+        *(lanes, lanes.with_options(reduce="sum")),
     )
 
-    def out(x, w, more=()):
-        return [jax.tree.map(jnp.atleast_1d, call(x, w)) for call in (*calls, *more)]
-
-    values = functools.partial(out, more=(lanes, lanes.with_options(reduce="sum")))
+    def out(x, w):
+        return [jax.tree.map(jnp.atleast_1d, call(x, w)) for call in calls]
 
     def pull(x, w):
         return jax.grad(loss_of(out))(x, w)
 
     # For values, a batch of which no chunk divides what a device has.
-    for own, x in ((values, X[: 7 * mesh.size]), (pull, X)):
+    for own, x in ((out, X[: 7 * mesh.size]), (pull, X)):
         specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
         of_one = jax.jit(own)
         by_device = [of_one(part, W) for part in np.split(x, mesh.size)]

@@ -31,8 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AxisType
 
-from rankax.core.protocol import programs
+from rankax.core.protocol import carried_with, programs, subprograms, varying_axes
 from rankax.ext.equations import CALLS, STEPS_OF_WHILE, WITH_RULE, cost, has_rule, split_loop
 
 # Their programs are always taken apart, and those with derivative rules where they are cut.
@@ -130,6 +131,34 @@ class Machine(NamedTuple):
         reads += [x for x in self.outputs if differs(x) and x not in self.states[-1].changed]
         reads += [write.buffer for state in self.states for write in state.writes]
         return sorted({*reads} - {*self.inputs})
+
+
+def _varying_alike(
+    eqn: JaxprEqn, given: list[Any], run: Callable[..., list[Any]]
+) -> Callable[..., list[Any]]:
+    """Return ``run``, inside a `jax.shard_map` on inputs that all vary among its devices.
+
+    JAX requires that the inputs of an equation vary alike. What a lane keeps varies, as lanes on
+    each device have other items; in the program, a count that begins at 0 does not, nor does the 1
+    that is added to it.
+    """
+
+    def alike(*xs: Any) -> list[Any]:
+        if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+            return run(*xs)
+        xs = carried_with(xs, xs)
+        axes = frozenset[Any]().union(*map(varying_axes, xs))
+        if eqn.primitive.name == "pvary" and xs:  # of what may vary already
+            more = tuple({*eqn.params["axes"]} - axes)
+            return [lax.pcast(x, more, to="varying") if more else x for x in xs]
+        if not axes or any(subprograms(eqn)):
+            return run(*xs)
+        values = dict(zip(given, xs, strict=True))
+        ins = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        outs = eqn.primitive.bind(*carried_with(ins, ins), **eqn.params)
+        return outs if eqn.primitive.multiple_results else [outs]
+
+    return alike
 
 
 def differs(x: Any) -> bool:
@@ -237,7 +266,7 @@ class _Cutter:
         # Inside a loop, XLA makes constants where they are used.
         is_lane = any(map(differs, values)) or bool(eqn.effects or (self.depth and not given))
         outs = self.slots(eqn.outvars, is_lane=is_lane)
-        run = programs.evaluator(eqn, jaxpr, list(given))
+        run = _varying_alike(eqn, list(given), programs.evaluator(eqn, jaxpr, list(given)))
         if eqn.primitive.name in self.together:  # as if there were one item
             run = lambda *xs: [eqn.primitive.impl(*xs, **eqn.params)]  # noqa: E731
         if is_lane:
