@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import compilations
-from rankax import auto_vmap, chunked_reduce, chunked_vmap
+from rankax import SplitKey, auto_vmap, chunked_reduce, chunked_vmap
 from rankax import reductions as rd
 from sharding import (
     B,
