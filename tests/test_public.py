@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import rankax
+from rankax.core.base.cache import switch
 from rankax.core.options import DEFAULTS
 
 MODULES = {"plans", "reductions"}
@@ -24,6 +25,14 @@ def test_all_names_what_the_package_offers():
     public = {name for name, value in vars(rankax).items() if callable(value)}
     assert set(rankax.__all__) == public | MODULES | {"caches"}
     assert rankax.__all__ == sorted(rankax.__all__)
+
+
+def test_a_switch_of_the_environment_is_0_or_1(monkeypatch):
+    monkeypatch.setenv("RANKAX_XLA_CPU", "maybe")
+    with pytest.raises(ValueError, match="RANKAX_XLA_CPU must be 0 or 1, got 'maybe'"):
+        switch("RANKAX_XLA_CPU", default=True)
+    monkeypatch.setenv("RANKAX_XLA_CPU", "off")
+    assert not switch("RANKAX_XLA_CPU", default=True)
 
 
 def test_errors_are_value_errors():

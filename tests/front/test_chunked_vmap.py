@@ -633,6 +633,11 @@ MISFITS = {
         "    x          (5,)   0     5\n"
         "  > axis_size  (4,)   0     4",
     ),
+    "too few axes": (
+        (FIVE, FIVE),
+        {"in_axes": (0,)},
+        "in_axes has 1 entry for 2 positional arguments",
+    ),
     "nothing-mapped": (
         (FIVE, FIVE),
         {"in_axes": None},
