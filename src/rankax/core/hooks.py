@@ -241,8 +241,10 @@ def place_of(bound: Any, options: Any) -> Placement:
     """Return where a call is evaluated."""
     is_asked = any(map(is_spread, bound.leaves))
     hooks = [hook for _, hook in PLACES.all] if is_asked else PLACES.of(options)
-    places = (hook(bound, options) for hook in hooks)
-    return next((place for place in places if place is not None), HERE)
+    for hook in hooks:
+        if (place := hook(bound, options)) is not None:
+            return place
+    return HERE
 
 
 def form_of(options: Any) -> Form | None:
