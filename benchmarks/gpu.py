@@ -48,7 +48,7 @@ BEGIN = time.perf_counter()
 MOST_SECONDS = 7 * 60  # after which no row is begun
 ROUNDS = 7
 ROUNDS_SECONDS = 5  # for the turns of a row, which has at least one that counts
-TIMED: list[tuple[str, str, float]] = []  # all programs, as HLO, and their seconds
+TIMED: list[tuple[str, float]] = []  # all programs, as HLO, and their seconds
 
 
 def timed(
@@ -78,7 +78,7 @@ def timed(
         name: statistics.median(own[1:]) if name in able else math.nan
         for name, own in times.items()
     }
-    TIMED.extend((f"{what}, {name}", compiled[name].as_text(), medians[name]) for name in able)
+    TIMED.extend((compiled[name].as_text(), medians[name]) for name in able)
     return medians
 
 
@@ -158,7 +158,7 @@ def pairs(small: bool) -> Iterator[list[str]]:
                 name: of_squares(way, mode, task.arguments) for name, way in ways(task, ours)
             }
             took = timed(f"{task.name} over pairs, {mode}", programs, arrays)
-            yield [task.name, mode, *(f"{1e3 * seconds:.3g}" for seconds in took.values())]
+            yield [task.name, mode, *map(hlo.milliseconds, took.values())]
 
 
 def lanes(small: bool) -> Iterator[list[str]]:
@@ -206,7 +206,7 @@ def limited(limit: str, small: bool) -> list[str]:
     run = jax.jit(jax.grad(lambda x: kernel(x).sum())).lower(x).compile()
     jax.block_until_ready(run(x))
     beyond = (peak() - 2 * x.nbytes) / 1e6
-    return [f"{memory.chunk_size:,}", f"{memory.gradient / 1e6:.3g}", f"{beyond:.3g}"]
+    return [f"{memory.chunk_size:,}", f"{memory.gradient / 1e6:,.0f}", f"{beyond:,.0f}"]
 
 
 def peak() -> int:
@@ -214,17 +214,20 @@ def peak() -> int:
 
 
 def predictions(small: bool) -> Iterator[list[str]]:
-    """Of all programs that were timed, what an H100 should need at least.
+    """How many times as long as predicted the programs above took, by what decides the prediction.
 
-    Not of those with a loop whose length is not known.
+    Without those that have a loop whose length is not known. The median, the least and the most.
     """
-    yield ["program", "launches", "predicted ms", "for", "ms", "times as long"]
-    for what, text, seconds in TIMED:
+    times: dict[str, list[float]] = {}
+    for text, seconds in TIMED:
         program = hlo.read_text(text)
         predicted, why = hlo.predict(program)
         if predicted and not program.has_unknown_steps:
-            cells = [what, f"{program.launches:,}", hlo.milliseconds(predicted), why]
-            yield [*cells, hlo.milliseconds(seconds), f"{seconds / predicted:.1f}"]
+            times.setdefault(why, []).append(seconds / predicted)
+    yield ["what decides", "programs", "times as long", "the least", "the most"]
+    for why, own in times.items():
+        spread = f"{statistics.median(own):.1f}", f"{min(own):.1f}", f"{max(own):.1f}"
+        yield [why, str(len(own)), *spread]
 
 
 QUESTIONS: dict[str, Callable[[bool], Iterator[list[str]]]] = {
@@ -264,6 +267,7 @@ def main() -> None:
     ran = machine()
     text = "# The first minutes on a GPU\n\n"
     text += f"Written by `python benchmarks/gpu.py`, on {ran['device']}, JAX {jax.__version__}.\n"
+    text += "— is what did not fit the memory.\n"
     for title, question in QUESTIONS.items():
         print(f"{title}\n", flush=True)
         text += f"\n## {title}\n\n{answer(question, options.small)}"

@@ -158,8 +158,8 @@ def predict(program: Program) -> tuple[float, str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, three digits of it."""
-    return f"{float(f'{1e3 * seconds:.3g}'):,g}"
+    """Return a time in milliseconds, three digits of it; a dash if there is none."""
+    return "—" if math.isnan(seconds) else f"{float(f'{1e3 * seconds:.3g}'):,g}"
 
 
 class _Line(NamedTuple):

@@ -28,16 +28,15 @@ ROWS = {
 @functools.cache
 def best_of_887(reduce):
     """Tiles of 16 overlap there."""
-    found = chunked_reduce(lambda x: -x, reduce, 16), lambda x: getattr(jnp, reduce)(-x)
-    return [jax.jit(fun) for fun in found]
+    return jax.jit(chunked_reduce(lambda x: -x, reduce, 16))
 
 
 @pytest.mark.parametrize("reduce", ["argmin", slow("argmax")])
 @pytest.mark.parametrize("row", ROWS)
 def test_of_a_long_row(row, reduce):
-    found, want = best_of_887(reduce)
-    x = jnp.asarray(ROWS[row], jnp.float32)
-    assert_same(found(x), want(x))
+    x = np.asarray(ROWS[row], np.float32)
+    # `jnp.argmin` may find another NaN than the first on a GPU.
+    assert_same(best_of_887(reduce)(x), getattr(np, reduce)(-x).astype(np.int32))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", slow("uint32")])

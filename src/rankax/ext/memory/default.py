@@ -10,10 +10,10 @@ Without a bound, the gradient of a sum over all pairs of 100,000 points stores 8
   value, which more than one sum reads: the result of a function, or of what is not fused, such as a
   product of matrices or a loop.
   Each step launches a few kernels, of 2 to 3 microseconds each, so chunks have millions of items,
-  and whole rows of the reduced axes, up to twice that size. Measured on an H100, with
-  ``benchmarks/gpu.py``: forward, seven reductions are 1.2 to 1.7 times as fast as with 32 MiB,
-  which fit its second-level cache, and gradients 1 to 1.5 times. All but `BottomK` then take 1.0 to
-  1.2 times as long as `jax.vmap`.
+  and whole rows of the reduced axes, up to twice that size. Measured with ``benchmarks/gpu.py``: on
+  an H100, seven reductions are 1.2 to 1.7 times as fast as with 32 MiB, which fit its second-level
+  cache, and gradients 1 to 1.5 times. On an H200 they then take 0.9 to 1.2 times as long as with
+  `jax.vmap`, but the gradient of `BottomK` 1.6 times.
 
 Tests: ``tests/reduce/test_default_chunk.py``, and ``tests/gpu`` for what the compiler stores.
 """
