@@ -4,7 +4,7 @@
     python benchmarks/gpu.py            # on the first device of JAX
     python benchmarks/gpu.py --small    # sizes for a CPU: a minute, in which times say nothing
 
-1. How fast are seven reductions over pairs, beside `jax.vmap` and blocks written by hand?
+1. How fast are eight reductions over pairs, beside `jax.vmap` and blocks written by hand?
 2. Does a call with ``memory_limit`` stay within it, as the allocator counts?
 3. What does a step of a loop cost, if it does nothing?
 4. How many lanes do items need that end by themselves, and how long must they be?
@@ -145,7 +145,7 @@ def in_mode(fun: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def pairs(small: bool) -> Iterator[list[str]]:
-    """Seven reductions over all pairs, and the gradients of their squares."""
+    """Eight reductions over all pairs, and the gradients of their squares."""
     sizes = (2**12,) if small else (2**24,)
     ours: dict[str, dict[str, Any]] = {"rankax": {}}
     ours |= {f"chunk_size={size:,}": {"chunk_size": size} for size in sizes}

@@ -3,7 +3,7 @@
 
     python benchmarks/gpu_compiled.py
 
-Seven reductions over pairs, and the eleven kernels of ``tile_kernels.py``, forward and gradient, by
+Eight reductions over pairs, and the eleven kernels of ``tile_kernels.py``, forward and gradient, by
 `jax.vmap`, `jax.lax.map` and rankax. ``h100.py`` says what to install. Prints each row as it comes,
 takes four minutes of processor time, and writes ``benchmarks/results/h100-compiled.md``.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Seven reductions over all pairs of points, by several ways: for programs that ask about GPUs."""
+"""Eight reductions over all pairs of points, by several ways: for programs that ask about GPUs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ TASKS = [
     Task("sum", gauss, "sum", jnp.sum),
     Task("gravity, a vector", gravity, "sum", lambda values: jnp.sum(values, axis=0)),
     Task("logsumexp", minus_square, "logsumexp", jax.nn.logsumexp),
+    Task("min", square, "min", jnp.min),
     Task("argmin", square, "argmin", jnp.argmin, ("forward",)),
     Task("nearest 5", square, BottomK(5), nearest),
     Task("mean", square, "mean", jnp.mean),

@@ -52,6 +52,11 @@ def test_default_options(name):
         assert not program.has_unknown_steps
 
 
+def test_the_gradient_of_a_choice_stores_no_pairs():
+    call = gradient(mapped(distance, "min", (POINTS, POINTS)), POINTS, POINTS)
+    assert compiled(call, POINTS, POINTS).temporaries < 2e6
+
+
 # What a step launches, and why. Sums over rows of 100,000 are made in parts, and then the parts.
 ADDED = "add s32[]"  # the counter of `lax.scan`, which each loop has
 STEPS = {

@@ -14,7 +14,17 @@ from jax import lax
 from helpers import assert_same as assert_equal
 from helpers import enable_x64, named_reductions, primitives, refusal, slow, temporary_bytes
 from rankax import auto_vmap, chunked_reduce
-from rankax.reductions import Best, BottomK, Fold, Gram, Moments, MomentsResult, Several, TopK
+from rankax.reductions import (
+    Best,
+    BottomK,
+    Fold,
+    Gram,
+    Moments,
+    MomentsResult,
+    Several,
+    TopK,
+    TopKResult,
+)
 
 DRAW = np.random.default_rng(0).normal
 X, Y, W = (jnp.asarray(DRAW(size=size)) for size in ((4, 3), (23, 3), 23))
@@ -444,6 +454,42 @@ def test_the_derivative_of_several_reductions_at_once():
     assert_same_gradients(reduced(reduce, -1, 6, outputs), expected)
 
 
+def parts(x, y, w):
+    """Numbers of which some are equal, and others, of which the largest are looked for."""
+    return {"few": jnp.round(3 * w) * x[0] ** 2, "vector": w * jnp.cos(x - y)}
+
+
+def of_rows(outs):
+    """What `OF_ROWS` gives for each row."""
+    few, vector = outs["few"], outs["vector"]
+    place = jnp.argsort(few, axis=1, stable=True)[:, :2]
+    first = jnp.take_along_axis(few, place, 1)
+    largest = jnp.take_along_axis(vector, vector.argmax(1, keepdims=True), 1)[:, 0]
+    return {
+        "few": (first[:, 0], place[:, 0], few.mean(1), TopKResult(first, place)),
+        "vector": largest,
+    }
+
+
+OF_ROWS = {"few": Several("min", "argmin", "mean", BottomK(2)), "vector": "max"}
+
+
+@pytest.mark.parametrize("rows", [2, slow(1)])
+def test_the_derivatives_of_a_choice_from_a_whole_row(rows):
+    draw = np.random.default_rng(3).normal
+    args = tuple(jnp.asarray(draw(size=size)) for size in ((5, 1, 3), (60, 3), 60))
+
+    def expected(x, y, w):
+        return of_rows(jax.vmap(jax.vmap(parts, (None, 0, 0)), (0, None, None))(x[:, 0], y, w))
+
+    def derivatives(fun):
+        gradient = jax.grad(loss_of(fun), (0, 1, 2))
+        return jax.jit(lambda *args: (fun(*args), jax.jvp(gradient, args, args)))(*args)
+
+    found = reduced(OF_ROWS, -1, rows * 60, parts)
+    assert_same(*map(derivatives, (found, expected)), rtol=2e-4)
+
+
 @pytest.mark.parametrize(("name", "at"), [("max", 1), ("min", 2)])
 def test_the_derivative_of_an_extremum_of_all_at_once(name, at):
     values = np.float32([1, 4, 0, 4, 0])
@@ -516,10 +562,11 @@ def test_the_kernel_is_traced_once(reduce):
     assert len(traces) == 2
 
 
+@pytest.mark.parametrize("size", [6, 2 * 23])
 @pytest.mark.parametrize(
-    ("reduce", "again"), [("max", 1), (BottomK(3), 3), slow(Best("distance"), 1)], ids=str
+    ("reduce", "again"), [("max", 1), (BottomK(2), 2), slow(Best("distance"), 1)], ids=str
 )
-def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
+def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again, size):
     evaluated = []
 
     def count(value):
@@ -539,7 +586,7 @@ def test_the_derivative_of_a_choice_looks_at_the_winners_only(reduce, again):
         out["distance"] = counted(out["distance"])
         return out if isinstance(reduce, Best) else out["distance"]
 
-    fun = reduced(reduce, -1, 6, kernel)
+    fun = reduced(reduce, -1, size, kernel)
     # The value is asked for, too, or else nothing would be evaluated forward.
     both = jax.value_and_grad(lambda x, y, w: (jax.tree.leaves(fun(x, y, w))[0] ** 2).sum())
     jax.block_until_ready(jax.jit(both)(*ARGS))

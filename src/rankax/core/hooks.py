@@ -235,6 +235,8 @@ CHOOSERS: Hooks[Callable[[Any, Any, Any], Any]] = Hooks()
 WARNINGS: Hooks[Callable[[Any, Any], None]] = Hooks()
 #: ``(options, jaxpr, plan) -> sentences`` for what ``plan`` prints, of any call
 NOTES: list[Callable[[Any, Any, Any], Iterable[str]]] = []
+#: what an error says of names that are no reductions
+HINTS: dict[str, str] = {}
 
 
 def place_of(bound: Any, options: Any) -> Placement:

@@ -9,6 +9,7 @@ from rankax.core.hooks import (
     FORMS,
     Form,
     HERE,
+    HINTS,
     Layout,
     METHODS,
     NODES,
@@ -109,6 +110,7 @@ from rankax.core.loop.loop import (
     ends_of,
     map_level,
     new_items,
+    saved,
     sinks_of,
     steps_of,
 )

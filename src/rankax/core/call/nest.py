@@ -277,18 +277,19 @@ class _Walk:
     def serves_both(self, mapped: Sequence[jax.Array]) -> bool:
         """Whether the walk that is evaluated is also the best one to differentiate.
 
-        It is not if a derivative walks other chunks, or would copy what chunks overlap or read by
-        index.
+        It is not if a derivative walks other chunks, goes back through a few items of each row, or
+        would copy what chunks overlap or read by index.
         """
         has_walker = any(spec.walker is not None for spec in self.nest.specs)
         if has_walker or any(each.differs_back(self.jaxpr) for each in self.nest.passes):
             return False
+        loops = [spec for spec in self.nest.specs if spec.is_loop]
         if self.nest.reductions is not None:
             row = self._row({}, {})
             stored, _ = self._stored(list(mapped))
-            if not (row.is_linear or row.is_at_once) or stored.nest != self.nest:
+            as_jax_does = row.is_at_once and not (loops and row.chooses_few)
+            if not (row.is_linear or as_jax_does) or stored.nest != self.nest:
                 return False
-        loops = [spec for spec in self.nest.specs if spec.is_loop]
         if any(spec.derivative or not spec.chunks.even for spec in loops):
             return False
         outs: list[Any] = [v.aval for v in self.jaxpr.outvars]

@@ -18,6 +18,7 @@ nothing and send nothing back, even where their value or derivative is NaN:
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ from rankax.core.reduce.protocol import Outputs
 from rankax.core.reduce.row import Row
 from rankax.core.reduce.run import Reductions
 from rankax.core.reduce.states import Accumulation
+
+# A row has at least so many items for each that is evaluated again. The derivative of the others is
+# not computed then: with 16 to 200 items, gradients of min, max, `TopK` and `Best` take 0.3 to 0.7
+# of the time on a CPU, and on a GPU, nothing of a row is stored.
+_ITEMS_PER_CHOSEN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +71,8 @@ class RowReduction:
         """Return one value for each reduction: its result, or its state."""
         row, every = self._row(consts, leaves, back=back), self.reductions.each(self.outputs)
         if self.is_at_once:
-            outs = row.whole()
-            return [
-                reduction.plain(outputs, row, [outs[i] for i in outputs.positions])
-                for reduction, outputs in every
-            ]
+            outs, row = row.whole(), dataclasses.replace(row, picks=back and self.chooses_few)
+            return [entry.plain(own, row, [outs[i] for i in own.positions]) for entry, own in every]
         # A row of no items has no winner to take a derivative from.
         if not back or not row.size:
             return self._fold_each(row, every, back=False)
@@ -92,6 +95,13 @@ class RowReduction:
         """Whether all items are evaluated at once, and reduced as `jax.numpy` does."""
         has_loop = any(level.is_loop or level.walker for level in self.levels)
         return self.reductions.of_run is None and not (has_loop or self._is_masked)
+
+    @property
+    def chooses_few(self) -> bool:
+        """Whether a derivative had better evaluate the chosen items of a row again."""
+        chosen = sum(entry.chosen(own) for entry, own in self.reductions.each(self.outputs))
+        items = math.prod(level.chunks.length for level in self.levels)
+        return 0 < _ITEMS_PER_CHOSEN * chosen <= items
 
     @property
     def _is_masked(self) -> bool:

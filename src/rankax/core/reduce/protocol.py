@@ -155,6 +155,10 @@ class Reduction:
         """Return what a loop over ``size`` items accumulates."""
         return ()
 
+    def chosen(self, outputs: Outputs) -> int:
+        """Return how many items `plain` evaluates again if `Row.picks`."""
+        return 0
+
     def numbers_of_tile(self, outputs: Outputs) -> int:
         """Return how many numbers of its state each tile updates, however few items it has."""
         return 0

@@ -43,6 +43,7 @@ class Row:
     rules: Rules
     count_of_outputs: int
     back: bool = False  # whether it is differentiated
+    picks: bool = False  # whether a reduction of all items at once evaluates the chosen ones again
     # Set only if items that are left out are differentiated as a stand-in: which ones count, and
     # how many do.
     counts: Callable[..., jax.Array] | None = None

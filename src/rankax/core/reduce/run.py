@@ -18,23 +18,12 @@ from rankax.core.base.trees import (
     leaves_with_names,
     subtrees_with_entries,
 )
+from rankax.core.hooks import HINTS
 from rankax.core.reduce.protocol import FILL, Keep, Marked, MisfitError, Outputs, Reduction, Several
 from rankax.core.trace.programs import ItemProgram, trace_item
 
 #: The reductions that `reduce` knows by name; extensions add theirs.
 BY_NAME: dict[str, Reduction] = {}
-
-
-_OTHER_NAMES = {
-    "average": "did you mean 'mean'?",
-    "median": "a median needs all outputs at once, so it cannot be folded; keep them, without "
-    "reduce= or with None for this output, and call jnp.median",
-    **dict.fromkeys(
-        ("nanmax", "nanmean", "nanmin", "nansum"),
-        "to leave NaN out, return jnp.isfinite(value) beside the value, and name it with where=",
-    ),
-    **dict.fromkeys(("std", "var"), "use rankax.reductions.Moments(), which has the variance"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +136,7 @@ def _reduction(leaf: Any, site: str) -> Reduction:
     if leaf not in BY_NAME:
         close = difflib.get_close_matches(leaf, BY_NAME, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"available: {listed(list(BY_NAME))}"
-        hint = _OTHER_NAMES.get(leaf, hint)
+        hint = HINTS.get(leaf, hint)
         raise ValueError(f"{site}: no reduction is called {leaf!r}; {hint}")
     return BY_NAME[leaf]
 

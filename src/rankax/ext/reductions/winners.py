@@ -32,6 +32,7 @@ from rankax.core.protocol import (
     listed,
     no_index,
     positive_int,
+    saved,
     scalar,
     too_many,
     worst_value,
@@ -90,10 +91,17 @@ class _Extremum(_Compared):
         combine = lax.max if self.arg.largest else lax.min
         return Elementwise(aval.shape, aval.dtype, worst, combine, type(self).function)
 
+    def chosen(self, outputs: Outputs) -> int:
+        return sum(aval.size for aval in outputs.avals if has_tangent(aval))
+
     def result(self, state: Any, aval: Any, size: int) -> Any:
         return state[..., 0]
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
+        if row.picks:
+            find = functools.partial(type(self.arg).function, axis=0)
+            pairs = zip(outs, outputs.positions, strict=True)
+            return [row.pick(saved(find(out)), position) for out, position in pairs]
         extreme = functools.partial(type(self).function, axis=0)
         return [call_with_derivative_of(self._first, extreme, out) for out in outs]
 
@@ -164,13 +172,27 @@ class FirstK(_Compared):
         return self.k
 
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
-        def top(out: jax.Array) -> TopKResult:
-            keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
-            _, indices = lax.top_k(as_floats(keys) if has_floats(out.dtype) else keys, self.k)
-            indices = jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
-            return TopKResult(jnp.take_along_axis(out, indices, axis=0), indices)
+        found = [self._indices(out, row) for out in outs]
+        if row.picks:
+            return self._picked(outputs, row, saved(found))
+        pairs = zip(outs, found, strict=True)
+        return [TopKResult(jnp.take_along_axis(out, at, axis=0), at) for out, at in pairs]
 
-        return [top(out) for out in outs]
+    def chosen(self, outputs: Outputs) -> int:
+        return self.k * sum(aval.size for aval in outputs.avals)
+
+    def _indices(self, out: jax.Array, row: Row) -> jax.Array:
+        """Return those of the first items of a row on axis 0."""
+        keys = jnp.moveaxis(sort_key(out, largest=self.largest), 0, -1)
+        _, indices = lax.top_k(as_floats(keys) if has_floats(out.dtype) else keys, self.k)
+        return jnp.moveaxis(indices, -1, 0).astype(index_dtype(row.size))
+
+    def _picked(self, outputs: Outputs, row: Row, found: list[jax.Array]) -> list[TopKResult]:
+        def values(indices: jax.Array, position: int) -> jax.Array:
+            return jax.vmap(lambda index: row.pick(index, position))(indices)
+
+        pairs = zip(found, outputs.positions, strict=True)
+        return [TopKResult(values(indices, position), indices) for indices, position in pairs]
 
     def accumulator(self, aval: Any, size: int) -> Accumulator:
         dtype = jax.eval_shape(lambda x: sort_key(x, largest=self.largest), aval).dtype
@@ -179,12 +201,7 @@ class FirstK(_Compared):
 
     def partial(self, outputs: Outputs, row: Row, states: list[Any]) -> list[TopKResult]:
         """Return values in place of keys. Those without an item are arbitrary."""
-
-        def result(state: Any, position: int) -> TopKResult:
-            indices = jnp.moveaxis(state[1], -1, 0)
-            return TopKResult(jax.vmap(lambda index: row.pick(index, position))(indices), indices)
-
-        return list(map(result, states, outputs.positions))
+        return self._picked(outputs, row, [jnp.moveaxis(index, -1, 0) for _, index in states])
 
     def merge_states(self, outputs: Outputs, states: list[Any]) -> Any:
         def merge(runs: Sequence[jax.Array]) -> TopKResult:
@@ -295,7 +312,13 @@ class Best(Reduction):
     def plain(self, outputs: Outputs, row: Row, outs: list[jax.Array]) -> Any:
         pick = jnp.argmax if self.largest else jnp.argmin
         index = pick(outs[self._number(outputs)], axis=0)
+        if row.picks:
+            best = row.at(saved(index))
+            return [best[i] for i in outputs.positions]
         return [lax.dynamic_index_in_dim(out, index, 0, keepdims=False) for out in outs]
+
+    def chosen(self, outputs: Outputs) -> int:
+        return 1
 
     def accumulations(self, outputs: Outputs, size: int) -> list[Accumulation]:
         number = self._number(outputs)
