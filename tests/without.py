@@ -104,7 +104,8 @@ def failures(extension: str, args: list[str]) -> list[str]:
         leave_out(extension, scratch / "src")
         report = scratch / "report.xml"
         options = ["-q", "--no-header", "--tb=line", "--continue-on-collection-errors"]
-        command = [sys.executable, "-m", "pytest", *options, "-m", "not slow", *args]
+        quick = ["-n", "auto", "-m", "not slow and not weekly"]
+        command = [sys.executable, "-m", "pytest", *options, *quick, *args]
         command.append(f"--junitxml={report}")
         environment = {**os.environ, "PYTHONPATH": str(scratch / "src")}
         run = functools.partial(subprocess.run, stdout=subprocess.DEVNULL, check=False)

@@ -138,7 +138,7 @@ class Reduction:
         if self.is_kept or self.where is not None:
             return self
         changed = copy.copy(self)
-        vars(changed)["where"] = where  # a frozen dataclass refuses an assignment
+        object.__setattr__(changed, "where", where)  # it is frozen
         return changed
 
     def lifted(self, out: Any) -> Any:
