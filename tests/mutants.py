@@ -36,6 +36,7 @@ class Mutant(NamedTuple):
 CALLS = "eager::other_shapes_dtypes_and_axes_are_other_programs"
 SHARED = "where::what_items_share_gets_nothing_from_what_is_left_out"
 GRAM = "jacobians::the_gram_matrix_of_a_complex_jacobian"
+CHOICE = "reductions::the_derivative_of_a_choice_looks_at_the_winners_only"
 PARTS = "chosen_devices::keys_of_any_length_are_those_of_the_whole_batch"
 
 MUTANTS = [
@@ -63,6 +64,7 @@ MUTANTS = [
     Mutant("as_floats", "comparison", "reductions::numbers_are_compared_as_floats", 1),
     Mutant("Ordered.join", "backwards", "reductions::a_fold_keeps_the_order_of_the_items"),
     Mutant("Best.merge_states", "always false", "where::the_best_step_that_counts_in_a_window"),
+    Mutant("FirstK.plain", "always false", CHOICE),
     Mutant("MomentsOf.step", "always true", "where::values_and_gradients"),
     Mutant("_masked_row.if_any", "always true", SHARED, 1),
     # Jacobians, devices, windows of scans.
