@@ -172,56 +172,36 @@ def test_what_is_refused(call, text):
     assert text_of(call) == text
 
 
-def forgetful(x):
-    jnp.sqrt(x @ x)
-
-
-def worded(x):
-    return "x"
-
-
-def labelled(x):
-    return np.array(["x"])
-
-
 @dataclasses.dataclass
 class Orbit:
     radius: jax.Array
-
-
-def mixed(x):
-    return {"norm": jnp.sqrt(x @ x), 1: x}
-
-
-def bundled(x):
-    return {"orbit": Orbit(jnp.sqrt(x @ x))}
 
 
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
         (
-            forgetful,
+            lambda x: None,
             "returned None, but outputs must be arrays or numbers; add the missing return, or "
             "return () from a kernel that is called for its effects",
         ),
         (
-            worded,
+            lambda x: "x",
             "returned a str at output, but outputs must be arrays or numbers; leave it out, or "
             "wrap it in rankax.Static",
         ),
         (
-            labelled,
+            lambda x: np.array(["x"]),
             "returned an array of dtype <U1 at output, but outputs must be arrays or numbers; "
             "leave it out",
         ),
         (
-            mixed,
+            lambda x: {"norm": jnp.sum(x), 1: x},
             "returned outputs that JAX cannot flatten; the keys of a dict must have an order, so "
             "use keys of one type, such as strings",
         ),
         (
-            bundled,
+            lambda x: {"orbit": Orbit(x)},
             "returned an Orbit at output['orbit'], but outputs must be arrays or numbers; make "
             "Orbit a pytree: jax.tree_util.register_dataclass(Orbit)",
         ),
