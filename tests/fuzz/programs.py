@@ -755,7 +755,7 @@ class Program:
 
     def check_types(self) -> None:
         """Trace only, at a tenth of the cost: assert equal structure, shapes and dtypes."""
-        with _x64(self.x64):
+        with jax.enable_x64(self.x64):
             want, got = (
                 jax.eval_shape(fun, *arguments)
                 for fun, arguments in (self._call(plain=True), self._call(plain=False))
@@ -764,7 +764,7 @@ class Program:
 
     def check(self) -> None:
         """Assert that rankax and plain JAX agree in structure, shapes, dtypes and values."""
-        with _x64(self.x64):
+        with jax.enable_x64(self.x64):
             want, got = self.run(plain=True), self.run(plain=False)
             _check_types(got, want)
             named = jax.tree_util.tree_leaves_with_path(got)
@@ -779,7 +779,7 @@ class Program:
         first = dataclasses.replace(self, transformation="value", jit=False)
         near = [other for other in first.simpler() if other.x64 is self.x64]
         near = random.Random(self.data).sample(near, min(2, len(near)))
-        with _x64(self.x64), options(check=True):
+        with jax.enable_x64(self.x64), options(check=True):
             first.check()
             dataclasses.replace(first, data=self.data + 1).run(plain=False)
             for other in near:
@@ -819,16 +819,6 @@ def _check_types(got: Any, want: Any) -> None:
     named = jax.tree_util.tree_leaves_with_path(got)
     for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), jax.tree_util.keystr(path)
-
-
-@contextlib.contextmanager
-def _x64(enabled: bool) -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", enabled)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def draw(seed: int, kind: str = "calls") -> Program:
