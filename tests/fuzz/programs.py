@@ -463,7 +463,7 @@ def by_scan(program: Program, arrays: Item, w: jax.Array, *, plain: bool) -> Any
         # Bounded, because rounding errors grow in a chaotic loop, and an overflow gives NaN.
         return {name: jnp.tanh(new[name]) if name in "sv" else new[name] for name in carry}, y
 
-    options = dict(program.options)
+    options = program.options | {"length": program.length}
     if not plain and program.caller == "sliced_scan":
         return sliced_scan(body, parts["init"], parts["xs"], **options)
     window = slice(*(options.pop(name) for name in ("start", "stop", "step")))
@@ -685,9 +685,6 @@ class Program:
         changes += [{"rows": self.rows[:n] + self.rows[n + 1 :]} for n in range(count) if count > 1]
         for n, length in enumerate(self.rows):
             changes += [{"rows": (*self.rows[:n], k, *self.rows[n + 1 :])} for k in range(length)]
-        if "length" in self.options:  # of a scan, which is told twice
-            for n in range(1, self.length):
-                changes.append({"length": n, "options": self.options | {"length": n}})
         for change in changes:
             if any(getattr(self, name) != value for name, value in change.items()):
                 yield dataclasses.replace(self, **change)
@@ -1018,7 +1015,6 @@ def _draw_scan(rng: random.Random, leaves: list[str], length: int) -> tuple[Any,
     layout[rng.choice(["s", rng.choice(leaves)])] = "xs"
     bounds = [None, None, *range(-length, length + 1)]
     return layout, {
-        "length": length,
         "reverse": rng.random() < 0.5,
         "unroll": rng.choice([1, 1, 2, 3]),
         "start": rng.choice(bounds),
