@@ -157,11 +157,11 @@ EACH_TIME = [("a mask", "lanes"), ("keys", "lanes"), ("a mask", "a stream")]
 OFTEN = ["the largest", "what is kept", "an axis more", "a batch at once"]
 AT_MERGE = [
     *((name, last) for last in BOTH for name in OFTEN),
-    *(("a bucket", "lanes"), ("a memory limit", "a stream")),
+    *(("a bucket", "lanes"), ("a bucket", "keys"), ("a memory limit", "a stream")),
     *(("chunks", "indices"), ("a memory limit", "unlike lengths"), ("jit", "a batch at once")),
     *(("a bucket", "unlike lengths"), ("options of XLA", "keys"), ("a device", "the largest")),
     *(("progress", "a sum"), ("what is kept", "an axis more"), ("what chunks store", "a mask")),
-    ("sines of ours", "the plain program"),
+    *(("unlike lengths", "sines of ours"), ("jit", "the plain program")),
 ]
 
 

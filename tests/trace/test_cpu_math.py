@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from helpers import assert_same, compilations, enable_x64, primitives, slow, weekly
-from rankax import Ragged, auto_vmap, chunked_jacfwd, chunked_reduce, chunked_vmap, options
+from rankax import auto_vmap, chunked_jacfwd, chunked_reduce, chunked_vmap, options
 from rankax.ext import cpu_math
 
 pytestmark = pytest.mark.skipif(
@@ -281,12 +281,6 @@ def test_it_goes_with_other_options(name):
     assert_same(own(Y), plain(Y), rtol=3e-6)
     gradients = [jax.grad(lambda x, f=f: jnp.sum(f(x)))(Y) for f in (own, plain)]
     assert_same(*gradients, rtol=3e-6)
-
-
-def test_ragged_items():
-    items = Ragged.from_list([Y[:2], Y[2:7], Y[7:]])
-    plain = auto_vmap(x="n", chunk_size=2)(lambda x: jnp.sum(jnp.sin(x) * x))
-    assert_same(plain.with_options(cpu_math=True)(items), plain(items), rtol=3e-6)
 
 
 def test_a_scope_decides_where_nothing_else_does():
