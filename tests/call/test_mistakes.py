@@ -58,16 +58,6 @@ CLASHES = {
         f"{here(form)}: {APART}",
         "Batch axis -1 is 3 (v) and 4 (m).\nIf one item of v is a vector, its rank is 1, not 0.",
     ),
-    "a rank is too large": (
-        lambda: auto_vmap(2)(norm)(V[0]),
-        f"{here(norm)}: {FEWER}",
-        "x has 1 axis, but its rank 2 needs 2; did you mean x[None]?",
-    ),
-    "all pairs": (
-        lambda: auto_vmap(v=1, m=2)(form)(V, M),
-        f"{here(form)}: {APART}",
-        "Batch axis -1 is 5 (v) and 4 (m).\nTo combine every v with every m, pass v[:, None].",
-    ),
     "numbers in a tuple, or a shape": (
         lambda: auto_vmap(1)(norm).plan((5, 3)),
         f"{here(norm)}: {FEWER}",
