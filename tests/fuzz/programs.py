@@ -9,7 +9,6 @@ many, and what they found.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -19,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +165,12 @@ RULES: dict[str, Step] = {
 # Loops that each item ends by itself. Plain JAX has no reverse mode of them; where it is asked for
 # one, it makes as many steps as any item may need, and keeps what the last one of each item left.
 
-_IS_BOUNDED = contextvars.ContextVar("_IS_BOUNDED", default=False)
+IS_BOUNDED = False
 
 
 def loop(cond: Any, body: Any, init: Any, most: int) -> Any:
     """Run a `lax.while_loop` of at most so many steps."""
-    if not _IS_BOUNDED.get():
+    if not IS_BOUNDED:
         return lax.while_loop(cond, body, init)
 
     def turn(state: Any, _: None) -> tuple[Any, None]:
@@ -182,7 +182,7 @@ def loop(cond: Any, body: Any, init: Any, most: int) -> Any:
 
 def times(n: jax.Array, body: Any, init: Any, most: int) -> Any:
     """Run a `lax.fori_loop` from 0 to n."""
-    if not _IS_BOUNDED.get():
+    if not IS_BOUNDED:
         return lax.fori_loop(0, n, body, init)
     state = jnp.zeros_like(n), init
     return loop(lambda s: s[0] < n, lambda s: (s[0] + 1, body(*s)), state, most)[1]
@@ -733,7 +733,7 @@ class Program:
             def f(p: Item) -> Any:
                 everything = fixed | p
                 w = everything.pop("w")
-                with _bounded(plain and self.is_bounded):
+                with mock.patch(f"{__name__}.IS_BOUNDED", plain and self.is_bounded):
                     out = CALLERS[self.caller](self, everything, w, plain=plain)
                 if self.transformation in ("value", "vmap"):
                     return out
@@ -800,15 +800,6 @@ def is_moving(x: Any) -> bool:
     """Whether something, of one array, has a derivative."""
     (leaf,) = jax.tree.leaves(x)
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-@contextlib.contextmanager
-def _bounded(enabled: bool) -> Iterator[None]:
-    token = _IS_BOUNDED.set(enabled)
-    try:
-        yield
-    finally:
-        _IS_BOUNDED.reset(token)
 
 
 def _check_types(got: Any, want: Any) -> None:
