@@ -86,7 +86,7 @@ ALIKE = {
     "jnp.{}(i3, i3_)": "bitwise_and bitwise_or bitwise_xor",
     "jnp.{}(q3, n3)": "bitwise_left_shift bitwise_right_shift left_shift right_shift",
     "jnp.{}(q3, q3_)": "gcd lcm",
-    "jnp.{}(b3)": "logical_not",
+    "jnp.{}(b3)": "logical_not packbits",
     "jnp.{}([f3, f3_])": """
         column_stack concat concatenate dstack hstack stack vstack lexsort""",
     "jnp.{}(f23)": """
@@ -163,6 +163,7 @@ ALIKE = {
     "jnp.{}(f, f_, 3)": "linspace logspace",
     "jnp.{}(f23, 0, 1)": "moveaxis swapaxes",
     "lax.{}(f3, 2)": "approx_max_k approx_min_k broadcast_to_rank full_like top_k",
+    'lax.{}(f3, "int32")': "bitcast_convert_type convert_element_type",
     'lax.{}(f3, 0, "int32")': "argmax argmin",
     "lax.{}(f3, (2,))": "broadcast tile",
     "lax.{}(f3, (0,))": "expand_dims rev",
@@ -202,7 +203,6 @@ SAMPLES = """
     jnp.kaiser(3, f)
     jnp.ldexp(f3, n3)
     jnp.matvec(f23, f3)
-    jnp.packbits(b3)
     jnp.pad(f3, 1, mode="edge")
     jnp.permute_dims(f23, (1, 0))
     jnp.piecewise(f3, [f3 < 0, f3 > 1], [lambda x: -x, jnp.sin, 2.])
@@ -230,7 +230,6 @@ SAMPLES = """
     lax.associative_scan(lax.mul, f3)
     lax.batch_matmul(f223, f232)
     lax.betainc(p3, p3_, p3__)
-    lax.bitcast_convert_type(f3, "int32")
     lax.broadcast_in_dim(f3, (2, 3), (1,))
     lax.broadcast_like(f3, f23)
     lax.clamp(-1., f3, 1.)
@@ -245,7 +244,6 @@ SAMPLES = """
     lax.conv_general_dilated_patches(f1144, (2, 2), (1, 1), "VALID")
     lax.conv_transpose(f1331, f2211, (2, 2), "SAME")
     lax.conv_with_general_padding(f1144, f1122, (1, 1), "SAME", None, None)
-    lax.convert_element_type(f3, "int32")
     lax.custom_linear_solve(lambda x: s33 @ x, f3, lambda _, b: jnp.linalg.solve(s33, b),
                             lambda _, b: jnp.linalg.solve(s33.T, b))
     lax.custom_root(lambda x: x**3 - p, p_,
